@@ -135,7 +135,7 @@ def test_a_prompt_goes_on_where_its_blocks_have_moved(tiny_path: Path) -> None:
             mixed.requantize()
         for is_disturbed in (False, True):
             span = store.open(kv, len(new))
-            units = engine._model.forward_units([span], new, outputs=1, by_layer=True)
+            units = engine._model.forward_chunks([span], new, outputs=1, by_layer=True)
             next(units)
             before = [mixed.blocks.placement[block] for block in blocks]
             while is_disturbed and [mixed.blocks.placement[block] for block in blocks] == before:

@@ -126,10 +126,10 @@ class SpanView:
 
 @dataclass(eq=False)
 class RecordedSpans:
-    """Stands for the spans of a group of layers while passes are recorded, and when they are run again.
+    """Stands for the spans of a group of layers while batches are recorded, and when they are run again.
 
-    spans: of the pass that runs now, for the ops. begin, seal: prepare a layer's buffers, and keep what it has appended
-    to them. layer: the one that is being recorded. pending: what appends its K/V, and arrays, which it takes.
+    spans: of the batch that runs now, for the ops. begin, seal: prepare a layer's buffers, and keep what it has
+    appended to them. layer: the one that is being recorded. pending: what appends its K/V, and arrays, which it takes.
     """
 
     begin: Callable[[int], None]
@@ -158,8 +158,8 @@ def table_width(blocks: int) -> int:
 
 
 def layers_together(encoded_at_once: int, kv_heads: Sequence[int], blocks: int) -> int:
-    """How many layers of a prompt, or of a pass, are sealed together whose buffer has `blocks` blocks for a layer: also
-    those that stay incomplete take memory. kv_heads: K of each layer that has K/V."""
+    """How many layers of a prompt, or of a batch, are sealed together whose buffer has `blocks` blocks for a layer:
+    also those that stay incomplete take memory. kv_heads: K of each layer that has K/V."""
     return min(len(kv_heads), -(-encoded_at_once // (max(kv_heads, default=1) * max(1, blocks))))
 
 

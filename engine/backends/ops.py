@@ -135,8 +135,8 @@ class MachineOps(Protocol):
     keeps_tiles: bool  # whether `load` takes matrices from `KeptTiles`
     # Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations.
     prefill_rows: int
-    pass_rows: int  # most rows of prompts that are computed together; 0 where prompts are computed one by one
-    # Rows of passes, and of steps, that are recorded before requests come; none where that takes no time.
+    batch_rows: int  # most rows of prompts that are computed together; 0 where prompts are computed one by one
+    # Rows of batches with prompts, and of steps, that are recorded before requests come; none where that takes no time.
     warm_up_rows: tuple[Sequence[int], Sequence[int]]
 
     @property

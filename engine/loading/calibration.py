@@ -103,7 +103,7 @@ def calibrate(
     span = model.store.open(model.store.new_sequence(), len(ids))
     statistics: Statistics = {}
     rows = 0
-    for unit in model.forward_units([span], ids, outputs=0, by_layer=True):  # only queries and keys are needed
+    for unit in model.forward_chunks([span], ids, outputs=0, by_layer=True):  # only queries and keys are needed
         rows += unit
         progress(rows, len(config.layers) * len(ids))
         layer, rest = rows // len(ids) - 1, rows % len(ids)

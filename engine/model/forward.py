@@ -18,13 +18,13 @@ from polarlm.engine.backends.kv import HeadTransform, Norm, PreparedTransform, S
 from polarlm.engine.backends.ops import Array, ExpertCache, Ops, PeerArray
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import row_adapters
+from polarlm.engine.model.batch_graphs import BatchGraphs
 from polarlm.engine.model.decoder import Chunk, InputChoice, Inputs, Rows, compute, decoder_layer, run_graph
 from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.layers.mtp import MtpLayer
-from polarlm.engine.model.passes import Passes
 from polarlm.engine.model.prefill import PromptRows, PromptTap, prefill, stages
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.model.vision_encoders import ImageReader
@@ -91,7 +91,7 @@ class Transformer:
             decoder_layer(layer_ops(number), layer, eps, w, cache(number), transform(number), number)
             for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]
-        self._passes = Passes(self.ops, self._layers, self._choice, self.config.hidden_size, self._embed)
+        self._batch_graphs = BatchGraphs(self.ops, self._layers, self._choice, self.config.hidden_size, self._embed)
         if self.config.mtp:
             own = weights.layers[-1].mtp
             assert own is not None
@@ -112,7 +112,7 @@ class Transformer:
 
     # -- prefill ------------------------------------------------------------------------------------------------
 
-    def forward_units(
+    def forward_chunks(
         self,
         spans: Sequence[Span],
         ids: Sequence[int],
@@ -122,12 +122,12 @@ class Transformer:
         parts: Sequence[Span] | None = None,
         images: Sequence[PlacedImage] = (),
     ) -> Generator[int, None, Array]:
-        """Compute the new tokens `ids` of `spans`, in order, unit by unit, and append their K/V to the store.
+        """Compute the new tokens `ids` of `spans`, in order, chunk by chunk, and append their K/V to the store.
 
-        A generator, so that other work can run between units: it yields the number of rows after each unit and returns
-        the hidden states of the last `outputs` rows (None: of all), (outputs, E). A unit is `prefill_rows` rows of one
-        layer, or several layers if there are fewer rows; with `by_layer`, never more than one layer. It seals all
-        layers; the caller commits. Several spans are a step's, or a pass's, with `parts`: see `forward_pass`. images:
+        A generator, so that other work can run between chunks: it yields the number of rows after each chunk and
+        returns the hidden states of the last `outputs` rows (None: of all), (outputs, E). A chunk is `prefill_rows`
+        rows of one layer, or several layers if there are fewer rows; with `by_layer`, never more than one layer. It
+        seals all layers; the caller commits. Several spans are a step's, or a batch's, with `parts`: see `forward_batch`. images:
         of the one span's sequence; those that it has rows of are computed first.
         Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
         and the K/V of layers that are sealed together. Raises EngineError for an id without a row.
@@ -155,25 +155,25 @@ class Transformer:
     def forward(
         self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None, parts: Sequence[Span] | None = None
     ) -> Array:
-        """Run `forward_units` to its end, and return what it returns."""
-        units = self.forward_units(spans, ids, outputs, parts=parts)
+        """Run `forward_chunks` to its end, and return what it returns."""
+        chunks = self.forward_chunks(spans, ids, outputs, parts=parts)
         while True:
             try:
-                next(units)
+                next(chunks)
             except StopIteration as end:
                 return end.value
 
     @property
-    def pass_rows(self) -> int:
-        """`KVStore.pass_rows`, of a model that has passes."""
-        return 0 if self.config.mtp else self.store.pass_rows
+    def batch_rows(self) -> int:
+        """`KVStore.batch_rows`, of a model that has passes."""
+        return 0 if self.config.mtp else self.store.batch_rows
 
     @property
-    def recorded_rows(self) -> int:
-        """The most rows of a pass that is recorded."""
-        return self._passes.most_rows
+    def most_recorded_rows(self) -> int:
+        """The most rows of a batch that is recorded."""
+        return self._batch_graphs.most_rows
 
-    def forward_pass(
+    def forward_batch(
         self,
         spans: Sequence[Span],
         ids: Sequence[Sequence[int]],
@@ -183,7 +183,7 @@ class Transformer:
         """Compute prompts together, each as `forward` does, and rows of sequences that run. Return the hidden states
         (B + S, E) of the prompts' last rows and of all rows of `steps`.
 
-        spans: from `KVStore.open_pass`. ids: the new tokens of each. steps, step_ids: as for `step`. Rows that are
+        spans: from `KVStore.open_batch`. ids: the new tokens of each. steps, step_ids: as for `step`. Rows that are
         returned come after all others, which the last layer can then leave out. Raises EngineError for an id without a
         row.
         """
@@ -191,9 +191,9 @@ class Transformer:
         parts = [*(span.part(0, span.count - 1) for span in spans if span.count > 1), *last]
         rows = [*chain.from_iterable(one[:-1] for one in ids), *(one[-1] for one in ids), *step_ids]
         outputs = len(spans) + len(step_ids)
-        if len(rows) > self._passes.most_rows:
+        if len(rows) > self._batch_graphs.most_rows:
             return self.forward(spans, rows, outputs, parts)
-        return self._passes.run(spans, table_rows(self.weights.embedding, rows), outputs, parts)
+        return self._batch_graphs.run(spans, table_rows(self.weights.embedding, rows), outputs, parts)
 
     def logits(self, hidden: Array) -> np.ndarray:
         """Return the logits (T, V) float32 of hidden states (T, E), on the host. Raises EngineError if not finite."""

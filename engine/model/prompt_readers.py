@@ -30,9 +30,9 @@ def sigmoid(x: float) -> float:
 def forward_and_read(
     model: Transformer, span: Span, ids: Sequence[int], reader: PromptReader
 ) -> Generator[int, None, Array]:
-    """Run `Transformer.forward_units` for a whole prompt, then units of no rows, which read its hidden states. Returns
+    """Run `Transformer.forward_chunks` for a whole prompt, then parts of no rows, which read its hidden states. Returns
     the hidden state of the last token, (1, E)."""
-    hidden = yield from model.forward_units([span], ids)
+    hidden = yield from model.forward_chunks([span], ids)
     last = hidden[-1:].copy()
     for first in range(0, len(ids), _ROWS):
         reader.read(model, hidden[first : first + _ROWS], first)

@@ -57,14 +57,14 @@ def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
 
 
 def warm_up_pass(model: Transformer, rows: int) -> None:
-    """Run a pass of a first prompt, with a step of `rows` rows of another sequence, if there are passes."""
-    if not model.pass_rows:
+    """Run a batch of a first prompt, with a step of `rows` rows of another sequence, if there are batches."""
+    if not model.batch_rows:
         return
     new, running = model.store.new_sequence(), model.store.new_sequence()
     _step(model, running)
     rows = min(rows, model.store.rows_of_block(running))
-    spans, steps = model.store.open_pass([(new, _ROWS)]), [model.store.open_step(running, rows)]
-    model.forward_pass(spans, [[0] * _ROWS], steps, [0] * rows)
+    spans, steps = model.store.open_batch([(new, _ROWS)]), [model.store.open_step(running, rows)]
+    model.forward_batch(spans, [[0] * _ROWS], steps, [0] * rows)
     model.store.commit_steps([*spans, *steps])
     for sequence in (new, running):
         model.store.release(sequence)
@@ -102,16 +102,16 @@ def warm_up_drafts(model: Transformer, rows: int) -> None:
 
 
 def recording_warm_ups(model: Transformer, parallel: int) -> list[Callable[[], None]]:
-    """Return calls that compute passes and steps as those of requests, and leave the store as it was. The first call
+    """Return calls that compute batches and steps as those of requests, and leave the store as it was. The first call
     for a number of rows lets a device allocate, the second one record. parallel: the most sequences that run."""
-    passes, steps = model.ops.warm_up_rows
-    prompts = [((rows,), False) for rows in passes if rows <= min(model.pass_rows, model.recorded_rows)]
+    batches, steps = model.ops.warm_up_rows
+    prompts = [((rows,), False) for rows in batches if rows <= min(model.batch_rows, model.most_recorded_rows)]
     tokens = [((1,) * rows, True) for rows in steps if rows <= parallel]
     return [partial(_warm_up_new, model, *counts) for counts in (*prompts, *tokens) for _ in range(2)]
 
 
 def _warm_up_new(model: Transformer, counts: Sequence[int], is_step: bool) -> None:
-    """Compute so many tokens of new sequences in a step or a pass, if blocks are free that the prefix cache does not
+    """Compute so many tokens of new sequences in a step or a batch, if blocks are free that the prefix cache does not
     know."""
     store, rows = model.store, sum(counts)
     blocks, slots = rows // store.shape.block_size, 2 * len(counts)
@@ -124,8 +124,8 @@ def _warm_up_new(model: Transformer, counts: Sequence[int], is_step: bool) -> No
             spans += [store.open_step(store.new_sequence()) for _ in counts]
             model.step(spans, [0] * rows, [greedy(model.config.vocab_size)] * rows)
         else:
-            spans += store.open_pass([(store.new_sequence(), count) for count in counts])
-            model.forward_pass(spans, [[0] * count for count in counts])
+            spans += store.open_batch([(store.new_sequence(), count) for count in counts])
+            model.forward_batch(spans, [[0] * count for count in counts])
     finally:
         for span in spans:
             store.abort(span)

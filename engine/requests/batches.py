@@ -201,7 +201,7 @@ class Batches:
         spans: list[Span] = []
         while not spans:
             try:
-                spans = self._store.open_pass(prompts)
+                spans = self._store.open_batch(prompts)
             except MemoryError:
                 if len(prompts) == 1:
                     raise
@@ -226,7 +226,7 @@ class Batches:
             prompts, steps = batch.prompts, [rows for rows in batch.rows if not rows.is_prompt]
             spans, ids = _spans(steps), [*chain.from_iterable(rows.ids for rows in steps)]
             if prompts:
-                hidden = self._model.forward_pass(_spans(prompts), [rows.ids for rows in prompts], spans, ids)
+                hidden = self._model.forward_batch(_spans(prompts), [rows.ids for rows in prompts], spans, ids)
                 self.sample(batch, hidden)
                 return
             inputs = self._sampler_inputs(batch)

@@ -77,8 +77,8 @@ class Prefills:
         """The most rows of prompts; with running requests, as many as the fastest of recent batches of many rows had in
         `GAP`."""
         if not self._scheduler.running:
-            return self._model.pass_rows
-        return int(min(self._model.pass_rows // 2, max(self._batches.rates) * GAP))
+            return self._model.batch_rows
+        return int(min(self._model.batch_rows // 2, max(self._batches.rates) * GAP))
 
     def _joins(self, request: Request, missing: int) -> bool:
         """Whether a matched prompt, which lacks `missing` tokens, is computed with others."""
@@ -161,16 +161,16 @@ class Prefills:
         reader = request.reader()
         if reader is not None:
             return Prefill(span, forward_and_read(self._model, span, ids, reader), reader)
-        return Prefill(span, self._model.forward_units([span], ids, outputs=1, images=request.images))
+        return Prefill(span, self._model.forward_chunks([span], ids, outputs=1, images=request.images))
 
     def _advance(self, request: Request, prefill: Prefill) -> Batch | None:
         """Compute one chunk of a prompt. After the last one, return it as a batch if a token follows it."""
         layers, span = len(self._model.config.layers), prefill.span
         try:
-            prefill.rows += next(prefill.units)
+            prefill.rows += next(prefill.chunks)
             request.report_progress((request.cached or 0) + prefill.rows // layers)
             if prefill.rows == span.count * layers:
-                next(prefill.units)  # returns the hidden states, as StopIteration's value
+                next(prefill.chunks)  # returns the hidden states, as StopIteration's value
             if self._model.ops.fetch_later is not None:
                 self._timer.launched.append(request)
             return None

@@ -62,7 +62,7 @@ class Prefill:
     """A prefill under way."""
 
     span: Span
-    units: Generator[int, None, Any]
+    chunks: Generator[int, None, Any]
     reader: PromptReader | None = None  # reads the prompt's hidden states
     rows: int = 0  # rows done, summed over layers
 

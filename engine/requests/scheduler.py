@@ -10,7 +10,7 @@ While both have work, prefill gets a share of the time, by how many wait for it,
 most `_MOST_SHARE`, and no more than half if running sequences got a token less often than every `GAP` seconds. Between
 two steps its budget is the median step's time in that proportion, times `_CATCH_UP`, minus the time that the last step
 took beyond the median, and minus the time that the next one will take beyond it to encode a block that it fills. A unit
-that starts within the budget may exceed it. A pass of prompts that has the step of the running sequences, too, is due
+that starts within the budget may exceed it. A batch of prompts that has the step of the running sequences, too, is due
 again at once.
 
 When blocks run out, the youngest sequence is preempted: it gives up its blocks and waits. The oldest always runs, so

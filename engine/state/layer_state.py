@@ -16,7 +16,7 @@ from polarlm.engine.state.tables import BlockTable, Reservation
 
 @dataclass
 class Buffers:
-    """The buffers of a prompt, or of all prompts of a pass, by (KV heads, head dim, layers): groups of one shape share
+    """The buffers of a prompt, or of all prompts of a batch, by (KV heads, head dim, layers): groups of one shape share
     one for no layers, unless others read it. rows: of each buffer. together: the layers that are sealed together, which
     have memory of their own in each buffer. first: the block of a buffer that the next prompt begins with."""
 

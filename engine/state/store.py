@@ -155,11 +155,11 @@ class KVStore:
         return sum(1 << index for index, group in enumerate(self.groups) if group.is_sparse)
 
     @property
-    def pass_rows(self) -> int:
-        """The most rows of prompts in a pass, as many as a prompt may have, whose memory is planned; 0 without passes:
-        where `Ops.pass_rows` says so, and with recurrent layers."""
+    def batch_rows(self) -> int:
+        """The most rows of prompts in a batch, as many as a prompt may have, whose memory is planned; 0 without
+        batches: where `Ops.batch_rows` says so, and with recurrent layers."""
         has_kv_alone = all(isinstance(group, KVBlocks) for group in self.groups)
-        return min(self.ops.pass_rows, self.plan.tokens) if has_kv_alone else 0
+        return min(self.ops.batch_rows, self.plan.tokens) if has_kv_alone else 0
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class KVStore:
         buffers = self._buffers([(sequence, count)], 1 if round_trip else None)
         return self._open(sequence, count, buffers, round_trip=round_trip, as_steps=as_steps)
 
-    def open_pass(self, prompts: Sequence[tuple[SequenceKV, int]]) -> list[Span]:
+    def open_batch(self, prompts: Sequence[tuple[SequenceKV, int]]) -> list[Span]:
         """Open spans of prompts that are computed together, each as `open` does: of the first ones that there is room
         for. If it raises OutOfBlocks, there is none for the first one, and nothing has changed."""
         buffers, spans, unsealed = self._buffers(prompts), list[Span](), list[int]()
@@ -287,7 +287,7 @@ class KVStore:
             group.begin(in_group, table, reservation, span.start)
 
     def seal(self, layer: int, *spans: Span) -> None:
-        """Keep the K/V of a layer of a prompt, or of all prompts of a pass, whose rows have all been appended:
+        """Keep the K/V of a layer of a prompt, or of all prompts of a batch, whose rows have all been appended:
         `together` layers at once encode their complete blocks, the last ones at commit, before which logits may be
         asked for. Raises EngineError ("model_damaged") if one holds NaN or infinity and the device detects it."""
         if layer not in self.shape.kv_layers:

@@ -80,9 +80,9 @@ def passes(model: Transformer) -> list[np.ndarray]:
     store, logits = model.store, list[np.ndarray]()
     first, second = store.new_sequence(), store.new_sequence()
     for prompts, steps in (([(first, 40), (second, 33)], []), ([(first, 30)], [second])):
-        spans, running = store.open_pass(prompts), [store.open_step(one) for one in steps]
+        spans, running = store.open_batch(prompts), [store.open_step(one) for one in steps]
         ids = [[5 + 7 * i % 90 for i in range(count)] for _, count in prompts]
-        logits.append(model.logits(model.forward_pass(spans, ids, running, [6] * len(steps))))
+        logits.append(model.logits(model.forward_batch(spans, ids, running, [6] * len(steps))))
         store.commit_steps([*spans, *running])
     return logits
 

@@ -29,7 +29,7 @@ from tests.cuda import fake_cupy, test_model_emulated
 from tests.cuda.fake_cublas_lt import Library
 from tests.cuda.fake_cupy import CUDADriverError, CUDARuntimeError, Machine
 from tests.cuda.formats import STEP, read, store
-from tests.cuda.some_passes import passes_of
+from tests.cuda.some_batches import batches_of
 from tests.cuda.test_model_emulated import model_from, model_of, talk
 from tests.cuda.test_packed_model import mixed_model
 from tests.cuda.test_sampler_inputs import stepped
@@ -370,7 +370,7 @@ def test_the_least_recently_used_recording_is_dropped(
 def test_passes_and_other_work_have_limits_of_their_own(device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass is work in parts between which something is launched. None is dropped for the other."""
     monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", 2)
-    monkeypatch.setattr(sys.modules[RECORDING], "MOST_PASSES", 3)
+    monkeypatch.setattr(sys.modules[RECORDING], "MOST_BATCHES", 3)
     calls: list[str] = []
 
     def run(key: str) -> None:
@@ -564,11 +564,11 @@ def test_a_pass_answers_the_same_recorded_or_not(device, name: str, monkeypatch:
         )
 
     passed = model()
-    recorded = passes_of(passed)
+    recorded = batches_of(passed)
     (kept,) = device._recordings._recordings_by_key.values()
     assert len(kept.parts) == 2 * len(passed.config.layers)
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
-    np.testing.assert_equal(recorded, passes_of(model()))
+    np.testing.assert_equal(recorded, batches_of(model()))
 
 
 @pytest.mark.slow

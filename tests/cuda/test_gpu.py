@@ -22,7 +22,7 @@ from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, atte
 from polarlm.bench.gpu.setup import CupyClock, Sizes
 from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import Engine, EngineError, SamplingParams
-from polarlm.engine.backends.cuda.device import MOST_PASSES, MOST_RECORDINGS
+from polarlm.engine.backends.cuda.device import MOST_BATCHES, MOST_RECORDINGS
 from polarlm.engine.backends.cuda.kv.cache import HostTable
 from polarlm.engine.backends.cuda.multi_device.ops import MultiDeviceOps
 from polarlm.engine.backends.cuda.ops import _UNCOUNTED_BYTES, CudaOps
@@ -36,7 +36,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES
-from tests.cuda.some_passes import passes_of
+from tests.cuda.some_batches import batches_of
 from tests.cuda.test_model_emulated import model_from, model_of, talk
 from tests.cuda.test_packed_model import mixed_model
 from tests.shared_data import shared
@@ -133,9 +133,9 @@ def test_replayed_passes_equal_launched_passes(kind: str, overlaps: bool) -> Non
             model_from(ops, *mixed_model(), types, **room) if kind == "packed" else model_of(ops, kind, types, **room)
         )
 
-    recorded = passes_of(model())
+    recorded = batches_of(model())
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
-    np.testing.assert_equal(recorded, passes_of(model()))
+    np.testing.assert_equal(recorded, batches_of(model()))
     assert np.isfinite(np.concatenate(recorded)).all()
 
 
@@ -208,7 +208,7 @@ def test_the_memory_of_graphs_fits_into_what_is_not_counted() -> None:
     for call in calls[::2]:  # compiles and allocates
         call()
     passes, steps = taken(calls[1:8:2]), taken(calls[9::2])
-    all_kept = MOST_PASSES // 4 * passes + MOST_RECORDINGS // 4 * steps
+    all_kept = MOST_BATCHES // 4 * passes + MOST_RECORDINGS // 4 * steps
     print(
         f"graphs: {passes / 2**20:.1f} MiB of 4 passes, {steps / 2**20:.1f} of 4 steps, {all_kept / 2**20:.0f} of all"
     )

@@ -79,8 +79,8 @@ def test_calls_of_a_prompt_and_of_steps(monkeypatch: pytest.MonkeyPatch) -> None
             model.store.commit_steps(spans)
 
         def together() -> None:
-            spans = model.store.open_pass([(sequences[0], TOKENS)])
-            hidden = model.forward_pass(spans, [range(5, 5 + TOKENS)])
+            spans = model.store.open_batch([(sequences[0], TOKENS)])
+            hidden = model.forward_batch(spans, [range(5, 5 + TOKENS)])
             model.store.commit_steps(spans)
             model.choose(hidden, [sampled])
 

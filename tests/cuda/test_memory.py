@@ -112,7 +112,7 @@ def model_of(
 def prompt(model: Transformer, count: int) -> SequenceKV:
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, count)
-    hidden = list(_returned(model.forward_units([span], [1] * count, outputs=1)))
+    hidden = list(_returned(model.forward_chunks([span], [1] * count, outputs=1)))
     model.choose(hidden[-1], [SamplerInput(GREEDY, [], 0.5, model.config.vocab_size)])
     model.store.commit(span)
     return sequence
@@ -254,8 +254,8 @@ def test_prompt_bytes_bounds_the_peak_of_a_pass(prompts: int, tokens: int) -> No
     load = Load(config, model.store.shape.format(0), 2048, 1)
     prompt(model, 1)  # rotations are on the device
     before = device.begin()
-    spans = model.store.open_pass([(model.store.new_sequence(), tokens) for _ in range(prompts)])
-    model.forward_pass(spans, [[1] * tokens] * prompts)
+    spans = model.store.open_batch([(model.store.new_sequence(), tokens) for _ in range(prompts)])
+    model.forward_batch(spans, [[1] * tokens] * prompts)
     model.store.commit_steps(spans)
     counted = prompt_bytes(
         load, model.ops.cache_bytes(load.format)[1], model.ops.prefill_rows, model.ops.encoded_at_once

@@ -135,7 +135,7 @@ class Talk:
 
     def prompt(self, ids: Sequence[int], outputs: int | None = None, index: int = 0) -> None:
         span = self.model.store.open(self.sequences[index], len(ids))
-        units = self.model.forward_units([span], ids, outputs)
+        units = self.model.forward_chunks([span], ids, outputs)
         while True:
             try:
                 next(units)

@@ -79,7 +79,7 @@ def fed(model: Transformer, prompt: Prompt, *cuts: int) -> tuple[SequenceKV, np.
     edges = [0, *cuts, len(prompt.ids)]
     for first, end in pairwise(edges):
         span = model.store.open(kv, end - first)
-        units = model.forward_units([span], prompt.ids[first:end], images=prompt.images)
+        units = model.forward_chunks([span], prompt.ids[first:end], images=prompt.images)
         while True:
             try:
                 next(units)

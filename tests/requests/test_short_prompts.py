@@ -40,8 +40,8 @@ def turn(count: int) -> list[int]:
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A list that gets "prompt" for each prompt, and the rows of each span of each step."""
     seen: list[Any] = rows_of_steps(engine, monkeypatch)
-    units = engine._model.forward_units
-    monkeypatch.setattr(engine._model, "forward_units", lambda *more, **n: seen.append("prompt") or units(*more, **n))
+    units = engine._model.forward_chunks
+    monkeypatch.setattr(engine._model, "forward_chunks", lambda *more, **n: seen.append("prompt") or units(*more, **n))
     return seen
 
 

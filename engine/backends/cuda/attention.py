@@ -12,7 +12,7 @@ import numpy as np
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Array, row_stride
 from polarlm.engine.backends.cuda.heads import NO_ROTATION, DeviceRotation, DeviceTransform, HeadOps
-from polarlm.engine.backends.cuda.kv.cache import LayerCache, PassTables, SpanTable
+from polarlm.engine.backends.cuda.kv.cache import BatchTables, LayerCache, SpanTable
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, result_type, threads_for
 from polarlm.engine.backends.cuda.linear import input_type
 from polarlm.engine.backends.kv import Norms, RecordedSpans, Rope, ScoreRule
@@ -42,7 +42,7 @@ class AttentionOps(HeadOps):
         self,
         q: Array,
         cache: LayerCache,
-        spans: SpanTable | PassTables | RecordedSpans,
+        spans: SpanTable | BatchTables | RecordedSpans,
         rule: ScoreRule,
         transform: DeviceTransform | None = None,
         consumer: Linear | None = None,
@@ -77,7 +77,7 @@ class AttentionOps(HeadOps):
         parts: tuple[SpanTable | None, SpanTable | None],
         parameters: _Parameters,
     ) -> None:
-        """Attention of all rows of a pass to out float32, whose rotation follows. parts: its prompts and its step."""
+        """Attention of all rows of a batch to out float32, whose rotation follows. parts: its prompts and its step."""
         prompts, steps = parts
         if prompts is not None:
             self._prefill(out, q, cache, prompts, parameters)

@@ -40,7 +40,7 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int, encoded_at_once: int) 
     shared = {mixer.window for mixer in mixers if mixer.shares_kv}  # other windows have other buffers
     shapes = {(mixer.kv_heads, mixer.head_dim, mixer.window if mixer.window in shared else 0) for mixer in mixers}
     kv_heads = [mixer.kv_heads for mixer in mixers]
-    counts = range(1, -(-tokens // size) + 1)  # of a shorter prompt, or of a pass, more layers together
+    counts = range(1, -(-tokens // size) + 1)  # of a shorter prompt, or of a batch, more layers together
     blocks = len(shapes) * max(layers_together(encoded_at_once, kv_heads, count) * count for count in counts)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix

@@ -82,10 +82,10 @@ class FirstRow:
 # weights take 9 % less time on an H100), but other sequences wait longer for their next step, and the activations of an
 # 8B model take 1 GB. A GPU with that much memory is fast enough for longer chunks, and has room for their activations.
 _ROWS, _MANY_ROWS, _LARGE_MEMORY = 2048, 8192, 40 << 30
-_PASS_ROWS = 2048  # of several prompts: the host is no limit from there on
+_BATCH_ROWS = 2048  # of several prompts: the host is no limit from there on
 
 # Left free for what `memory.py` does not count: compiled kernels, graphs, libraries, fragmentation, the
-# DEQUANTIZED_BYTES of products with packed matrices, and rows of recorded passes beyond a step's.
+# DEQUANTIZED_BYTES of products with packed matrices, and rows of recorded batches beyond a step's.
 _UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # bytes, or this share of free memory if that is less
 
 
@@ -105,7 +105,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         self._same_devices = [device]  # devices that get the same kernels
         self.others: Callable[[], Sequence[CudaOps]] = tuple  # the ops of the other GPUs of this process
         self.prefill_rows = _MANY_ROWS if device.memory()[1] >= _LARGE_MEMORY else _ROWS
-        self.pass_rows = min(self.prefill_rows, _PASS_ROWS)
+        self.batch_rows = min(self.prefill_rows, _BATCH_ROWS)
         self.encoded_at_once = 4 * device.processors
         self.prepare = partial(prepare, device)
         self.spans = pack_spans

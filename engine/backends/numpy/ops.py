@@ -52,7 +52,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     keeps_tiles = False
     cache_experts: Callable[[Sequence[Sequence[RereadMatrix]], ExpertCache], tuple[Matrix, ...]] | None = None
     prefill_rows = 512  # the feed-forward activations about fit the cache
-    pass_rows = 0
+    batch_rows = 0
     warm_up_rows: tuple[Sequence[int], Sequence[int]] = ((), ())
     encoded_at_once = 1
     fetch_later = None

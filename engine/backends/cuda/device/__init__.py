@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 NUMBERS: dict[type, str] = {int: "i", np.int32: "i", np.int64: "q", float: "f", np.float32: "f"}
 """The types of the numbers that `Device.launch` takes, and the types in C that kernels get, as letters of `struct`."""
 
-MOST_RECORDINGS, MOST_PASSES = 64, 16
+MOST_RECORDINGS, MOST_BATCHES = 64, 16
 """The most recordings that a device keeps, least recently used first out; each is a graph of some hundred launches.
 Those with calls of `Device.run_between_graphs` are as many graphs as there are layers, and have a limit of their
 own."""

@@ -10,7 +10,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import MOST_PASSES, MOST_RECORDINGS, Device, PaddedInput, PeerCopy, Result
+from polarlm.engine.backends.cuda.device import MOST_BATCHES, MOST_RECORDINGS, Device, PaddedInput, PeerCopy, Result
 
 _runtime = cupy.cuda.runtime
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
@@ -44,7 +44,7 @@ class Recordings:
         with memory_errors():
             recording = self._recordings_by_key.pop(whole, None)
             if recording is None:
-                self._drop_oldest(is_pass=None, most=MOST_PASSES - 1)
+                self._drop_oldest(is_batch=None, most=MOST_BATCHES - 1)
                 recording = _Recording(self._stream, self._memory, self._copy, inputs)
                 recording.take(inputs)
                 with cupy.cuda.using_allocator(self._memory.malloc):
@@ -71,11 +71,11 @@ class Recordings:
             finally:
                 self.is_recording, self._allocator.may_free = False, True
             cupy.get_default_memory_pool().free_all_blocks()
-        self._drop_oldest(is_pass=recording.is_pass, most=MOST_PASSES if recording.is_pass else MOST_RECORDINGS)
+        self._drop_oldest(is_batch=recording.is_batch, most=MOST_BATCHES if recording.is_batch else MOST_RECORDINGS)
 
-    def _drop_oldest(self, *, is_pass: bool | None, most: int) -> None:
-        """Drop the least recently used recordings of a kind beyond `most`; see `_Recording.is_pass`."""
-        same_kind = [whole for whole, recording in self._recordings_by_key.items() if recording.is_pass is is_pass]
+    def _drop_oldest(self, *, is_batch: bool | None, most: int) -> None:
+        """Drop the least recently used recordings of a kind beyond `most`; see `_Recording.is_batch`."""
+        same_kind = [whole for whole, recording in self._recordings_by_key.items() if recording.is_batch is is_batch]
         for whole in same_kind[: max(0, len(same_kind) - most)]:
             self._recordings_by_key.pop(whole).end()
 
@@ -194,7 +194,7 @@ class _Recording:
         self.parts = [*self._captured_parts, *([] if self._ends else [self._stream.end_capture()])]
 
     @property
-    def is_pass(self) -> bool | None:
+    def is_batch(self) -> bool | None:
         """Whether something is launched between its parts. None before it is recorded."""
         return any(isinstance(part, UnrecordedCall) for part in self.parts) if self.parts else None
 

@@ -179,8 +179,8 @@ class SpanTable(HostTable):
         return self.table[:, SpanHeader._fields.index(name)]
 
 
-class PassTables(NamedTuple):
-    """The spans of a pass: prompts, whose rows come first, and steps."""
+class BatchTables(NamedTuple):
+    """The spans of a batch: prompts, whose rows come first, and steps."""
 
     prompts: SpanTable
     steps: SpanTable
@@ -198,7 +198,7 @@ def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
     return y
 
 
-def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable | PassTables:
+def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable | BatchTables:
     """The table of `spans`: of prompts in one buffer, or of a step, each with rows in at most two blocks; or both
     tables of prompts with steps behind them."""
     prompts = sum(span.current.buffer is not None for span in spans)
@@ -207,7 +207,7 @@ def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable | PassTa
     steps = _pack(spans[prompts:], block_size)
     # Kernels for one row of each sequence take the number of a span for the number of its row.
     steps.most_rows = next(size for size in DRAFT_ROWS if size >= steps.most_rows)
-    return PassTables(_pack(spans[:prompts], block_size), steps, spans[prompts].rows.start)
+    return BatchTables(_pack(spans[:prompts], block_size), steps, spans[prompts].rows.start)
 
 
 def _pack(spans: Sequence[SpanView], block_size: int) -> SpanTable:

@@ -19,7 +19,7 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses, Array, row_stride
 from polarlm.engine.backends.cuda.heads import DeviceTransform, HeadOps
-from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, PassTables, PromptBuffer, SideArrays, SpanTable
+from polarlm.engine.backends.cuda.kv.cache import BatchTables, Buffer, LayerCache, PromptBuffer, SideArrays, SpanTable
 from polarlm.engine.backends.cuda.launch import LaunchConfig, threads_for
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Move, Norms, RecordedSpans, Rope
 from polarlm.engine.codecs.parts.cosets import CELLS, STATES, Cosets
@@ -185,7 +185,7 @@ class CacheOps(HeadOps):
     def _upload(self, x: np.ndarray | None) -> Array | None:
         return None if x is None else self._device.from_host(np.ascontiguousarray(x))
 
-    def append_kv(self, cache: LayerCache, spans: SpanTable | PassTables, k: Array, v: Array) -> None:
+    def append_kv(self, cache: LayerCache, spans: SpanTable | BatchTables, k: Array, v: Array) -> None:
         for table in filter(None, spans.parts):
             (count, width), groups = table.shape, -(-(table.most_rows + 15) // 16)
             args = (
@@ -211,7 +211,7 @@ class CacheOps(HeadOps):
         rope: Rope,
         transform: DeviceTransform,
         cache: LayerCache,
-        spans: SpanTable | PassTables | RecordedSpans,
+        spans: SpanTable | BatchTables | RecordedSpans,
         norms: Norms = None,
     ) -> Array:
         rows, heads, dim = qkv.shape

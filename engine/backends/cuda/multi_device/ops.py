@@ -30,7 +30,7 @@ class MultiDeviceOps(CudaOps):
         self.device_ops, self.counts = tuple(device_ops), tuple(counts)
         self.name = " and ".join(ops.name for ops in device_ops)
         self.prefill_rows = min(ops.prefill_rows for ops in device_ops)
-        self.pass_rows = 0
+        self.batch_rows = 0
         self.encoded_at_once = min(ops.encoded_at_once for ops in device_ops)
         devices = [ops._device for ops in device_ops]
         sizes = [(device.processors, device.shared_memory, device.overlaps) for device in devices]

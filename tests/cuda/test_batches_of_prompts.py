@@ -98,11 +98,11 @@ def test_prompts_and_steps_of_a_pass_are_computed_as_one_by_one(
         ids = [rng.integers(5, 96, count).tolist() for _, count in [*prompts, *running]]
         outputs = [*([1] * first), *(count for _, count in running)]
         if together:
-            spans = model.store.open_pass([(kv, len(one)) for kv, one in zip(sequences, ids[:first], strict=False)])
+            spans = model.store.open_batch([(kv, len(one)) for kv, one in zip(sequences, ids[:first], strict=False)])
             steps = [
                 model.store.open_step(kv, len(one)) for kv, one in zip(sequences[first:], ids[first:], strict=True)
             ]
-            hidden = model.forward_pass(spans, ids[:first], steps, [*chain.from_iterable(ids[first:])])
+            hidden = model.forward_batch(spans, ids[:first], steps, [*chain.from_iterable(ids[first:])])
             logits = model.logits(hidden)
             model.store.commit_steps([*spans, *steps])
         else:
@@ -137,9 +137,9 @@ def test_a_pass_that_fails_leaves_nothing_to_the_next_one(place: str, monkeypatc
         return compute(*args)
 
     def run() -> Any:
-        spans = model.store.open_pass([(model.store.new_sequence(), 20)])
+        spans = model.store.open_batch([(model.store.new_sequence(), 20)])
         with model.store.aborting(spans):
-            hidden = model.logits(model.forward_pass(spans, [[*range(5, 25)]]))
+            hidden = model.logits(model.forward_batch(spans, [[*range(5, 25)]]))
             model.store.commit_steps(spans)
         return hidden
 
@@ -147,8 +147,8 @@ def test_a_pass_that_fails_leaves_nothing_to_the_next_one(place: str, monkeypatc
     monkeypatch.setattr(device, place, failing)
     with pytest.raises(MemoryError):
         run()
-    assert [(group.spans, group.pending) for group in model._passes._groups] == [(None, None)]
-    assert not model._passes._spans
+    assert [(group.spans, group.pending) for group in model._batch_graphs._groups] == [(None, None)]
+    assert not model._batch_graphs._spans
     monkeypatch.setattr(device, place, compute)
     np.testing.assert_array_equal(run(), wanted)
 
@@ -166,9 +166,9 @@ def test_rows_of_a_step_are_the_same_in_a_pass_to_the_bit() -> None:
             talk.prompt(rng.integers(5, 96, have).tolist(), 1, number)
         prompt = rng.integers(5, 96, 30).tolist()
         if in_pass:
-            spans = model.store.open_pass([(talk.sequences[3], len(prompt))])
+            spans = model.store.open_batch([(talk.sequences[3], len(prompt))])
             steps = [model.store.open_step(sequence) for sequence in talk.sequences[:3]]
-            results.append(model.logits(model.forward_pass(spans, [prompt], steps, [7, 8, 9]))[1:])
+            results.append(model.logits(model.forward_batch(spans, [prompt], steps, [7, 8, 9]))[1:])
         else:
             talk.step([7, 8, 9])
             results.append(talk.logits[-1])
@@ -194,13 +194,13 @@ def engine(tiny_path: Path) -> Iterator[Engine]:
 def passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """A list that gets the rows of the prompts of each pass, and a 1 for each row of a running request."""
     seen: list[list[int]] = []
-    compute = engine._model.forward_pass
+    compute = engine._model.forward_batch
 
     def noted(spans: Any, ids: Any, steps: Any, step_ids: Any) -> Any:
         seen.append([*map(len, ids), *([1] * len(step_ids))])
         return compute(spans, ids, steps, step_ids)
 
-    monkeypatch.setattr(engine._model, "forward_pass", noted)
+    monkeypatch.setattr(engine._model, "forward_batch", noted)
     return seen
 
 
@@ -293,14 +293,14 @@ def test_a_prompt_that_fails_harms_no_other(
     engine: Engine, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = answers(ask(engine, TOKENS[:4]))
-    compute = engine._model.forward_pass
+    compute = engine._model.forward_batch
 
     def failing(spans: Sequence[Any], ids: Sequence[list[int]], *steps: Any) -> Any:
         if TOKENS[1] in ids:
             raise EngineError("This prompt fails")
         return compute(spans, ids, *steps)
 
-    monkeypatch.setattr(engine._model, "forward_pass", failing)
+    monkeypatch.setattr(engine._model, "forward_batch", failing)
     monkeypatch.setattr(prefills, "GAP", math.inf)
     running, longer = list[Any](), replace(GREEDY, max_tokens=8)
     engine.submit(TOKENS[5], longer, ANEW, into=running)
@@ -333,8 +333,8 @@ def test_an_error_that_lasts_ends_all_requests_with_a_sentence(
         engine.submit(prompt, longer, into=box)
     device.broken = RuntimeError("an illegal memory access was encountered")
     tried: list[object] = []
-    compute = engine._model.forward_pass
-    monkeypatch.setattr(engine._model, "forward_pass", lambda *args: tried.append(1) or compute(*args))
+    compute = engine._model.forward_batch
+    monkeypatch.setattr(engine._model, "forward_batch", lambda *args: tried.append(1) or compute(*args))
     with pytest.raises(DeviceLost):  # tokens of a step that was computed before may come first
         [engine.work() for _ in range(4)]
     assert len(tried) <= 1

@@ -1,8 +1,8 @@
-"""Passes: prompts that are computed together, with a step of the sequences that run.
+"""BatchGraphs: prompts that are computed together, with a step of the sequences that run.
 
-A pass of few rows waits for its launches, so it is recorded: what lies between two layers' attention depends on the
+A batch of few rows waits for its launches, so it is recorded: what lies between two layers' attention depends on the
 number of rows alone, which is filled up to a bucket. Attention, and what the store does for a layer, depend on the
-spans of the pass, and are launched between the parts of the recording.
+spans of the batch, and are launched between the parts of the recording.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _FEW_ROWS, _SHORT = 256, 1 << 30
 
 
 class _Rows(Rows):
-    """The rows of a pass, whose K/V are appended, and attention launched, between the parts of its recording."""
+    """The rows of a batch, whose K/V are appended, and attention launched, between the parts of its recording."""
 
     def begin(self, layer: int, x: Array) -> None:
         spans: RecordedSpans = self.chunks[0].inputs[self.choice.index[layer]].spans
         spans.layer = layer
 
 
-class Passes:
-    """The recorded passes of a model on one device, whose layers all have K/V, or read the K/V of others.
+class BatchGraphs:
+    """The recorded batches of a model on one device, whose layers all have K/V, or read the K/V of others.
 
     embed: as `Transformer`'s.
     """
@@ -52,9 +52,9 @@ class Passes:
         self._ops, self._layers, self._choice, self._embed = ops, layers, choice, embed
         self._store = choice.store
         self._groups = tuple(RecordedSpans(self._begin, self._seal) for _ in self._store.groups)
-        self._spans: Sequence[Span] = ()  # of the prompts in the pass that runs
+        self._spans: Sequence[Span] = ()  # of the prompts in the batch that runs
         most = max(_FEW_ROWS, _SHORT // hidden_size**2)
-        self.most_rows = max(size for size in _BUCKETS if size <= most)  # of a recorded pass
+        self.most_rows = max(size for size in _BUCKETS if size <= most)  # of a recorded batch
 
     def _begin(self, layer: int) -> None:
         for span in self._spans:
@@ -75,7 +75,7 @@ class Passes:
         try:
             for group, now in zip(self._groups, store.spans(parts, slice(0, count)), strict=True):
                 group.spans = now
-            x, projected, *more = self._ops.run_graph("pass", work, arrays)
+            x, projected, *more = self._ops.run_graph("batch", work, arrays)
         finally:
             self._spans = ()
             for group in self._groups:

@@ -8,16 +8,16 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.state.store import SequenceKV
 
 
-def passes_of(model: Transformer) -> list[np.ndarray]:
+def batches_of(model: Transformer) -> list[np.ndarray]:
     """The logits of passes, of prompts, some of which go on, and of steps. Their rows differ, and have one bucket."""
     rng, logits, running = np.random.default_rng(7), list[np.ndarray](), list[SequenceKV]()
     for counts in [(30, 25), (25, 24), (48,), (28, 22), (30, 22)]:
         new = [model.store.new_sequence() for _ in counts]
         prompts = [*zip(new, counts, strict=True), *((one, 2) for one in running[:1])]
         ids = [rng.integers(5, 96, count).tolist() for _, count in prompts]
-        spans = model.store.open_pass([*prompts])
+        spans = model.store.open_batch([*prompts])
         steps = [model.store.open_step(one) for one in running[1:]]
-        hidden = model.forward_pass(spans, ids, steps, rng.integers(5, 96, len(steps)).tolist())
+        hidden = model.forward_batch(spans, ids, steps, rng.integers(5, 96, len(steps)).tolist())
         logits.append(model.logits(hidden))
         model.store.commit_steps([*spans, *steps])
         running = [*running, *new][-4:]
