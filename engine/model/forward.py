@@ -127,8 +127,8 @@ class Transformer:
         A generator, so that other work can run between chunks: it yields the number of rows after each chunk and
         returns the hidden states of the last `outputs` rows (None: of all), (outputs, E). A chunk is `prefill_rows`
         rows of one layer, or several layers if there are fewer rows; with `by_layer`, never more than one layer. It
-        seals all layers; the caller commits. Several spans are a step's, or a batch's, with `parts`: see `forward_batch`. images:
-        of the one span's sequence; those that it has rows of are computed first.
+        seals all layers; the caller commits. Several spans are a step's, or a batch's, with `parts`: see
+        `forward_batch`. images: of the one span's sequence; those that it has rows of are computed first.
         Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
         and the K/V of layers that are sealed together. Raises EngineError for an id without a row.
         """

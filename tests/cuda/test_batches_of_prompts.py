@@ -380,7 +380,7 @@ def test_what_is_warmed_up_changes_no_answer_and_leaves_nothing(tiny_path: Path,
                 before = engine.status()
                 while engine.warm_up():
                     pass
-                parts = [("pass", rows) for rows in (16, 64, 128, 256) if rows <= most] + [("step", 1), ("step", 2)]
+                parts = [("batch", rows) for rows in (16, 64, 128, 256) if rows <= most] + [("step", 1), ("step", 2)]
                 assert seen == [part for part in parts for _ in range(2)]
                 assert engine.status() == before
                 engine._model.ops.run_graph = runs
