@@ -331,33 +331,29 @@ def test_a_sequence_finds_the_same_alone(ops: Any) -> None:
         np.testing.assert_array_equal(case.alone(number).attended(), together[number : number + 1])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not BEST, reason="no kernel is compiled here")
-@settings(max_examples=15, deadline=None)
-@given(
-    types=st.sampled_from(TYPES),
+SHAPES = st.builds(
+    Shape,
+    st.sampled_from(TYPES),
     dim=st.sampled_from([32, 64, 80, 96, 128, 256]),
     group=st.integers(1, 8),
     block_size=st.sampled_from([16, 32, 48, 64, 128]),
     mean_bits=st.sampled_from([0, 8, 16]),
-    lengths=st.lists(st.tuples(st.integers(0, 1500), st.integers(1, 16)), min_size=1, max_size=4),
-    window=st.none() | st.integers(1, 800),
-    seed=st.integers(0, 99),
 )
+SEQUENCES = st.builds(Sequence_, st.integers(0, 1500), st.integers(1, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BEST, reason="no kernel is compiled here")
+@settings(max_examples=15, deadline=None)
+@given(SHAPES, st.lists(SEQUENCES, min_size=1, max_size=4), st.none() | st.integers(1, 800), st.integers(0, 99))
 def test_attention_over_codes_of_any_shape(
-    types: tuple[str, str],
-    dim: int,
-    group: int,
-    block_size: int,
-    mean_bits: int,
-    lengths: list[tuple[int, int]],
-    window: int | None,
-    seed: int,
+    shape: Shape, sequences: list[Sequence_], window: int | None, seed: int
 ) -> None:
     """Sequences of several lengths and numbers of rows; all read codes, unless a window hides them."""
-    dim = -(-dim // 32) * 32 if any(name.startswith("q") for name in types) else dim
-    sequences = [Sequence_(3 * block_size + length, rows) for length, rows in lengths]
-    case = case_of(BEST[0].open(), Shape(types, dim, group, block_size, mean_bits), sequences, window, seed=seed)
+    if any(name.startswith("q") for name in shape.types):  # a scale for 32 channels
+        shape = shape._replace(dim=-(-shape.dim // 32) * 32)
+    sequences = [one._replace(length=one.length + 3 * shape.block_size) for one in sequences]
+    case = case_of(BEST[0].open(), shape, sequences, window, seed=seed)
     case.check(case.attended())
 
 
