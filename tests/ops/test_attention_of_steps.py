@@ -20,6 +20,7 @@ from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.ops.attending import Case, Sequence_, Shape, case_of
 from tests.ops.backends import BEST, CUDA, NUMPY, SOME, backend_cases, backends
+from tests.ops.products import product
 from tests.pairs import each, in_turn, mostly_slow
 
 TYPES = [
@@ -276,6 +277,35 @@ def test_the_result_is_scaled_and_rotated_back(ops: Any, rotation: Any, shape: S
     transform = HeadTransform(2, None, None, rotation and rotation(shape.dim), scale)
     case = Case(**{**vars(case), "transform": transform})
     case.check(case.attended())
+
+
+@backends(CUDA)
+@pytest.mark.parametrize(
+    ("rows", "rotation", "formats", "dtype"),
+    [
+        (1, signed_hadamard, ["f16"], np.float32),
+        (2, signed_hadamard, ["f16"], np.float16),
+        (5, None, ["bf16", "bf16"], np.uint16),
+        (5, dense, ["f16"], np.float32),
+    ],
+)
+def test_attention_of_3_rows_comes_in_the_type_of_the_next_product(
+    ops: Any, rows: int, rotation: Any, formats: list[str], dtype: type[np.generic]
+) -> None:
+    """With two sequences in a step: the product has the same bits as with float32, and takes a kernel less."""
+    case = case_of(ops, Shape(("f16", "f16"), 16, 2, 16, 0), [Sequence_(20, rows), Sequence_(5, rows)])
+    case = Case(**{**vars(case), "transform": HeadTransform(2, None, None, rotation and rotation(16))})
+    then = product(ops, [(name, 24) for name in formats], 64, 1).w
+    results, launches, kernels = [case.on_device(), case.on_device(then)], getattr(ops._device, "launches", []), []
+    assert [x.dtype for x in results] == [np.float32, dtype]
+    products = []
+    for x in results:
+        before = len(launches)
+        products.append(ops.to_host(ops.linear(x.reshape(2 * rows, -1), then)))
+        kernels.append(launches[before:].count("narrow_kernel"))
+    np.testing.assert_array_equal(*products)
+    if dtype != np.float32 and launches:  # a GPU does not say
+        assert (kernels[0] > 0, kernels[1]) == (True, 0)
 
 
 FAR = [(20, None), (1e3, None), (1e3, 3.0)]
