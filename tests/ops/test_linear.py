@@ -318,7 +318,7 @@ def test_other_rows_change_only_the_order_of_sums(ops: Any, name: str, options: 
 
     Within what float32 sums in two orders differ by, which is less than rounding x changes; and nothing at all with
     packed weights, from three rows on, up to as many as are multiplied as they are."""
-    case = product(ops, [(name, 40)], 1024, max(BATCHES), options)
+    case = product(ops, [(name, 48)], 1024, max(BATCHES), options)
     x, norm = ops.to_device(2 * case.x), case.norm
     results = {
         rows: ops.to_host(ops.linear(x[:rows], case.w, norm=norm, activation=case.activation))[0] for rows in BATCHES
