@@ -29,7 +29,7 @@ from tests.written_results import read, write
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ROOT / "tests" / "ops", ROOT / "tests" / "cuda"
 # Every op; packed weights; whole models; what only a GPU can show; whole engines. Then single kernels in all variants.
-_OPS = ("test_ops_emulated", "test_linear", "test_recurrent")
+_OPS = ("test_linear", "test_heads", "test_rows", "test_stores_emulated", "test_recurrent")
 _MODELS = ("test_packed_model", "test_model_emulated")
 FIRST = (*_OPS, *_MODELS, "test_gpu", "test_schedules", "test_family_scores")
 LAST = ("test_gpu_large",)  # tens of seconds alone

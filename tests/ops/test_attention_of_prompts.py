@@ -231,43 +231,36 @@ def test_queries_beyond_half_precision_are_its_largest_numbers(ops: Any) -> None
     assert np.isfinite(case.attended()).all()
 
 
+SHAPES = st.builds(
+    lambda codec, dim, group, kv_heads: Shape((codec, codec), dim, group, N, 8 if codec != "f16" else 0, kv_heads),
+    st.sampled_from(["f16", "ring4", "turbo3", "polarquant", "q8_0"]),
+    st.sampled_from([24, 64]),
+    st.integers(1, 8),
+    st.integers(1, 3),
+)
+ROWS = st.builds(prompt_rows, st.integers(0, 12), st.integers(1, 150), st.integers(0, 150))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not BEST, reason="no kernel is compiled here")
 @given(
-    dim=st.sampled_from([24, 64]),
-    group=st.integers(1, 8),
-    kv_heads=st.integers(1, 3),
-    codec=st.sampled_from(["f16", "ring4", "turbo3", "polarquant", "q8_0"]),
-    rotation=st.sampled_from(["none", "hadamard", "dense"]),
-    blocks=st.integers(0, 12),
-    rows=st.integers(1, 150),
-    done=st.integers(0, 150),
-    window=st.none() | st.integers(1, 300),
-    threads=st.integers(1, 3),
-    seed=st.integers(0, 9),
+    SHAPES,
+    ROWS,
+    st.none() | st.integers(1, 300),
+    st.sampled_from([None, signed_hadamard, dense]),
+    st.integers(1, 3),
+    st.integers(0, 9),
 )
 @settings(max_examples=60)
 def test_prompts_attend_to_all_that_is_before_them(
-    dim: int,
-    group: int,
-    kv_heads: int,
-    codec: str,
-    rotation: str,
-    blocks: int,
-    rows: int,
-    done: int,
-    window: int | None,
-    threads: int,
-    seed: int,
+    shape: Shape, sequences: list[Sequence_], window: int | None, rotation: Any, threads: int, seed: int
 ) -> None:
     """On any number of threads, and with blocks that are decoded in several parts."""
-    dim = dim if codec in ("f16", "polarquant") else 64
-    shape = Shape((codec, codec), dim, group, N, 8 if codec != "f16" else 0, kv_heads)
-    case = prompt_case(BEST[0].open(threads), shape, prompt_rows(blocks, rows, done), window, seed=seed)
-    matrix = {"none": None, "hadamard": signed_hadamard(dim), "dense": dense(dim)}[rotation]
+    shape = shape if shape.types[0] in ("f16", "polarquant") else shape._replace(dim=64)
+    case = prompt_case(BEST[0].open(threads), shape, sequences, window, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DECODED, 5 * N)
-        case = with_transform(case, matrix, is_scaled=rotation == "dense")
+        case = with_transform(case, rotation and rotation(shape.dim), is_scaled=rotation is dense)
         case.check(case.attended())
 
 

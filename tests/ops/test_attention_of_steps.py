@@ -20,6 +20,7 @@ from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.ops.attending import Case, Sequence_, Shape, case_of
 from tests.ops.backends import BEST, CUDA, NUMPY, SOME, backend_cases, backends
+from tests.ops.products import product
 from tests.pairs import each, in_turn, mostly_slow
 
 TYPES = [
@@ -278,6 +279,35 @@ def test_the_result_is_scaled_and_rotated_back(ops: Any, rotation: Any, shape: S
     case.check(case.attended())
 
 
+@backends(CUDA)
+@pytest.mark.parametrize(
+    ("rows", "rotation", "formats", "dtype"),
+    [
+        (1, signed_hadamard, ["f16"], np.float32),
+        (2, signed_hadamard, ["f16"], np.float16),
+        (5, None, ["bf16", "bf16"], np.uint16),
+        (5, dense, ["f16"], np.float32),
+    ],
+)
+def test_attention_of_3_rows_comes_in_the_type_of_the_next_product(
+    ops: Any, rows: int, rotation: Any, formats: list[str], dtype: type[np.generic]
+) -> None:
+    """With two sequences in a step: the product has the same bits as with float32, and takes a kernel less."""
+    case = case_of(ops, Shape(("f16", "f16"), 16, 2, 16, 0), [Sequence_(20, rows), Sequence_(5, rows)])
+    case = Case(**{**vars(case), "transform": HeadTransform(2, None, None, rotation and rotation(16))})
+    then = product(ops, [(name, 24) for name in formats], 64, 1).w
+    results, launches, kernels = [case.on_device(), case.on_device(then)], getattr(ops._device, "launches", []), []
+    assert [x.dtype for x in results] == [np.float32, dtype]
+    products = []
+    for x in results:
+        before = len(launches)
+        products.append(ops.to_host(ops.linear(x.reshape(2 * rows, -1), then)))
+        kernels.append(launches[before:].count("narrow_kernel"))
+    np.testing.assert_array_equal(*products)
+    if dtype != np.float32 and launches:  # a GPU does not say
+        assert (kernels[0] > 0, kernels[1]) == (True, 0)
+
+
 FAR = [(20, None), (1e3, None), (1e3, 3.0)]
 
 
@@ -331,33 +361,29 @@ def test_a_sequence_finds_the_same_alone(ops: Any) -> None:
         np.testing.assert_array_equal(case.alone(number).attended(), together[number : number + 1])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not BEST, reason="no kernel is compiled here")
-@settings(max_examples=15, deadline=None)
-@given(
-    types=st.sampled_from(TYPES),
+SHAPES = st.builds(
+    Shape,
+    st.sampled_from(TYPES),
     dim=st.sampled_from([32, 64, 80, 96, 128, 256]),
     group=st.integers(1, 8),
     block_size=st.sampled_from([16, 32, 48, 64, 128]),
     mean_bits=st.sampled_from([0, 8, 16]),
-    lengths=st.lists(st.tuples(st.integers(0, 1500), st.integers(1, 16)), min_size=1, max_size=4),
-    window=st.none() | st.integers(1, 800),
-    seed=st.integers(0, 99),
 )
+SEQUENCES = st.builds(Sequence_, st.integers(0, 1500), st.integers(1, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BEST, reason="no kernel is compiled here")
+@settings(max_examples=15, deadline=None)
+@given(SHAPES, st.lists(SEQUENCES, min_size=1, max_size=4), st.none() | st.integers(1, 800), st.integers(0, 99))
 def test_attention_over_codes_of_any_shape(
-    types: tuple[str, str],
-    dim: int,
-    group: int,
-    block_size: int,
-    mean_bits: int,
-    lengths: list[tuple[int, int]],
-    window: int | None,
-    seed: int,
+    shape: Shape, sequences: list[Sequence_], window: int | None, seed: int
 ) -> None:
     """Sequences of several lengths and numbers of rows; all read codes, unless a window hides them."""
-    dim = -(-dim // 32) * 32 if any(name.startswith("q") for name in types) else dim
-    sequences = [Sequence_(3 * block_size + length, rows) for length, rows in lengths]
-    case = case_of(BEST[0].open(), Shape(types, dim, group, block_size, mean_bits), sequences, window, seed=seed)
+    if any(name.startswith("q") for name in shape.types):  # a scale for 32 channels
+        shape = shape._replace(dim=-(-shape.dim // 32) * 32)
+    sequences = [one._replace(length=one.length + 3 * shape.block_size) for one in sequences]
+    case = case_of(BEST[0].open(), shape, sequences, window, seed=seed)
     case.check(case.attended())
 
 

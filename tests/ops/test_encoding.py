@@ -189,9 +189,10 @@ SMALL = [  # keys are tilted where they are rounded with all norms at once (enco
     (one_sided("turbo4", False, 24, 32), True),  # codes of single values, no means
 ]
 OF_MODELS = [
+    (Shape(("ring3", "ring3"), 256, 128, 8), False),  # not all tokens at once
     *(
-        (one_sided(name, values, dim, size, 8), False)  # the third has not all tokens at once
-        for name, size, dim in (("ring3.5", 64, 128), ("ring5", 128, 128), ("ring3", 128, 256), ("turbo4", 64, 80))
+        (one_sided(name, values, dim, size, 8), False)
+        for name, size, dim in (("ring3.5", 64, 128), ("ring5", 128, 128), ("turbo4", 64, 80))
         for values in (False, True)
     ),
     *(

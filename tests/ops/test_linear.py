@@ -14,13 +14,14 @@ from polarlm.engine import weight_formats
 from polarlm.engine.backends.cuda import packed
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.wide import WIDE_ROWS
+from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear, get
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.formats import EPS32, STEP
 from tests.ops.backends import BEST, CUDA, NUMPY, SOME, backend_cases, backends
 from tests.ops.products import EPS, product, width_of
 from tests.pairs import mostly_slow, pairs
-from tests.weights import BLOCKS, StoredBytes, load, pack, random_matrix
+from tests.weights import BLOCKS, StoredArray, StoredBytes, load, pack, random_matrix
 
 FORMATS = tuple(name for name in BLOCKS if packed.is_packed(get(name)))  # those that a GPU has packed
 
@@ -60,6 +61,43 @@ def test_tiles_hold_the_file_s_values_exactly(
     np.testing.assert_array_equal(ops.rows(held, slice(4, 30)), values[4:30])
     x = ops.embed(held, ops.to_device([36, 0, 17]), 0.5)
     np.testing.assert_array_equal(ops.to_host(x), values[[36, 0, 17]] * np.float32(0.5))
+
+
+@backends(CUDA)
+@pytest.mark.parametrize("stored", ["f16", "bf16"])
+def test_matrices_of_16_bits_keep_the_file_s_format_on_the_device(
+    ops: Any, rng: np.random.Generator, stored: str
+) -> None:
+    file = StoredArray(rng.standard_normal((5, 24)), stored)
+    (held,) = ops.load([file])
+    assert held.format.name == stored
+    np.testing.assert_array_equal(ops._device.to_host(held.data), file.raw)
+    np.testing.assert_array_equal(ops.rows(held, slice(1, 3)), file.values[1:3])
+    assert ops.stored_format(get(stored)) is get(stored)
+
+
+@backends(CUDA)
+def test_a_float32_matrix_is_rounded_to_half_precision(ops: Any) -> None:
+    """Values beyond half precision become its largest number."""
+    x = np.array([[1e6, -1e6, 65504, 65520, np.nan, 0, -0.0, 1 + 2**-11]], np.float32)
+    held = load(ops, x, "f32")
+    assert held.format.name == "f16"
+    np.testing.assert_array_equal(ops.rows(held), [[65504, -65504, 65504, 65504, np.nan, 0, 0, 1]])
+
+
+@backends(CUDA)
+def test_rows_that_kernels_cannot_read_are_refused(ops: Any) -> None:
+    with pytest.raises(EngineError, match=r"rows of 12 numbers.*device=cpu"):
+        load(ops, np.zeros((8, 12), np.float32), "f16")
+
+
+@backends(CUDA)
+def test_weights_that_do_not_fit_are_refused(ops: Any) -> None:
+    free, total = ops._device.memory()
+    assert ops.memory_left(free // 2) < free // 2
+    with pytest.raises(EngineError, match=r"weights take .* GiB .* only .* GiB of its .* GiB are free") as caught:
+        ops.memory_left(2 * total)
+    assert caught.value.code == "out_of_memory"
 
 
 # -- products ------------------------------------------------------------------------------------------------------
@@ -280,7 +318,7 @@ def test_other_rows_change_only_the_order_of_sums(ops: Any, name: str, options: 
 
     Within what float32 sums in two orders differ by, which is less than rounding x changes; and nothing at all with
     packed weights, from three rows on, up to as many as are multiplied as they are."""
-    case = product(ops, [(name, 40)], 1024, max(BATCHES), options)
+    case = product(ops, [(name, 48)], 1024, max(BATCHES), options)
     x, norm = ops.to_device(2 * case.x), case.norm
     results = {
         rows: ops.to_host(ops.linear(x[:rows], case.w, norm=norm, activation=case.activation))[0] for rows in BATCHES

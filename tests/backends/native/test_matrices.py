@@ -9,7 +9,7 @@ import pytest
 
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import units_at_once
-from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product
+from polarlm.engine.backends.native.kernels.linear.product import Product, product
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.jit.compile.target import levels
@@ -20,7 +20,7 @@ from polarlm.engine.weight_formats import Linear, WeightFormat, available, get
 from tests import weights
 from tests.backends.native.hot_loops import Loop
 from tests.backends.native.launching import launcher
-from tests.backends.native.test_product import packed_tiles, quantized, stored
+from tests.backends.native.test_product import packed_tiles, product_arguments, quantized, stored
 from tests.jit.levels import assembly, run
 from tests.pairs import in_turn
 
@@ -76,20 +76,7 @@ def multiplied(
     count, (panels, *_) = len(packed) // (1 if activation is None else 2), quantized(x, sizes.rows, level, kind)
     y, bias = np.full((len(x), 16 * count), 3, np.float32), np.arange(16 * len(packed), dtype=np.float32)
     spec = Product(format, sizes, adds=activation is None, has_bias=True, activation=activation, inputs=kind)
-    arguments = ProductArguments(
-        weights=packed,
-        x=panels,
-        y=y,
-        bias=bias,
-        blocks=x.shape[1] // format.values,
-        tile_bytes=packed.shape[1],
-        x_stride=panels.strides[0],
-        y_stride=y.strides[0],
-        rows=len(x),
-        outputs=16 * count,
-        tiles=count,
-    )
-    run(product(spec), level, count, arguments)
+    run(product(spec), level, count, product_arguments(spec, packed, panels, y, bias, x.shape[1], len(x)))
     return y
 
 

@@ -57,7 +57,7 @@ def _rows(x: np.ndarray, out: np.ndarray, weight: np.ndarray | None = None) -> R
     return RowArguments(x=x, weight=weight, out=out, columns=x.shape[1], stride=x.strides[0], eps=1e-5)
 
 
-def _products(
+def product_arguments(
     spec: Product, packed: np.ndarray, x: np.ndarray, y: np.ndarray, bias: np.ndarray, columns: int, rows: int
 ) -> ProductArguments:
     """With as many tiles as there are outputs for."""
@@ -212,7 +212,7 @@ def check_product(name: str, level: Level, count: int, bits: int = 16) -> None:
     bias = rng.standard_normal(36).astype(np.float32)
     y = np.full((count + 1, 36), 7, np.float32)
     kernel = product(spec := Product(format, sizes, adds=True, has_bias=True, inputs=kind))
-    run(kernel, level, units(spec, len(packed)), _products(spec, packed, panels, y, bias, 512, count))
+    run(kernel, level, units(spec, len(packed)), product_arguments(spec, packed, panels, y, bias, 512, count))
     want = 7 + bias + exact @ values.T
     scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1)
     assert (np.abs(y[:count] - want) <= 1e-6 * scale + 1e-5).all()
@@ -241,7 +241,7 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
     panels, exact, values = given(x, values, sizes, level, kind)
     bias, y = rng.standard_normal(64).astype(np.float32), np.empty((count, 32), np.float32)
     kernel = product(spec := Product(format, sizes, has_bias=True, activation=activation, inputs=kind))
-    run(kernel, level, 2, _products(spec, packed, panels, y, bias, 256, count))
+    run(kernel, level, 2, product_arguments(spec, packed, panels, y, bias, 256, count))
     both = bias + exact @ values.T
     want = ACTIVATIONS[activation](both)
     scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1).max()
@@ -276,7 +276,7 @@ def test_rows_of_a_long_prompt_are_multiplied_as_one_row(name: str, level: Level
         panels, exact, rounded = given(x, values, sizes, level, kind)
         y, spec = np.empty((count, 16), np.float32), Product(format, sizes, inputs=kind)
         for first in range(0, count, rows):
-            arguments = _products(spec, packed, panels[first // sizes.rows :], y[first:], y, columns, rows)
+            arguments = product_arguments(spec, packed, panels[first // sizes.rows :], y[first:], y, columns, rows)
             run(product(spec), level, 1, arguments)
         outputs.append(y)
     np.testing.assert_array_equal(*outputs)

@@ -1,4 +1,4 @@
-"""Every op of the CUDA backend on the emulated device, against the NumPy ops with the same weights."""
+"""Stores of K/V on the emulated device: sequences that come and go, against NumPy's, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import pytest
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.kv.cache import HEADER
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, ScoreRule, SpanView
+from polarlm.engine.backends.kv import CacheFormat, KVLocation, ScoreRule, SpanView
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.state.layer_shapes import LayerShape
@@ -23,83 +22,16 @@ from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV, Span
-from polarlm.engine.weight_formats import Linear, Matrix, get
 from tests.cuda.emulated import open_device
-from tests.cuda.formats import EPS32, STEP
-from tests.weights import StoredArray, load
+from tests.cuda.formats import STEP
 
 HOST = NumpyOps()
 N, HEADS, KV_HEADS, D = 16, 4, 2, 16
-EPS = 1e-5
-STORED = {"f16": "__half", "bf16": "__nv_bfloat16"}
-MIXED = [(20, "bf16"), (12, "f16"), (20, "f32"), (12, "bf16"), (16, "f32")]  # rows and formats of a Linear
 
 
 @pytest.fixture
 def ops() -> CudaOps:
     return CudaOps(open_device())
-
-
-def vector(ops: CudaOps, rng: np.random.Generator, size: int) -> tuple[Any, np.ndarray]:
-    host = normal(rng, size)
-    return ops.to_device(host), host
-
-
-def matrix(ops: CudaOps, rng: np.random.Generator, *shape: int, stored: str = "f16") -> tuple[Matrix, np.ndarray]:
-    """On the device, and what it is there as float32."""
-    on_device = load(ops, normal(rng, *shape), stored)
-    return on_device, ops.rows(on_device)
-
-
-def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.standard_normal(shape).astype(np.float32)
-
-
-def same(result: np.ndarray, wanted: np.ndarray, *, sums: int = 1) -> None:
-    """Equal up to the rounding of `sums` additions of float32, four times: kernels add and approximate otherwise."""
-    assert result.shape == wanted.shape
-    allowed = 4 * EPS32 * np.sqrt(sums) * max(np.abs(wanted).max(), 1e-6)
-    worst = np.abs(result - wanted).max()
-    assert worst <= allowed, f"off by {worst}, allowed are {allowed}"
-
-
-# -- memory ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stored", STORED)
-def test_matrices_of_16_bits_keep_the_file_s_format_on_the_device(
-    ops: CudaOps, rng: np.random.Generator, stored: str
-) -> None:
-    file = StoredArray(normal(rng, 5, 24), stored)
-    (held,) = ops.load([file])
-    assert held.format.name == stored
-    np.testing.assert_array_equal(ops._device.to_host(held.data), file.raw)
-    np.testing.assert_array_equal(ops.rows(held, slice(1, 3)), file.values[1:3])
-    assert ops.stored_format(get(stored)) is get(stored)
-
-
-def test_a_float32_matrix_is_rounded_to_half_precision(ops: CudaOps) -> None:
-    """Values beyond half precision become its largest number."""
-    x = np.array([[1e6, -1e6, 65504, 65520, np.nan, 0, -0.0, 1 + 2**-11]], np.float32)
-    held = load(ops, x, "f32")
-    assert held.format.name == "f16"
-    np.testing.assert_array_equal(ops.rows(held), [[65504, -65504, 65504, 65504, np.nan, 0, 0, 1]])
-
-
-def test_rows_that_kernels_cannot_read_are_refused(ops: CudaOps) -> None:
-    with pytest.raises(EngineError, match=r"rows of 12 numbers.*device=cpu"):
-        load(ops, np.zeros((8, 12), np.float32), "f16")
-
-
-def test_weights_that_do_not_fit_are_refused(ops: CudaOps) -> None:
-    free, total = ops._device.memory()
-    assert ops.memory_left(free // 2) < free // 2
-    with pytest.raises(EngineError, match=r"weights take .* GiB .* only .* GiB of its .* GiB are free") as caught:
-        ops.memory_left(2 * total)
-    assert caught.value.code == "out_of_memory"
-
-
-# -- the KV store ------------------------------------------------------------------------------------------------
 
 
 def test_stores_of_two_block_sizes_may_share_the_ops(ops: CudaOps) -> None:
@@ -203,43 +135,6 @@ def test_prefill_and_steps_attend_as_on_the_host(types: tuple[str, str]) -> None
     for seen, wanted in zip(on_device, on_host, strict=True):
         # Scores come from queries and keys in half precision, weights of tokens are in half precision as well.
         assert np.abs(seen - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
-
-
-@pytest.mark.parametrize(
-    ("rows", "rotation", "formats", "dtype"),
-    [
-        (1, signed_hadamard, ["f16"], np.float32),
-        (2, signed_hadamard, ["f16"], np.float16),
-        (5, None, ["bf16", "bf16"], np.uint16),
-        (5, dense, ["f16"], np.float32),
-    ],
-)
-def test_attention_of_3_rows_comes_in_the_type_of_the_next_product(
-    ops: CudaOps, rng: np.random.Generator, rows: int, rotation: Any, formats: list[str], dtype: type[np.generic]
-) -> None:
-    """With two sequences in a step: the product has the same bits as with float32, and takes a kernel less."""
-    store = store_of(ops, ("f16", "f16"), (None,))
-    kept = [store.new_sequence() for _ in range(2)]
-    feed(store, kept[:1], 20, 0)
-    feed(store, kept[1:], 5, 1)
-    (transform,) = ops.prepare([HeadTransform(KV_HEADS, None, None, rotation and rotation(D))])
-    out = Linear(tuple(matrix(ops, rng, 24, HEADS * D, stored=stored)[0] for stored in formats))
-    spans = [store.open_step(kv, rows) for kv in kept]
-    table, cache = described(store, spans, rows), store.cache(0)
-    q, k, v = (ops.to_device(normal(rng, 2 * rows, heads, D)) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    ops.append_kv(cache, table, k, v)
-    args = q, cache, table, ScoreRule(D**-0.5), transform
-    exact, seen = ops.attention(*args), ops.attention(*args, out)
-    assert (exact.dtype, seen.dtype) == (np.float32, dtype)
-    launches = getattr(ops._device, "launches", [])  # a GPU does not say
-    results, kernels = [], []
-    for x in (exact, seen):
-        before = len(launches)
-        results.append(ops.to_host(ops.linear(x.reshape(2 * rows, -1), out)))
-        kernels.append(launches[before:].count("narrow_kernel"))
-    np.testing.assert_array_equal(*results)
-    if dtype != np.float32 and launches:
-        assert (kernels[0] > 0, kernels[1]) == (True, 0)
 
 
 def format_of(k: str, v: str, block_size: int = 64, head_dim: int = 128) -> CacheFormat:
