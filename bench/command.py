@@ -110,7 +110,7 @@ def model_files(path: str | None) -> tuple[str, str]:
     if path is None:
         path = str(demo_model(note))
     where = Path(path)
-    if (name := hub.named(path)) is not None:
+    if (name := hub.hub_name(path)) is not None:
         ops = select("auto", 0)[0]
         where = hub.fetch(name, fits_beside(EngineConfig(), ops), note)
         return str(where), name.short if where.is_dir() else where.stem

@@ -128,11 +128,12 @@ class Report:
     brief: int | None = None
 
     def __post_init__(self) -> None:
-        sections = [
-            Section(one.heading, [table.without_empty_columns() for table in one.tables if table.rows], one.text)
-            for one in self.sections
-        ]
-        self.sections = [one for one in sections if one.tables]
+        sections = []
+        for one in self.sections:
+            tables = [table.without_empty_columns() for table in one.tables if table.rows]
+            if tables := [table for table in tables if len(table.header) > 1]:
+                sections.append(Section(one.heading, tables, one.text))
+        self.sections = sections
         shown = {name for section in self.sections for table in section.tables for name in table.header}
         self.columns = {name: says for name, says in self.columns.items() if name in shown}
 
@@ -177,7 +178,8 @@ class Report:
         """Write the page next to the JSON and print the report."""
         page = json.with_suffix(".html")
         self.write_page(page)
-        print(self.terminal(shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize))
+        is_narrow = self.brief is not None and sys.stdout.isatty()  # the page has the other columns
+        print(self.terminal(shutil.get_terminal_size().columns if is_narrow else sys.maxsize))
         where = "The page:" if self.brief is None else "More tables and pictures are on the page"
         note(f"{where} {page}, all figures in {json}")
 

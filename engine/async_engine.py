@@ -23,17 +23,18 @@ from polarlm.engine.sampling.constraints import Constraint
 Params = SamplingParams | None
 Options = PromptOptions | None
 
-_PAUSE = 0.01  # seconds between two rehearsals, in which a request may come
+_PAUSE = 0.01  # seconds between two units of the rehearsal, so that a request can come in between
 
 
 class EngineThread:
     """A thread that runs an engine's units of work, and sleeps while there is none. After loading it rehearses them."""
 
-    def __init__(self, engine: Engine, failed: Callable[[Exception], None]) -> None:
-        """failed: called in the thread with errors of the engine itself; an error in a step ends only its requests."""
-        self._engine, self._failed = engine, failed
+    def __init__(self, engine: Engine, on_failure: Callable[[Exception], None]) -> None:
+        """on_failure: called in the thread with errors of the engine itself; an error in a step ends only its
+        requests."""
+        self._engine, self._on_failure = engine, on_failure
         self._wake = threading.Event()
-        self._stopping = False
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -43,21 +44,21 @@ class EngineThread:
 
     def stop(self) -> None:
         """End the thread after its unit of work, and wait for it."""
-        self._stopping = True
+        self._is_stopping = True
         self._wake.set()
         self._thread.join()
 
     def _run(self) -> None:
         while True:
             self._wake.clear()
-            if self._stopping:  # read after `clear`, so that a call of `stop` is not missed
+            if self._is_stopping:  # read after `clear`, so that a call of `stop` is not missed
                 return
             busy = rehearses = False
             try:
                 busy = self._engine.work()
                 rehearses = not busy and self._engine.rehearse()
             except Exception as error:
-                self._failed(error)
+                self._on_failure(error)
             if not busy:
                 self._wake.wait(_PAUSE if rehearses else None)
 
@@ -69,14 +70,14 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """engine: `close` closes it as well. Raises EngineError for what is none."""
+        """engine: `close` closes it as well. Raises EngineError if it is not an Engine."""
         if not isinstance(engine, Engine):
             raise EngineError(f"AsyncEngine takes an Engine, not {engine!r}; await AsyncEngine.load(…) loads a model")
         self.engine = engine
-        self._waiting: set[Mailbox] = set()
-        self._lock = threading.Lock()  # guards `_waiting` and `_thread`: there may be several event loops
+        self._mailboxes: set[Mailbox] = set()
+        self._lock = threading.Lock()  # guards `_mailboxes` and `_thread`: there may be several event loops
         self._thread: EngineThread | None = None
-        self._closed = False
+        self._is_closed = False
 
     @classmethod
     async def load(
@@ -106,10 +107,18 @@ class AsyncEngine:
         Closing the generator cancels the request: read it inside `contextlib.aclosing` where a loop may be left early.
         """
         mailbox = Mailbox(asyncio.get_running_loop())
-        more = {"progress": progress, "constraint": constraint, **settings}
-        submit = partial(self._submit, mailbox, one_prompt(prompt), params, options, **more)
+        submit = partial(
+            self._submit,
+            mailbox,
+            one_prompt(prompt),
+            params,
+            options,
+            progress=progress,
+            constraint=constraint,
+            **settings,
+        )
         with self._lock:
-            self._waiting.add(mailbox)
+            self._mailboxes.add(mailbox)
         try:
             await asyncio.to_thread(submit)
             finished = False
@@ -171,7 +180,7 @@ class AsyncEngine:
     async def close(self) -> None:
         """Fail unfinished requests with an EngineError ("closed") and free the engine. Closing twice is fine."""
         with self._lock:
-            self._closed, thread, self._thread = True, self._thread, None
+            self._is_closed, thread, self._thread = True, self._thread, None
         if thread is not None:
             await asyncio.to_thread(thread.stop)
         await asyncio.to_thread(self.engine.close)
@@ -188,11 +197,12 @@ class AsyncEngine:
         async with aclosing(self.stream(prompt, params, options, **settings)) as chunks:
             return [chunk async for chunk in chunks]
 
-    def _submit(self, mailbox: Mailbox, *request: Any, **more: Any) -> None:
-        """Tokenize and queue a request. Runs in a thread; the engine accepts the request between two units of work."""
-        ticket = self.engine.submit(*request, into=mailbox, gone=lambda: mailbox.closed, **more)
+    def _submit(self, mailbox: Mailbox, *arguments: Any, **settings: Any) -> None:
+        """Tokenize and queue a request; see `Engine.submit` for the arguments. Runs in a thread; the engine accepts the
+        request between two units of work."""
+        ticket = self.engine.submit(*arguments, into=mailbox, gone=lambda: mailbox.closed, **settings)
         with self._lock:
-            if not self._closed:  # otherwise the engine ends the request as it closes
+            if not self._is_closed:  # otherwise the engine ends the request as it closes
                 self._thread = self._thread or EngineThread(self.engine, self._fail_all)
                 self._thread.wake()
         mailbox.queued(ticket)
@@ -200,12 +210,12 @@ class AsyncEngine:
     def _leave(self, mailbox: Mailbox) -> None:
         mailbox.close()
         with self._lock:
-            self._waiting.discard(mailbox)
+            self._mailboxes.discard(mailbox)
             if self._thread is not None:
                 self._thread.wake()  # so that the engine drops the request
 
     def _fail_all(self, error: Exception) -> None:
         with self._lock:
-            waiting = list(self._waiting)
-        for mailbox in waiting:
+            mailboxes = list(self._mailboxes)
+        for mailbox in mailboxes:
             mailbox.append(error)

@@ -16,7 +16,7 @@ from polarlm.engine.vectors import Vectors, compute_each
 
 Params = SamplingParams | None  # None: the defaults
 Options = PromptOptions | None
-_OF_STREAM = ("progress", "constraint")  # settings that are no fields of SamplingParams
+_STREAM_SETTINGS = ("progress", "constraint")  # settings that are no fields of SamplingParams
 
 
 class Folding:
@@ -27,20 +27,22 @@ class Folding:
     ) -> None:
         """Raises EngineError."""
         self.params, self.settings = params, settings
-        self._parsed: ToolAnswer | None = None
+        self._tool_answer: ToolAnswer | None = None
         if isinstance(options, PromptOptions) and options.tools and is_chat(prompt):
-            of_stream = {name: value for name, value in settings.items() if name in _OF_STREAM}
-            chosen = {name: value for name, value in settings.items() if name not in _OF_STREAM}
-            self._parsed = ToolAnswer.to(prompt, replace(params or SamplingParams(), **chosen), options, engine.model)
-            self.params, self.settings = self._parsed.params, of_stream
+            stream_settings = {name: value for name, value in settings.items() if name in _STREAM_SETTINGS}
+            params_settings = {name: value for name, value in settings.items() if name not in _STREAM_SETTINGS}
+            self._tool_answer = ToolAnswer.to(
+                prompt, replace(params or SamplingParams(), **params_settings), options, engine.model
+            )
+            self.params, self.settings = self._tool_answer.params, stream_settings
             self._conversation = partial(engine._answers.conversation, prompt, options.cache_salt)
             self._begins = not options.continue_final_message
 
     def fold(self, chunks: Sequence[Chunk]) -> Completion:
         """The completion, whose ids are kept if it is parsed."""
-        if self._parsed is None:
+        if self._tool_answer is None:
             return fold(chunks)
-        return self._parsed.fold(chunks, self._conversation() if self._begins else None)
+        return self._tool_answer.fold(chunks, self._conversation() if self._begins else None)
 
 
 class Completions(Vectors):

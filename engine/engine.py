@@ -23,8 +23,8 @@ from polarlm.engine.requests.encoding import EncoderRunner
 from polarlm.engine.requests.fair_lock import FairLock
 from polarlm.engine.requests.prompts import (
     Prompt,
-    behind_reasoning,
     checked_ids,
+    constrain_after_reasoning,
     one_prompt,
     prompt_ids,
     read_until,
@@ -62,14 +62,15 @@ class Engine(Completions):
         parts = model
         self.config, self.model = parts.config, parts.source
         self.context, self.cache_shape = parts.plan.tokens, parts.plan.shape
-        self.reads_images = parts.source.tower is not None  # whether messages may have images
+        self.reads_images = parts.source.vision_encoder is not None  # whether messages may have images
         self._parts, self.expert_plan = parts, parts.experts
         self._start_line, self._fit_line = assembly.start_line(parts), assembly.fit_line(parts)
         self._model, self._store = parts.model, parts.model.store
         self._identity = identity.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
-        more = {} if (bits := parts.config.input_bits) == EngineConfig.input_bits else {"input_bits": str(bits)}
-        self._prefixes = PrefixCache(self._store, identity.of_blocks(self._identity, more), enabled=keeps)
+        bits = parts.config.input_bits
+        changed_bits = {} if bits == EngineConfig.input_bits else {"input_bits": str(bits)}
+        self._prefixes = PrefixCache(self._store, identity.of_blocks(self._identity, changed_bits), enabled=keeps)
         self._scheduler = Scheduler(parts.config.parallel, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model, parts.model.mtp)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
@@ -80,7 +81,7 @@ class Engine(Completions):
         self.kept_blocks, self.adapters = parts.disk, parts.adapters  # for servers; requests choose among adapters
         self._answers = Answers(parts.source, self.context, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
-        self._closed = False
+        self._is_closed = False
 
     @classmethod
     def load(
@@ -121,8 +122,9 @@ class Engine(Completions):
         ("context_length_exceeded", "invalid_request").
         """
         outbox: deque[Chunk | Exception] = deque()
-        more = {"outbox": outbox, "wants_progress": progress, "constraint": constraint}
-        request = self._request(one_prompt(prompt), params, options, settings, **more)
+        request = self._request(
+            one_prompt(prompt), params, options, settings, outbox=outbox, progress=progress, constraint=constraint
+        )
         return self._drain(request, outbox)
 
     def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
@@ -137,10 +139,10 @@ class Engine(Completions):
         if len(ids) < 2:
             raise EngineError(f"score needs at least 2 token ids, not {len(ids)}")
         with self._exclusive():
-            before = set(self._runner.requests)
+            earlier_requests = set(self._runner.requests)
         while True:
             with self._exclusive():
-                if before.isdisjoint(self._runner.requests):
+                if earlier_requests.isdisjoint(self._runner.requests):
                     return score.score(self._model, ids, every_token_coded=every_token_coded, logits=logits)
                 self._runner.run_unit()
 
@@ -152,7 +154,7 @@ class Engine(Completions):
         self, prompt: Prompt, options: Options = None, warn: Callable[[str], None] = lambda sentence: None
     ) -> list[int]:
         """The token ids of a prompt as `stream` tokenizes it, without a limit of length. warn: called with a sentence
-        for each thing of a message that is left out or put otherwise. Raises EngineError."""
+        for each part of a message that is left out or changed. Raises EngineError."""
         options = options or PromptOptions()
         conversation = self._answers.conversation(prompt, options.cache_salt, warn)
         return prompt_ids(conversation.prompt, self.model, options, warn=warn, cut=conversation.read.cut)
@@ -183,20 +185,20 @@ class Engine(Completions):
         """
         options = options or PromptOptions()
         salt = self.adapters.salt(options)
-        wanted: Sequence[int] | None = None
+        ids_to_save: Sequence[int] | None = None
         answers: Known = ()
         if prompt is not None:
             conversation = self._answers.conversation(prompt, options.cache_salt)
             read, answers = conversation.read, conversation.known()
             unchecked = prompt_ids(conversation.prompt, self.model, options, context=self.context, cut=read.cut)
-            wanted = checked_ids(unchecked, self.model, self.context, room=0, rows=read.ids)
+            ids_to_save = checked_ids(unchecked, self.model, self.context, room=0, rows=read.ids)
         with self._exclusive():
             newest = self._runner.newest
-            ids, salt = (newest.ids, newest.salt) if wanted is None else (wanted, salt)
-            saved = sessions.take_out(self._store, self._prefixes, ids, salt)
-        session = Session(tuple(ids[: saved.length]), note, answers)
-        sessions.write(path, self._identity, session, saved, salt, progress)
-        return saved.length
+            ids, salt = (newest.ids, newest.salt) if ids_to_save is None else (ids_to_save, salt)
+            contents = sessions.take_out(self._store, self._prefixes, ids, salt)
+        session = Session(tuple(ids[: contents.length]), note, answers)
+        sessions.write(path, self._identity, session, contents, salt, progress)
+        return contents.length
 
     def load_session(self, path: SessionPath, *, cache_salt: str = "", progress: Progress | None = None) -> Session:
         """Load a saved session into the prefix cache, so that prompts that begin with its ids reuse its K/V.
@@ -207,12 +209,12 @@ class Engine(Completions):
         if self.config.kept_sequences == 0:
             raise EngineError("This engine keeps no sequences (kept_sequences is 0), so none can be loaded", "session")
         allowed = self.model.vocabulary, self.context, cache_salt, self.adapters.knows
-        session, saved = sessions.read(path, self._identity, self.cache_shape, *allowed, progress)
+        session, contents = sessions.read(path, self._identity, self.cache_shape, *allowed, progress)
         while True:
             with self._exclusive():
-                if self._runner.makes_room(saved.length):  # others take steps until there is some
+                if self._runner.makes_room(contents.length):  # others take steps until there is some
                     continue
-                kv = sessions.put_back(self._store, saved, path)
+                kv = sessions.put_back(self._store, contents, path)
                 self._runner.release(session.token_ids, self._prefixes.salted(kv, session.salt), session.salt)
             self._answers.restore(session.answers)
             return session
@@ -235,13 +237,14 @@ class Engine(Completions):
 
         gone: returns True once nobody waits for the request. Raises EngineError as `stream` does, and "busy".
         """
-        more = {"outbox": into, "wants_progress": progress, "constraint": constraint}
         with read_until(gone):
-            new = self._request(prompt, params, options, settings, gone, **more)
+            request = self._request(
+                prompt, params, options, settings, outbox=into, progress=progress, constraint=constraint, gone=gone
+            )
         with self._exclusive():
-            self._runner.submit(new)
-        cancel, cached = lambda: self._cancel(new.sequence), lambda: new.cached or 0
-        return Ticket(len(new.sequence.prompt), cancel, cached, new.conversation, new.warnings)
+            self._runner.submit(request)
+        cancel, cached = lambda: self._cancel(request.sequence), lambda: request.cached or 0
+        return Ticket(len(request.sequence.prompt), cancel, cached, request.conversation, request.warnings)
 
     def work(self) -> bool:
         """Run one unit of work, a part of a prefill or a step of all running requests; False if there is no request."""
@@ -268,19 +271,34 @@ class Engine(Completions):
         params: Params,
         options: Options,
         settings: Mapping[str, Any],
-        gone: Any = None,
-        **more: Any,
+        *,
+        outbox: Outbox,
+        progress: bool,
+        constraint: Constraint | None,
+        gone: Callable[[], bool] | None = None,
     ) -> Request:
-        """A request that is not queued yet. more: other arguments of `Request.create`."""
+        """A request that is not queued yet; see `submit` for the arguments."""
         self._check_open()
         params, options = params or SamplingParams(), options or PromptOptions()
         if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
         params = replace(params, **settings)
-        more |= {"answers": self._answers, "drafting": self._drafting, "adapters": self.adapters, "warnings": []}
-        params, after = behind_reasoning(prompt, params, options, self.model)
-        more |= {"constraint": self.grammars.constraint(params, more.pop("constraint"), gone, after, more["warnings"])}
-        request = Request.create(prompt, params, options, self.model, self.context, **more)
+        warnings: list[str] = []
+        params, close_tag = constrain_after_reasoning(prompt, params, options, self.model)
+        request = Request.create(
+            prompt,
+            params,
+            options,
+            self.model,
+            self.context,
+            answers=self._answers,
+            drafting=self._drafting,
+            adapters=self.adapters,
+            outbox=outbox,
+            wants_progress=progress,
+            constraint=self.grammars.constraint(params, constraint, gone, close_tag, warnings),
+            warnings=warnings,
+        )
         if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
             request.hit = self._tiers.find(request.sequence.prompt[:-1], request.salt)
         return request
@@ -292,8 +310,8 @@ class Engine(Completions):
                 self._runner.submit(request)
             finished = False
             while not finished:
-                with self._lock.hold_unless(outbox) as held:
-                    if held:
+                with self._lock.hold_unless(outbox) as lock_held:
+                    if lock_held:
                         self._enter()
                         self._runner.run_unit()
                 while outbox:
@@ -323,12 +341,12 @@ class Engine(Completions):
         self._runner.sweep()
 
     def _sweep(self) -> None:
-        if not self._closed and not self._lock.lost:
+        if not self._is_closed and not self._lock.lost:
             self._runner.sweep()
 
     def _check_open(self) -> None:
         """Raises EngineError: "closed" after `close`, "forked" in a child process that cannot use it; DeviceLost."""
-        if self._closed:
+        if self._is_closed:
             raise EngineError("The engine is closed", "closed")
         self._lock.check()
         self._runner.check()
@@ -344,7 +362,7 @@ class Engine(Completions):
         return self._fit_line
 
     def __repr__(self) -> str:
-        return f"<Engine {self._start_line}{', closed' if self._closed else ''}>"
+        return f"<Engine {self._start_line}{', closed' if self._is_closed else ''}>"
 
     def cache_stats(self) -> CacheStats:
         """Memory of the newest sequence in the KV store."""
@@ -356,9 +374,9 @@ class Engine(Completions):
         self.grammars.close()
         self._answers.close()
         with self._lock.hold():
-            if self._closed or self._lock.lost:
+            if self._is_closed or self._lock.lost:
                 return
-            self._closed = True
+            self._is_closed = True
             self._runner.fail_all(EngineError("The engine was closed before this request finished", "closed"))
         if self._tiers is not None:
             self._tiers.close()

@@ -68,7 +68,7 @@ class Chunk:
     finish_reason: str | None = None  # on the last chunk: "stop", "length" or "cancelled"
     usage: Usage | None = None  # on the last chunk
     stopped_by: str | None = None  # on the last chunk: the stop string before which the answer ends
-    # On the last chunk: a sentence for each thing of the messages that was left out or put otherwise, as of images.
+    # On the last chunk: a sentence for each part of the messages that was left out or changed, such as an image.
     warnings: tuple[str, ...] = ()
     prefilled: int = 0  # progress of the prefill: tokens done, of prompt_tokens
     prompt_tokens: int = 0

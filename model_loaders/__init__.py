@@ -40,9 +40,9 @@ from polarlm.model_loaders.files.repository import (
 )
 from polarlm.model_loaders.files.weights import WeightSource, main_dtype
 from polarlm.model_loaders.forks import cached_property
-from polarlm.model_loaders.hub import Fits, fetch, local, named, search_for
+from polarlm.model_loaders.hub import Fits, fetch, hub_name, local, search_for
 from polarlm.model_loaders.rope import rope_frequencies
-from polarlm.model_loaders.towers import Tower, belongs, open_mmproj, reads_images, tower_of
+from polarlm.model_loaders.vision_encoders import VisionEncoder, belongs, open_mmproj, reads_images, vision_encoder_of
 
 if TYPE_CHECKING:
     from polarlm.model_loaders.chat.templates import ChatTemplate
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger(__name__)
-NO_TOWER = "none"  # instead of a file with the part that reads images
+NO_VISION_ENCODER = "none"  # instead of a file with the part that reads images
 _DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)(-\d{5}-of-\d{5})?$", re.IGNORECASE)
 
 
@@ -79,8 +79,8 @@ class Model:
     dtype: str  # how most of the weights are stored, for the user: "Q4_1", "BF16", ...
     pooling: str | None = None  # how states become a vector, if the files say so: "mean", "cls" or "last"
     prompts: Prompts = NO_PROMPTS  # what precedes texts to embed
-    tower: Tower | None = None  # the part that reads images, if there is one
-    tower_weights: WeightSource | None = None
+    vision_encoder: VisionEncoder | None = None  # the part that reads images, if there is one
+    vision_weights: WeightSource | None = None
 
     @cached_property  # a future has a lock, which could stay locked in a forked child
     def tokenizer(self) -> Tokenizer:
@@ -94,7 +94,7 @@ class Model:
 
     def close(self) -> None:
         """Close the files of the weights."""
-        for weights in filter(None, (self.weights, self.tower_weights)):
+        for weights in filter(None, (self.weights, self.vision_weights)):
             weights.close()
 
     def left_out(self) -> str | None:
@@ -104,11 +104,11 @@ class Model:
         count, first = len(pieces) + len(special), [*pieces[:3], *sorted(special)][:3]
         if not count:
             return None
-        shown = ", ".join(map(str, first)) + (", …" if count > 3 else "")
+        examples = ", ".join(map(str, first)) + (", …" if count > 3 else "")
         advice = ": is it this model's tokenizer?" if 9 * count > self.tokenizer.vocab_size else ""
         return (
-            f"warning: the embedding of {self.name} has no rows for {count:,} of its tokenizer's ids ({shown}), which "
-            f"are left out{advice}"
+            f"warning: the embedding of {self.name} has no rows for {count:,} of its tokenizer's ids ({examples}), "
+            f"which are left out{advice}"
         )
 
 
@@ -124,53 +124,57 @@ def load(
     """Loads a folder in Hugging Face's layout, a .gguf file, "user/repo" or "hf:user/repo" from the hub, or (None) the
     demonstration model.
 
-    Weights are not read yet: `Model.weights.read_into` converts them one at a time. The tokenizer is read by a
-    thread while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on
-    the hub. template: a file with a chat template in place of the model's own. mmproj: a file of llama.cpp's with the
-    part that reads images; None: the folder's, or the one beside a .gguf file; "none": leave it out.
-    mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError.
+    Weights are not read yet: `Model.weights.read_into` converts them one at a time. The tokenizer is read by a thread
+    while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on the
+    hub. template: a file with a chat template in place of the model's own. mmproj: a file of llama.cpp's with the part
+    that reads images; None: the folder's, or the one next to a .gguf file; "none": leave it out. mtp: whether
+    `ModelConfig.mtp` is wanted. Raises LoadError.
     """
     from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
-    name = None if path is None else named(path)
-    where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
+    name = None if path is None else hub_name(path)
+    where = (
+        demo_model(verbose) if path is None else _existing_path(path) if name is None else fetch(name, fits, verbose)
+    )
     model = _load_folder(where, mtp) if where.is_dir() else _load_gguf(where, mtp)
     try:
-        tower, tower_weights = load_tower(where, model.config, mmproj) or (None, None)
+        vision_encoder, vision_weights = load_vision_encoder(where, model.config, mmproj) or (None, None)
     except BaseException:
         model.weights.close()
         raise
-    model = replace(model, tower=tower, tower_weights=tower_weights)
+    model = replace(model, vision_encoder=vision_encoder, vision_weights=vision_weights)
     if path is None or is_demo(where):
         model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
     if template is not None:
-        model = replace(model, template=model.template.of_file(Path(template).expanduser()))
+        model = replace(model, template=model.template.with_file(Path(template).expanduser()))
     return model
 
 
-def load_tower(where: Path, config: ModelConfig, mmproj: str | None) -> tuple[Tower, WeightSource] | None:
+def load_vision_encoder(
+    where: Path, config: ModelConfig, mmproj: str | None
+) -> tuple[VisionEncoder, WeightSource] | None:
     """The part of the model at `where` that reads images, and its weights; None if there is none, or if `mmproj` is
     "none". Raises LoadError."""
-    if mmproj == NO_TOWER:
+    if mmproj == NO_VISION_ENCODER:
         return None
     if mmproj is not None:
-        tower, weights = open_mmproj(_existing(mmproj))
-        if not belongs(tower, config):
+        encoder, weights = open_mmproj(_existing_path(mmproj))
+        if not belongs(encoder, config):
             weights.close()
             raise LoadError(
-                f"{mmproj} is the part of another model: it gives images rows of {tower.outputs} numbers for "
-                f"{tower.kind}, and {where} is {config.family} with {config.hidden_size}; give the mmproj file of this "
-                "model."
+                f"{mmproj} is the part of another model: it gives images rows of {encoder.outputs} numbers for "
+                f"{encoder.kind}, and {where} is {config.family} with {config.hidden_size}; give the mmproj file "
+                "of this model."
             )
-        return tower, weights
+        return encoder, weights
     if where.is_dir():
-        return tower_of(where)
+        return vision_encoder_of(where)
     for file in _projectors(where) if reads_images(config.family) else ():
-        found = usable(partial(open_mmproj, file))
-        if found is not None and belongs(found[0], config):
-            return found
-        if found is not None:
-            found[1].close()
+        pair = usable(partial(open_mmproj, file))
+        if pair is not None and belongs(pair[0], config):
+            return pair
+        if pair is not None:
+            pair[1].close()
             _LOG.warning("%s is the part of another model: it is left out", file)
     return None
 
@@ -179,17 +183,17 @@ def _projectors(file: Path) -> list[Path]:
     """The files with the part that reads images of the model in a GGUF file, wherever they lie in its repository."""
     folder = repository_of(file)
     files = files_of(folder, ("*.gguf", "*/*.gguf")).values()
-    found = gguf_contents(files, lambda one: role_of_file(folder / one.path))
-    here = RepositoryFile(file.relative_to(folder).as_posix(), 0)
-    called = next((one for one in found if here.path in (part.path for part in one.files)), None)
-    model = called or GgufContent("", here.path, Role.MODEL, 1, (here,))
-    return [folder / one.files[0].path for one in projectors(found, model)]
+    contents = gguf_contents(files, lambda one: role_of_file(folder / one.path))
+    file_here = RepositoryFile(file.relative_to(folder).as_posix(), 0)
+    content_here = next((one for one in contents if file_here.path in (part.path for part in one.files)), None)
+    model = content_here or GgufContent("", file_here.path, Role.MODEL, 1, (file_here,))
+    return [folder / one.files[0].path for one in projectors(contents, model)]
 
 
 def load_weights(path: str | Path, *, mtp: bool = False) -> tuple[ModelConfig, WeightSource, str]:
     """Configuration, weights and the type of most of them; reads no tokenizer. mtp: as for `load`. Raises LoadError."""
-    name = named(path)
-    where = _existing(path) if name is None else fetch(name)
+    name = hub_name(path)
+    where = _existing_path(path) if name is None else fetch(name)
     if where.is_dir():
         config, weights = open_folder(where, mtp=mtp)
         return config, weights, main_dtype(weights)
@@ -209,7 +213,7 @@ def _load_folder(folder: Path, mtp: bool) -> Model:
     config, weights = open_folder(folder, mtp=mtp)
     try:
         return Model(
-            name=_name_of(folder.resolve()),
+            name=_folder_name(folder.resolve()),
             path=folder,
             config=config,
             weights=weights,
@@ -223,7 +227,7 @@ def _load_folder(folder: Path, mtp: bool) -> Model:
             template=templates.for_folder(
                 folder, read_json(companion_in(folder, "tokenizer_config.json"), required=False)
             ),
-            generation=generation.of_folder(folder, config.vocab_size),
+            generation=generation.defaults_of_folder(folder, config.vocab_size),
             dtype=main_dtype(weights),
             pooling=pooling_of_folder(folder),
             prompts=prompts_of_folder(folder),
@@ -233,10 +237,10 @@ def _load_folder(folder: Path, mtp: bool) -> Model:
         raise
 
 
-def _name_of(folder: Path) -> str:
+def _folder_name(folder: Path) -> str:
     """The folder's name; the repository's if it lies in the hub's cache, where it is named after a commit."""
-    of_repository = folder.parents[1].name if folder.parent.name == "snapshots" else ""
-    return of_repository.rpartition("--")[2] if of_repository.startswith("models--") else folder.name
+    repository = folder.parents[1].name if folder.parent.name == "snapshots" else ""
+    return repository.rpartition("--")[2] if repository.startswith("models--") else folder.name
 
 
 def _load_gguf(file: Path, mtp: bool) -> Model:
@@ -253,7 +257,7 @@ def _load_gguf(file: Path, mtp: bool) -> Model:
             weights=weights,
             read_tokenizer=_in_thread(config.vocab_size, tokenizers.load_for_gguf, gguf),
             template=templates.for_gguf(gguf),
-            generation=generation.of_gguf(gguf, config.vocab_size),
+            generation=generation.defaults_of_gguf(gguf, config.vocab_size),
             dtype=main_dtype(weights),
             pooling=pooling_of_gguf(gguf),
         )
@@ -281,30 +285,30 @@ def _in_thread(rows: int, read: Callable[..., Tokenizer], *arguments: Any) -> Ca
     return future.result
 
 
-def _existing(path: str | Path) -> Path:
+def _existing_path(path: str | Path) -> Path:
     """The path of a folder or file that exists. Raises LoadError with advice for anything else."""
-    shown = os.path.expanduser(os.fspath(path))
-    if not shown:
+    text = os.path.expanduser(os.fspath(path))
+    if not text:
         raise LoadError(
             "The model's path is empty; give a folder with config.json and safetensors files, or a .gguf file."
         )
-    where = Path(shown)
+    where = Path(text)
     if os.path.isdir(where):
         return where
     if not os.path.exists(where):  # never raises, unlike Path.exists
         if os.path.islink(where):
-            raise LoadError(f"{shown} is a link to a file that does not exist; download the model again.")
-        bare = shown.strip().strip("\"'").removeprefix("file://")
-        near = next((one for one in (bare, f"{bare}.gguf") if one and os.path.exists(one)), None)
-        elsewhere = search_for(bare)
-        near = near or (local.resembling(bare) if elsewhere else None)
+            raise LoadError(f"{text} is a link to a file that does not exist; download the model again.")
+        plain_text = text.strip().strip("\"'").removeprefix("file://")
+        suggestion = next((one for one in (plain_text, f"{plain_text}.gguf") if one and os.path.exists(one)), None)
+        hub_address = search_for(plain_text)
+        suggestion = suggestion or (local.find_similar(plain_text) if hub_address else None)
         advice = "a folder with config.json and safetensors files, or a .gguf file"
-        if elsewhere is not None:
+        if hub_address is not None:
             advice = (
                 f"USER/REPO of the Hugging Face hub, such as Qwen/Qwen3-0.6B-GGUF, {advice}: polarlm list shows what "
-                f"is here, and {elsewhere} what there is"
+                f"is here, and {hub_address} what there is"
             )
-        raise LoadError(f"{shown} does not exist; give {near or advice}.")
+        raise LoadError(f"{text} does not exist; give {suggestion or advice}.")
     if where.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}:
         raise LoadError(
             f"{where} is a pickle checkpoint, which can run any code when opened and is not read; "

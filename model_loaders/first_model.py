@@ -25,14 +25,14 @@ _BETTER = (
 )
 
 
-def remembered() -> str | None:
+def remembered_name() -> str | None:
     """The model that was chosen; None for the demonstration model, or if none was."""
     return _read("model") or None
 
 
 def forget(name: str) -> None:
     """Choose no model, if this one is chosen."""
-    if remembered() == name:
+    if remembered_name() == name:
         _write("model", "")
 
 
@@ -40,7 +40,7 @@ def choose(tell: Callable[[str], None], ask: Callable[[str], str]) -> str | None
     """The model that was chosen, or is chosen now among three, if nobody was asked before; None for the demonstration
     model. The hub says how large models are; without it a later chat asks. Raises EOFError or KeyboardInterrupt."""
     if _read("model") is not None:
-        return remembered()
+        return remembered_name()
     if (sizes := _sizes()) is None:
         return None  # the first answer is followed by what to do
     rows = [*zip((*CHOICES, ("SmolLM2-135M", _DEMO)), (*sizes, FILE_BYTES), strict=True)]
@@ -49,9 +49,9 @@ def choose(tell: Callable[[str], None], ask: Callable[[str], str]) -> str | None
         tell(f"  {number}  {name.partition(':')[0]:22} {size_text(size):>9}  {meaning}")
     while (answer := ask("1, 2 or 3 (Enter takes 1): ").strip() or "1") not in ("1", "2", "3"):
         tell(f"{answer} is none of 1, 2 and 3.")
-    chosen = [*(name for name, _ in CHOICES), ""][int(answer) - 1]
-    _write("model", chosen)
-    return chosen or None
+    choice = [*(name for name, _ in CHOICES), ""][int(answer) - 1]
+    _write("model", choice)
+    return choice or None
 
 
 def better() -> str | None:
@@ -64,16 +64,16 @@ def better() -> str | None:
 
 def _sizes() -> list[int] | None:
     """Bytes of the choices; None if the hub does not say them in time."""
-    found: list[list[int]] = []
+    results: list[list[int]] = []
 
     def look() -> None:
         with suppress(LoadError):
-            found.append([hub.size(hub.parse(name)) for name, _ in CHOICES])
+            results.append([hub.size(hub.parse(name)) for name, _ in CHOICES])
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(_SECONDS)
-    return found[0] if found else None
+    return results[0] if results else None
 
 
 def _file(name: str) -> Path | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.model_loaders.config import GenerationDefaults
-from polarlm.model_loaders.fields import Fields, shown, usable
+from polarlm.model_loaders.fields import Fields, describe, usable
 from polarlm.model_loaders.files.gguf_file import GgufFile
 
 _LOG = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _GGUF = {  # key of generation_config.json → key of a GGUF file
 }
 
 
-def of_folder(folder: Path, vocab_size: int) -> GenerationDefaults:
+def defaults_of_folder(folder: Path, vocab_size: int) -> GenerationDefaults:
     """What `generation_config.json` says; nothing without it. Values that cannot be used are left out with a warning.
 
     vocab_size: ids from it on are no tokens. Raises LoadError if the file holds no JSON object.
@@ -35,7 +35,7 @@ def of_folder(folder: Path, vocab_size: int) -> GenerationDefaults:
     return _defaults(Fields.read(folder / "generation_config.json", required=False), vocab_size)
 
 
-def of_gguf(gguf: GgufFile, vocab_size: int) -> GenerationDefaults:
+def defaults_of_gguf(gguf: GgufFile, vocab_size: int) -> GenerationDefaults:
     """What the keys for it in a GGUF file say, likewise."""
     values = {ours: gguf.metadata.get(theirs) for ours, theirs in _GGUF.items()}
     return _defaults(Fields(values, gguf.path, _GGUF), vocab_size)
@@ -52,7 +52,7 @@ def _defaults(fields: Fields, vocab_size: int) -> GenerationDefaults:
         value = fields.value(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
         if odd := [one for one in values if not is_usable(one)]:
-            part = f"of it {shown(odd[0] if len(odd) == 1 else odd)} " if isinstance(value, list) else ""
+            part = f"of it {describe(odd[0] if len(odd) == 1 else odd)} " if isinstance(value, list) else ""
             problem = f"and {part}is left out: the model's tokens are 0 to {vocab_size - 1}"
             _LOG.warning("%s", fields.refuse(key, problem))
         return [one for one in values if is_usable(one)]

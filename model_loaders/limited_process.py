@@ -97,36 +97,36 @@ class LimitedProcess:
             self._worker = None
 
     def _new_line(self) -> None:
-        self._changed = threading.Condition()
-        self._line: deque[object] = deque()  # places of threads; the first one has its turn
+        self._condition = threading.Condition()
+        self._line: deque[object] = deque()  # a ticket for each waiting thread; the first one has its turn
 
     @contextmanager
     def _turn(self, gone: Callable[[], bool], *, next: bool = False) -> Iterator[None]:
-        """Hold the first place of the line. next: begin behind it, and not at the end. Raises NobodyWaits."""
+        """Wait in the queue, and hold its first place. next: enter second, and not at the end. Raises NobodyWaits."""
         place = object()
-        with self._changed:
+        with self._condition:
             self._line.insert(1 if next else len(self._line), place)
         try:
-            with self._changed:
+            with self._condition:
                 while self._line[0] is not place:
-                    self._changed.wait(_LOOK_SECONDS)
+                    self._condition.wait(_LOOK_SECONDS)
                     if gone():
                         raise NobodyWaits
             yield
         finally:
-            with self._changed:
+            with self._condition:
                 self._line.remove(place)
-                self._changed.notify_all()
+                self._condition.notify_all()
 
     def _start(self) -> None:
         # True with an answer, or False with the exit code.
-        self._heard: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
-        heard = self._heard
+        self._answers: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
+        answers = self._answers
         try:
             self._worker = Child(
                 python(str(self._file)),
-                lambda answer: heard.put((True, answer)),
-                lambda code: heard.put((False, code)),
+                lambda answer: answers.put((True, answer)),
+                lambda code: answers.put((False, code)),
                 errors=subprocess.DEVNULL,
             )
         except (OSError, ValueError, TypeError) as error:  # TypeError: a program without an interpreter's path
@@ -157,7 +157,7 @@ class LimitedProcess:
         """What the worker's thread puts into the queue next. Raises TookTooLong at the deadline, or NobodyWaits."""
         while True:
             try:
-                return self._heard.get(timeout=_LOOK_SECONDS)
+                return self._answers.get(timeout=_LOOK_SECONDS)
             except Empty:
                 if gone():
                     raise NobodyWaits from None

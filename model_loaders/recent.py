@@ -1,4 +1,4 @@
-"""Values that are kept as long as there is room: the least recently used ones go first."""
+"""A cache that drops the least recently used values when it is full."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Key, Value]):
-    """Values by their keys, of at most `most` together, or a single one. Thread-safe, also in a forked child."""
+    """A cache of the most recently used values, by key. The sizes of all values together are at most `most`, except for
+    a single value. Thread-safe, also in a forked child."""
 
     def __init__(self, most: float, size: Callable[[Value], Any] = lambda value: 1) -> None:
         """size: of a value."""
@@ -34,7 +35,7 @@ class Recent(Generic[Key, Value]):
         return key in self._values
 
     def peek(self, key: Key) -> Value | None:
-        """A value, which is not used by that."""
+        """The value of a key; does not refresh its age."""
         return self._values.get(key)
 
     def get(self, key: Key) -> Value | None:

@@ -59,7 +59,7 @@ def rope_config(
     )
     if kind == "longrope" and original == 1:  # the attention factor divides by its logarithm
         raise fields.refuse("original_max_position_embeddings", "but longrope needs an original context of 2 tokens")
-    return _scaled(section, kind, theta, original, max_context)
+    return _scaled_rope(section, kind, theta, original, max_context)
 
 
 def proportional(fields: Fields, max_context: int, section: Fields, head_dim: int, *, theta: float) -> RopeConfig:
@@ -67,13 +67,13 @@ def proportional(fields: Fields, max_context: int, section: Fields, head_dim: in
     frequencies of all."""
     if section.text("rope_type", "default") != "proportional":
         return rope_config(fields, max_context, section=section)
-    rotated = int(head_dim * section.number("partial_rotary_factor", 1.0, maximum=1.0)) // 2
+    rotary_pairs = int(head_dim * section.number("partial_rotary_factor", 1.0, maximum=1.0)) // 2
     factor = section.positive("factor", 1.0)
     return RopeConfig(
         theta=section.number("rope_theta", theta, minimum=_MIN_THETA),
         kind="default" if factor == 1.0 else "linear",
         factor=factor,
-        divisors=(1.0,) * rotated + (_UNROTATED,) * (head_dim // 2 - rotated),
+        divisors=(1.0,) * rotary_pairs + (_UNROTATED,) * (head_dim // 2 - rotary_pairs),
     )
 
 
@@ -94,7 +94,7 @@ def rotary_dim(fields: Fields, head_dim: int) -> int | None:
     return None if channels == head_dim else channels
 
 
-def _scaled(section: Fields, kind: str, theta: float, original: int, max_context: int) -> RopeConfig:
+def _scaled_rope(section: Fields, kind: str, theta: float, original: int, max_context: int) -> RopeConfig:
     """RoPE of llama3, yarn and longrope, which is for `max_context`: see `RopeConfig.for_context`."""
     common: dict[str, Any] = {"theta": theta, "kind": kind, "original_context": original}
     if kind == "llama3":
@@ -140,8 +140,8 @@ def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[np.ndarray, flo
 def _llama3_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     """Divides low frequencies by `factor`, keeps high ones, and blends between, by periods per trained context."""
     periods = rope.original_context * frequencies / (2 * math.pi)
-    kept = np.clip((periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
-    return frequencies * (kept + (1 - kept) / rope.factor)
+    blend = np.clip((periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+    return frequencies * (blend + (1 - blend) / rope.factor)
 
 
 def _yarn_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from pathlib import Path
 from polarlm.model_loaders.errors import LoadError
 
 CACHE_VARIABLE = "POLARLM_CACHE"
-_AHEAD = 300_000_000_000  # nanoseconds by which clocks of machines that share a folder may differ
+_CLOCK_ERROR = 300_000_000_000  # nanoseconds by which clocks of machines that share a folder may differ
 
 
 def cache_folder() -> Path:
@@ -19,9 +19,9 @@ def cache_folder() -> Path:
 
     Raises LoadError if there is none.
     """
-    named = os.environ.get(CACHE_VARIABLE)
+    folder_named = os.environ.get(CACHE_VARIABLE)
     try:
-        return (Path(named) if named else _default()).expanduser()
+        return (Path(folder_named) if folder_named else _default()).expanduser()
     except RuntimeError as error:  # no home folder is known
         raise LoadError(f"There is no cache folder ({error}): set {CACHE_VARIABLE} to a folder.") from error
 
@@ -60,7 +60,7 @@ def last_used(status: os.stat_result) -> int:
     A time in the future is from before the clock was set back. It counts as before all others, since such files would
     otherwise stay longest until the clock has caught up.
     """
-    is_ahead = status.st_mtime_ns > time.time_ns() + _AHEAD
+    is_ahead = status.st_mtime_ns > time.time_ns() + _CLOCK_ERROR
     return status.st_mtime_ns - (1 << 64 if is_ahead else 0)
 
 

@@ -39,8 +39,8 @@ def python(run: str, *arguments: str) -> list[str]:
     entries = (entry for entry in sys.path if entry and isinstance(entry, str))  # as imports take them
     path = [entry for entry in entries if _is_same(entry, ours) or not _is_same(entry, os.curdir)]
     path[:0] = [] if any(_is_same(entry, ours) for entry in path) else [ours]
-    kept = ["-X", f"utf8={sys.flags.utf8_mode}", *(["-B"] if sys.flags.dont_write_bytecode else [])]
-    return [sys.executable, "-I", *kept, "-c", _START, run, str(len(path)), *path, *arguments]
+    options = ["-X", f"utf8={sys.flags.utf8_mode}", *(["-B"] if sys.flags.dont_write_bytecode else [])]
+    return [sys.executable, "-I", *options, "-c", _START, run, str(len(path)), *path, *arguments]
 
 
 def _is_same(path: str, other: str) -> bool:
@@ -58,8 +58,8 @@ def how_ended(code: int) -> str:
     """
     if code >= 0:
         return f"ended with exit code {code}"
-    known = -code in set(signal.Signals)
-    return f"crashed ({signal.Signals(-code).name if known else f'signal {-code}'})"
+    is_signal = -code in set(signal.Signals)
+    return f"crashed ({signal.Signals(-code).name if is_signal else f'signal {-code}'})"
 
 
 class Lines:
@@ -67,7 +67,7 @@ class Lines:
 
     def __init__(self, limit: float = math.inf) -> None:
         self._limit = limit
-        self._held = bytearray()
+        self._pending = bytearray()
         self._skipping = False
 
     def feed(self, data: bytes) -> Iterator[bytes | None]:
@@ -77,25 +77,25 @@ class Lines:
             if self._outgrown(end):
                 yield None
             if not self._skipping:
-                yield bytes(self._held)
-            self._held.clear()
+                yield bytes(self._pending)
+            self._pending.clear()
             self._skipping = False
         if self._outgrown(rest):
             yield None
 
     def rest(self) -> bytes:
         """The last line, which has no line end."""
-        return bytes(self._held)
+        return bytes(self._pending)
 
     def _outgrown(self, piece: bytes) -> bool:
         """Append `piece` to the line; returns whether it makes the line too long."""
         if self._skipping:
             return False
-        self._skipping = len(self._held) + len(piece) > self._limit
+        self._skipping = len(self._pending) + len(piece) > self._limit
         if self._skipping:
-            self._held.clear()
+            self._pending.clear()
         else:
-            self._held += piece
+            self._pending += piece
         return self._skipping
 
 
@@ -107,8 +107,8 @@ class Child(subprocess.Popen[bytes]):
     def __init__(
         self,
         command: Sequence[str],
-        heard: Callable[[Any], object],
-        ended: Callable[[int], object],
+        on_message: Callable[[Any], object],
+        on_exit: Callable[[int], object],
         *,
         most: float = math.inf,
         errors: int | IO[Any] | None = None,
@@ -116,20 +116,20 @@ class Child(subprocess.Popen[bytes]):
     ) -> None:
         """Start the process. Raises OSError, ValueError or TypeError.
 
-        heard: called in a thread with what each line says. ended: called there after the last line, with the exit code.
-        most: bytes of a line; a process that writes a longer one, or one that is not JSON, is killed. errors: standard
-        error, as `subprocess.Popen` takes it.
+        on_message: called in a thread with what each line says. on_exit: called there after the last line, with the
+        exit code. most: bytes of a line; a process that writes a longer one, or one that is not JSON, is killed.
+        errors: standard error, as `subprocess.Popen` takes it.
         """
         pipe = subprocess.PIPE
         super().__init__(command, 0, None, pipe, pipe, errors, env=environment, start_new_session=True)
         self.broke_off = False  # whether the process was killed for what it wrote
         self._lines: SimpleQueue[bytes | None] = SimpleQueue()  # to be written; None closes the pipe
-        for run in (self._write, lambda: self._read(heard, ended, Lines(most))):
+        for run in (self._write, lambda: self._read(on_message, on_exit, Lines(most))):
             threading.Thread(target=run, name="child", daemon=True).start()
 
-    def tell(self, *said: Any) -> None:
+    def tell(self, *messages: Any) -> None:
         """Send a line for each value, without waiting; a process that has ended hears nothing."""
-        for value in said:
+        for value in messages:
             self._lines.put(_line(value))
 
     def close(self) -> None:
@@ -174,11 +174,11 @@ class Child(subprocess.Popen[bytes]):
         with suppress(OSError):
             self.stdin.close()
 
-    def _read(self, heard: Callable[[Any], object], ended: Callable[[int], object], lines: Lines) -> None:
+    def _read(self, on_message: Callable[[Any], object], on_exit: Callable[[int], object], lines: Lines) -> None:
         assert self.stdout is not None
         with suppress(RuntimeError):  # an event loop that has been closed hears nothing
             try:
-                _hear(self.stdout.fileno(), heard, lines)
+                _hear(self.stdout.fileno(), on_message, lines)
             except (ValueError, RecursionError):
                 self.broke_off = True
                 self.kill()
@@ -186,28 +186,28 @@ class Child(subprocess.Popen[bytes]):
             self._kill_group()
             self.stdout.close()
             self.close()
-            ended(code)
+            on_exit(code)
 
 
 class Parent:
     """The parent of this process, which is a `Child`: standard input and output are for nothing else from now on."""
 
-    def __init__(self, heard: Callable[[Any], object], gone: Callable[[], object]) -> None:
-        """heard: called in a thread with what each line says. gone: called there once the parent has closed the pipe,
-        or has ended."""
+    def __init__(self, on_message: Callable[[Any], object], gone: Callable[[], object]) -> None:
+        """on_message: called in a thread with what each line says. gone: called there once the parent has closed the
+        pipe, or has ended."""
         self._out = os.fdopen(os.dup(1), "wb", 0)
         self._lock = threading.Lock()
         os.dup2(2, 1)  # what else is printed is no line of the protocol
-        threading.Thread(target=self._read, args=(heard, gone), name="parent", daemon=True).start()
+        threading.Thread(target=self._read, args=(on_message, gone), name="parent", daemon=True).start()
 
-    def tell(self, said: Any) -> None:
+    def tell(self, message: Any) -> None:
         """Send a line; nothing happens if the parent is gone."""
         with self._lock, suppress(BrokenPipeError):
-            _write_all(self._out, _line(said))
+            _write_all(self._out, _line(message))
 
-    def _read(self, heard: Callable[[Any], object], gone: Callable[[], object]) -> None:
+    def _read(self, on_message: Callable[[Any], object], gone: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # an event loop that has been closed hears nothing
-            _hear(0, heard, Lines())  # not sys.stdin: the interpreter cannot end while a thread waits in it
+            _hear(0, on_message, Lines())  # not sys.stdin: the interpreter cannot end while a thread waits in it
             gone()
 
 
@@ -225,8 +225,8 @@ def answer_lines(begin: Callable[[Any], Callable[[Any], Any]], memory: int, seco
             answer = begin(json.loads(first))
             for line in lines:
                 limit_time(seconds)
-                if (said := answer(json.loads(line))) is not None:
-                    say(said)
+                if (reply := answer(json.loads(line))) is not None:
+                    say(reply)
                 limit_time(0.0)
     except MemoryError:  # too little is left for an answer
         os._exit(OUT_OF_MEMORY)
@@ -253,8 +253,8 @@ def limit_time(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def _line(said: Any) -> bytes:
-    return json.dumps(said).encode() + b"\n"
+def _line(value: Any) -> bytes:
+    return json.dumps(value).encode() + b"\n"
 
 
 def _write_all(pipe: IO[bytes], data: bytes) -> None:
@@ -262,10 +262,10 @@ def _write_all(pipe: IO[bytes], data: bytes) -> None:
         data = data[pipe.write(data) :]
 
 
-def _hear(pipe: int, heard: Callable[[Any], object], lines: Lines) -> None:
-    """Call `heard` with what each line of a pipe says, up to its end. Raises ValueError or RecursionError."""
+def _hear(pipe: int, on_message: Callable[[Any], object], lines: Lines) -> None:
+    """Call `on_message` with what each line of a pipe says, up to its end. Raises ValueError or RecursionError."""
     while data := os.read(pipe, _READ):
         for line in lines.feed(data):
             if line is None:
                 raise ValueError("a line is too long")
-            heard(json.loads(line))
+            on_message(json.loads(line))

@@ -25,7 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 
 _SAME: Mapping[str, str] = {"run": "chat", "help": "--help", "version": "--version"}  # words of other programs
 
-_BAD_REQUEST, _INTERRUPTED = 2, 130
+_BAD_REQUEST, _INTERRUPT_EXIT_CODE = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,13 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except KeyboardInterrupt:  # while modules are imported; commands handle it themselves
-        return _INTERRUPTED
+        return _INTERRUPT_EXIT_CODE
     except OSError as error:
         from polarlm.engine.cli.commands import lost_output
 
-        if (lost := lost_output(error)) is None:
+        if (exit_code := lost_output(error)) is None:
             raise
-        return lost
+        return exit_code
 
 
 def _run(words: Sequence[str]) -> int:

@@ -53,14 +53,14 @@ def script(shell: str) -> str:
     commands = whole.add_subparsers()
     for name, (module, meaning) in COMMANDS.items():
         groups = importlib.import_module(module).GROUPS
-        made = parser(groups, prog=f"polarlm {name}", description=meaning)
-        for action in made._actions:
+        flag_parser = parser(groups, prog=f"polarlm {name}", description=meaning)
+        for action in flag_parser._actions:
             if action.metavar in _PLACES:
                 action.complete = _PLACES[action.metavar]  # type: ignore[attr-defined]
             action.choices = _NAMES.get(action.dest, action.choices)
             if shell == "fish":  # which knows names of one letter, and names after two dashes
                 action.option_strings = [n for n in action.option_strings if n.startswith("--") or len(n) == 2]
-        commands.add_parser(name, help=meaning, description=meaning, parents=[made], add_help=False)
+        commands.add_parser(name, help=meaning, description=meaning, parents=[flag_parser], add_help=False)
     return shtab.complete(whole, shell)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from polarlm import model_loaders
 from polarlm.engine.cli.columns import columns
 from polarlm.engine.cli.commands import command, note
-from polarlm.engine.cli.flags import FlagError, parse, that
+from polarlm.engine.cli.flags import FlagError, check_that, parse
 from polarlm.engine.config import (
     AS_STORED,
     DEFAULT_CACHE_TYPE,
@@ -92,7 +92,7 @@ def _report(argv: Sequence[str]) -> str:
         GROUPS,
         prog="polarlm fit",
         description="Show what fits on this machine, computed from a model's configuration before anything is loaded.",
-        checks={"contexts": that(_is_list, "takes whole numbers above 0, separated by commas")},
+        checks={"contexts": check_that(_is_list, "takes whole numbers above 0, separated by commas")},
     )
     names = "weights", "hf_repo", "weight_type", "device", "lora", "tensor_split"
     settings = {name: getattr(options, name) for name in names}
@@ -101,7 +101,7 @@ def _report(argv: Sequence[str]) -> str:
     if numbers is not None and len(numbers) == 1:
         config = replace(config, ctx_size=numbers[0])
     path = str(demo_model(note)) if config.weights is None else config.weights
-    on_hub = hub.named(path)
+    on_hub = hub.hub_name(path)
     if on_hub is not None:
         if options.lora:
             raise FlagError("--lora: adapters are counted with a model that is here: give its path")
@@ -109,11 +109,11 @@ def _report(argv: Sequence[str]) -> str:
     else:
         model, source, dtype = model_loaders.load_weights(path, mtp=config.mtp)
         try:
-            asked = numbers or steps_to(model.max_context)
+            steps = numbers or steps_to(model.max_context)
             fits = []
             for name, ops in devices(options.device):
                 more = bytes_beside(config, ops, model, Path(path))
-                fits.append(fit_device(config, name, ops, model, source, contexts=asked, more=more))
+                fits.append(fit_device(config, name, ops, model, source, contexts=steps, more=more))
         finally:
             source.close()
     advice = advise(fits, config, model)
@@ -137,10 +137,10 @@ def _fit_hub(
 ) -> tuple[ModelConfig, str, list[DeviceFit]]:
     """(configuration, format of the files, what fits) of a model on the hub, whose weights are not fetched."""
     model, files = hub.sizes(name)
-    asked = numbers or steps_to(model.max_context)
+    steps = numbers or steps_to(model.max_context)
     plain = str(replace(name, quantization=None))
     sizes = {f"{plain}:{label}" if label else "": size for label, size in files}
-    fits = [fit_files(config, device, ops, model, sizes, contexts=asked) for device, ops in devices(config.device)]
+    fits = [fit_files(config, device, ops, model, sizes, contexts=steps) for device, ops in devices(config.device)]
     return model, "GGUF" if files[0][0] else "safetensors", fits
 
 
@@ -150,23 +150,23 @@ def _is_list(text: str) -> bool:
 
 def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
     """Two tables: cache types with the requested weights, and all types of weights."""
-    chosen = device.weights[0]
-    what = "The weights" if chosen.weight_type == AS_STORED else f"The weights as {chosen.weight_type}"
-    if chosen.kept:
-        words = in_words(chosen.kept)
+    weights = device.weights[0]
+    what = "The weights" if weights.weight_type == AS_STORED else f"The weights as {weights.weight_type}"
+    if weights.kept:
+        words = in_words(weights.kept)
         what = words[0].upper() + words[1:]
-    room = f", {format_bytes(chosen.lacking)} too much." if chosen.lacking else ""
-    room = room or f"; up to {format_bytes(chosen.room)} is for the KV cache."
-    if (experts := chosen.experts or chosen.cpu_experts) is not None:
+    room = f", {format_bytes(weights.lacking)} too much." if weights.lacking else ""
+    room = room or f"; up to {format_bytes(weights.room)} is for the KV cache."
+    if (experts := weights.experts or weights.cpu_experts) is not None:
         room = f" ({experts}){room}"
     lines = [
         f"{'CPU' if device.device == 'cpu' else device.name}: {format_bytes(device.free)} of memory free. {what} take "
-        f"{format_bytes(chosen.bytes)}{room}",
+        f"{format_bytes(weights.bytes)}{room}",
         "",
     ]
-    usable = [cache for cache in chosen.caches if not cache.problem]
+    usable = [cache for cache in weights.caches if not cache.problem]
     if not usable:
-        return [*lines, *(cache.problem for cache in chosen.caches)]
+        return [*lines, *(cache.problem for cache in weights.caches)]
     contexts = [one.tokens for one in usable[0].contexts]
     header = ["cache type", "bits/value", "KV per token", "longest context", *(f"× {tokens:,}" for tokens in contexts)]
     rows = [
@@ -188,7 +188,7 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
     ]
     if device.device != "cpu" and (snapshots := max(cache.snapshot_bytes for cache in usable)):
         lines.append(f"Snapshots of recurrent layers take {format_bytes(snapshots)} of the computer's memory.")
-    lines += [cache.problem for cache in chosen.caches if cache.problem]
+    lines += [cache.problem for cache in weights.caches if cache.problem]
     lines += _card_lines(next((one for one in usable if one.cache_type == DEFAULT_CACHE_TYPE), usable[0]))
     if max(contexts) > model.max_context:
         lines.append(f"The model was trained on {model.max_context:,} tokens; answers beyond may make no sense.")
@@ -216,12 +216,15 @@ def _card_lines(cache: CacheFit) -> list[str]:
 def _weight_lines(device: DeviceFit, types: Sequence[str]) -> list[str]:
     """A table of all types of weights: their memory, and the longest contexts with them where these differ."""
     same = len({one.cache(name).tokens for one in device.weights for name in types}) == 1
-    shown = () if same else types
+    types_shown = () if same else types
     rows = [
         [
             _label(one),
             format_bytes(one.bytes),
-            *(f"lacks {format_bytes(one.lacking)}" if one.lacking else f"{one.cache(name).tokens:,}" for name in shown),
+            *(
+                f"lacks {format_bytes(one.lacking)}" if one.lacking else f"{one.cache(name).tokens:,}"
+                for name in types_shown
+            ),
         ]
         for one in device.weights
     ]
@@ -229,13 +232,17 @@ def _weight_lines(device: DeviceFit, types: Sequence[str]) -> list[str]:
         tokens = device.weights[0].cache(types[0]).tokens
         return [f"With any of these weights, {tokens:,} tokens fit:", *columns([["weights", "memory"], *rows])]
     title = "The longest context for each type of weights and of cache:"
-    return [title, *columns([["weights", "memory", *shown], *rows])]
+    return [title, *columns([["weights", "memory", *types_shown], *rows])]
 
 
 def _label(weights: WeightFit) -> str:
     """The type of weights; for "as-stored", also which of them are converted after all."""
-    changed = [str(one) for one in weights.kept if one.how != "as stored"]
-    return f"{AS_STORED}: {', '.join(changed)}" if changed and weights.weight_type == AS_STORED else weights.weight_type
+    conversions = [str(one) for one in weights.kept if one.how != "as stored"]
+    return (
+        f"{AS_STORED}: {', '.join(conversions)}"
+        if conversions and weights.weight_type == AS_STORED
+        else weights.weight_type
+    )
 
 
 def _command(advice: Advice, options: Any, model: str | None, program: str) -> str | None:
@@ -247,7 +254,7 @@ def _command(advice: Advice, options: Any, model: str | None, program: str) -> s
         flags["device"] = options.device
     if options.tensor_split is not None:
         flags["tensor_split"] = options.tensor_split
-    if hub.named(flags.get("weight_type", "")):  # one of the files of a repository
+    if hub.hub_name(flags.get("weight_type", "")):  # one of the files of a repository
         model = flags.pop("weight_type")
     words = [] if model is None else [model]
     for name, adapter in options.lora.items():

@@ -31,7 +31,7 @@ GROUPS: Mapping[str, type] = {"List": ListConfig}
 @command
 def main(argv: Sequence[str]) -> None:
     (options,) = parse(argv, GROUPS, prog="polarlm list", description="List the models on this machine, by name.")
-    models = listed()
+    models = local_models()
     if options.json:
         print(json.dumps([{"name": name, "bytes": size, "path": str(path)} for name, size, path in models], indent=1))
     elif not models:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
         print("\n".join(columns([["model", "size", "since"], *rows])))
 
 
-def listed() -> list[tuple[str, int, Path]]:
+def local_models() -> list[tuple[str, int, Path]]:
     """(name, bytes, path) of each model that commands take by its name, and of the demonstration model."""
     models = [(one.name, one.bytes, one.path) for one in local.models()]
     if (file := cache_folder() / demo.FILE_NAME).is_file():

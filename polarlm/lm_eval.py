@@ -39,23 +39,23 @@ Pair = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation as texts, and as ids."""
 
 
-class _Forced:
+class _ForcedAnswer:
     """A constraint that allows one answer: these ids."""
 
     def __init__(self, ids: Sequence[int], vocabulary: int) -> None:
-        self._ids, self._words, self._taken = ids, mask_words(vocabulary), 0
+        self._ids, self._words, self._count = ids, mask_words(vocabulary), 0
 
     def allowed(self) -> np.ndarray:
-        mask, token = np.zeros(self._words, np.uint32), self._ids[self._taken]
+        mask, token = np.zeros(self._words, np.uint32), self._ids[self._count]
         mask[token // WORD] = 1 << token % WORD
         return mask
 
     def accept(self, token: int) -> None:
-        self._taken += 1
+        self._count += 1
 
     @property
     def finished(self) -> bool:
-        return self._taken == len(self._ids)
+        return self._count == len(self._ids)
 
 
 @register_model("polarlm")
@@ -108,12 +108,12 @@ class PolarLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation, up to the answer, or up to the end of the answer that its last message begins."""
-        begun = "" if add_generation_prompt else chat_history[-1]["content"]
+        answer_start = "" if add_generation_prompt else chat_history[-1]["content"]
         history = chat_history if add_generation_prompt else chat_history[:-1]
         (text,) = self.engine.model.template.render_each([history])
         if isinstance(text, Exception):
             raise text
-        return text + begun
+        return text + answer_start
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -125,9 +125,9 @@ class PolarLM(TemplateLM):
         def score(pair: Pair) -> tuple[float, bool]:
             _, context, continuation = pair
             prompt = self._end_of(context, len(continuation))
-            constraint = _Forced(continuation, len(self.engine.model.vocabulary))
+            constraint = _ForcedAnswer(continuation, len(self.engine.model.vocabulary))
             options = SamplingParams(**{**vars(_TEACHER), "max_tokens": len(continuation)})
-            answer = self._counted(fold(self.engine.stream(prompt, options, constraint=constraint)))
+            answer = self._count_tokens(fold(self.engine.stream(prompt, options, constraint=constraint)))
             if answer.token_ids != tuple(continuation):
                 raise EngineError("The KV store has no room for a request: raise ctx_size, or lower parallel")
             greedy = all(token.top[0][0] == token.id for token in answer.logprobs)
@@ -158,13 +158,13 @@ class PolarLM(TemplateLM):
 
         def answer(request: Instance) -> str:
             context, options = request.args
-            asked = normalize_gen_kwargs(options, _ANSWER)
-            most = min(asked["max_gen_toks"], self.engine.context - 1)
-            sampling = {name: asked[name] for name in FALLBACKS if name in asked}
-            stop = tuple(text for text in asked["until"] if text)
+            options_read = normalize_gen_kwargs(options, _ANSWER)
+            most = min(options_read["max_gen_toks"], self.engine.context - 1)
+            sampling = {name: options_read[name] for name in FALLBACKS if name in options_read}
+            stop = tuple(text for text in options_read["until"] if text)
             params = SamplingParams(**{"temperature": 0.0, **sampling}, max_tokens=most, stop=stop)
             prompt = self._end_of(self.tok_encode(context), most)
-            return self._counted(self.engine.generate(prompt, params)).text
+            return self._count_tokens(self.engine.generate(prompt, params)).text
 
         results = self._in_parallel(answer, requests, [request.args[0] for request in requests], disable_tqdm)
         for request, text in zip(requests, results, strict=True):
@@ -181,7 +181,7 @@ class PolarLM(TemplateLM):
             )
         return context[-room:] or [self.prefix_token_id]
 
-    def _counted(self, answer: Completion) -> Completion:
+    def _count_tokens(self, answer: Completion) -> Completion:
         self.prompt_tokens += answer.usage.prompt_tokens
         self.cached_tokens += answer.usage.cached_tokens
         return answer

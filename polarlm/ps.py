@@ -49,13 +49,13 @@ def _rows() -> Iterator[list[str]]:
         with suppress(psutil.Error):
             if (words := _words(process.cmdline())) is None:
                 continue
-            everyone = [process, *process.children(recursive=True)]
-            address, models = _served(process) if words[0] == "serve" else ("", "")
+            processes = [process, *process.children(recursive=True)]
+            address, models = _address_and_models(process) if words[0] == "serve" else ("", "")
             command = shlex.join(words)
             yield [
                 command if len(command) <= _WIDEST else f"{command[: _WIDEST - 2]} …",
                 str(process.pid),
-                format_bytes(sum(one.memory_info().rss for one in everyone)),
+                format_bytes(sum(one.memory_info().rss for one in processes)),
                 datetime.fromtimestamp(process.create_time()).strftime("%m-%d %H:%M"),
                 address,
                 models,
@@ -72,7 +72,7 @@ def _words(line: Sequence[str]) -> list[str] | None:
     return None
 
 
-def _served(process: psutil.Process) -> tuple[str, str]:
+def _address_and_models(process: psutil.Process) -> tuple[str, str]:
     """The address of a server, and the models that it has in memory."""
     connections = process.net_connections if hasattr(process, "net_connections") else process.connections
     for one in connections("tcp"):

@@ -36,8 +36,10 @@ GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Download": PullConfig}
 
 @command
 def main(argv: Sequence[str]) -> None:
-    asked, options = parse(argv, GROUPS, prog="polarlm pull", description="Download a model from the Hugging Face hub.")
-    config = settle(None, asked, {})
+    engine_config, options = parse(
+        argv, GROUPS, prog="polarlm pull", description="Download a model from the Hugging Face hub."
+    )
+    config = settle(None, engine_config, {})
     if config.weights is None:
         raise FlagError("MODEL is missing: give user/repo of the Hugging Face hub, or user/repo:Q4_K_M")
     name = hub.parse(config.weights)
@@ -46,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     if path.is_file() and name.quantization is None:
         name = replace(name, quantization=hub.quantization_of(path))
     if options.prepare:
-        with Engine.load(config=config, verbose=lambda told: note(note_in_flags(told))) as engine:
+        with Engine.load(config=config, verbose=lambda sentence: note(note_in_flags(sentence))) as engine:
             note(engine.fit_line())
     note(f"{name} takes {format_bytes(_size(path))} on the disk. To talk to it: polarlm chat {name}")
     print(path)

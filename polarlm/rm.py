@@ -34,33 +34,33 @@ def main(argv: Sequence[str]) -> None:
     (options,) = parse(argv, GROUPS, prog="polarlm rm", description="Remove models from this machine.")
     for name in options.names:
         try:
-            size = _removed(name)
+            size = _remove(name)
         except OSError as error:
             raise EngineError(f"{name} cannot be removed: {error.strerror or error}", "storage") from None
         first_model.forget(name)
         note(f"{name} is removed: {format_bytes(size)}.")
 
 
-def _removed(name: str) -> int:
+def _remove(name: str) -> int:
     """Removes a model, and returns its bytes. Raises EngineError, LoadError or OSError."""
     if name == DEMO and (file := cache_folder() / demo.FILE_NAME).is_file():
         size = file.stat().st_size
         file.unlink()
         return size
-    asked = hub.parse(name)
-    folder = Client().repo_folder(asked.repo)
+    hub_name = hub.parse(name)
+    folder = Client().repo_folder(hub_name.repo)
     if not folder.is_dir():
         raise EngineError(f"{name} is not on this machine: polarlm list shows what is", "model_unavailable")
-    models = [one for one in local.models() if one.name.partition(":")[0] == asked.repo]
-    chosen = [one for one in models if asked.quantization is None or one.name == str(asked)]
-    if not chosen and asked.quantization is not None:
+    models = [one for one in local.models() if one.name.partition(":")[0] == hub_name.repo]
+    models_to_remove = [one for one in models if hub_name.quantization is None or one.name == str(hub_name)]
+    if not models_to_remove and hub_name.quantization is not None:
         names = ", ".join(one.name for one in models) or "none that is complete"
-        raise EngineError(f"{name} is not on this machine; of {asked.repo} there is {names}", "model_unavailable")
-    if len(chosen) == len(models):
+        raise EngineError(f"{name} is not on this machine; of {hub_name.repo} there is {names}", "model_unavailable")
+    if len(models_to_remove) == len(models):
         size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_symlink() and file.is_file())
         shutil.rmtree(folder)
         return size
-    return sum(_unlinked(file, folder) for one in chosen for file in one.files)
+    return sum(_unlinked(file, folder) for one in models_to_remove for file in one.files)
 
 
 def _unlinked(file: Path, folder: Path) -> int:

@@ -37,10 +37,10 @@ def main(argv: Sequence[str]) -> None:
     print("\n".join([model.name, *(f"  {name:{width}}{value}" for name, value in rows)]))
 
 
-def _of_images(model: Model) -> list[tuple[str, str]]:
-    if model.tower_weights is None:
+def _image_rows(model: Model) -> list[tuple[str, str]]:
+    if model.vision_weights is None:
         return []
-    parameters = sum(math.prod(model.tower_weights.shape(name)) for name in model.tower_weights.names())
+    parameters = sum(math.prod(model.vision_weights.shape(name)) for name in model.vision_weights.names())
     return [("images", f"read, by {parameters:,} parameters more")]
 
 
@@ -48,7 +48,7 @@ def _rows(model: Model) -> list[tuple[str, str]]:
     config, weights, template = model.config, model.weights, model.template
     attention = config.attention
     parameters = sum(math.prod(weights.shape(name)) for name in weights.names())
-    chat = template.missing(model.name) or f"its own{', with reasoning' if template.tags else ''}"
+    chat = template.missing_note(model.name) or f"its own{', with reasoning' if template.tags else ''}"
     return [
         ("family", config.family),
         ("parameters", f"{parameters:,}"),
@@ -56,7 +56,7 @@ def _rows(model: Model) -> list[tuple[str, str]]:
         ("context", f"{config.max_context:,} tokens"),
         ("layers", f"{len(config.layers)}, {len(config.kv_attentions)} with keys and values"),
         ("heads", f"{attention.heads} for queries, {attention.kv_heads} for keys and values, of {attention.head_dim}"),
-        *_of_images(model),
+        *_image_rows(model),
         ("vocabulary", f"{config.vocab_size:,} tokens"),
         ("template", "none: it gives texts vectors" if config.is_encoder else chat),
         ("path", str(model.path)),

@@ -81,7 +81,7 @@ def request_fields(standing: str, about: str) -> str:
         rule = RULES.get(field.name)
         return rule.text if rule else " or ".join(f"`{json.dumps(value)}`" for value in field.neutral)
 
-    rows = [f"`{f.name}` | {f.apis} | {f.says} | {neutral(f)}" for f in FIELDS.values() if f.standing == standing]
+    rows = [f"`{f.name}` | {f.apis} | {f.sentence} | {neutral(f)}" for f in FIELDS.values() if f.treatment == standing]
     return table(f"Field | Known to | {about} | Values that ask for nothing", rows)
 
 

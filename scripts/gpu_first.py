@@ -42,15 +42,15 @@ def parts(results: Path, model: Path) -> list[Part]:
     """The parts in the order of their importance."""
     model_flags = "--weights", str(model), "--types", _CACHES
 
-    def measured(name: str, seconds: int, *flags: str) -> Part:
+    def bench_part(name: str, seconds: int, *flags: str) -> Part:
         output = "--output", str(results / f"{name}.json")
         return Part(name, seconds, ("polarlm.bench.gpu", "--budget", str(seconds), *flags, *output), name != "kernels")
 
     tests = "scripts.gpu_test", "--budget", "160", "--results", str(results / "tests.jsonl")
     return [
         Part("tests", 160, tests),
-        measured("requests", 180, *model_flags, "--only", "prompts,rates,sequences,server"),
-        measured("kernels", 60, "--types", _CACHES, "--only", "kernels", "--contexts", "2048,32768"),
+        bench_part("requests", 180, *model_flags, "--only", "prompts,rates,sequences,server"),
+        bench_part("kernels", 60, "--types", _CACHES, "--only", "kernels", "--contexts", "2048,32768"),
         Part("memory", 45, ("tests.cuda.small_pass",)),
     ]
 

@@ -58,7 +58,7 @@ MARGIN = 0.02
 
 
 @contextmanager
-def opened(model: str, cache_type: str) -> Iterator[Engine]:
+def open_engine(model: str, cache_type: str) -> Iterator[Engine]:
     """An engine of one of the models, in float32. Raises LoadError if the demonstration model is not available."""
     ops = NumpyOps(1)
     if model == DEMO:
@@ -117,7 +117,7 @@ def run(engine: Engine, model: str, prompt: list[int]) -> dict[str, Any]:
 
 def without_runs(model: str, seed: int) -> dict[str, Any]:
     """A model's entry with a prompt alone."""
-    with opened(model, TYPES[model][0]) as engine:
+    with open_engine(model, TYPES[model][0]) as engine:
         return {"prompt": prompt_of(engine, model, seed), "types": {}}
 
 
@@ -126,7 +126,7 @@ def completed(model: str, known: dict[str, Any]) -> dict[str, Any]:
     entries = dict.fromkeys(TYPES[model]) | known["types"]
     for cache_type in TYPES[model]:
         if entries[cache_type] is None:
-            with opened(model, cache_type) as engine:
+            with open_engine(model, cache_type) as engine:
                 entries[cache_type] = run(engine, model, known["prompt"])
     return {"prompt": known["prompt"], "types": {cache_type: entries[cache_type] for cache_type in TYPES[model]}}
 

@@ -35,10 +35,10 @@ from polarlm.server.running.journal import note
 
 __all__ = ["CHECKS", "GROUPS", "main"]
 
-_FAILED, _BAD_REQUEST, _SIGNALLED = 1, 2, 128
+_FAILURE, _BAD_REQUEST, _SIGNAL = 1, 2, 128
 
 
-class _Missing(Exception):
+class _MissingPackages(Exception):
     """Packages that only the server needs are missing."""
 
 
@@ -49,15 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run(sys.argv[1:] if argv is None else argv)
         return 0
     except DeviceLost as error:
-        return _complain(str(error), _FAILED)
+        return _complain(str(error), _FAILURE)
     except FlagError as error:
         return _complain(f"{error}; --help lists the flags", _BAD_REQUEST)
     except EngineError as error:
         return _complain(in_flags(error), _BAD_REQUEST)
-    except (listening.ListenError, _Missing) as error:
-        return _complain(str(error), _FAILED)
+    except (listening.ListenError, _MissingPackages) as error:
+        return _complain(str(error), _FAILURE)
     except KeyboardInterrupt:
-        return _SIGNALLED + signal.SIGINT
+        return _SIGNAL + signal.SIGINT
 
 
 def _run(argv: Sequence[str]) -> None:
@@ -84,28 +84,28 @@ def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
 def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
     serving = _need("serving")
     if model.weights is None:
-        model = replace(model, weights=first_model.remembered())
-    with ExitStack() as bound:
-        http = bound.enter_context(listening.tcp_socket(config.host, config.port))
+        model = replace(model, weights=first_model.remembered_name())
+    with ExitStack() as stack:
+        http = stack.enter_context(listening.tcp_socket(config.host, config.port))
         lines: socket.socket | None = None
         if config.unix is not None:
-            lines = bound.enter_context(listening.unix_socket(config.unix))
+            lines = stack.enter_context(listening.unix_socket(config.unix))
         elif config.socket_port is not None:
-            lines = bound.enter_context(listening.tcp_socket(config.host, config.socket_port, "--socket-port"))
+            lines = stack.enter_context(listening.tcp_socket(config.host, config.socket_port, "--socket-port"))
         listeners = 1 if lines is None else 2
         _warn(config, http, listeners * (config.max_connections + listening.BACKLOG))
         if config.conversations is not None:  # here already, before a model is downloaded and read
             ConversationStore(config.conversations, parse_size(config.max_conversations_size)).close()
-        early = bound.enter_context(listening.EarlyClients(http))
-        with serving.driven(model, config) as driver:
+        early = stack.enter_context(listening.EarlyClients(http))
+        with serving.load_driver(model, config) as driver:
             asyncio.run(serving.serve_engine(driver, http, lines, early, lambda: _tell(http, lines)))
 
 
 def _warn(config: ServerConfig, http: socket.socket, connections: int) -> None:
     """Say what is wrong with a server without a key, or with so many connections."""
-    if not config.keys.needed and not listening.is_local(http):
+    if not config.keys.are_required and not listening.is_local(http):
         note(f"warning: --host {config.host} lets other machines in, and no key keeps them out: set {KEY_VARIABLE}")
-    elif not config.keys.needed and KEY_VARIABLE in os.environ:
+    elif not config.keys.are_required and KEY_VARIABLE in os.environ:
         note(f"note: {KEY_VARIABLE} is empty, which is no key: clients need none")
     for warning in filter(None, (config.keys.warning(), listening.allow_open_files(connections))):
         note(warning)
@@ -122,7 +122,7 @@ def _need(room: str) -> Any:
     try:
         return importlib.import_module(f"polarlm.server.{room}")
     except ImportError as error:
-        raise _Missing(f"{error}: the server needs more packages: pip install 'polarlm[serve]'") from None
+        raise _MissingPackages(f"{error}: the server needs more packages: pip install 'polarlm[serve]'") from None
 
 
 def _check_mcp(path: str) -> None:
@@ -131,7 +131,7 @@ def _check_mcp(path: str) -> None:
     try:
         version("mcp")
     except PackageNotFoundError:
-        raise _Missing("--mcp-config needs more packages: pip install 'polarlm[mcp]'") from None
+        raise _MissingPackages("--mcp-config needs more packages: pip install 'polarlm[mcp]'") from None
 
 
 def _complain(sentence: str, code: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from polarlm.engine import EngineError
-from polarlm.engine.cli.flags import Check, FlagError, parse, that
+from polarlm.engine.cli.flags import Check, FlagError, check_that, parse
 from polarlm.engine.cli.sources import CONFIG_HELP, naming, with_sources
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.checks import settle
@@ -213,7 +213,7 @@ def _check_models(engine: EngineConfig, server: ServerConfig) -> None:
     """Raises FlagError for flags that contradict --models, or need it."""
     if server.several and engine.weights is not None:
         raise FlagError("--weights names one model, --models several; leave one of the two out")
-    for name in _OF_ONE_MODEL if server.several else _OF_MODELS:
+    for name in _SINGLE_MODEL_SETTINGS if server.several else _MODELS_SETTINGS:
         flag, value = f"--{name.replace('_', '-')}", getattr(server, name)
         if value is None or value is False or value == ():
             continue
@@ -249,13 +249,13 @@ def _size(text: str) -> str | None:
     return None
 
 
-_PORT = that(lambda port: 0 <= port <= 65535, "a port is a number from 0 to 65535")
-_POSITIVE = that(lambda count: count >= 1, "this has to be 1 or more")
-_FILE = that(lambda text: Path(text).expanduser().is_file(), "there is no such file")
-_PATH = that(lambda text: text != "" and "\0" not in text, "this needs a path")
+_PORT = check_that(lambda port: 0 <= port <= 65535, "a port is a number from 0 to 65535")
+_POSITIVE = check_that(lambda count: count >= 1, "this has to be 1 or more")
+_FILE = check_that(lambda text: Path(text).expanduser().is_file(), "there is no such file")
+_PATH = check_that(lambda text: text != "" and "\0" not in text, "this needs a path")
 
-_OF_ONE_MODEL = ("alias", "unix", "socket_port", "share_blocks")
-_OF_MODELS = ("models_memory", "idle_unload", "pin", "allow_pull")
+_SINGLE_MODEL_SETTINGS = ("alias", "unix", "socket_port", "share_blocks")
+_MODELS_SETTINGS = ("models_memory", "idle_unload", "pin", "allow_pull")
 
 CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("port", "socket_port"), _PORT),
@@ -263,19 +263,19 @@ CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("unix", "sessions", "conversations", "api_key_file"), _PATH),
     **dict.fromkeys(("mcp_config", "config_file"), _FILE),
     **dict.fromkeys(("max_sessions_size", "max_conversations_size", "models_memory"), _size),
-    "host": that(lambda text: text.strip() == text != "", "this needs an address or a host name"),
-    "models": that(
+    "host": check_that(lambda text: text.strip() == text != "", "this needs an address or a host name"),
+    "models": check_that(
         lambda text: text == HUB or Path(text).expanduser().exists(),
         "there is no such folder or file; -hf names models of the hub",
     ),
-    "idle_unload": that(lambda minutes: 0 < minutes < math.inf, "this has to be a number of minutes above 0"),
-    "pin": that(lambda text: text != "", "this needs a model's name"),
-    "api_key": that(is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
-    "allowed_host": that(_is_name, "this needs a host name alone, as in chat.example.com"),
-    "cors_origin": that(
+    "idle_unload": check_that(lambda minutes: 0 < minutes < math.inf, "this has to be a number of minutes above 0"),
+    "pin": check_that(lambda text: text != "", "this needs a model's name"),
+    "api_key": check_that(is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
+    "allowed_host": check_that(_is_name, "this needs a host name alone, as in chat.example.com"),
+    "cors_origin": check_that(
         _is_origin,
         "an origin is * or a scheme and a host in lower case, without a path or a slash after them, as in "
         "https://chat.example.com:8443",
     ),
-    "max_queue": that(lambda count: count >= 0, "this has to be 0 or more"),
+    "max_queue": check_that(lambda count: count >= 0, "this has to be 0 or more"),
 }

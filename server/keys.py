@@ -30,29 +30,29 @@ class Keys:
 
     def __init__(self, key: str | None, file: str | None) -> None:
         """key: one without a name. file: has further keys. Raises FlagError if the file is wrong or has no key."""
-        self._own = {} if key is None else {key.encode(): ""}
+        self._config_keys = {} if key is None else {key.encode(): ""}
         self._file = None if file is None else Path(file).expanduser()
-        self._listed: dict[bytes, str] = {}
-        self._seen: tuple[int, ...] | None = None  # the file's state when it was read
+        self._file_keys: dict[bytes, str] = {}
+        self._file_state: tuple[int, ...] | None = None  # the file's state when it was read
         if self._file is not None:
-            self._seen = _state(self._file)
-            self._listed = _read(self._file)
-            if not self._listed:
+            self._file_state = _state(self._file)
+            self._file_keys = _read(self._file)
+            if not self._file_keys:
                 raise FlagError(f"{FLAG} {file}: has no key; write one on each line, as in anna KEY")
 
     @property
-    def needed(self) -> bool:
+    def are_required(self) -> bool:
         """Whether requests need a key."""
-        return bool(self._own) or self._file is not None
+        return bool(self._config_keys) or self._file is not None
 
-    def name_of(self, sent: str) -> str | None:
+    def name_of(self, key_sent: str) -> str | None:
         """The name of a key that a client has sent, empty if it has none; None if it is not valid."""
-        self._look()
-        data, found = sent.encode("utf-8", "surrogatepass"), None
-        for key, name in {**self._listed, **self._own}.items():
+        self._reload()
+        data, name_found = key_sent.encode("utf-8", "surrogatepass"), None
+        for key, name in {**self._file_keys, **self._config_keys}.items():
             if hmac.compare_digest(data, key):  # all are compared, so that no client finds one byte by byte
-                found = name
-        return found
+                name_found = name
+        return name_found
 
     def warning(self) -> str | None:
         """A sentence about a file that other users of this machine may read; None if there is none."""
@@ -60,15 +60,15 @@ class Keys:
             return None
         return f"warning: other users of this machine may read {FLAG} {self._file}: chmod 600 {self._file}"
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         """Read the file if it has changed."""
         if self._file is None:
             return
         try:
-            if (now := _state(self._file)) != self._seen:
-                self._seen = now
-                self._listed = _read(self._file)
-                _LOG.warning("%s has changed, and has %s now", self._file, counted(len(self._listed), "valid key"))
+            if (now := _state(self._file)) != self._file_state:
+                self._file_state = now
+                self._file_keys = _read(self._file)
+                _LOG.warning("%s has changed, and has %s now", self._file, counted(len(self._file_keys), "valid key"))
         except FlagError as error:
             _LOG.warning("%s; the keys that were read before stay valid", error)
 
@@ -100,12 +100,12 @@ def _read(file: Path) -> dict[bytes, str]:
             continue
         name, key = words if len(words) == 2 else ("", words[0])
         if len(words) > 2 or not all(map(is_key, words)) or len(name) > _LONGEST_NAME:
-            wrong = f"is neither a key nor a name, of at most {_LONGEST_NAME} characters, and a key, in ASCII"
+            problem = f"is neither a key nor a name, of at most {_LONGEST_NAME} characters, and a key, in ASCII"
         elif name and len(key) < _SHORTEST:
-            wrong = f"has a key of fewer than {_SHORTEST} characters; a name goes before its key"
+            problem = f"has a key of fewer than {_SHORTEST} characters; a name goes before its key"
         elif keys.setdefault(key.encode(), name) != name:
-            wrong = "has a key that has another name above"
+            problem = "has a key that has another name above"
         else:
             continue
-        raise FlagError(f"{at}: line {number} {wrong}")
+        raise FlagError(f"{at}: line {number} {problem}")
     return keys

@@ -29,24 +29,24 @@ from polarlm.server.running.sessions import SessionFolder
 from polarlm.server.socket.connection import SocketServer
 
 _DRAIN_SECONDS = 30.0
-SIGNALLED = 128  # and the signal's number: the exit code after a second signal
+SIGNAL_EXIT_CODE = 128  # and the signal's number: the exit code after a second signal
 
 
 @contextmanager
-def driven(model: EngineConfig, config: ServerConfig, logged: str | None = None) -> Iterator[Driver]:
-    """Load a model, set the log up, and yield the driver. logged: a name in lines of the log. Raises EngineError."""
-    place, most = config.sessions, parse_size(config.max_sessions_size)
-    sessions = None if place is None else SessionFolder(place, most)
-    with Engine.load(model.weights, config=model, verbose=lambda told: note(note_in_flags(told))) as engine:
+def load_driver(model: EngineConfig, config: ServerConfig, log_name: str | None = None) -> Iterator[Driver]:
+    """Load a model, set the log up, and yield the driver. log_name: a name in lines of the log. Raises EngineError."""
+    folder, most = config.sessions, parse_size(config.max_sessions_size)
+    sessions = None if folder is None else SessionFolder(folder, most)
+    with Engine.load(model.weights, config=model, verbose=lambda sentence: note(note_in_flags(sentence))) as engine:
         if config.alias is not None:
             engine.model = replace(engine.model, name=config.alias)
-        missing = engine.model.template.missing(engine.model.name)
-        if missing and not engine.model.config.is_encoder:
-            note(missing)
+        note_on_template = engine.model.template.missing_note(engine.model.name)
+        if note_on_template and not engine.model.config.is_encoder:
+            note(note_on_template)
         note(engine.fit_line())
         if (most := engine.model.generation.max_tokens) >= 0 and config.max_tokens is None:
             note(f"Answers of this model end after {most} tokens, unless a request or --max-tokens says otherwise")
-        journal.set_up(logged)
+        journal.set_up(log_name)
         yield Driver(engine, config, sessions)
 
 
@@ -65,23 +65,25 @@ async def serve_engine(
     servers = McpServers(driver.config)
     await driver.start()
     try:
-        app = outer(journal.Journaled(create_app(driver, driver.config, servers)))
+        app = outer(journal.JournalMiddleware(create_app(driver, driver.config, servers)))
         web = Web(app, driver.config, http)
-        accepting: list[Web | SocketServer] = [web] if lines is None else [web, SocketServer(driver, lines)]
-        waiting = [] if early is None else early.hand_over()
-        for server in accepting:
+        listening_servers: list[Web | SocketServer] = [web] if lines is None else [web, SocketServer(driver, lines)]
+        early_connections = [] if early is None else early.hand_over()
+        for server in listening_servers:
             await server.start()
-        await web.adopt(waiting)
-        ends, rest = driver.ends, _DRAIN_SECONDS
-        await until_signalled(ends, accepting, ready, lambda: asyncio.gather(driver.drain(rest), servers.close()))
+        await web.adopt(early_connections)
+        ends, seconds = driver.end_event, _DRAIN_SECONDS
+        await serve_until_signal(
+            ends, listening_servers, ready, lambda: asyncio.gather(driver.drain(seconds), servers.close())
+        )
     finally:
         await servers.close()
         await driver.stop()
-    if driver.lost is not None:
-        raise driver.lost
+    if driver.device_lost is not None:
+        raise driver.device_lost
 
 
-async def until_signalled(
+async def serve_until_signal(
     ends: asyncio.Event,
     servers: Sequence[Web | SocketServer],
     ready: Callable[[], None],
@@ -106,12 +108,12 @@ def _signals(ends: asyncio.Event) -> Iterator[None]:
         nonlocal count
         count += 1
         if count > 1:
-            os._exit(SIGNALLED + number)
+            os._exit(SIGNAL_EXIT_CODE + number)
         loop.call_soon_threadsafe(ends.set)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    old_handlers = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)

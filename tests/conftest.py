@@ -200,7 +200,7 @@ def tiny(tiny_path: Path) -> Iterator[Engine]:
 
     with load_tiny(tiny_path, **PLAIN) as engine:
         yield engine
-        if not engine._closed:
+        if not engine._is_closed:
             assert_idle(engine)
 
 

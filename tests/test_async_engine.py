@@ -177,7 +177,7 @@ def test_closing_ends_what_runs(engine: Engine) -> None:
             await anext(stream)
             thread = asynchronous._thread
             closing = asyncio.create_task(asynchronous.close())
-            while not thread._stopping:
+            while not thread._is_stopping:
                 await asyncio.sleep(0.01)
         await closing
         with pytest.raises(EngineError, match="closed"):

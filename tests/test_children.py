@@ -61,7 +61,7 @@ def _model(folder: Path) -> None:
         named = NamedModel("tiny", EngineConfig(weights=str(folder / "model")))
         process = ModelProcess(named, None, lambda code: None)
         try:
-            return await process.fetched()
+            return await process.fetch()
         finally:
             await process.end()
 

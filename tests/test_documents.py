@@ -73,7 +73,7 @@ def test_every_endpoint_is_explained():
     shape = CacheShape(8, (LayerShape(codecs.get("f16"), codecs.get("f16"), 1, 8),))
     engine = SimpleNamespace(kept_blocks=object(), cache_shape=shape)
     config = ServerConfig(share_blocks=True)
-    driver = cast(Any, SimpleNamespace(engine=engine, config=config, about=None))
+    driver = cast(Any, SimpleNamespace(engine=engine, config=config, model_info=None))
     routes = cast(list[Route], create_app(driver, config).routes)
     there = {shared(next(iter({*route.methods} - {"HEAD"})), re.sub(r"{.*?}", "NAME", route.path)) for route in routes}
     assert told == there

@@ -121,7 +121,7 @@ def test_a_folder_of_the_hub_may_be_converted(hub: Hub, small_folder: dict[str, 
     weights = result["devices"][0]["weights"]
     assert [one["weight_type"] for one in weights[:2]] == ["q8_0", "as-stored"]
     assert weights[1]["bytes"] == len(small_folder["model.safetensors"])
-    assert not hub.fetched("model.safetensors")
+    assert not hub.ranges_of("model.safetensors")
 
 
 def test_adapters_are_counted(tiny_path: Path, tmp_path: Path, memory, capsys) -> None:

@@ -17,7 +17,7 @@ from polarlm.engine import codecs
 from polarlm.engine.loading import kept_arrays
 from polarlm.engine.state.cache_types import TWO_KINDS
 from polarlm.model_loaders import LoadError
-from scripts.make_golden import FILE, TYPES, answer, opened, scores
+from scripts.make_golden import FILE, TYPES, answer, open_engine, scores
 
 GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 # Nats. Another order of float32 sums moves these log-probabilities by 10⁻⁵, and by 0.0072 at most where values in the
@@ -53,7 +53,7 @@ def test_every_run_is_in_the_file_and_every_family_of_codecs_in_a_run() -> None:
 def test_answers_and_scores_have_not_changed(model: str, cache_type: str) -> None:
     golden, prompt = GOLDEN[model]["types"][cache_type], GOLDEN[model]["prompt"]
     try:
-        with opened(model, cache_type) as engine:
+        with open_engine(model, cache_type) as engine:
             ids, logprobs, _ = answer(engine, prompt, len(golden["answer"]))
             figures = {"logprobs": logprobs, **scores(engine, model, [*prompt, *golden["answer"]])}
     except LoadError as error:

@@ -54,7 +54,7 @@ def test_models_are_listed_and_removed_by_name(
     assert names(run) == ["user/folder", "user/tiny:Q4_K_M"]
     first_model._write("model", "user/folder")
     assert run(removing.main, "user/folder", "user/tiny")[0] == 0
-    assert first_model.remembered() is None
+    assert first_model.remembered_name() is None
     assert names(run) == []
     assert not blobs.parent.exists()
 

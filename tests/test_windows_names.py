@@ -34,7 +34,7 @@ def is_portable(name: str) -> bool:
 def test_a_path_stays_what_it_is_and_is_no_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (MODEL, PureWindowsPath(MODEL)):
         assert settle(path, None, {}).weights == MODEL  # type: ignore[arg-type]
-    assert hub.named(MODEL) is hub.named(MODEL.removesuffix(".gguf")) is None
+    assert hub.hub_name(MODEL) is hub.hub_name(MODEL.removesuffix(".gguf")) is None
     monkeypatch.setattr(registry, "Path", PureWindowsPath)
     assert registry.NamedModel("smollm2", settle(MODEL, None, {})).path == PureWindowsPath(MODEL)
     assert registry.NamedModel("smollm2", settle("hf:user/repo:Q4_K_M", None, {})).path is None
@@ -69,7 +69,7 @@ def kernel_file(name: str, folder: Path) -> str:
 
 
 def sessions_of(model: str, folder: Path) -> Path:
-    sessions = process._of_child(replace(ServerConfig(), sessions=str(folder)), model, "key").sessions
+    sessions = process._child_config(replace(ServerConfig(), sessions=str(folder)), model, "key").sessions
     assert sessions is not None
     return Path(sessions)
 

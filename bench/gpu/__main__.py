@@ -75,18 +75,12 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes) -> N
     subject = file_names(model)
     writer = Writer(destination.path("gpu", f"{gpu.about['name']} {subject}"), "gpu", argv, gpu.about)
     result = Result({"model": subject, "not_measured": []})
-    runner = Runner(
-        options.budget, lambda complete: writer.write(result, complete=complete), clock=lambda: time.monotonic()
-    )
+    runner = Runner(options.budget, lambda complete: writer.write(result, complete=complete), time.monotonic)
     note(f"Takes {duration(options.budget)} at most, plus the rest of the last measurement")
-    _measure(
-        Plan(gpu, sizes, types, contexts, batches, model, options.llama_cpp, runner.left), sections, result, runner
-    )
-    writer.write(result, complete=not any(one["why"] == _OVER for one in result["not_measured"]))
+    plan = Plan(gpu, sizes, types, contexts, batches, model, options.llama_cpp, runner.left)
+    with runner.final_write():
+        _measure(plan, sections, result, runner)
     report_of(result).show(writer.path)
-
-
-_OVER = "the time of its section was over"
 
 
 def _measure(plan: Plan, sections: Sequence[str], result: Result, runner: Runner) -> None:
@@ -102,7 +96,8 @@ def _measure(plan: Plan, sections: Sequence[str], result: Result, runner: Runner
         try:
             for name, work in plan.section(section):
                 if not runner.left():
-                    miss(name, _OVER)
+                    runner.left_out.append(name)
+                    miss(name, "the time of its section was over")
                     continue
                 note(f"{runner.seconds:6.1f} s  {name}")
                 plan.gpu.clock.free()  # the memory of earlier measurements

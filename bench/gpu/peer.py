@@ -51,12 +51,12 @@ def half_attention(result: Result, config: ModelConfig, context: int, batch: int
         return [partial(attend, random(*shape), random(*shape)) for _ in range(sets)]
 
     makers = {name: partial(make, backend) for name, backend in _BACKENDS.items()}
-    for name, (seconds, why) in timed(makers, runs).items():
+    for name, (seconds, why) in call_seconds(makers, runs).items():
         subject = attention_at(context, batch)
         result.add(subject, name, "seconds", value=seconds, failure=why, context=context, batch=batch)
 
 
-def timed(makers: Mapping[str, Make], runs: int) -> dict[str, tuple[float | None, str]]:
+def call_seconds(makers: Mapping[str, Make], runs: int) -> dict[str, tuple[float | None, str]]:
     """Name → the seconds of a call, or None and the reason."""
     try:
         torch = importlib.import_module("torch")

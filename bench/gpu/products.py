@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.bench.gpu.peer import Calls, timed
+from polarlm.bench.gpu.peer import Calls, call_seconds
 from polarlm.bench.gpu.setup import Gpu, Sizes
 from polarlm.bench.random_weights import RandomMatrix
 from polarlm.bench.result import Result
@@ -80,6 +80,6 @@ def torch_products(result: Result, sizes: Sizes, name: str) -> None:
         x = random(rows, width)
         return [partial(torch.nn.functional.linear, x, random(out, width)) for _ in range(count)]
 
-    times = timed({str(rows): partial(make, rows) for rows in sizes.rows}, sizes.runs).values()
+    times = call_seconds({str(rows): partial(make, rows) for rows in sizes.rows}, sizes.runs).values()
     for rows, (seconds, why) in zip(sizes.rows, times, strict=True):
         _add(result, name, PEER, rows, seconds, 2 * out * width, why)

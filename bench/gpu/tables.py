@@ -145,14 +145,14 @@ def _microseconds(seconds: float) -> str:
 
 def _matrices(result: Result) -> Table:
     """A line for each matrix and format, with the times by rows."""
-    counts = {who: who for _, who, _ in result.parts(f"{PRODUCT} ")}
-    products = dict.fromkeys(subject for subject, *_ in result.parts(f"{PRODUCT} "))
-    return Table.crossed(
-        "",
-        products,
-        counts,
-        lambda product, rows: cell_of(result.figures(product, rows).get("seconds"), _microseconds),
-    )
+    prefix = f"{PRODUCT} "
+    counts = {rows: rows for _, rows, _ in result.parts(prefix)}
+    products = dict.fromkeys(subject.removeprefix(prefix) for subject, *_ in result.parts(prefix))
+
+    def cell(product: str, rows: str) -> str:
+        return cell_of(result.figures(prefix + product, rows).get("seconds"), _microseconds)
+
+    return Table.crossed("matrix, weights", products, counts, cell)
 
 
 def _encoding(result: Result) -> Table:

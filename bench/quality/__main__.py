@@ -14,7 +14,7 @@ from polarlm.bench.quality import cache_cost, compare, kld_base, peers, snapshot
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.inputs import ENOUGH_TOKENS, LEAST_TOKENS, QualityConfig
 from polarlm.engine.cli.commands import run
-from polarlm.engine.cli.flags import Check, FlagError, parse, that
+from polarlm.engine.cli.flags import Check, FlagError, check_that, parse
 
 _OF_CACHE_TYPES = ("types", "codec", "ablate", "every_token_coded", "windows", "window", "weight_type")
 GROUPS: Mapping[str, type] = {"Quality": QualityConfig}
@@ -70,17 +70,17 @@ def read_options(argv: Sequence[str]) -> QualityConfig:
         description="What each cache type costs on your model and your text: one page, as HTML and JSON. "
         "polarlm quality compare A.json B.json: how two results differ.",
         checks={
-            "minutes": that(lambda minutes: 0 < minutes <= 24 * 60, "must be above 0 and at most 1440"),
+            "minutes": check_that(lambda minutes: 0 < minutes <= 24 * 60, "must be above 0 and at most 1440"),
             "windows": _none_or(1),
             "window": _none_or(LEAST_TOKENS),
-            "threads": that(lambda threads: threads >= 0, "must be 0 or more"),
+            "threads": check_that(lambda threads: threads >= 0, "must be 0 or more"),
         },
     )
     return options
 
 
 def _none_or(least: int) -> Check:
-    return that(lambda number: number == 0 or number >= least, f"must be 0, or at least {least}")
+    return check_that(lambda number: number == 0 or number >= least, f"must be 0, or at least {least}")
 
 
 if __name__ == "__main__":

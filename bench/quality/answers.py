@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from polarlm.bench.quality.divergence import Divergence, add_figures
-from polarlm.bench.quality.states import exact_states, forward, scored
+from polarlm.bench.quality.states import exact_states, forward, score_of
 from polarlm.bench.result import Result
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.params import SamplingParams
@@ -51,7 +51,7 @@ class _Writer:
         """The divergence from full precision of `reference`, of pieces of the text, which has a token at least."""
         first = self._prompt - 1
         ids, exact = self.ids[first:], exact_states(reference, self.ids)[first:]
-        divergence = scored(reference, exact, self._model, np.array(self._states), ids).divergence
+        divergence = score_of(reference, exact, self._model, np.array(self._states), ids).divergence
         return [divergence[start : start + _PIECE] for start in range(0, len(ids) - 1, _PIECE)]
 
     def close(self) -> None:

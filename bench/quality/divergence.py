@@ -100,7 +100,7 @@ def add_figures(result: Result, subject: str, contestant: str, windows: Sequence
     left out below 1,000 positions.
     """
     values = _of(windows)
-    draws = [_of([windows[i] for i in chosen]) for chosen in drawn(len(windows))]
+    draws = [_of([windows[i] for i in chosen]) for chosen in resamples(len(windows))]
     if sum(len(one.kl) for one in windows) < _TAIL:
         del values[TAIL]
     runs = {"kl_mean": [float(one.kl.mean()) for one in windows]}
@@ -111,11 +111,11 @@ def add_figures(result: Result, subject: str, contestant: str, windows: Sequence
 
 def error_of(statistic: Callable[[np.ndarray], float], windows: int) -> float | None:
     """The standard error of a statistic of chosen windows, which gets their indices; None for a single window."""
-    draws = [statistic(chosen) for chosen in drawn(windows)]
+    draws = [statistic(chosen) for chosen in resamples(windows)]
     return float(np.std(draws)) if draws else None
 
 
-def drawn(windows: int) -> Iterator[np.ndarray]:
+def resamples(windows: int) -> Iterator[np.ndarray]:
     """Yield indices (windows,) of windows drawn with replacement, the same at each call; nothing for a single one."""
     rng = np.random.default_rng(0)
     for _ in range(_DRAWS if windows > 1 else 0):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.bench.quality.divergence import Divergence, add_figures, error_of, perplexity
-from polarlm.bench.quality.states import Scored
+from polarlm.bench.quality.states import Score
 from polarlm.bench.result import Result
 
 SERVED, CODED = "as served", "every token coded"
@@ -35,7 +35,7 @@ def windows(ids: Sequence[int], window: int, bos_id: int | None) -> list[list[in
     return [ids_of_window for ids_of_window in cut if len(ids_of_window) >= 2]
 
 
-def add_scores(result: Result, who: str, bits: float, windows: Sequence[Scored], exact: Sequence[np.ndarray]) -> None:
+def add_scores(result: Result, who: str, bits: float, windows: Sequence[Score], exact: Sequence[np.ndarray]) -> None:
     """Add the rows of a type and scoring over all windows, and over stretches of their positions.
 
     bits: per value, of complete blocks as stored; by age, over a window. exact: full precision's log-probabilities of

@@ -21,7 +21,7 @@ _ROWS = 64  # rows of logits to compute at a time
 
 
 @dataclass(frozen=True)
-class Scored:
+class Score:
     """The score of ids that were predicted from the earlier ids."""
 
     logprobs: np.ndarray  # (T,) float32: log-probabilities of the ids
@@ -102,39 +102,39 @@ def _stored(base: KldFile, window: int, rows: slice) -> np.ndarray:
     return base.logprobs(window, rows.start - base.first, rows.stop - base.first)
 
 
-def scored(
+def score_of(
     reference: Transformer, exact: np.ndarray, model: Transformer, hidden: np.ndarray, ids: Sequence[int]
-) -> Scored:
+) -> Score:
     """The score of ids (T,) from their hidden states (T, E) in `model`, and from `exact` (T, E) of `reference`.
 
     The states of the last id predict nothing of the text and are ignored.
     """
-    return _scored(lambda rows, logits: compare(_logits(reference, exact[rows]), logits), model, hidden, ids)
+    return _score_of(lambda rows, logits: compare(_logits(reference, exact[rows]), logits), model, hidden, ids)
 
 
-def scored_against(base: KldFile, window: int, model: Transformer, hidden: np.ndarray, ids: Sequence[int]) -> Scored:
+def score_against(base: KldFile, window: int, model: Transformer, hidden: np.ndarray, ids: Sequence[int]) -> Score:
     """The score of a window of a file, ids (T,), from their hidden states (T, E) in `model`."""
 
     def compared(rows: slice, logits: np.ndarray) -> Divergence:
         return compare_stored(_stored(base, window, rows), logits)
 
-    return _scored(compared, model, hidden, ids, base.first)
+    return _score_of(compared, model, hidden, ids, base.first)
 
 
-def _scored(
+def _score_of(
     compared: Callable[[slice, np.ndarray], Divergence],
     model: Transformer,
     hidden: np.ndarray,
     ids: Sequence[int],
     first: int = 0,
-) -> Scored:
+) -> Score:
     """The score of the ids after position `first`. compared: positions, and the model's logits there → divergence."""
     logprobs, parts = [], []
     for rows in _pieces(first, len(ids) - 1):
         logits = _logits(model, hidden[rows])
         parts.append(compared(rows, logits))
         logprobs.append(logprobs_of(logits, _following(ids, rows)))
-    return Scored(np.concatenate(logprobs), joined(parts), first)
+    return Score(np.concatenate(logprobs), joined(parts), first)
 
 
 def divergence(model: Transformer, exact: np.ndarray, hidden: np.ndarray) -> Divergence:

@@ -12,11 +12,11 @@ from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.kld_file import KldFile
 from polarlm.bench.quality.scores import CODED, SERVED, add_scores, contestant, windows
 from polarlm.bench.quality.states import (
-    Scored,
+    Score,
     exact_logprobs,
     exact_states,
-    scored,
-    scored_against,
+    score_against,
+    score_of,
     served_states,
     stored_logprobs,
 )
@@ -81,7 +81,7 @@ class Survey:
             self._parts.close()
             raise
         self._rows = [
-            (cache_type, other, scoring, list[Scored]())
+            (cache_type, other, scoring, list[Score]())
             for cache_type, other in zip(types, self._others, strict=True)
             for scoring in ([SERVED, CODED] if every_token_coded else [SERVED])
         ]
@@ -107,18 +107,18 @@ class Survey:
         reference = self._parts.model
         exact = exact_states(reference, ids)
         logprobs = exact_logprobs(reference, exact, ids)
-        return self._score(ids, logprobs, lambda model, hidden: scored(reference, exact, model, hidden, ids), keep)
+        return self._score(ids, logprobs, lambda model, hidden: score_of(reference, exact, model, hidden, ids), keep)
 
     def score_against(self, base: KldFile, window: int, ids: Sequence[int]) -> Iterator[None]:
         """As `score`, of a window of a file, ids (T,), whose log-probabilities are full precision's."""
         logprobs = stored_logprobs(base, window, ids)
-        return self._score(ids, logprobs, lambda model, hidden: scored_against(base, window, model, hidden, ids), True)
+        return self._score(ids, logprobs, lambda model, hidden: score_against(base, window, model, hidden, ids), True)
 
     def _score(
         self,
         ids: Sequence[int],
         logprobs: np.ndarray,
-        compared: Callable[[Transformer, np.ndarray], Scored],
+        compared: Callable[[Transformer, np.ndarray], Score],
         keep: bool,
     ) -> Iterator[None]:
         if keep:

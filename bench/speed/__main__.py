@@ -16,7 +16,7 @@ from polarlm.bench.result import Result, Writer
 from polarlm.bench.speed import compare, drafts, embeddings, experts
 from polarlm.bench.speed.options import DRAFTS, EMBEDDINGS, EXPERTS, GROUPS, PROGRAM, file_names
 from polarlm.engine.cli.commands import command
-from polarlm.engine.cli.flags import parse, that
+from polarlm.engine.cli.flags import check_that, parse
 
 __all__ = ["GROUPS", "main"]
 
@@ -32,7 +32,11 @@ def main(argv: Sequence[str]) -> None:
         GROUPS,
         prog=" ".join(PROGRAM),
         description="Tokens a second and memory, compared with other engines on the same file.",
-        checks={"repeat": at_least(1), "tokens": at_least(2), "minutes": that(lambda m: m > 0, "must be above 0")},
+        checks={
+            "repeat": at_least(1),
+            "tokens": at_least(2),
+            "minutes": check_that(lambda m: m > 0, "must be above 0"),
+        },
     )
     section = _SECTIONS.get(options.only or "")
     if section is None:

@@ -14,7 +14,7 @@ from contextlib import closing
 from polarlm import model_loaders
 from polarlm.bench.command import cache_types, model_named, numbers
 from polarlm.bench.gpu.setup import about_gpu
-from polarlm.bench.pictures import can_draw, write_png
+from polarlm.bench.pictures import NO_PICTURES, can_draw, write_png
 from polarlm.bench.result import Output, Result, Writer, digest_of_model, machine
 from polarlm.bench.runner import Runner
 from polarlm.bench.speed import peers
@@ -96,15 +96,14 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     )
     plan = Plan(contestants, lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only)
     note(f"Figures are kept in {output} as they come")
-    try:
-        Measurement(plan, subject, result, runner, lambda: writer.write(result, complete=False)).run()
-    finally:
-        left_out += [f"There was no time for {name}: give more --minutes" for name in runner.left_out]
-        writer.write(result, complete=False)
-    writer.write(result, complete=not runner.left_out)
+    runner.write = lambda complete: writer.write(result, complete=complete)
+    with runner.final_write():
+        Measurement(plan, subject, result, runner).run()
     report = report_of(result)
-    for file in write_png(report.pictures, output) if can_draw() else ():
-        note(f"Picture: {file.name}")
+    if report.pictures:
+        note(f"Picture: {write_png(report.pictures, output)[0].name}" if can_draw() else NO_PICTURES)
+    elif plan.only != STARTS:
+        note("No picture: generation was measured after fewer than two contexts")
     report.show(output)
 
 

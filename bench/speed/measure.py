@@ -110,8 +110,8 @@ class Plan:
 class Measurement:
     """Measures all sections in order, into `result`, which is written after each row."""
 
-    def __init__(self, plan: Plan, subject: Subject, result: Result, runner: Runner, keep: Callable[[], None]) -> None:
-        self._plan, self._subject, self._result, self._runner, self._keep = plan, subject, result, runner, keep
+    def __init__(self, plan: Plan, subject: Subject, result: Result, runner: Runner) -> None:
+        self._plan, self._subject, self._result, self._runner = plan, subject, result, runner
         self._children = Children(subject)
         self._rng = np.random.default_rng(0)
         self._deep = self._ids(max([1, *plan.prompts, *plan.depths]))  # prompts and contexts start with these tokens
@@ -129,6 +129,8 @@ class Measurement:
         finally:
             self._children.close()
             self._judge()
+            late = (f"There was no time for {name}: give more --minutes" for name in self._runner.left_out)
+            self._result["left_out"].extend(late)
 
     def _parts(self) -> list[Part]:
         plan, contestants, runs = self._plan, len(self._plan.contestants), 1 + self._plan.repeat
@@ -267,7 +269,7 @@ class Measurement:
                 self._result.add(MEMORY, str(contestant), "peak", failure=str(error), **about)
             self._children.close()
             self._runner.advance(1 / len(self._plan.contestants))
-        self._keep()
+        self._runner.write(False)
 
     def _measure_starts(self) -> None:
         """Measure the starts of each engine's first contestant, in turn, after one that does not count."""
@@ -299,7 +301,7 @@ class Measurement:
                     starter.add_first_ever(self._result, contestant, warm, self._plan.repeat)
                 except Failed as error:
                     note(f"The first start ever cannot be measured: {error}")
-        self._keep()
+        self._runner.write(False)
 
     # -- help ------------------------------------------------------------------------------------------------------
 
@@ -357,7 +359,7 @@ class Measurement:
                     weights = self._weight_bytes(contestant)
                     self._result.add_all(name, str(contestant), {"weights": weights, "cache": cache})
         note(f"{name}, {contestant}: {failure or f'{cell.median:,.1f} tokens/s'}")
-        self._keep()
+        self._runner.write(False)
 
     def _judge(self) -> None:
         """Add the share of the bandwidth of each generation, and say which peers have lacked a core: those that are

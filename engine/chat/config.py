@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from polarlm.engine.cli.flags import Check, FlagError, close_to, parse, parser, that
+from polarlm.engine.cli.flags import Check, FlagError, check_that, close_to, parse, parser
 from polarlm.engine.cli.sources import CONFIG_HELP, naming, with_sources
 from polarlm.engine.config import EngineConfig, names_of, setting
 from polarlm.engine.limits import complaint
@@ -105,14 +105,14 @@ def read_command_line(
     return engine, sampling, chat
 
 
-def read_prompt(chat: ChatConfig, piped: Callable[[], str]) -> str | None:
-    """The first message: the text of -p, the file of -f and `piped`, which gives what is piped in, a blank line between
-    them; None if there is neither -p nor -f. Raises FlagError."""
+def read_prompt(chat: ChatConfig, read_pipe: Callable[[], str]) -> str | None:
+    """The first message: the text of -p, the file of -f and `read_pipe`, which gives what is piped in, a blank line
+    between them; None if there is neither -p nor -f. Raises FlagError."""
     if chat.conversation and chat.prompt is None and chat.file is None:
         return None
     parts = [chat.prompt or "", "" if chat.file is None else _read_text("-f/--file", chat.file).removesuffix("\n")]
     if not chat.lines:
-        parts.append(piped())
+        parts.append(read_pipe())
     if text := "\n\n".join(filter(None, parts)):
         return text
     if chat.conversation:
@@ -127,23 +127,23 @@ PARAMETERS: Mapping[str, str] = {
 }
 
 
-def changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
+def with_parameter(params: SamplingParams, name: str, value: str) -> SamplingParams:
     """`params` with the parameter of this name set. value: as on the command line; empty for a switch. Raises
     FlagError."""
     flag = PARAMETERS.get(name.lstrip("-").replace("_", "-"))
     if flag is None:
-        meant = close_to(name, PARAMETERS)
-        raise FlagError(f"there is no parameter {name}" + (f"; did you mean {meant}?" if meant else ""))
-    made = parser({"Sampling": SamplingParams}, prog="/set", description="", checks=CHECKS)
-    return replace(params, **vars(made.parse_args([f"{flag}={value}" if value else flag])))
+        guess = close_to(name, PARAMETERS)
+        raise FlagError(f"there is no parameter {name}" + (f"; did you mean {guess}?" if guess else ""))
+    flag_parser = parser({"Sampling": SamplingParams}, prog="/set", description="", checks=CHECKS)
+    return replace(params, **vars(flag_parser.parse_args([f"{flag}={value}" if value else flag])))
 
 
 def in_words(params: SamplingParams, defaults: GenerationDefaults) -> str:
     """The parameters as `/set` takes them, with the values in force: "temp 0, top-k 40". defaults: of the model's
     files."""
-    used = vars(params) | vars(resolve(params, defaults))
-    used |= {"max_tokens": most_tokens(params, defaults), "logit_bias": params.logit_bias}  # without the model's bans
-    words = ((_FLAGS[name].removeprefix("--"), _in_word(used[name])) for name in _FLAGS)
+    values = vars(params) | vars(resolve(params, defaults))
+    values |= {"max_tokens": most_tokens(params, defaults), "logit_bias": params.logit_bias}  # without the model's bans
+    words = ((_FLAGS[name].removeprefix("--"), _in_word(values[name])) for name in _FLAGS)
     return ", ".join(f"{name} {value}" for name, value in words if value)
 
 
@@ -182,12 +182,12 @@ def _sampling(name: str, value: Any) -> str | None:
     return wrong and f"this {wrong}"
 
 
-_SOME_TEXT = that(lambda text: text != "", "this needs text that is not empty")
+_SOME_TEXT = check_that(lambda text: text != "", "this needs text that is not empty")
 
 CHECKS: Mapping[str, Check] = {
     **{name: partial(_sampling, name) for name in SAMPLING},
-    "config_file": that(lambda text: Path(text).expanduser().is_file(), "there is no such file"),
-    "logit_bias": that(lambda pair: pair[1] != math.inf, "-inf bans a token, but +inf cannot force one"),
+    "config_file": check_that(lambda text: Path(text).expanduser().is_file(), "there is no such file"),
+    "logit_bias": check_that(lambda pair: pair[1] != math.inf, "-inf bans a token, but +inf cannot force one"),
     "stop": _SOME_TEXT,
     "dry_sequence_breakers": _SOME_TEXT,
 }

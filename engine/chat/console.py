@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from polarlm.engine.chat.line_editor import PROMPT, LineEditor
-from polarlm.engine.chat.wrapping import Wrapping, wrapped
+from polarlm.engine.chat.wrapping import Wrapping, wrap
 from polarlm.engine.errors import EngineError
 
 try:
@@ -36,8 +36,8 @@ _VISIBLE = {c: 0x2400 + c for c in range(0x20) if c not in b"\t\n"} | dict.fromk
 class Console:
     """Reads messages from standard input, writes the model's text to standard output and the rest to standard error."""
 
-    def __init__(self, color: str = "auto", completed: Sequence[str] = ()) -> None:
-        """color: on, off or auto. completed: what the Tab key completes."""
+    def __init__(self, color: str = "auto", completions: Sequence[str] = ()) -> None:
+        """color: on, off or auto. completions: what the Tab key completes."""
         # A process started without standard input has nothing to read.
         self._in, self._out, self._err = sys.stdin or io.StringIO(), sys.stdout, sys.stderr
         self.on_terminal = self._out.isatty()
@@ -46,7 +46,7 @@ class Console:
         self._line_open = False
         self._wrapping = Wrapping(columns)
         self._bar: tqdm[None] | None = None
-        self._editor = LineEditor(self._paint(_GREEN, PROMPT), self._colored, completed) if self.interactive else None
+        self._editor = LineEditor(self._paint(_GREEN, PROMPT), self._colored, completions) if self.interactive else None
 
     def read(self) -> str:
         """The next message; of piped input, the next line, with the one after it if it ends in a backslash, and so on.
@@ -55,7 +55,7 @@ class Console:
         if self._editor is not None:
             return self._editor.read()
         lines: list[str] = []
-        while line := self._piped(self._in.readline):
+        while line := self._read_pipe(self._in.readline):
             lines.append(line.removesuffix("\n"))
             if not lines[-1].endswith("\\"):
                 break
@@ -68,15 +68,15 @@ class Console:
         """All of piped input, without its last line end; empty at a terminal. Raises EngineError if it is not UTF-8."""
         if self._in.isatty():
             return ""
-        told = threading.Timer(
+        timer = threading.Timer(
             _WAIT, lambda: self.note("Reading standard input, which is a part of the message, up to its end …")
         )
-        told.daemon = True
-        told.start()
+        timer.daemon = True
+        timer.start()
         try:
-            return self._piped(self._in.read).removesuffix("\n")
+            return self._read_pipe(self._in.read).removesuffix("\n")
         finally:
-            told.cancel()
+            timer.cancel()
 
     def ask(self, question: str) -> str:
         """What is typed after a question. Raises EOFError or KeyboardInterrupt."""
@@ -122,13 +122,13 @@ class Console:
         laid_out = self._laid_out(f"{_ERROR} {text}")
         self._tell(self._paint(_RED, _ERROR) + laid_out.removeprefix(_ERROR))
 
-    def progress(self, what: str, done: int, total: int, amount: str = "") -> None:
+    def progress(self, what: str, bytes_done: int, total: int, amount: str = "") -> None:
         """Shows progress as a bar that appears after a second. amount: what precedes the time that is left."""
         if self._bar is None and self._err.isatty():
             layout = f"{what} {{percentage:3.0f}}% |{{bar:30}}| {amount}{{remaining}} left"
             self._bar = tqdm(total=total, file=self._err, delay=1, leave=False, bar_format=layout)
         if self._bar is not None:
-            self._bar.update(done - self._bar.n)
+            self._bar.update(bytes_done - self._bar.n)
 
     def end_progress(self) -> None:
         if self._bar is not None:
@@ -138,9 +138,9 @@ class Console:
     def _laid_out(self, text: str) -> str:
         """On a terminal, `text` between words into lines, and with control characters replaced: notes quote files and
         messages, too."""
-        return wrapped(text.translate(_VISIBLE), columns) if self._err.isatty() else text
+        return wrap(text.translate(_VISIBLE), columns) if self._err.isatty() else text
 
-    def _piped(self, read: Callable[[], str]) -> str:
+    def _read_pipe(self, read: Callable[[], str]) -> str:
         try:
             return read()
         except UnicodeDecodeError:
@@ -159,23 +159,23 @@ class Console:
 
 
 @contextmanager
-def ctrl_c_asked() -> Iterator[Callable[[], bool]]:
+def ctrl_c_pressed() -> Iterator[Callable[[], bool]]:
     """Yields a function that returns whether Ctrl-C was pressed, so that no step of the engine is interrupted. A second
     Ctrl-C raises KeyboardInterrupt."""
-    asked = False
+    is_pressed = False
 
     def on_signal(number: int, frame: object) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal is_pressed
+        if is_pressed:
             raise KeyboardInterrupt
-        asked = True
+        is_pressed = True
 
-    before = signal.signal(signal.SIGINT, on_signal)
+    old_handler = signal.signal(signal.SIGINT, on_signal)
     try:
         with _without_echo():
-            yield lambda: asked
+            yield lambda: is_pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, old_handler)
 
 
 @contextmanager
@@ -186,14 +186,14 @@ def _without_echo() -> Iterator[None]:
     if terminal is None:
         yield
         return
-    before = termios.tcgetattr(terminal)
-    flags = before[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH  # Ctrl-C drops no keys
-    termios.tcsetattr(terminal, termios.TCSANOW, [*before[:3], flags, *before[4:]])
+    old_settings = termios.tcgetattr(terminal)
+    flags = old_settings[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH  # Ctrl-C drops no keys
+    termios.tcsetattr(terminal, termios.TCSANOW, [*old_settings[:3], flags, *old_settings[4:]])
     try:
         yield
     finally:
         if _own_terminal() is not None:
-            termios.tcsetattr(terminal, termios.TCSANOW, before)
+            termios.tcsetattr(terminal, termios.TCSANOW, old_settings)
 
 
 def _own_terminal() -> int | None:

@@ -1,4 +1,5 @@
-"""Conversations at a terminal, as they were after their last answer: files of the user's, which `/load` reads."""
+"""Keeps the conversations of terminals in the user's files, as they were after their last answer; `/load` reads
+them."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _MOST = 8  # conversations, since other terminals have theirs
 
 
 class KeptTalks:
-    """The messages of a conversation, and of earlier ones and those at other terminals. What the cache has of them is
-    not kept: their next prompt is computed."""
+    """The kept messages of this conversation, of earlier ones, and of those at other terminals. Their part of the cache
+    is not kept: the next prompt is computed."""
 
     def __init__(self) -> None:
         folder = state_folder()
@@ -56,19 +57,19 @@ class KeptTalks:
                 self._own.unlink(missing_ok=True)
         self._own = None
 
-    def last(self, since: int) -> Any:
-        """What was kept last of another conversation, as JSON; None if that was before `since`, in nanoseconds since
-        the epoch."""
+    def last(self, start_time: int) -> Any:
+        """What was kept last of another conversation, as JSON; None if that was before `start_time`, in nanoseconds
+        since the epoch."""
         for file in self._files():
             with suppress(OSError, ValueError):
-                if file != self._own and last_used(file.stat()) > since:
+                if file != self._own and last_used(file.stat()) > start_time:
                     return json.loads(file.read_bytes())
         return None
 
     def _files(self) -> list[Path]:
         """The newest first."""
-        found = []
+        files = []
         with suppress(OSError):
             for file in () if self._folder is None else self._folder.glob("*.json"):
-                found.append((last_used(file.stat()), file))
-        return [file for _, file in sorted(found, reverse=True)]
+                files.append((last_used(file.stat()), file))
+        return [file for _, file in sorted(files, reverse=True)]

@@ -20,8 +20,8 @@ _SHORT = 1000  # characters: a refused message of at most this length stays in t
 
 
 class LineEditor:
-    def __init__(self, prompt: str, colored: bool, completed: Sequence[str]) -> None:
-        """completed: what the Tab key completes."""
+    def __init__(self, prompt: str, colored: bool, completions: Sequence[str]) -> None:
+        """completions: what the Tab key completes."""
         paths = NestedCompleter({"/image": PathCompleter(expanduser=True)})
         self.history = History(_history_file())
         self._session: PromptSession[str] = PromptSession(
@@ -30,7 +30,7 @@ class LineEditor:
             multiline=True,
             history=self.history,
             key_bindings=_keys(),
-            completer=merge_completers([WordCompleter(completed, sentence=True), paths], deduplicate=True),
+            completer=merge_completers([WordCompleter(completions, sentence=True), paths], deduplicate=True),
             complete_while_typing=False,
             color_depth=None if colored else ColorDepth.DEPTH_1_BIT,
             output=create_output(always_prefer_tty=True),

@@ -13,7 +13,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from polarlm.engine.chat.console import Console, ctrl_c_asked
+from polarlm.engine.chat.console import Console, ctrl_c_pressed
 from polarlm.engine.chat.kept_talks import KeptTalks
 from polarlm.engine.chat.line_editor import PROMPT
 from polarlm.engine.engine import Engine
@@ -32,7 +32,7 @@ _MIB = 1 << 20
 _LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer is stopped if at least so many tokens repeat at least so many times
 _OF_PROMPT = "{n:.0f}/{total} tokens, "  # on the bar of a prompt
 _PLACE = re.compile(r"^messages\[0\]\.content\[0\]: ")  # in an error about an image
-_AGAIN = 0.6  # temperature of an answer that is given again by a greedy model: 7 of the demonstration's 8 differed
+_RETRY_TEMPERATURE = 0.6  # temperature of a regenerated answer of a greedy model: 7 of the demonstration's 8 differed
 _BRIEF = 200  # characters of the last messages that `/load` shows
 
 
@@ -61,28 +61,28 @@ class ChatSession:
         system: str | None = None,
         *,
         loop_check: bool = True,
-        kept: KeptTalks | None = None,
+        kept_talks: KeptTalks | None = None,
     ) -> None:
-        """kept: keeps the messages after each answer."""
+        """kept_talks: keeps the messages after each answer."""
         self.engine, self.params = engine, params
         self._console = console
         self._loop_check = loop_check
-        self._kept = kept
-        self._again = 0  # answers that were given again
+        self._kept_talks = kept_talks
+        self._retries = 0  # answers that were regenerated
         self.last: Turn | None = None
         self.set_system(system)
 
     def set_system(self, text: str | None) -> None:
         """Starts a new conversation with `text` as the system prompt; None for no system prompt."""
         self.system = text
-        if self._kept is not None:
-            self._kept.begin()
+        if self._kept_talks is not None:
+            self._kept_talks.begin()
         self._empty()
 
     def clear(self) -> None:
         """Forgets the conversation."""
-        if self._kept is not None:
-            self._kept.forget()
+        if self._kept_talks is not None:
+            self._kept_talks.forget()
         self._empty()
 
     def _empty(self) -> None:
@@ -118,17 +118,17 @@ class ChatSession:
         return self._answer([*self.messages, {"role": "user", "content": content}])
 
     def regenerate(self) -> Turn | None:
-        """Answers the last message once more, and otherwise unless the temperature was set to 0; None when nothing was
-        answered yet. Raises EngineError."""
+        """Answers the last message once more, with another answer unless the temperature was set to 0; None if there is
+        no answer yet. Raises EngineError."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             return None
         params = self.params
-        self._again += 1
+        self._retries += 1
         if params.seed >= 0:
-            params = replace(params, seed=(params.seed + self._again) % (1 << 63))
+            params = replace(params, seed=(params.seed + self._retries) % (1 << 63))
         if resolve(params, self.engine.model.generation).temperature == 0:
             if params.temperature is None:
-                params = replace(params, temperature=_AGAIN)
+                params = replace(params, temperature=_RETRY_TEMPERATURE)
             else:
                 self._console.note("temp is 0, and so the answer is the same; with /set temp 0.7 it differs.")
         return self._answer(self.messages[:-1], params)
@@ -148,10 +148,10 @@ class ChatSession:
         path is the default one, or another conversation that was kept later. Raises EngineError, or KeyboardInterrupt
         after Ctrl-C; the conversation is unchanged then."""
         file = _session_file(path)
-        if not path and self._kept is not None:
-            saved = last_used(file.stat()) if file.exists() else None
-            if (messages := _messages(self._kept.last(since=saved or 0))) is not None:
-                other = "" if saved is None else f" /load {file} continues the one that /save has written."
+        if not path and self._kept_talks is not None:
+            save_time = last_used(file.stat()) if file.exists() else None
+            if (messages := _messages(self._kept_talks.last(start_time=save_time or 0))) is not None:
+                other = "" if save_time is None else f" /load {file} continues the one that /save has written."
                 return self._continue(messages, f"The last conversation continues.{other}")
         with self._transfer("loading") as progress:
             session = self.engine.load_session(file, progress=progress)
@@ -166,19 +166,19 @@ class ChatSession:
         brief."""
         self.messages, self.last = messages, None
         self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
-        if self._kept is not None:
-            self._kept.begin()
+        if self._kept_talks is not None:
+            self._kept_talks.begin()
         question, answer = (shorten(_text(message) or "", _BRIEF, placeholder=" …") for message in messages[-2:])
         return f"{sentence}\n{PROMPT}{question}\n{answer}"
 
     @contextmanager
     def _transfer(self, what: str) -> Iterator[Progress]:
         """Yields a function that shows progress, and raises KeyboardInterrupt after Ctrl-C."""
-        with ctrl_c_asked() as asked:
+        with ctrl_c_pressed() as is_pressed:
 
-            def progress(done: int, total: int) -> None:
-                self._console.progress(what, done, total)
-                if asked():
+            def progress(bytes_done: int, total: int) -> None:
+                self._console.progress(what, bytes_done, total)
+                if is_pressed():
                     raise KeyboardInterrupt
 
             try:
@@ -199,16 +199,16 @@ class ChatSession:
     @property
     def is_kept(self) -> bool:
         """Whether `/load` finds this conversation in a later chat."""
-        return self._kept is not None and self._kept.has_own
+        return self._kept_talks is not None and self._kept_talks.has_own
 
     def _keep(self) -> None:
-        if self._kept is None:
+        if self._kept_talks is None:
             return
         try:
-            self._kept.keep(self.messages)
+            self._kept_talks.keep(self.messages)
         except OSError as error:
             self._console.note(f"This conversation is not kept for later ({error.strerror}): /save PATH saves it.")
-            self._kept = None
+            self._kept_talks = None
 
     def _stream(self, prompt: str | list[Mapping[str, Any]], params: SamplingParams) -> Turn:
         """Writes the answer as it is generated; Ctrl-C ends it after the token, or the prompt's chunk, in progress, and
@@ -220,9 +220,9 @@ class ChatSession:
         # A raw prompt may contain a template's control tokens. Of several adapters, the first one answers.
         as_written = PromptOptions(parse_special=True, lora=next(iter(self.engine.adapters.by_name), ""))
         try:
-            with ctrl_c_asked() as asked:  # before the template is read, which takes seconds the first time
-                shown = _Shown(self.engine, prompt)
-                params = replace(params, shown_tokens=shown.tokens)
+            with ctrl_c_pressed() as is_pressed:  # before the template is read, which takes seconds the first time
+                answer_text = _AnswerText(self.engine, prompt)
+                params = replace(params, shown_tokens=answer_text.tokens)
                 stream = self.engine.stream(prompt, params, as_written, progress=True)
                 with suppress(KeyboardInterrupt), closing(stream) as chunks:  # Ctrl-C again, within a step
                     for chunk in chunks:
@@ -231,12 +231,12 @@ class ChatSession:
                                 "reading the prompt", chunk.prefilled, chunk.prompt_tokens, _OF_PROMPT
                             )
                         else:
-                            self._console.write(shown.push(chunk.text, last=chunk.finish_reason is not None))
+                            self._console.write(answer_text.push(chunk.text, last=chunk.finish_reason is not None))
                         ids.extend(chunk.token_ids)
                         if chunk.token_ids:
                             times = [*times[:1], time.monotonic()]
                         reason, usage = chunk.finish_reason, chunk.usage
-                        if asked():
+                        if is_pressed():
                             break
                         if self._loop_check and reason is None:
                             repeats.extend(chunk.token_ids)
@@ -244,19 +244,19 @@ class ChatSession:
                                 reason = "loop"
                                 break
         except EngineError:
-            if asked():  # Ctrl-C has ended a process, too, which had just been started to read the template
+            if is_pressed():  # Ctrl-C has ended a process, too, which had just been started to read the template
                 raise KeyboardInterrupt from None
             raise
         finally:
             self._console.end_progress()
             self._console.end_answer()
         seconds = times[-1] - times[0] if times else 0.0
-        message = shown.message(tuple(ids))
-        self.last = Turn(shown.text, tuple(ids), reason or "cancelled", usage, seconds, message)
+        message = answer_text.message(tuple(ids))
+        self.last = Turn(answer_text.text, tuple(ids), reason or "cancelled", usage, seconds, message)
         return self.last
 
 
-class _Shown:
+class _AnswerText:
     """The text of an answer as it is shown, with the control tokens around its reasoning."""
 
     def __init__(self, engine: Engine, prompt: str | list[Mapping[str, Any]]) -> None:
@@ -290,10 +290,12 @@ class _Shown:
         if self._reader is not None:
             return {"role": "assistant", "content": self._final}
         answer = {"role": "assistant", "content": self.text, "token_ids": ids}
-        thought, closed, final = self.text.partition(self._tags.close) if self._tags is not None else ("", "", "")
-        if self._tags is None or not closed or not thought.lstrip().startswith(self._tags.open):
+        reasoning_text, close_tag, final = (
+            self.text.partition(self._tags.close) if self._tags is not None else ("", "", "")
+        )
+        if self._tags is None or not close_tag or not reasoning_text.lstrip().startswith(self._tags.open):
             return answer
-        reasoning = thought.lstrip().removeprefix(self._tags.open).strip()
+        reasoning = reasoning_text.lstrip().removeprefix(self._tags.open).strip()
         return answer | {"content": final.strip(), "reasoning_content": reasoning, "reasoned": True}
 
 
@@ -339,8 +341,8 @@ def why_it_ended(turn: Turn, params: SamplingParams, defaults: GenerationDefault
     if turn.finish_reason != "length":
         return None
     if 0 <= (most := most_tokens(params, defaults)) <= len(turn.token_ids):
-        of_model = "answers of this model have; /set predict N, or -n/--predict N, allows more"
-        whose = of_model if params.max_tokens is None else "-n/--predict allows"
+        model_limit = "answers of this model have; /set predict N, or -n/--predict N, allows more"
+        whose = model_limit if params.max_tokens is None else "-n/--predict allows"
         return f"The answer ends here: it has the {counted(most, 'token')} that {whose}."
     return "The answer ends here: the context is full; /clear starts anew, and -c/--ctx-size sets its size."
 
@@ -358,18 +360,21 @@ def numbers(turn: Turn, engine: Engine) -> str:
         if usage.drafted_tokens:
             speed += f", {usage.accepted_tokens} of {usage.drafted_tokens} drafted ones right"
     cache = engine.cache_stats()
-    now = _beside_f16(cache.bytes, cache.f16_bytes) or f"{cache.bytes / _MIB:.1f} MiB, all in full precision so far"
-    whole = _beside_f16(cache.context_bytes, cache.context_f16_bytes)
+    now = (
+        _compared_with_f16(cache.bytes, cache.f16_bytes)
+        or f"{cache.bytes / _MIB:.1f} MiB, all in full precision so far"
+    )
+    whole = _compared_with_f16(cache.context_bytes, cache.context_f16_bytes)
     full = f" | with {cache.context:,} tokens: {whole}, {cache.bits_per_value:.2f} bits per value" if whole else ""
     return f"{speed}\ncontext: {cache.tokens:,} of {cache.context:,} tokens | cache: {now}{full}"
 
 
-def _beside_f16(used: int, f16: int) -> str:
+def _compared_with_f16(size: int, f16: int) -> str:
     """Bytes of a sequence, and how much smaller they are than in half precision; empty if they are not, since the first
     and the current block are in full precision."""
-    if f16 <= 1.05 * used:
+    if f16 <= 1.05 * size:
         return ""
-    return f"{used / _MIB:.1f} MiB, {f16 / used:.1f}× smaller than f16 ({f16 / _MIB:.1f} MiB)"
+    return f"{size / _MIB:.1f} MiB, {f16 / size:.1f}× smaller than f16 ({f16 / _MIB:.1f} MiB)"
 
 
 def _places(usage: Usage) -> str:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from polarlm.engine.backends.select import NO_DRIVER, driver_version
-from polarlm.engine.chat.config import PARAMETERS, ChatConfig, changed, in_words, read_command_line, read_prompt
+from polarlm.engine.chat.config import PARAMETERS, ChatConfig, in_words, read_command_line, read_prompt, with_parameter
 from polarlm.engine.chat.console import Console, columns
 from polarlm.engine.chat.kept_talks import KeptTalks
 from polarlm.engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended
-from polarlm.engine.chat.wrapping import wrapped
+from polarlm.engine.chat.wrapping import wrap
 from polarlm.engine.cli.commands import lost_output, note_in_flags, use_utf8
 from polarlm.engine.cli.flags import FlagError, close_to, in_flags
 from polarlm.engine.config import EngineConfig
@@ -28,7 +28,7 @@ from polarlm.engine.errors import EngineError, no_answers
 from polarlm.engine.params import SamplingParams
 from polarlm.model_loaders import first_model
 
-_BAD_REQUEST, _INTERRUPTED = 2, 130
+_BAD_REQUEST, _INTERRUPT_EXIT_CODE = 2, 130
 
 _HELP = """\
 /help, /?       show this list
@@ -45,7 +45,7 @@ _HELP = """\
 Enter sends; a \\ at the end of the line, or Alt-Enter, starts a new line. Ctrl-C stops an answer.
 Begin a message with // to send one that starts with /."""
 _COMMANDS = list(dict.fromkeys(re.findall(r"(?:^|(?<=, ))/[a-z?]+", _HELP, re.MULTILINE)))
-_COMPLETED = (*_COMMANDS, *(f"/set {name}" for name in PARAMETERS))
+_COMPLETIONS = (*_COMMANDS, *(f"/set {name}" for name in PARAMETERS))
 
 
 def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Engine.load) -> int:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Eng
     except EngineError as error:
         _complain(in_flags(error))
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return _INTERRUPT_EXIT_CODE
     except Exception as error:
         if isinstance(error, OSError) and (code := lost_output(error)) is not None:
             return code
@@ -73,27 +73,27 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Eng
 
 
 def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: Callable[..., Engine]) -> int:
-    console = Console(chat.color, _COMPLETED)
+    console = Console(chat.color, _COMPLETIONS)
     if chat.system_prompt is not None and not chat.conversation:
         console.note("note: -sys has no effect with -no-cnv, which uses no chat template")
     prompt = read_prompt(chat, console.read_all)
     if config.weights is None:
         asks = console.interactive and prompt is None
-        chosen = first_model.choose(console.note, console.ask) if asks else first_model.remembered()
-        config = replace(config, weights=chosen)
+        model_name = first_model.choose(console.note, console.ask) if asks else first_model.remembered_name()
+        config = replace(config, weights=model_name)
     if chat.verbose and config.device == "auto" and driver_version() is None:
         console.note(f"{NO_DRIVER}: running on the CPU.")
-    with load(config.weights, config=config, verbose=lambda told: console.note(note_in_flags(told))) as engine:
+    with load(config.weights, config=config, verbose=lambda sentence: console.note(note_in_flags(sentence))) as engine:
         if engine.model.config.is_encoder:
             raise no_answers(engine.model.name, scores_pairs=engine.model.config.scores_pairs)
-        if chat.conversation and (missing := engine.model.template.missing(engine.model.name)):
-            console.note(missing)
+        if chat.conversation and (note := engine.model.template.missing_note(engine.model.name)):
+            console.note(note)
         console.note(engine.fit_line() if chat.verbose else engine.start_line())
         if chat.verbose and (names := kernels(engine)):
             console.note(names)
         system = chat.system_prompt if chat.conversation else None
-        kept = KeptTalks() if console.interactive and chat.conversation and not chat.single_turn else None
-        session = ChatSession(engine, params, console, system, loop_check=chat.loop_check, kept=kept)
+        kept_talks = KeptTalks() if console.interactive and chat.conversation and not chat.single_turn else None
+        session = ChatSession(engine, params, console, system, loop_check=chat.loop_check, kept_talks=kept_talks)
         conversation = _Conversation(session, console, chat, is_demo=config.weights is None)
         return conversation.run(prompt) if chat.conversation else conversation.complete(prompt or "")
 
@@ -105,7 +105,7 @@ class _Conversation:
         self._session, self._console, self._chat, self._is_demo = session, console, chat, is_demo
         self._one_turn = chat.single_turn or not chat.conversation
         self._code = 0
-        self._over = False
+        self._is_over = False
         self._ctrl_c = False  # whether the last input was Ctrl-C at the prompt
 
     def run(self, prompt: str | None) -> int:
@@ -116,7 +116,7 @@ class _Conversation:
             self._console.show_message(prompt)
             self._interruptible(lambda: self._send(prompt))
         try:
-            while not self._over:
+            while not self._is_over:
                 self._interruptible(self._next)
         finally:
             self._console.keep_message()
@@ -127,13 +127,13 @@ class _Conversation:
         try:
             work()
         except KeyboardInterrupt:
-            if not self._watched:
+            if not self._is_interactive:
                 raise
             if not self._ctrl_c:
                 self._console.note("Ctrl-D or /exit leaves, and so does Ctrl-C once more.")
             elif self._session.is_kept:
                 self._console.note("/load in the next chat continues this conversation.")
-            self._over, self._ctrl_c = self._ctrl_c, True
+            self._is_over, self._ctrl_c = self._ctrl_c, True
 
     def _next(self) -> None:
         """Does what the next line of input says."""
@@ -156,32 +156,32 @@ class _Conversation:
         try:
             return self._console.read()
         except EOFError:
-            self._over = True
+            self._is_over = True
             return ""
 
     def _send(self, message: str) -> None:
-        self._over = self._one_turn
+        self._is_over = self._one_turn
         self._turn(lambda: self._session.send(message))
 
     def _turn(self, answer: Callable[[], Turn | None]) -> None:
-        watched = self._watched
+        is_interactive = self._is_interactive
         try:
             turn = answer()
         except KeyboardInterrupt:
-            if not watched:
+            if not is_interactive:
                 raise
             self._console.note("Stopped before the first token.")
             return
         except EngineError as error:
             self._failed(error)
-            if error.code == "context_length_exceeded" and watched:
+            if error.code == "context_length_exceeded" and is_interactive:
                 self._console.drop_message()
                 self._console.note("/clear forgets the conversation so far.")
             return
         if turn is None:
             self._console.note("There is no answer yet.")
             return
-        if turn.finish_reason == "cancelled" and not watched:
+        if turn.finish_reason == "cancelled" and not is_interactive:
             raise KeyboardInterrupt
         if (sentence := why_it_ended(turn, self._session.params, self._session.engine.model.generation)) is not None:
             self._console.note(sentence)
@@ -191,13 +191,13 @@ class _Conversation:
             self._console.note(sentence)
 
     @property
-    def _watched(self) -> bool:
+    def _is_interactive(self) -> bool:
         """Whether a user at a terminal can react to an error."""
         return self._console.interactive and not self._one_turn
 
     def _failed(self, error: EngineError) -> None:
         self._console.error(in_flags(error))
-        self._code = 0 if self._watched else _BAD_REQUEST
+        self._code = 0 if self._is_interactive else _BAD_REQUEST
 
     def _transfer(self, work: Callable[[], str]) -> None:
         try:
@@ -205,7 +205,7 @@ class _Conversation:
         except EngineError as error:
             self._failed(error)
         except KeyboardInterrupt:
-            if not self._watched:
+            if not self._is_interactive:
                 raise
             self._console.note("Stopped; the conversation and the file are as they were.")
 
@@ -223,10 +223,10 @@ class _Conversation:
         name, value = [*argument.removeprefix("parameter ").split(maxsplit=1), "", ""][:2]  # Ollama's word
         if name:
             try:
-                self._session.params = changed(self._session.params, name, value.strip())
+                self._session.params = with_parameter(self._session.params, name, value.strip())
             except FlagError as error:
-                known = ", ".join(sorted(flag.lstrip("-") for flag in {*PARAMETERS.values()}))
-                return f"{error}{'' if str(error).endswith('?') else '.'} /set takes {known}."
+                names = ", ".join(sorted(flag.lstrip("-") for flag in {*PARAMETERS.values()}))
+                return f"{error}{'' if str(error).endswith('?') else '.'} /set takes {names}."
         return in_words(self._session.params, self._session.engine.model.generation)
 
     def _command(self, text: str) -> None:
@@ -258,15 +258,13 @@ class _Conversation:
             case "/set":
                 tell(self._set(argument))
             case "/exit" | "/quit" | "/bye":
-                self._over = True
+                self._is_over = True
             case _:
                 close = close_to(name, _COMMANDS)
-                meant = f"Did you mean {close}? " if close else ""
-                tell(
-                    f"There is no command {name}. {meant}/help lists them, and // begins a message that starts with /."
-                )
+                hint = f"Did you mean {close}? " if close else ""
+                tell(f"There is no command {name}. {hint}/help lists them, and // begins a message that starts with /.")
 
 
 def _complain(sentence: str) -> None:
     text = f"error: {sentence}"
-    print(wrapped(text, columns) if sys.stderr.isatty() else text, file=sys.stderr)
+    print(wrap(text, columns) if sys.stderr.isatty() else text, file=sys.stderr)

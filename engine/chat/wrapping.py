@@ -18,21 +18,21 @@ class Wrapping:
     def __init__(self, width: Callable[[], int]) -> None:
         """width: the columns of the terminal now."""
         self._width = width
-        self._held = ""  # the beginning of a word
+        self._pending = ""  # the beginning of a word
         self._column = 0
         self._line = ""  # what the line begins with
         self._in_code = False
 
     def feed(self, text: str) -> str:
         """What can be shown once `text` has come."""
-        pieces = _PIECE.findall(self._held + text)
-        self._held = pieces.pop() if pieces and self._waits(pieces[-1]) else ""
-        return "".join(map(self._placed, pieces))
+        pieces = _PIECE.findall(self._pending + text)
+        self._pending = pieces.pop() if pieces and self._waits(pieces[-1]) else ""
+        return "".join(map(self._place, pieces))
 
     def _waits(self, piece: str) -> bool:
         return not (piece == "\n" or self._in_code or _is_wide(piece) or len(piece) > self._width())
 
-    def _placed(self, piece: str) -> str:
+    def _place(self, piece: str) -> str:
         """A piece, or a line break and its word if the word does not fit into the line."""
         if piece == "\n":
             self._in_code ^= self._line.lstrip().startswith(_FENCE)
@@ -49,7 +49,7 @@ class Wrapping:
         return piece
 
 
-def wrapped(text: str, width: Callable[[], int]) -> str:
+def wrap(text: str, width: Callable[[], int]) -> str:
     """A whole text in lines. width: see `Wrapping`."""
     return Wrapping(width).feed(f"{text}\n")[:-1]
 

@@ -15,7 +15,7 @@ from polarlm.engine.cli.flags import FlagError, in_flags
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.errors import LoadError
 
-_UNEXPECTED, _BAD_REQUEST, _INTERRUPTED = 1, 2, 130
+_UNEXPECTED_ERROR, _BAD_REQUEST, _INTERRUPT_EXIT_CODE = 1, 2, 130
 BROKEN_PIPE = 141  # 128 + SIGPIPE: a shell's exit code of a program that a closed pipe ended
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -47,7 +47,7 @@ def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> in
         print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         note("Stopped")
-        return _INTERRUPTED
+        return _INTERRUPT_EXIT_CODE
     except OSError as error:
         if (code := lost_output(error)) is None:
             raise
@@ -94,7 +94,7 @@ def lost_output(error: OSError) -> int | None:
     with suppress(OSError):  # standard error may be on the same disk
         print(f"error: standard output cannot be written: {error.strerror}", file=sys.stderr)
     _discard_output()
-    return _UNEXPECTED
+    return _UNEXPECTED_ERROR
 
 
 def _discard_output() -> None:

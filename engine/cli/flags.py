@@ -48,7 +48,7 @@ _VALUED = {name for names, (value, _) in IGNORED.items() if value for name in na
 _IGNORED_VALUE = re.compile(r"-?\d+|on|off|auto|all", re.IGNORECASE)
 
 
-def that(holds: Callable[[Any], bool], sentence: str) -> Check:
+def check_that(holds: Callable[[Any], bool], sentence: str) -> Check:
     return lambda value: None if holds(value) else sentence
 
 
@@ -58,9 +58,9 @@ class FlagError(Exception):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
-        if missing := re.match(r"the following arguments are required: (\w+)", message):
-            action = next(action for action in self._actions if action.metavar == missing[1])
-            raise FlagError(f"{missing[1]} is missing: {str(action.help) % {}}")
+        if match := re.match(r"the following arguments are required: (\w+)", message):
+            action = next(action for action in self._actions if action.metavar == match[1])
+            raise FlagError(f"{match[1]} is missing: {str(action.help) % {}}")
         raise FlagError(message.removeprefix("argument "))
 
 
@@ -88,27 +88,27 @@ def parser(
     """The parser of the flags and positional arguments of `groups` (title: class). Its result has only given fields,
     its errors are FlagErrors. checks: field name → check."""
     words = [field for cls in groups.values() for field in _on_command_line(cls) if _word(field)]
-    shown = [f"[{_word(field)}]" if _is_optional(field) else _word(field) for field in words]
-    made = _Parser(
+    usage_words = [f"[{_word(field)}]" if _is_optional(field) else _word(field) for field in words]
+    flag_parser = _Parser(
         prog=prog,
-        usage=" ".join(["%(prog)s", *map(str, shown), "[flags]"]),
+        usage=" ".join(["%(prog)s", *map(str, usage_words), "[flags]"]),
         description=description,
         formatter_class=_Help,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    made.add_argument("--version", action="version", version=version(), help="show the version and exit")
+    flag_parser.add_argument("--version", action="version", version=version(), help="show the version and exit")
     for title, cls in groups.items():
-        group = made.add_argument_group(title)
+        group = flag_parser.add_argument_group(title)
         types = typing.get_type_hints(cls)
         for field in _on_command_line(cls):
             _add(group, field, types[field.name], checks.get(field.name))
     if EngineConfig in groups.values():
-        group = made.add_argument_group("Flags of llama.cpp without effect")
+        group = flag_parser.add_argument_group("Flags of llama.cpp without effect")
         for names, (value, reason) in IGNORED.items():
             takes: dict[str, Any] = {"nargs": "?", "metavar": value} if value else {"nargs": 0}
             group.add_argument(*names, action=_Ignore, dest="ignored", help=reason, **takes)
-    return made
+    return flag_parser
 
 
 class _Word(argparse.Action):
@@ -132,18 +132,18 @@ def parse(
     """One instance per dataclass of `groups` (title: class), with the values in `argv`, else the fields' defaults.
     Writes a note to standard error about each flag of `IGNORED`. Raises FlagError; `--help` and `--version` print and
     raise SystemExit(0). checks: field name → check."""
-    made = parser(groups, prog=prog, description=description, checks=checks)
-    joined = join_values(argv, groups)
+    flag_parser = parser(groups, prog=prog, description=description, checks=checks)
+    joined_words = join_values(argv, groups)
     try:
-        namespace, unknown = made.parse_known_intermixed_args(joined)
+        namespace, unknown = flag_parser.parse_known_intermixed_args(joined_words)
     except FlagError:
         # A misspelt flag leaves a word too many or too few; the flag is the mistake to report.
-        known = made._option_string_actions
-        unknown = [word for word in joined if word.startswith("--") and word.partition("=")[0] not in known]
+        known_flags = flag_parser._option_string_actions
+        unknown = [word for word in joined_words if word.startswith("--") and word.partition("=")[0] not in known_flags]
         if not unknown:
             raise
     if unknown:
-        raise FlagError(f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown[0], groups)}") from None
+        raise FlagError(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], groups)}") from None
     values = vars(namespace)
     for sentence in values.pop("ignored", ()):
         print(f"note: {sentence}", file=sys.stderr)
@@ -160,8 +160,8 @@ def describe(cls: type) -> Iterator[tuple[str, str]]:
         yield names, _explain(field)
 
 
-def close_to(word: str, known: Iterable[str]) -> str | None:
-    return next(iter(get_close_matches(word, list(known), n=1)), None)
+def close_to(word: str, words: Iterable[str]) -> str | None:
+    return next(iter(get_close_matches(word, list(words), n=1)), None)
 
 
 def in_flags(error: EngineError) -> str:
@@ -219,15 +219,15 @@ def _explain(field: Field[Any]) -> str:
     return meaning if silent else f"{meaning} (default: {field.default})"
 
 
-def _meant(word: str, groups: Mapping[str, type]) -> str:
+def _hint(word: str, groups: Mapping[str, type]) -> str:
     """A hint at the flag that an unknown one resembles; empty if there is none."""
     if not word.startswith("-"):
         return ""
     name = word.partition("=")[0]
     flags = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in _names(field)]
-    known = [flag for flag in flags if flag.startswith("--") or not name.startswith("--")]  # --nope is not -np
+    candidates = [flag for flag in flags if flag.startswith("--") or not name.startswith("--")]  # --nope is not -np
     asks = get_close_matches(name, ["--help", "--version"], cutoff=0.8)  # --temp is not meant to be --help
-    flag = close_to(name, [*asks, *known])
+    flag = close_to(name, [*asks, *candidates])
     return f" (did you mean {flag}?)" if flag else ""
 
 
@@ -256,7 +256,7 @@ def join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
         for flag in _names(field)
         if not _is_switch(field) and "bare" not in field.metadata
     }
-    words, joined = deque(argv), []
+    words, joined_words = deque(argv), []
     while words:
         word = words.popleft()
         value = words.popleft() if words and word in long_names else None
@@ -264,8 +264,8 @@ def join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
             raise FlagError(f"{word}: the value cannot be '--'")
         if word in _VALUED and not (words and _IGNORED_VALUE.fullmatch(words[0])):
             word += "="  # the next word is a model
-        joined.append(word if value is None else f"{long_names[word]}={value}")
-    return joined
+        joined_words.append(word if value is None else f"{long_names[word]}={value}")
+    return joined_words
 
 
 def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, check: Check | None) -> None:
@@ -277,7 +277,7 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, che
         return
     options["choices"] = field.metadata.get("choices")
     container, read = _reader(annotation)
-    options["type"] = _checked(_read_text if field.metadata.get("text") else read, check)
+    options["type"] = _checking_reader(_read_text if field.metadata.get("text") else read, check)
     if word is not None:
         count = "+" if container is tuple else "?" if _is_optional(field) else None
         same = {"help": f"the same as {names[0]}"} if names else {}
@@ -303,7 +303,7 @@ def _collect(container: type) -> type[argparse.Action]:
     return Collect
 
 
-def _checked(read: Callable[[str], Any], check: Check | None) -> Callable[[str], Any]:
+def _checking_reader(read: Callable[[str], Any], check: Check | None) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         value = read(text)
         if check is not None and (complaint := check(value)):

@@ -24,14 +24,14 @@ else:
 
 CONFIG_HELP = "take flags that are neither typed nor variables (POLARLM_CTX_SIZE) from the table [{}] of this TOML file"
 PREFIX = "POLARLM_"
-_COMMANDS = ("chat", "serve")  # which take variables
+_COMMANDS = ("chat", "serve")  # the subcommands that take variables
 # Variables that are no flags.
 NO_FLAGS = {PREFIX + name for name in ("CACHE", "CACHE_KEY", "CPU_LEVEL", "OVERLAP_LAUNCHES")}
 _PLACES = ("FILE", "PLACE")  # values of flags that may be there when another command looks, from another folder
 _NO_KEYS = ("help", "version")
 _IGNORED = "ignored"  # the field of all flags of llama.cpp that are taken and change nothing
 _MODEL = {"weights", "hf_repo", "models"}  # a model that is typed takes the place of one in a variable
-_SWITCHED = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+_SWITCH_WORDS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 # In double quotes, a backslash of TOML is the beginning of another character.
 QUOTES = "; write a path with backslashes in single quotes, as in path = 'C:\\models\\qwen3.gguf'"
 
@@ -43,28 +43,28 @@ def with_sources(
     environment: Mapping[str, str],
     checks: Mapping[str, Check],
 ) -> tuple[list[str], dict[str, str]]:
-    """(`argv` behind words for flags that it lacks, their fields with the places of their values).
+    """(words for flags that `argv` lacks, then `argv`; the fields of these flags, with the places of their values).
 
     A place is a variable, or else a key of `table` in the file of --config, then of --models. Writes a note to standard
     error about variables that no command has. groups, checks: as of `parse`. Raises FlagError that names the place.
     """
-    typed = join_values(argv, groups)
-    if {"-h", "--help", "--version"} & {*typed}:
+    typed_words = join_values(argv, groups)
+    if {"-h", "--help", "--version"} & {*typed_words}:
         return [*argv], {}
-    made = parser(groups, prog="", description="", checks=checks)
-    flags, keys = made._option_string_actions, _keys(made)
+    flag_parser = parser(groups, prog="", description="", checks=checks)
+    flags, keys = flag_parser._option_string_actions, _keys(flag_parser)
     try:
-        given = {*vars(made.parse_known_intermixed_args(typed)[0])}
-    except FlagError:  # which `parse` tells
+        given_fields = {*vars(flag_parser.parse_known_intermixed_args(typed_words)[0])}
+    except FlagError:  # `parse` reports it
         return [*argv], {}
-    given |= _MODEL if given & _MODEL else set()
+    given_fields |= _MODEL if given_fields & _MODEL else set()
     words, places = list[str](), dict[str, str]()
 
     def give(key: str, value: Any, place: str) -> None:
         field = keys[key].dest
-        if field not in given or field == _IGNORED:
-            words.extend(_checked(made, key, value, place))
-            given.add(field)
+        if field not in given_fields or field == _IGNORED:
+            words.extend(_check_words(flag_parser, key, value, place))
+            given_fields.add(field)
             places[field] = place
 
     variables, unknown = _variables(keys), list[str]()
@@ -72,21 +72,21 @@ def with_sources(
         if not value.strip():
             continue
         if (key := variables.get(variable)) is not None:
-            give(key, _switched(keys[key], value), variable)
+            give(key, _switch_value(keys[key], value), variable)
         elif variable.startswith(PREFIX) and variable not in NO_FLAGS:
             unknown.append(variable)
     if unknown:
         _check_unknown({variable: environment[variable] for variable in unknown}, [*variables])
     del keys["config"]
     for option in ("--config", "--models"):
-        named = [word.partition("=")[2] for word in [*words, *typed] if word.startswith(f"{option}=")]
-        if option not in flags or not named or not (file := Path(named[-1]).expanduser()).is_file():
+        values = [word.partition("=")[2] for word in [*words, *typed_words] if word.startswith(f"{option}=")]
+        if option not in flags or not values or not (file := Path(values[-1]).expanduser()).is_file():
             continue  # the check of the flag says that there is no such file
-        settings = read_toml(f"{option} {named[-1]}", file).get(table, {} if option == "--models" else None)
-        at = f"{option} {named[-1]}: [{table}]"
+        settings = read_toml(f"{option} {values[-1]}", file).get(table, {} if option == "--models" else None)
+        at = f"{option} {values[-1]}: [{table}]"
         if not isinstance(settings, Mapping):
             raise FlagError(f"{at}: there is no such table in it")
-        given |= _MODEL if given & _MODEL else set()
+        given_fields |= _MODEL if given_fields & _MODEL else set()
         for key, value in settings.items():
             key = key.replace("_", "-")
             if key not in keys:
@@ -96,9 +96,9 @@ def with_sources(
     return [*words, *argv], places
 
 
-def _keys(made: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+def _keys(flag_parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Long names without dashes → flags."""
-    flags = made._option_string_actions.items()
+    flags = flag_parser._option_string_actions.items()
     return {flag[2:]: action for flag, action in flags if flag[:2] == "--" and action.dest not in _NO_KEYS}
 
 
@@ -106,15 +106,15 @@ def _variables(keys: Iterable[str]) -> dict[str, str]:
     return {PREFIX + key.upper().replace("-", "_"): key for key in keys}
 
 
-def _switched(action: argparse.Action, value: str) -> str | bool:
-    return _SWITCHED.get(value.strip().lower(), value) if action.nargs == 0 else value
+def _switch_value(action: argparse.Action, value: str) -> str | bool:
+    return _SWITCH_WORDS.get(value.strip().lower(), value) if action.nargs == 0 else value
 
 
-def _checked(made: argparse.ArgumentParser, key: str, value: Any, place: str) -> list[str]:
+def _check_words(flag_parser: argparse.ArgumentParser, key: str, value: Any, place: str) -> list[str]:
     """The words for a flag of this parser. Raises FlagError that names the place of the value."""
     try:
-        words = [*_words(key, _keys(made)[key], value)]
-        made.parse_args(words)
+        words = [*_words(key, _keys(flag_parser)[key], value)]
+        flag_parser.parse_args(words)
     except FlagError as error:
         raise FlagError(f"{place}: {str(error).partition(': ')[2] or error}") from None
     return words
@@ -128,17 +128,17 @@ def _check_unknown(unknown: Mapping[str, str], own: Sequence[str]) -> None:
     others: dict[str, tuple[argparse.ArgumentParser, str]] = {}
     for name in _COMMANDS:
         module = importlib.import_module(COMMANDS[name][0])
-        made = parser(module.GROUPS, prog="", description="", checks=module.CHECKS)
-        others |= {variable: (made, key) for variable, key in _variables(_keys(made)).items()}
+        flag_parser = parser(module.GROUPS, prog="", description="", checks=module.CHECKS)
+        others |= {variable: (flag_parser, key) for variable, key in _variables(_keys(flag_parser)).items()}
     for variable, value in unknown.items():
         if variable in others:
-            made, key = others[variable]
-            if (action := _keys(made)[key]).metavar not in _PLACES:
-                _checked(made, key, _switched(action, value), variable)
+            flag_parser, key = others[variable]
+            if (action := _keys(flag_parser)[key]).metavar not in _PLACES:
+                _check_words(flag_parser, key, _switch_value(action, value), variable)
         else:
             close = close_to(variable[len(PREFIX) :], [name[len(PREFIX) :] for name in own])
-            meant = f"; did you mean {PREFIX}{close}?" if close else ": no flag has this name"
-            print(f"note: {variable} has no effect{meant}", file=sys.stderr)
+            hint = f"; did you mean {PREFIX}{close}?" if close else ": no flag has this name"
+            print(f"note: {variable} has no effect{hint}", file=sys.stderr)
 
 
 def _words(key: str, action: argparse.Action, value: Any) -> Iterator[str]:
@@ -165,8 +165,8 @@ def naming(places: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except EngineError as error:
-        if told := [places[name] for name in error.settings if name in places]:
-            error.args = (f"{error} ({', '.join(told)})",)
+        if setting_places := [places[name] for name in error.settings if name in places]:
+            error.args = (f"{error} ({', '.join(setting_places)})",)
         raise
 
 

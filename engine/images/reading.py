@@ -25,24 +25,24 @@ import numpy as np
 
 from polarlm.engine.data_urls import file_in, is_data_url
 from polarlm.engine.errors import EngineError, counted, shown
-from polarlm.engine.model.towers._rows import PlacedImage
+from polarlm.engine.model.vision_encoders._rows import PlacedImage
 from polarlm.engine.state.places import IMAGE_IDS, Places
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed, TookTooLong
 from polarlm.model_loaders.recent import Recent
-from polarlm.model_loaders.towers import MOST_ROWS, ImageShape, Tower, fit
+from polarlm.model_loaders.vision_encoders import MOST_ROWS, ImageShape, VisionEncoder, fit
 
 _WORKER = Path(__file__).with_name("worker.py")
 _MOST_PIXELS = 1 << 26  # of a file: 192 MB decoded
 # Seconds of processor time for a file. One that takes longer is decoded again, in a process that has other such files
 # alone: so a usual photo waits for short turns.
 _TURNS = (0.3, 2.0, 10.0)
-_PIXELS = 2  # which pixels a file has here: kept blocks were computed from them
+_PIXELS = 2  # version of how pixels are computed: kept blocks depend on it
 _REFUSED_SECONDS = 60.0  # in which a file that took too long is not tried again: a conversation sends it at each turn
 _KEPT_REFUSED = 512
 _KEPT_BYTES = 1 << 26  # of the pixels of recent images, which a conversation sends again at each turn
 _MARK = "\ufffc"  # OBJECT REPLACEMENT CHARACTER, on both sides of an image's name
-_MARKED = re.compile(f"{_MARK}([0-9a-f]{{32}}){_MARK}")
+_MARK_PATTERN = re.compile(f"{_MARK}([0-9a-f]{{32}}){_MARK}")
 _LEFT_OUT = "[image left out]"
 
 Message = Mapping[str, Any]
@@ -65,7 +65,7 @@ class ReadPrompt:
 
     prompt: Any
     images: Mapping[str, PromptImage]
-    _tower: Tower | None
+    _vision_encoder: VisionEncoder | None
 
     @property
     def ids(self) -> frozenset[int]:
@@ -77,30 +77,30 @@ class ReadPrompt:
         before and after an image."""
         texts: list[str | tuple[int, ...]] = []
         last = ""
-        for number, piece in enumerate(_MARKED.split(text)):
+        for number, piece in enumerate(_MARK_PATTERN.split(text)):
             if number % 2 == 0:
                 last += piece
-            elif piece not in self.images or self._tower is None:  # a text that looks like a mark
+            elif piece not in self.images or self._vision_encoder is None:  # a text that looks like a mark
                 last += f"{_MARK}{piece}{_MARK}"
             else:
-                texts += [last + self._tower.before, self.images[piece].ids]
-                last = self._tower.after
+                texts += [last + self._vision_encoder.before, self.images[piece].ids]
+                last = self._vision_encoder.after
         return [*texts, last]
 
     def places(self, ids: Sequence[int], *, sections: bool) -> tuple[Places | None, list[PlacedImage]]:
         """Return where the images are in the prompt's ids. sections: see `Places.of`."""
         by_first = {image.ids[0]: image for image in self.images.values()}
-        found: list[PlacedImage] = []
+        placed_images: list[PlacedImage] = []
         end = 0
         for at in np.flatnonzero(np.asarray(ids) >= IMAGE_IDS).tolist() if by_first else ():
             if at >= end:
                 image = by_first[ids[at]]
-                found.append(PlacedImage(at, image.shape, image.pixels))
+                placed_images.append(PlacedImage(at, image.shape, image.pixels))
                 end = at + image.shape.rows
-        if not found:
+        if not placed_images:
             return None, []
-        ranges = [range(one.first, one.first + one.shape.rows) for one in found]
-        return Places.of(ranges, [one.shape.grid for one in found], sections=sections), found
+        ranges = [range(one.first, one.first + one.shape.rows) for one in placed_images]
+        return Places.of(ranges, [one.shape.grid for one in placed_images], sections=sections), placed_images
 
 
 class Images:
@@ -108,11 +108,11 @@ class Images:
 
     def __init__(self, model: Model, context: int) -> None:
         """context: the most tokens of a prompt."""
-        self._tower, self._name = model.tower, model.name
+        self._vision_encoder, self._name = model.vision_encoder, model.name
         self._context = context
         self._most_rows = max(1, min(context // 2, MOST_ROWS))  # of an image: half of the context is for text
         self._workers = [LimitedProcess(_WORKER, [_MOST_PIXELS, seconds]) for seconds in _TURNS]
-        self._refused: Recent[str, float] = Recent(_KEPT_REFUSED)  # name → until when
+        self._refusals: Recent[str, float] = Recent(_KEPT_REFUSED)  # name → until when
         self._recent: Recent[str, PromptImage] = Recent(_KEPT_BYTES, lambda image: image.pixels.nbytes)
 
     def close(self) -> None:
@@ -120,36 +120,36 @@ class Images:
             worker.close()
 
     def read(self, prompt: Any, warn: Callable[[str], None] = lambda sentence: None) -> ReadPrompt:
-        """Read the images of messages; a prompt of another kind has none. What cannot be read in an earlier turn is
-        left out, and `warn` called, as for an image that is not read as a whole; the user's message is what is asked
-        now until an answer follows. Raises EngineError, and NobodyWaits."""
+        """Read the images of messages; a prompt of another kind has none. An image of an earlier turn that cannot be
+        read is left out, and `warn` is called, as for an image that is not read as a whole. Images in the user's last
+        message, unless an answer follows it, must be readable. Raises EngineError, and NobodyWaits."""
         if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not any(map(_has_parts, prompt)):
-            return ReadPrompt(prompt, {}, self._tower)
+            return ReadPrompt(prompt, {}, self._vision_encoder)
         images: dict[str, PromptImage] = {}
         decoding = _Decoding(self._workers)
-        asked = max((at for at, message in enumerate(prompt) if _role(message) != "system"), default=0)
+        question = max((at for at, message in enumerate(prompt) if _role(message) != "system"), default=0)
         messages = []
         for at, message in enumerate(prompt):
             if _has_parts(message):
                 texts = []
                 for number, part in enumerate(message["content"]):
-                    place, known = f"messages[{at}].content[{number}]", len(images)
+                    place, count = f"messages[{at}].content[{number}]", len(images)
                     try:
-                        written, note = self._text_of(part, images, decoding)
-                        texts.append(written)
+                        text, note = self._text_of(part, images, decoding)
+                        texts.append(text)
                         if note:
                             warn(f"{place}: {note}")
                     except EngineError as error:
-                        if at == asked and _role(message) not in ("assistant", "tool"):
+                        if at == question and _role(message) not in ("assistant", "tool"):
                             error.args = (f"{place}: {error}",)
                             raise
                         warn(f"{place} is left out: {error}")
                         texts.append(_LEFT_OUT)
-                    if len(images) > known:
+                    if len(images) > count:
                         self._check_fit(images)
                 message = {**message, "content": "".join(texts)}
             messages.append(message)
-        return ReadPrompt(messages, images, self._tower)
+        return ReadPrompt(messages, images, self._vision_encoder)
 
     def _text_of(self, part: Any, images: dict[str, PromptImage], decoding: _Decoding) -> tuple[str, str]:
         """(text, note) of a part of a message; an image's text is its mark. Raises EngineError."""
@@ -158,7 +158,7 @@ class Images:
             return str(part["text"]), ""
         if kind not in ("image", "image_url"):
             raise EngineError('a part of a message is {"type": "text", "text": …} or {"type": "image", "image": …}')
-        if self._tower is None:
+        if self._vision_encoder is None:
             raise EngineError(f"{self._name} takes text alone: load a model that reads images")
         name, image = self._image(_bytes_of(part), decoding)
         images[name] = image
@@ -176,36 +176,36 @@ class Images:
         name = hashlib.blake2b(data, digest_size=16).hexdigest()
         if (image := self._recent.get(name)) is None:
             try:
-                if time.monotonic() < (self._refused.get(name) or 0.0):
+                if time.monotonic() < (self._refusals.get(name) or 0.0):
                     raise TookTooLong
                 image = self._read(data, name, decoding or _Decoding(self._workers))
             except ProcessFailed as error:
                 if isinstance(error, TookTooLong):
-                    self._refused.put(name, time.monotonic() + _REFUSED_SECONDS)
+                    self._refusals.put(name, time.monotonic() + _REFUSED_SECONDS)
                 raise EngineError(f"this image cannot be read: {error}") from None
             self._recent.put(name, image)
         return name, image
 
     def _read(self, data: bytes, name: str, decoding: _Decoding) -> PromptImage:
-        assert self._tower is not None
+        assert self._vision_encoder is not None
         if find_spec("PIL") is None:
             raise EngineError("images need Pillow, which is not installed: pip install 'polarlm[images]'")
         file = {"data": base64.b64encode(data).decode()}
         width, height = decoding.ask(file)["size"]
-        shape = fit(self._tower, width, height)
+        shape = fit(self._vision_encoder, width, height)
         while shape.rows > self._most_rows and max(width, height) > 1:
             shrunk = 0.98 * math.sqrt(self._most_rows / shape.rows)
             width, height = max(1, int(width * shrunk)), max(1, int(height * shrunk))
-            smaller = fit(self._tower, width, height)
+            smaller = fit(self._vision_encoder, width, height)
             if smaller.rows < shape.rows:
                 shape = smaller
-            elif width <= shape.width and height <= shape.height:  # the least that the tower takes
+            elif width <= shape.width and height <= shape.height:  # the least that the vision encoder takes
                 break
-        to = {"to": [shape.width, shape.height], "filter": self._tower.filter}
+        to = {"to": [shape.width, shape.height], "filter": self._vision_encoder.filter}
         answer = decoding.ask(file | to)
         pixels = np.frombuffer(base64.b64decode(answer["pixels"]), np.uint8)
-        described = repr((name, shape, self._tower, _PIXELS)).encode()
-        hashes = np.frombuffer(hashlib.shake_128(described).digest(8 * shape.rows), np.uint64)
+        description = repr((name, shape, self._vision_encoder, _PIXELS)).encode()
+        hashes = np.frombuffer(hashlib.shake_128(description).digest(8 * shape.rows), np.uint64)
         ids = IMAGE_IDS | (hashes >> np.uint64(3)).astype(np.int64)
         pixels = pixels.reshape(shape.height, shape.width, 3)
         return PromptImage(shape, tuple(ids.tolist()), pixels, answer["note"])
@@ -213,8 +213,8 @@ class Images:
 
 @dataclass
 class _Decoding:
-    """What a prompt asks of the processes that decode: after a file that takes longer than a turn, those that follow
-    begin with the next turn, so that a prompt of many such files takes one short turn."""
+    """The requests of one prompt to the processes that decode. After a file that takes longer than the short turn,
+    later files skip it, so that a prompt of many such files waits for one short turn alone."""
 
     workers: Sequence[LimitedProcess]
     _turn: int = 0
@@ -278,7 +278,7 @@ def _file_of(image: Any) -> bytes:
 
     file = io.BytesIO()
     try:
-        worker.shown(image).save(file, "PNG")
+        worker.as_shown(image).save(file, "PNG")
     except Exception as error:  # Pillow reads the file only now, and its decoders raise whatever they stumble over
         raise EngineError(f"this Pillow image cannot be read: {error}") from None
     return file.getvalue()

@@ -36,7 +36,7 @@ from polarlm.engine.loading.tile_cache import MappedTiles, asked_tile_cache
 from polarlm.engine.model.adapters import Adapters, read_adapters
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import ModelWeights, Transformer
-from polarlm.engine.model.weights import file_bytes, left_out, load_tower, load_weights
+from polarlm.engine.model.weights import file_bytes, left_out, load_vision_encoder, load_weights
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.shapes import CacheShape
@@ -175,7 +175,7 @@ class _Loading:
         if self._bar is None:  # the files were fetched first, which shows bars of its own
             self._bar = _loading_bar(bars, self._verbose is not None, source.name)
         if self._bar is not None:
-            files = [source.weights, *([source.tower_weights] if source.tower_weights else [])]
+            files = [source.weights, *([source.vision_weights] if source.vision_weights else [])]
             self._bar.total = sum(map(file_bytes, files))
             self._bar.set_description_str(f"Loading {source.name}", refresh=False)
         return source
@@ -246,9 +246,9 @@ class _Loading:
         weights = load_weights(
             ops, source.config, source.weights, progress, self._weight_format, adapters=self._adapters.all, **options
         )
-        if source.tower is None or source.tower_weights is None:
+        if source.vision_encoder is None or source.vision_weights is None:
             return weights
-        reader = load_tower(ops, source.tower, source.tower_weights, progress)
+        reader = load_vision_encoder(ops, source.vision_encoder, source.vision_weights, progress)
         return replace(weights, images=reader, bytes=weights.bytes + reader.bytes)
 
     def _told(self, error: BaseException) -> BaseException:

@@ -14,7 +14,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFT_MODEL, MOST_DRAFTED
 from polarlm.engine.loading.placement.cards import shares_of
 from polarlm.engine.loading.sizes import weight_format
-from polarlm.engine.model.adapters import parsed
+from polarlm.engine.model.adapters import parse_adapter
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import parse_size
 from polarlm.engine.storage.tiers.opening import check_settings
@@ -95,7 +95,7 @@ def _check_adapters(config: EngineConfig) -> None:
             )
         if not isinstance(path, str) or not path:
             raise EngineError(f"lora={name}: give the path of a folder of peft, or of a GGUF file", settings=("lora",))
-        if parsed(path)[1] == 0:
+        if parse_adapter(path)[1] == 0:
             raise EngineError(f"lora={name}: a scale of 0 leaves nothing of the adapter", settings=("lora",))
 
 

@@ -38,7 +38,7 @@ def fetched(config: EngineConfig, verbose: Callable[[str], None], progress: hub.
     """Return `config` with the path of its model in place of a name on the hub, from which it is downloaded if need be:
     of several GGUF files the best that fits in memory. Raises EngineError."""
     try:
-        if config.weights is None or (name := hub.named(config.weights)) is None:
+        if config.weights is None or (name := hub.hub_name(config.weights)) is None:
             return config
         ops, _ = select(config.device, config.threads)
         file = hub.fetch(name, fits_beside(config, ops), verbose, progress)

@@ -17,7 +17,7 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.limits import DRAFT_ROWS
 from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, stored
 from polarlm.engine.loading.sizes import is_calibrated, weight_format
-from polarlm.engine.model.adapters import Loaded
+from polarlm.engine.model.adapters import LoadedAdapter
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.kv_scales import Variances
@@ -50,7 +50,7 @@ def warm_up_first(
     source: model_loaders.Model,
     shape: CacheShape,
     on_host: int,
-    adapters: Sequence[Loaded] = (),
+    adapters: Sequence[LoadedAdapter] = (),
 ) -> list[Callable[[], None]]:
     """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones.
     on_host, adapters: as in `load_weights`."""

@@ -27,7 +27,7 @@ _RANKS = 8  # ranks are filled up to a multiple of this, for a GPU's rows of wei
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedAdapter:
     """An adapter of an engine: `scale` multiplies what it adds."""
 
     adapter: Adapter
@@ -42,10 +42,10 @@ class Loaded:
 class Adapters:
     """The adapters that requests choose among, by their names."""
 
-    by_name: Mapping[str, Loaded] = field(default_factory=dict)
+    by_name: Mapping[str, LoadedAdapter] = field(default_factory=dict)
 
     @property
-    def all(self) -> tuple[Loaded, ...]:
+    def all(self) -> tuple[LoadedAdapter, ...]:
         return tuple(self.by_name.values())
 
     @property
@@ -55,9 +55,9 @@ class Adapters:
 
     def salt(self, options: PromptOptions) -> str:
         """Return the salt of a request with these options. Raises EngineError for an unknown adapter."""
-        return joined_salt(options.cache_salt, self.asked(options.lora, options.lora_scale)[1])
+        return joined_salt(options.cache_salt, self.choose(options.lora, options.lora_scale)[1])
 
-    def asked(self, name: str, scale: float) -> tuple[RowAdapter | None, str]:
+    def choose(self, name: str, scale: float) -> tuple[RowAdapter | None, str]:
         """Return the adapter that a request names, times a factor, and what tells its K/V from others, as
         `joined_salt` takes it; (None, "") for no name. Raises EngineError for an unknown one."""
         if name and name not in self.by_name:
@@ -85,7 +85,7 @@ def read_adapters(
     is_gguf = any(file.suffix == ".gguf" for file in weights.files())
     by_name = {}
     for name, text in config.lora.items():
-        path, scale = parsed(text)
+        path, scale = parse_adapter(text)
         try:
             where = hub.fetch_adapter(hub.parse(path), say) if path.startswith(hub.PREFIX) else Path(path).expanduser()
             if not where.exists():
@@ -94,13 +94,13 @@ def read_adapters(
             adapter = read_adapter(where, model, is_gguf=is_gguf)
         except model_loaders.LoadError as error:
             raise EngineError(str(error), "model_unavailable", ("lora",)) from error
-        by_name[name] = Loaded(adapter, scale)
+        by_name[name] = LoadedAdapter(adapter, scale)
         rank = max(change.rank for change in adapter.changes.values())
         say(f"Adapter {name}: rank {rank}, {len(adapter.changes)} matrices" + (f", scale {scale:g}" * (scale != 1)))
     return Adapters(by_name)
 
 
-def parsed(text: str) -> tuple[str, float]:
+def parse_adapter(text: str) -> tuple[str, float]:
     """Return the path and the scale in PATH[:SCALE]. A path that exists is one as a whole."""
     match = _SCALE.fullmatch(text)
     if match is None or Path(text).expanduser().exists():
@@ -120,7 +120,7 @@ def row_adapters(spans: Sequence[Span]) -> Routing | None:
     return Routing(numbers.astype(np.int32), scales.astype(np.float32))
 
 
-def deltas(ops: Ops, adapters: Sequence[Loaded], names: Sequence[str], rows: Sequence[int]) -> Deltas | None:
+def deltas(ops: Ops, adapters: Sequence[LoadedAdapter], names: Sequence[str], rows: Sequence[int]) -> Deltas | None:
     """Load what adapters add to the product of a `Linear` with the tensors `names` of `rows` rows; None if none changes
     it. An adapter's rank is the sum of the ranks of its changes of these tensors."""
     rank = _rank(adapters, names)
@@ -142,7 +142,7 @@ def deltas(ops: Ops, adapters: Sequence[Loaded], names: Sequence[str], rows: Seq
     return Deltas(*(ExpertLinear(len(adapters), part) for part in parts))
 
 
-def delta_bytes(ops: Ops, config: ModelConfig, adapters: Sequence[Loaded]) -> int:
+def delta_bytes(ops: Ops, config: ModelConfig, adapters: Sequence[LoadedAdapter]) -> int:
     """Return the bytes of what adapters add to all layers on the device, and of results of the rows of a chunk."""
     if not adapters:
         return 0
@@ -156,14 +156,14 @@ def delta_bytes(ops: Ops, config: ModelConfig, adapters: Sequence[Loaded]) -> in
     return len(adapters) * matrices + 4 * ops.prefill_rows * max(rank + width for rank, width in sizes)
 
 
-def _rank(adapters: Sequence[Loaded], names: Sequence[str]) -> int:
+def _rank(adapters: Sequence[LoadedAdapter], names: Sequence[str]) -> int:
     """0 if no adapter changes these tensors."""
     changes = [one.adapter.changes for one in adapters]
     most = max((sum(change[name].rank for name in names if name in change) for change in changes), default=0)
     return -(-most // _RANKS) * _RANKS
 
 
-def _format(adapters: Sequence[Loaded]) -> WeightFormat:
+def _format(adapters: Sequence[LoadedAdapter]) -> WeightFormat:
     """16 bits if all files have the same ones."""
     kinds = {one.adapter.dtype for one in adapters}
     return get(kinds.pop().lower() if len(kinds) == 1 else "f32")

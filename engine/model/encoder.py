@@ -12,7 +12,7 @@ import numpy as np
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.ops import Array
 from polarlm.engine.errors import EngineError
-from polarlm.engine.model.forward import ModelWeights, Transformer, rows_of
+from polarlm.engine.model.forward import ModelWeights, Transformer, table_rows
 from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.encoder import EncoderLayer
 from polarlm.engine.sampling.sample import NOT_FINITE
@@ -55,7 +55,7 @@ class Encoder(Transformer):
     def _inputs(self, ids: np.ndarray, places: np.ndarray, types: np.ndarray) -> Array:
         """ids (T,), the tokens at `places` of their texts, of `types` → the inputs of the first layer (T, E)."""
         ops, inputs = self.ops, self.weights.encoder_inputs
-        ids = rows_of(self.weights.embedding, ids)
+        ids = table_rows(self.weights.embedding, ids)
         if inputs is None:
             return self._embed(ops.to_device(ids))[0]
         assert ops.encoder_ops is not None
@@ -64,7 +64,7 @@ class Encoder(Transformer):
         for table, at in ((inputs.positions, rows), (inputs.token_types, types)):
             if table is not None:
                 with np.errstate(invalid="ignore", over="ignore"):  # damaged weights are found at the end
-                    x += ops.embed(table, ops.to_device(rows_of(table, at)))
+                    x += ops.embed(table, ops.to_device(table_rows(table, at)))
         ops.encoder_ops.layer_norm(x, (inputs.norm, inputs.norm_bias, self.config.norm_eps))
         return x
 

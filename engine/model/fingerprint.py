@@ -19,7 +19,7 @@ _SAMPLE = 1024  # values from each end of a weight that are covered
 
 def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
     """Return a digest of a configuration and of samples of the weights, as the device keeps them."""
-    digest = hashlib.sha256(repr(_described(config)).encode())
+    digest = hashlib.sha256(repr(_description(config)).encode())
     for name, shape, ends in _samples(ops, weights):
         digest.update(repr((name, shape)).encode())
         for sample in ends:
@@ -27,15 +27,17 @@ def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
     return digest.hexdigest()
 
 
-def _described(value: Any) -> Any:
+def _description(value: Any) -> Any:
     """A configuration's names and values that are no defaults, so that a new field changes no digest."""
     if isinstance(value, tuple):
-        return [_described(one) for one in value]
+        return [_description(one) for one in value]
     if not is_dataclass(value):
         return value
     values = [(field, getattr(value, field.name)) for field in fields(value)]
-    named = {field.name: _described(one) for field, one in values if field.default is MISSING or one != field.default}
-    return type(value).__name__, named
+    described = {
+        field.name: _description(one) for field, one in values if field.default is MISSING or one != field.default
+    }
+    return type(value).__name__, described
 
 
 def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, ...], list[np.ndarray]]]:
@@ -70,9 +72,9 @@ def _tensors(weights: ModelWeights) -> Iterator[_Tensor]:
     for number, layer in enumerate(weights.layers):
         if layer.scale is not None:
             yield f"{number}.scale", layer.scale, number
-        for part, of_part in (("mixer", layer.mixer), ("ffn", layer.ffn), ("embedding", layer.embedding)):
-            if of_part is not None:
-                yield from _fields(f"{number}.{part}", of_part, number)
+        for part, weights_of_part in (("mixer", layer.mixer), ("ffn", layer.ffn), ("embedding", layer.embedding)):
+            if weights_of_part is not None:
+                yield from _fields(f"{number}.{part}", weights_of_part, number)
 
 
 def _fields(name: str, part: Any, layer: int) -> Iterator[_Tensor]:

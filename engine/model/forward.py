@@ -27,8 +27,8 @@ from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.model.passes import Passes
 from polarlm.engine.model.prefill import PromptRows, PromptTap, prefill, stages
 from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.model.towers import ImageReader
-from polarlm.engine.model.towers._rows import ImagePart, PlacedImage, read_images
+from polarlm.engine.model.vision_encoders import ImageReader
+from polarlm.engine.model.vision_encoders._rows import ImagePart, PlacedImage, read_images
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.kv_blocks import KVBlocks
 from polarlm.engine.state.layer_state import Steady
@@ -135,7 +135,7 @@ class Transformer:
         read = (yield from read_images(self.weights.images, images, spans[0])) if images else ()
         if read:
             ids = [one if one < IMAGE_IDS else 0 for one in ids]
-        rows = rows_of(self.weights.embedding, ids)
+        rows = table_rows(self.weights.embedding, ids)
         x, added = self._embed(self._stages[0].ops.to_device(rows), read)
         first_output = 0 if outputs is None else len(ids) - outputs
         prompt = PromptRows(
@@ -193,7 +193,7 @@ class Transformer:
         outputs = len(spans) + len(step_ids)
         if len(rows) > self._passes.most_rows:
             return self.forward(spans, rows, outputs, parts)
-        return self._passes.run(spans, rows_of(self.weights.embedding, rows), outputs, parts)
+        return self._passes.run(spans, table_rows(self.weights.embedding, rows), outputs, parts)
 
     def logits(self, hidden: Array) -> np.ndarray:
         """Return the logits (T, V) float32 of hidden states (T, E), on the host. Raises EngineError if not finite."""
@@ -238,7 +238,7 @@ class Transformer:
         ids, sampler_inputs: one for each row of all `spans`, in order. spans: from `KVStore.open_step`; the caller
         commits them. Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
         """
-        rows = rows_of(self.weights.embedding, ids)
+        rows = table_rows(self.weights.embedding, ids)
         chosen, logits, *states = self._run("step", spans, rows, sampler_inputs)
         sampled = self.ops.fetch_tokens(chosen, logits, sampler_inputs)
         if self.mtp is not None:
@@ -251,7 +251,7 @@ class Transformer:
         """Run a `step` with one row per sequence without waiting for its tokens; requires ops with `fetch_later`. ids:
         the rows' tokens, or the fetch of the previous step, which had the same sequences in the same order."""
         assert self.ops.fetch_later is not None
-        rows = ids.ids if isinstance(ids, Fetch) else rows_of(self.weights.embedding, ids)
+        rows = ids.ids if isinstance(ids, Fetch) else table_rows(self.weights.embedding, ids)
         chosen, _ = self._run("step", spans, rows, sampler_inputs)
         return self.ops.fetch_later(chosen, sampler_inputs)
 
@@ -319,7 +319,7 @@ class Transformer:
         return logits
 
 
-def rows_of(table: Matrix, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+def table_rows(table: Matrix, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return numbers (T,) of rows of `table` as int32. Raises EngineError for a row that it lacks: kernels would read
     whatever lies there."""
     ids = np.asarray(numbers)

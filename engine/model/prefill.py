@@ -14,7 +14,7 @@ from polarlm.engine.backends.ops import Array, Ops, PeerArray, Routing
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.decoder import Chunk, DecoderLayer, InputChoice, Inputs, Rows, compute
 from polarlm.engine.model.layers import LayerInputs
-from polarlm.engine.model.towers._rows import ImagePart
+from polarlm.engine.model.vision_encoders._rows import ImagePart
 from polarlm.engine.state.positions import rope_positions, whole_images
 from polarlm.engine.state.store import Span
 

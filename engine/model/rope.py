@@ -56,23 +56,23 @@ class _Turns:
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if positions.ndim > 1:
-            return self._of_sections(positions)
+            return self._turn_sections(positions)
         stretches, within = np.divmod(positions, _STRETCH)
         if (needed := int(stretches.max(initial=0)) + 1) > len(self._starts):
             starts = _STRETCH * np.arange(max(needed, 2 * len(self._starts)))
             self._starts = np.exp(1j * starts[:, None] * self._frequencies) * self._factors
-        turned = self._starts[stretches]
-        turned *= self._within[within]
-        return turned.real.astype(np.float32), turned.imag.astype(np.float32)
+        turns = self._starts[stretches]
+        turns *= self._within[within]
+        return turns.real.astype(np.float32), turns.imag.astype(np.float32)
 
-    def _of_sections(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _turn_sections(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """positions (3, T): in time, height and width."""
         if self._axes is None:
             return self(positions[0])
         cos, sin = self(positions[0])
         for axis in (1, 2):
-            for turned, of_axis in zip((cos, sin), self(positions[axis]), strict=True):
-                turned[:, self._axes == axis] = of_axis[:, self._axes == axis]
+            for turns, axis_turns in zip((cos, sin), self(positions[axis]), strict=True):
+                turns[:, self._axes == axis] = axis_turns[:, self._axes == axis]
         return cos, sin
 
 

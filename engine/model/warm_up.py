@@ -17,10 +17,10 @@ _MANY_ROWS = 256  # rows of a prompt: enough to be multiplied by a GPU's library
 
 def least_plan(shape: CacheShape, most_rows: int) -> StorePlan:
     """Return the smallest store for a warm-up. most_rows: the most rows of `warm_up_rows`."""
-    of_sequence = 2 * _ROWS + 1 + _many_rows(shape) + shape.block_size
+    tokens = 2 * _ROWS + 1 + _many_rows(shape) + shape.block_size
     if shape.has_two_kinds:  # there is room for blocks with more bits
-        of_sequence *= 2
-    return plan_for_tokens(shape, of_sequence + 1 + most_rows, 1 + most_rows)
+        tokens *= 2
+    return plan_for_tokens(shape, tokens + 1 + most_rows, 1 + most_rows)
 
 
 def _many_rows(shape: CacheShape) -> int:

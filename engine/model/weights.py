@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, ExpertCache, KeptTiles, Ops
-from polarlm.engine.model import towers
-from polarlm.engine.model.adapters import Loaded, deltas
+from polarlm.engine.model import vision_encoders
+from polarlm.engine.model.adapters import LoadedAdapter, deltas
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights, MtpWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
-from polarlm.engine.model.towers import ImageReader
+from polarlm.engine.model.vision_encoders import ImageReader
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, WeightFormat, find, get
 from polarlm.model_loaders.config import Experts, ModelConfig
@@ -26,8 +26,8 @@ from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.tensor_table import Slots
 from polarlm.model_loaders.files.weights import WeightSource
-from polarlm.model_loaders.towers import Tower
-from polarlm.model_loaders.towers import tensors as tower_tensors
+from polarlm.model_loaders.vision_encoders import VisionEncoder
+from polarlm.model_loaders.vision_encoders import tensors as vision_tensors
 
 _SLAB_VALUES = 1 << 18  # converted at a time: they stay in the CPU's cache
 EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # the matrices of a layer's experts
@@ -123,7 +123,7 @@ class TensorReader:
         weight_type: WeightFormat | None = None,
         kept: KeptTiles | None = None,
         cache: ExpertCache | None = None,
-        adapters: Sequence[Loaded] = (),
+        adapters: Sequence[LoadedAdapter] = (),
     ):
         self._ops, self._source, self._progress = ops, source, progress or (lambda nbytes: None)
         self._weight_type, self._kept, self._cache, self._adapters = weight_type, kept, cache, adapters
@@ -201,7 +201,7 @@ def load_weights(
     kept: KeptTiles | None = None,
     cache: ExpertCache | None = None,
     on_host: int = 0,
-    adapters: Sequence[Loaded] = (),
+    adapters: Sequence[LoadedAdapter] = (),
 ) -> ModelWeights:
     """Load all weights to the device. Matrices are converted to `weight_type`; None keeps the file's format.
 
@@ -218,17 +218,17 @@ def load_weights(
         return readers[layer_ops]
 
     read, last = reader(0), len(config.layers) - 1
-    of_host = None if ops.host is None else TensorReader(ops.host, source, progress, weight_type)
+    host_reader = None if ops.host is None else TensorReader(ops.host, source, progress, weight_type)
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
     (embedding,) = read.matrices(top["embedding"])
     layers = []
     for number in range(len(config.layers)) if numbers is None else numbers:
         layer = config.layers[number]
-        of_layer = reader(number)
-        of_experts = of_host if of_host is not None and number < on_host else of_layer
+        reader_of_layer = reader(number)
+        expert_reader = host_reader if host_reader is not None and number < on_host else reader_of_layer
         count = layer.ffn.count if isinstance(layer.ffn, Experts) else 0
-        layer_reader = LayerReader(of_layer, of_experts, table.layers[number], count)
+        layer_reader = LayerReader(reader_of_layer, expert_reader, table.layers[number], count)
         layers.append(
             LayerWeights(
                 layer_reader.weights(MIXERS[type(layer.mixer)].Weights),
@@ -238,23 +238,25 @@ def load_weights(
                 layer_reader.weights(MtpWeights) if "mtp_in" in layer_reader.slots else None,
             )
         )
-    of_last = reader(last)
-    norm = of_last.vector(top["norm"], config.logit_scale) if "norm" in top else None
+    last_reader = reader(last)
+    norm = last_reader.vector(top["norm"], config.logit_scale) if "norm" in top else None
     head = Linear((embedding,))
-    if "head" in top or of_last is not read:  # a card that lacks the embedding has a copy of it
-        head = of_last.linear(top.get("head", top["embedding"]))
-    of_top = LayerReader(read, read, table.top, 0)
-    inputs = of_top.weights(TokenInputs) if "layer_embedding" in top else None
-    host_bytes = 0 if of_host is None else of_host.bytes
-    of_encoder = of_top.weights(EncoderInputs) if "embedding_norm" in top else None
-    dense = [of_last.linear(top[f"dense_{i}"], top.get(f"dense_{i}_bias", ())) for i in range(len(config.dense))]
+    if "head" in top or last_reader is not read:  # a card that lacks the embedding has a copy of it
+        head = last_reader.linear(top.get("head", top["embedding"]))
+    top_reader = LayerReader(read, read, table.top, 0)
+    inputs = top_reader.weights(TokenInputs) if "layer_embedding" in top else None
+    host_bytes = 0 if host_reader is None else host_reader.bytes
+    encoder_inputs = top_reader.weights(EncoderInputs) if "embedding_norm" in top else None
+    dense = [last_reader.linear(top[f"dense_{i}"], top.get(f"dense_{i}_bias", ())) for i in range(len(config.dense))]
     pair_head = None
     if config.scores_pairs:
         before, score = (read.linear(top[slot], top[f"{slot}_bias"]) for slot in ("score_dense", "score"))
         pair_head = before, score
-    ops.wait()  # on a GPU a step's launch may overlap the one before and read weights before it waits for it
+    ops.wait()  # on a GPU, an overlapped launch may read weights before their upload has finished
     nbytes = sum(one.bytes for one in readers.values())
-    return ModelWeights(embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, of_encoder, dense, pair_head)
+    return ModelWeights(
+        embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, encoder_inputs, dense, pair_head
+    )
 
 
 def layer_formats(
@@ -374,10 +376,10 @@ def _format(ops: Ops, source: WeightSource, name: str, weight_type: WeightFormat
 
 @dataclass(frozen=True)
 class LayerReader:
-    """Reads the slots of one layer. of_experts: reads the matrices and biases of `count` experts."""
+    """Reads the slots of one layer. expert_reader: reads the matrices and biases of `count` experts."""
 
     read: TensorReader
-    of_experts: TensorReader
+    expert_reader: TensorReader
     slots: Slots
     count: int
 
@@ -396,21 +398,26 @@ class LayerReader:
         return self.read.matrices(self._names(slot))[0] if slot in self.slots else None
 
     def experts(self, slot: str) -> ExpertLinear:
-        experts = self.of_experts.experts(self.count, self._names(slot), self._names(f"{slot}_bias"))
-        return replace(experts, on_host=self.of_experts is not self.read)
+        experts = self.expert_reader.experts(self.count, self._names(slot), self._names(f"{slot}_bias"))
+        return replace(experts, on_host=self.expert_reader is not self.read)
 
     def _names(self, slot: str) -> list[str]:
         return [spec.name for spec in self.slots.get(slot, ())]
 
 
-def load_tower(
-    ops: Ops, tower: Tower, source: WeightSource, progress: Callable[[int], None] | None = None
+def load_vision_encoder(
+    ops: Ops, vision_encoder: VisionEncoder, source: WeightSource, progress: Callable[[int], None] | None = None
 ) -> ImageReader:
-    """Load a tower to the device. progress: called with the bytes of the file that are done since its last call."""
-    module, table, ops = import_module(f"{towers.__name__}.{tower.kind}"), tower_tensors(tower), ops.layer_ops(0)
+    """Load a vision encoder to the device. progress: called with the bytes of the file that are done since its last
+    call."""
+    module, table, ops = (
+        import_module(f"{vision_encoders.__name__}.{vision_encoder.kind}"),
+        vision_tensors(vision_encoder),
+        ops.layer_ops(0),
+    )
     read = TensorReader(ops, source, progress)
     top, *layers = (LayerReader(read, read, slots, 0) for slots in (table.top, *table.layers))
-    weights, of_layers = top.weights(module.Weights), [layer.weights(module.LayerWeights) for layer in layers]
+    weights, weights_of_layers = top.weights(module.Weights), [layer.weights(module.LayerWeights) for layer in layers]
     ops.wait()
-    reader: ImageReader = module.Reader(ops, tower, weights, of_layers, read.bytes)
+    reader: ImageReader = module.Reader(ops, vision_encoder, weights, weights_of_layers, read.bytes)
     return reader

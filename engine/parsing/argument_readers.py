@@ -1,6 +1,6 @@
 """Reads the arguments of a call while they are generated, and gives them as JSON.
 
-Each has `push`, which gives the JSON text so far, and, once they are complete, the text behind them: else None.
+Each has `push`, which returns the new JSON text and, once the arguments are complete, the text after them, else None.
 """
 
 from __future__ import annotations
@@ -60,76 +60,76 @@ class QuotedArguments:
     def __init__(self, *quotes: str, escapes: bool = False) -> None:
         """quotes: which may stand around strings. escapes: whether there are escapes in them."""
         self._quotes, self._escapes = quotes, escapes
-        self._held = ""  # text that is not read yet
+        self._pending = ""  # text that is not read yet
         self._open = ""  # the brackets that are open
         self._quote = ""  # of the string that is being read
         self._word = ""  # a name, or a value that is no string, so far
         self._names = False  # whether a name is next
 
     def push(self, text: str) -> tuple[str, str | None]:
-        self._held += text
-        said = ""
-        while self._held:
+        self._pending += text
+        json_text = ""
+        while self._pending:
             if self._quote:
-                said += self._escaped() if self._escapes else self._inside()
-                if not self._held.startswith(self._quote):
+                json_text += self._escaped() if self._escapes else self._inside()
+                if not self._pending.startswith(self._quote):
                     break
-                self._held, self._quote = self._held[len(self._quote) :], ""
-                said += '"'
-            elif quote := next((quote for quote in self._quotes if self._held.startswith(quote)), ""):
-                self._held, self._quote = self._held[len(quote) :], quote
-                said += '"'
+                self._pending, self._quote = self._pending[len(self._quote) :], ""
+                json_text += '"'
+            elif quote := next((quote for quote in self._quotes if self._pending.startswith(quote)), ""):
+                self._pending, self._quote = self._pending[len(quote) :], quote
+                json_text += '"'
                 continue
-            elif any(quote.startswith(self._held) for quote in self._quotes):
+            elif any(quote.startswith(self._pending) for quote in self._quotes):
                 break
-            elif self._open or self._held[0] in "{[":
-                said += self._structure()
+            elif self._open or self._pending[0] in "{[":
+                json_text += self._structure()
             else:
-                rest = _WORD.sub("", self._held, count=1)
-                self._word, self._held = self._word + self._held[: len(self._held) - len(rest)], rest
+                rest = _WORD.sub("", self._pending, count=1)
+                self._word, self._pending = self._word + self._pending[: len(self._pending) - len(rest)], rest
                 if not rest:
                     break
-                said += _value(self._word.strip())
+                json_text += _value(self._word.strip())
             if not self._open:
-                rest, self._held = self._held, ""
-                return said, rest
-        return said, None
+                rest, self._pending = self._pending, ""
+                return json_text, rest
+        return json_text, None
 
     def _inside(self) -> str:
-        """What is held of a string without escapes, as JSON; its quote, or what may begin one, stays."""
-        inside, ended, _ = self._held.partition(self._quote)
-        end = len(inside) - (0 if ended else overlap(inside, self._quote))
-        self._held = self._held[end:]
+        """The pending part of a string without escapes, as JSON; its quote, or what may begin one, stays pending."""
+        inside, end_text, _ = self._pending.partition(self._quote)
+        end = len(inside) - (0 if end_text else overlap(inside, self._quote))
+        self._pending = self._pending[end:]
         return json.dumps(inside[:end], ensure_ascii=False)[1:-1]
 
     def _escaped(self) -> str:
         """The same of a string with escapes, as JSON and Python have them; an unknown one is itself."""
-        said = ""
-        while (part := _PART.match(self._held)) is not None and part[0] != self._quote:
-            escape, self._held = part["escape"], self._held[part.end() :]
+        json_text = ""
+        while (part := _PART.match(self._pending)) is not None and part[0] != self._quote:
+            escape, self._pending = part["escape"], self._pending[part.end() :]
             if escape is None:
-                said += json.dumps(part[0], ensure_ascii=False)[1:-1]
+                json_text += json.dumps(part[0], ensure_ascii=False)[1:-1]
             elif escape[0] in "xuU" and len(escape) > 1:
                 code = int(escape[1:], 16)
-                said += f"\\u{code:04x}" if code < 1 << 16 else chr(code) if code < 0x110000 else "\ufffd"
+                json_text += f"\\u{code:04x}" if code < 1 << 16 else chr(code) if code < 0x110000 else "\ufffd"
             else:
-                said += json.dumps(_ESCAPES.get(escape, part[0]), ensure_ascii=False)[1:-1]
-        return said
+                json_text += json.dumps(_ESCAPES.get(escape, part[0]), ensure_ascii=False)[1:-1]
+        return json_text
 
     def _structure(self) -> str:
-        character, self._held = self._held[0], self._held[1:]
+        character, self._pending = self._pending[0], self._pending[1:]
         if character not in (",{}[]:" if self._names else ",{}[]"):
             self._word += character
             return ""
         word = self._word.strip()
         self._word = ""
-        said = _value(word) if word and character != ":" else json.dumps(word, ensure_ascii=False) if word else ""
+        json_text = _value(word) if word and character != ":" else json.dumps(word, ensure_ascii=False) if word else ""
         if character in "{[":
             self._open += character
         elif character in "}]":
             self._open = self._open[:-1]
         self._names = character in "{,}]" and self._open.endswith("{")
-        return said + character
+        return json_text + character
 
 
 def _value(word: str) -> str:
@@ -151,87 +151,87 @@ class FieldArguments:
     def __init__(self, fields: Fields, closing: str, schema: Any) -> None:
         """closing: what follows the arguments. schema: of all arguments, as an object."""
         self._fields, self._closing, self._schema = fields, closing, schema
-        self._begin = fields.before  # what the next argument begins with
+        self._begin = fields.prefix  # what the next argument begins with
         self._state: Callable[[], str | None] | None = self._next
         self._kinds = KINDS  # that the value may have
         self._reader = QuotedArguments()
-        self._held = ""  # text that is not read yet
+        self._pending = ""  # text that is not read yet
         self._opening = "{"  # what is to be written before the next name
 
     def push(self, text: str) -> tuple[str, str | None]:
-        self._held += text
-        said = ""
+        self._pending += text
+        json_text = ""
         while self._state is not None:
             if (more := self._state()) is None:
-                return said, None
-            said += more
-        return said, self._held
+                return json_text, None
+            json_text += more
+        return json_text, self._pending
 
     # Each state is a method that returns the JSON that it finds, or None if it needs more text.
 
     def _next(self) -> str | None:
         closing, begin, fields = self._closing, self._begin.strip(), self._fields
-        if closing.startswith(self._held) and closing != self._held:
+        if closing.startswith(self._pending) and closing != self._pending:
             return None
-        ends = self._held.startswith(closing)
+        ends = self._pending.startswith(closing)
         if not ends:
-            self._held = self._held.lstrip()  # models are freer with white space than templates
-        if not ends and begin.startswith(self._held) and (begin != self._held or not begin):
+            self._pending = self._pending.lstrip()  # models are freer with white space than templates
+        if not ends and begin.startswith(self._pending) and (begin != self._pending or not begin):
             return None
-        if ends or self._held.startswith(closing) or not self._held.startswith(begin):
+        if ends or self._pending.startswith(closing) or not self._pending.startswith(begin):
             self._state = None
             return "{}" if self._opening == "{" else "}"
-        name, sign, rest = self._held[len(begin) :].partition(fields.between)
+        name, sign, rest = self._pending[len(begin) :].partition(fields.joint)
         if not sign:
             return None
-        name, self._held, self._begin = name.strip(), rest, fields.separator + fields.before
-        said, self._opening = f"{self._opening}{json.dumps(name, ensure_ascii=False)}: ", ", "
+        name, self._pending, self._begin = name.strip(), rest, fields.separator + fields.prefix
+        json_text, self._opening = f"{self._opening}{json.dumps(name, ensure_ascii=False)}: ", ", "
         if fields.quote:
             self._reader, self._state = QuotedArguments("'", '"', escapes=True), self._literal
-            return said
+            return json_text
         self._kinds = kinds_of_property(self._schema, name)
         is_text = self._kinds == {"string"}
         self._state = self._text if is_text else self._any
-        return said + '"' * is_text
+        return json_text + '"' * is_text
 
     def _literal(self) -> str | None:
-        if not self._held:
+        if not self._pending:
             return None
-        said, rest = self._reader.push(self._held)
-        self._held = rest or ""
+        json_text, rest = self._reader.push(self._pending)
+        self._pending = rest or ""
         if rest is not None:
-            self._state = self._after
-        return said
+            self._state = self._after_value
+        return json_text
 
-    def _after(self) -> str | None:
-        after = self._fields.after
-        if after.startswith(self._held) and after != self._held and after:
+    def _after_value(self) -> str | None:
+        suffix = self._fields.suffix
+        if suffix.startswith(self._pending) and suffix != self._pending and suffix:
             return None
-        self._held, self._state = self._held.removeprefix(after), self._next
+        self._pending, self._state = self._pending.removeprefix(suffix), self._next
         return ""
 
     def _text(self) -> str | None:
-        text, ended, rest = self._held.partition(self._fields.after)
-        end = len(text) - (0 if ended else overlap(text, self._fields.after))
-        self._held, self._state = (rest, self._next) if ended else (self._held[end:], self._text)
-        said = json.dumps(text[:end], ensure_ascii=False)[1:-1] + '"' * bool(ended)
-        return said if said else None
+        text, end_text, rest = self._pending.partition(self._fields.suffix)
+        end = len(text) - (0 if end_text else overlap(text, self._fields.suffix))
+        self._pending, self._state = (rest, self._next) if end_text else (self._pending[end:], self._text)
+        json_text = json.dumps(text[:end], ensure_ascii=False)[1:-1] + '"' * bool(end_text)
+        return json_text if json_text else None
 
     def _any(self) -> str | None:
-        text, ended, rest = self._held.partition(self._fields.after)
-        if not ended:
+        text, end_text, rest = self._pending.partition(self._fields.suffix)
+        if not end_text:
             return None
-        self._held, self._state = rest, self._next
-        return _typed(text, self._kinds)
+        self._pending, self._state = rest, self._next
+        return _typed_value(text, self._kinds)
 
 
-def _typed(text: str, kinds: Collection[str]) -> str:
+def _typed_value(text: str, kinds: Collection[str]) -> str:
     """A value without quotes as JSON: of one of these types where its text has one of them, else a string."""
     word = _CONSTANTS.get(text, text)
     try:
         kind = kind_of(json.loads(word, parse_constant=int))  # which raises for NaN and infinity
     except (ValueError, RecursionError):
-        said, rest = QuotedArguments("'", '"', escapes=True).push(text.strip() if text.strip()[:1] in "[{" else "")
-        return said if rest == "" and "string" not in kinds else json.dumps(text, ensure_ascii=False)
+        json_text, rest = QuotedArguments("'", '"', escapes=True).push(text.strip() if text.strip()[:1] in "[{" else "")
+        return json_text if rest == "" and "string" not in kinds else json.dumps(text, ensure_ascii=False)
     is_text = "string" in kinds and (kind not in kinds or kind == "string" or text != text.strip())
     return json.dumps(text, ensure_ascii=False) if is_text else word

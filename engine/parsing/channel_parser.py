@@ -21,12 +21,12 @@ def channel_tokens(channels: Channels, control: Mapping[str, int]) -> tuple[int,
 
 class ChannelParser:
     def __init__(
-        self, channels: Channels, format: CallFormat, names: Collection[str], *, begun: bool, inline: bool
+        self, channels: Channels, format: CallFormat, names: Collection[str], *, is_begun: bool, inline: bool
     ) -> None:
-        """format: how calls are written. names: the functions that may be called. begun: whether the prompt ends with
-        the header of the text. inline: whether reasoning is text, with its header and its end."""
+        """format: how calls are written. names: the functions that may be called. is_begun: whether the prompt ends
+        with the header of the text. inline: whether reasoning is text, with its header and its end."""
         self._inline = Inline(channels) if inline else None
-        self._reader = ChannelReader(channels, to=format.opening, names=names, begun=begun)
+        self._reader = ChannelReader(channels, to=format.opening, names=names, is_begun=is_begun)
         self._arguments = ""  # arguments of the last call
         self.calls = 0  # calls that have begun
         self.is_cut_off = False  # at the end of the answer: whether it ends inside a call, or before a message's text

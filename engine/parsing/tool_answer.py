@@ -36,8 +36,8 @@ class ToolAnswer:
         parser: AnswerParser | ChannelParser
         try:
             if template.channels is not None:
-                begun, tokens = options.continue_final_message, channel_tokens(template.channels, control)
-                parser = ChannelParser(template.channels, template.calls, names, begun=begun, inline=False)
+                is_begun, tokens = options.continue_final_message, channel_tokens(template.channels, control)
+                parser = ChannelParser(template.channels, template.calls, names, is_begun=is_begun, inline=False)
             else:
                 place = place_of_answer(prompt, model, options)
                 tags = None if place == "after" else template.tags

@@ -65,7 +65,7 @@ class Batch:
     damaged: dict[Request, EngineError] | None = None  # once it is committed
 
     @property
-    def held(self) -> list[Rows]:
+    def active(self) -> list[Rows]:
         """The rows of requests that have not left."""
         return [rows for rows in self.rows if rows.span is not None]
 
@@ -138,11 +138,11 @@ class Batches:
     def leave(self, request: Request) -> None:
         """Abort a request's rows in the step that has begun: they come after its final token."""
         if (step := self.next_step) is not None:
-            for rows in step.held:
+            for rows in step.active:
                 if rows.request is request and rows.span is not None:
                     self._store.abort(rows.span)
                     rows.span = None
-            self.next_step = step if step.held else None
+            self.next_step = step if step.active else None
 
     def _aborting(self, batch: Batch) -> AbstractContextManager[None]:
         return self._store.aborting(rows.span for rows in batch.rows if rows.span is not None)
@@ -272,7 +272,7 @@ class Batches:
         """
         if batch.fetch is None:
             with self._aborting(batch):
-                for rows in batch.held:
+                for rows in batch.active:
                     assert rows.span is not None
                     rows.is_known = len(rows.request.sequence.ids) > rows.span.start + 1
                 batch.fetch = self._model.sample_ahead(batch.logits, self._sampler_inputs(batch))
@@ -286,19 +286,19 @@ class Batches:
         """Keep the rows of a computed batch, of drafted tokens those that are right, which are taken here."""
         if batch.damaged is not None:
             return
-        held = batch.held
+        active = batch.active
         with self._aborting(batch):
-            kept = self._take_verified(batch) if [rows for rows in held if rows.guesses] else None
-            growing = [rows for rows in held if rows.span is not None and rows.span.growth]
-            errors = self._store.commit_steps(_spans(held), kept)
-        batch.damaged = {rows.request: errors[number] for number, rows in enumerate(held) if number in errors}
+            kept = self._take_verified(batch) if [rows for rows in active if rows.guesses] else None
+            growing = [rows for rows in active if rows.span is not None and rows.span.growth]
+            errors = self._store.commit_steps(_spans(active), kept)
+        batch.damaged = {rows.request: errors[number] for number, rows in enumerate(active) if number in errors}
         for rows in growing:
             if rows.span is not None and rows.request.options.pooling is None:
                 self._prefixes.insert(rows.span.sequence, rows.request.sequence.ids)
-        for request in [rows.request for rows in held if rows.request.wants_progress]:
+        for request in [rows.request for rows in active if rows.request.wants_progress]:
             if request.prefill is None:  # which has reported each chunk
                 request.report_progress(len(request.sequence.prompt))
-        for request in [rows.request for rows in held if rows.is_prompt]:
+        for request in [rows.request for rows in active if rows.is_prompt]:
             request.prefill = None
             self._scheduler.admit(request.sequence)
             if request.kv is not None and request.kv.length == request.sequence.computable:

@@ -14,9 +14,9 @@ from polarlm import model_loaders
 from polarlm.engine.errors import EngineError, counted, no_answers, shown
 from polarlm.engine.limits import RANK, check_roles
 from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.chat.reasoning import Place
+from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
 from polarlm.model_loaders.limited_process import NobodyWaits, wanted_until
 from polarlm.model_loaders.tokenizers import Tokenizer
 
@@ -28,7 +28,7 @@ _MOST_CHARACTERS = 16  # per token of the context; of a longer text, the beginni
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _as_engine_error() -> Iterator[None]:
     """Raise EngineError for what is wrong with a template or a tokenizer."""
     try:
         yield
@@ -47,7 +47,7 @@ def read_until(gone: Callable[[], bool] | None) -> Iterator[None]:
         raise EngineError("The request was cancelled before its prompt was read", "cancelled") from None
 
 
-@_told()
+@_as_engine_error()
 def prompt_ids(
     prompt: Prompt,
     model: model_loaders.Model,
@@ -112,7 +112,7 @@ def _before(model: model_loaders.Model, options: PromptOptions) -> str:
     return prompts.texts[name]
 
 
-@_told()
+@_as_engine_error()
 def pair_ids(
     query: str,
     document: str,
@@ -182,7 +182,7 @@ def chat_text(prompt: Prompt, model: model_loaders.Model, options: PromptOptions
     """Return messages as the model's template renders them, with the generation prompt. Raises EngineError."""
     assert is_chat(prompt)
     messages, begun = _split(prompt) if options.continue_final_message else (prompt, {"content": ""})
-    put = put_otherwise(model.template, messages, options.tools, options.template_variables)
+    put = adapt_conversation(model.template, messages, options.tools, options.template_variables)
     (text,) = model.template.render_each([put.messages], **put.variables)
     if not isinstance(text, str):
         raise EngineError(str(text))
@@ -191,7 +191,7 @@ def chat_text(prompt: Prompt, model: model_loaders.Model, options: PromptOptions
     return text + header + str(begun["content"])
 
 
-@_told()
+@_as_engine_error()
 def place_of_answer(prompt: Sequence[Mapping[str, Any]], model: model_loaders.Model, options: PromptOptions) -> Place:
     """Return where the answer to messages begins: before, inside or after its reasoning. Raises EngineError."""
     last = prompt[-1] if isinstance(prompt[-1], Mapping) else {}
@@ -204,7 +204,7 @@ def place_of_answer(prompt: Sequence[Mapping[str, Any]], model: model_loaders.Mo
     return "inside" if opened and tags.close not in begun else "after"
 
 
-def behind_reasoning(
+def constrain_after_reasoning(
     prompt: Prompt, params: SamplingParams, options: PromptOptions, model: model_loaders.Model
 ) -> tuple[SamplingParams, str]:
     """Return `params`, and the tag behind which their constraint begins: the tag that closes the reasoning which the

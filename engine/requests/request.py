@@ -16,7 +16,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
 from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader, Ranking
-from polarlm.engine.model.towers._rows import PlacedImage
+from polarlm.engine.model.vision_encoders._rows import PlacedImage
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers, Conversation
@@ -147,7 +147,7 @@ class Request:
         ids = prompt_ids(conversation.prompt, model, options, context=limit, warn=warnings.append, cut=read.cut)
         ids = within(ids, limit, warnings.append) if options.truncate else ids
         ids = checked_ids(ids, model, context, room, read.ids)
-        places, of_rows = read.places(ids, sections=model.config.has_sections)
+        places, images_of_rows = read.places(ids, sections=model.config.has_sections)
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))
         is_answer = is_chat(prompt) and not options.continue_final_message
@@ -159,7 +159,7 @@ class Request:
             params,
             sampling,
             model.tokenizer,
-            Detokenizer(model.tokenizer, at_start=is_answer, shown=params.shown_tokens),
+            Detokenizer(model.tokenizer, at_start=is_answer, shown_tokens=params.shown_tokens),
             model.vocabulary,
             outbox,
             options,
@@ -167,12 +167,12 @@ class Request:
             conversation if is_answer else None,
             constraint,
             places=places,
-            images=of_rows,
+            images=images_of_rows,
             warnings=warnings,
         )
         for sentence in warnings:
             _log_once(sentence)
-        request.adapter, _ = adapters.asked(options.lora, options.lora_scale)
+        request.adapter, _ = adapters.choose(options.lora, options.lora_scale)
         request.salt = adapters.salt(options)
         if request.sampler.reach_ahead:
             request.drafts = drafting.drafts(ids, params, lambda: request.kv)
@@ -302,9 +302,9 @@ class Request:
     def finish(self, reason: str, last: Chunk = _EMPTY) -> None:
         """Emit the last chunk: `last` with the held-back text, the finish reason and the usage."""
         text = last.text
-        if not self._stop_filter.stopped:
+        if not self._stop_filter.has_stopped:
             text += self._stop_filter.push(self.detokenizer.finish()) + self._stop_filter.finish()
-        if self.conversation and not self._stop_filter.stopped:  # the ids have text that a stop string has cut off
+        if self.conversation and not self._stop_filter.has_stopped:  # the ids have text that a stop string has cut off
             with suppress(MemoryError):  # an answer must not fail because it cannot be remembered
                 self.conversation.keep(self.sequence.ids[len(self.sequence.prompt) :])
         self.sequence.finish_reason = reason

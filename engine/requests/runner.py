@@ -134,8 +134,8 @@ class Runner:
         running, threads = self._scheduler.running, self._model.ops.threads()
         cache = self._model.weights.expert_cache
         if threads is not None:
-            of_draft = [] if self._draft is None else self._draft.store.numpy_fallbacks()
-            clauses = [*self._store.numpy_fallbacks(), *(f"draft model: {clause}" for clause in of_draft)]
+            draft_clauses = [] if self._draft is None else self._draft.store.numpy_fallbacks()
+            clauses = [*self._store.numpy_fallbacks(), *(f"draft model: {clause}" for clause in draft_clauses)]
             threads = replace(threads, why="; ".join([threads.why, *clauses]))
         return Status(
             running=running,

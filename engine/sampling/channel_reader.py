@@ -29,23 +29,25 @@ class ChannelReader:
     recipient that is no function of the request, unless its channel is the one for reasoning.
     """
 
-    def __init__(self, channels: Channels, *, to: str = "", names: Collection[str] = (), begun: bool = False) -> None:
-        """to: what precedes the name of a function in a header. begun: whether the prompt has the first header."""
+    def __init__(
+        self, channels: Channels, *, to: str = "", names: Collection[str] = (), is_begun: bool = False
+    ) -> None:
+        """to: what precedes the name of a function in a header. is_begun: whether the prompt has the first header."""
         self._channels, self._to, self._names = channels, to.strip(), frozenset(names)
-        self._state: Callable[[], list[Part] | None] = self._message if begun else self._header
+        self._state: Callable[[], list[Part] | None] = self._message if is_begun else self._header
         self._kind: Kind = "text"
-        self._held = ""
+        self._pending = ""
         self._last: Kind | None = None  # kind of the last part
         self._is_new = False  # whether the message has no text so far
 
     @property
     def is_in_header(self) -> bool:
         """Whether text is held back that may be a header."""
-        return self._state == self._header and bool(self._held)
+        return self._state == self._header and bool(self._pending)
 
     def push(self, text: str) -> list[Part]:
         """The parts that `text` completes."""
-        self._held += text
+        self._pending += text
         parts: list[Part] = []
         while (more := self._state()) is not None:
             parts += more
@@ -53,45 +55,48 @@ class ChannelReader:
 
     def finish(self) -> list[Part]:
         """The remaining part at the end of the answer; the beginning of a header is dropped."""
-        held, self._held = self._held, ""
-        return self._said(held) if self._state == self._message else []
+        pending, self._pending = self._pending, ""
+        return self._text_parts(pending) if self._state == self._message else []
 
     def _header(self) -> list[Part] | None:
         """State: before the text of a message."""
         channels = self._channels
-        header, separator, rest = self._held.partition(channels.message)
+        header, separator, rest = self._pending.partition(channels.message)
         begins = [channels.start, channels.channel, *([self._to] if self._to else [])]
         text = header.lstrip()
         if not any(text.startswith(begin) or begin.startswith(text) for begin in begins) or len(text) > _MOST_HEADER:
-            self._begin("text", self._held)
+            self._begin("text", self._pending)
             return []
         if not separator:
             return None
-        named = re.search(rf"(?:^|\s){re.escape(self._to)}([^\s<]+)", header) if self._to else None
+        match = re.search(rf"(?:^|\s){re.escape(self._to)}([^\s<]+)", header) if self._to else None
         channel = re.match(r"\w*", header.partition(channels.channel)[2])
-        if named is not None and named[1] in self._names:
+        if match is not None and match[1] in self._names:
             self._begin("arguments", rest)
             self._last, self._is_new = "arguments", False
-            return [Part("call", named[1])]
+            return [Part("call", match[1])]
         self._begin("reasoning" if channel is not None and channel[0] == channels.reasoning else "text", rest)
         return []
 
     def _begin(self, kind: Kind, text: str) -> None:
-        self._kind, self._held, self._is_new, self._state = kind, text, True, self._message
+        self._kind, self._pending, self._is_new, self._state = kind, text, True, self._message
 
     def _message(self) -> list[Part] | None:
         """State: in the text of a message, which ends where the next one begins, too."""
         ends = (self._channels.end, self._channels.start)
-        places = [at for end in ends if (at := self._held.find(end)) >= 0]
+        places = [at for end in ends if (at := self._pending.find(end)) >= 0]
         if places:
-            said, self._held = self._held[: min(places)], self._held[min(places) :].removeprefix(self._channels.end)
+            text, self._pending = (
+                self._pending[: min(places)],
+                self._pending[min(places) :].removeprefix(self._channels.end),
+            )
             self._state = self._header
-            return self._said(said)
-        keep = max(overlap(self._held, end) for end in ends)
-        said, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return self._said(said) if said else None
+            return self._text_parts(text)
+        keep = max(overlap(self._pending, end) for end in ends)
+        text, self._pending = self._pending[: len(self._pending) - keep], self._pending[len(self._pending) - keep :]
+        return self._text_parts(text) if text else None
 
-    def _said(self, text: str) -> list[Part]:
+    def _text_parts(self, text: str) -> list[Part]:
         if not text:
             return []
         gap = "\n\n" if self._is_new and self._last == self._kind else ""

@@ -12,12 +12,12 @@ from polarlm.model_loaders.tokenizers import Tokenizer
 class Detokenizer:
     """Converts ids to text incrementally; bytes of an incomplete UTF-8 character wait for the rest."""
 
-    def __init__(self, tokenizer: Tokenizer, *, at_start: bool, shown: Collection[int] = ()):
-        """at_start: the text begins here, so a SentencePiece model's leading space is not part of it. shown: control
-        tokens whose names are part of the text."""
+    def __init__(self, tokenizer: Tokenizer, *, at_start: bool, shown_tokens: Collection[int] = ()):
+        """at_start: the text begins here, so a SentencePiece model's leading space is not part of it. shown_tokens:
+        control tokens whose names are part of the text."""
         self._tokenizer = tokenizer
-        names = tokenizer.control_tokens() if shown else {}
-        self._names = {i: name.encode() for name, i in names.items() if i in shown}
+        names = tokenizer.control_tokens() if shown_tokens else {}
+        self._names = {i: name.encode() for name, i in names.items() if i in shown_tokens}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = at_start and tokenizer.strips_leading_space
 
@@ -41,37 +41,37 @@ class StopFilter:
     """Passes text up to the first complete stop string, and holds back a possible beginning of one.
 
     >>> stop = StopFilter(["END"])
-    >>> stop.push("one E"), stop.push("N two"), stop.push(" END three"), stop.stopped
+    >>> stop.push("one E"), stop.push("N two"), stop.push(" END three"), stop.has_stopped
     ('one ', 'EN two', ' ', True)
     """
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
-        self._held = ""
+        self._pending = ""
         self.stopped_by: str | None = None
 
     @property
-    def stopped(self) -> bool:
+    def has_stopped(self) -> bool:
         return self.stopped_by is not None
 
     def push(self, text: str) -> str:
         if not self._stops:
             return text
-        text = self._held + text
+        text = self._pending + text
         matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
             # The stop string that is complete first, so that the result does not depend on how the text is split.
             _, at, self.stopped_by = min(matches)
-            self._held = ""
+            self._pending = ""
             return text[:at]
         keep = max(overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def finish(self) -> str:
         """The text that is still held back."""
-        held, self._held = self._held, ""
-        return held
+        pending, self._pending = self._pending, ""
+        return pending
 
 
 def overlap(text: str, literal: str) -> int:

@@ -37,7 +37,7 @@ class Dry:
         self._is_breaker = cache(lambda token: any(breaker in text_of(token) for breaker in self._breakers))
         self._longest = max(map(len, self._breakers), default=1)
         self._end = b""  # the end of the text, a byte shorter than the longest breaker
-        self._since = 0  # tokens since the one in which the last breaker ends
+        self._tokens_since_breaker = 0  # tokens since the one in which the last breaker ends
 
     def read(self, ids: Sequence[int]) -> None:
         """Read the new tokens of `ids`, which must begin with the ids of the previous call."""
@@ -52,21 +52,21 @@ class Dry:
         self.read(ids)
         runs = self._repeats.runs
         inside = np.arange(len(runs), 0, -1, dtype=np.int32)  # the most tokens of a run that are in range
-        lengths = np.minimum(np.minimum(runs, inside), self._since)
+        lengths = np.minimum(np.minimum(runs, inside), self._tokens_since_breaker)
         at = np.flatnonzero(lengths >= self._allowed)
         if len(at) == 0:
             return None
         tokens, which = np.unique(self._repeats.ids[self._repeats.count - 1 - at], return_inverse=True)
         longest = np.zeros(len(tokens), np.int64)
         np.maximum.at(longest, which, lengths[at])
-        kept = np.array([not self._is_breaker(token) for token in tokens.tolist()])
+        is_kept = np.array([not self._is_breaker(token) for token in tokens.tolist()])
         with np.errstate(over="ignore"):
-            amounts = np.minimum(self._multiplier * float(self._base) ** (longest[kept] - self._allowed), _MOST)
-        return Penalties(tokens[kept], amounts) if kept.any() else None
+            amounts = np.minimum(self._multiplier * float(self._base) ** (longest[is_kept] - self._allowed), _MOST)
+        return Penalties(tokens[is_kept], amounts) if is_kept.any() else None
 
     def _look_for_breaker(self, token: int) -> None:
         """Count the tokens since the last breaker, which may begin in earlier tokens and end in `token`."""
-        before, text = len(self._end), self._end + self._text_of(token)
-        is_broken = any(text.find(breaker, max(before + 1 - len(breaker), 0)) >= 0 for breaker in self._breakers)
-        self._since = 0 if is_broken else self._since + 1
+        length, text = len(self._end), self._end + self._text_of(token)
+        is_broken = any(text.find(breaker, max(length + 1 - len(breaker), 0)) >= 0 for breaker in self._breakers)
+        self._tokens_since_breaker = 0 if is_broken else self._tokens_since_breaker + 1
         self._end = text[max(len(text) + 1 - self._longest, 0) :]

@@ -58,11 +58,12 @@ class _Rule:
 
 
 def _derived(clauses: Iterable[tuple[str, set[str]]]) -> set[str]:
-    """The names that hold: a name does once all names that one of its clauses needs do. Visits each clause once."""
+    """The names that are true (Horn clauses): a name is true once all names in one of its clauses are. Visits each
+    clause once."""
     users: dict[str, list[list[Any]]] = {}
     ready, holding = [], set()
     for name, needs in clauses:
-        left: list[Any] = [name, len(needs)]  # how many needed names are not known to hold
+        left: list[Any] = [name, len(needs)]  # how many names of the clause are not known to be true
         for other in needs:
             users.setdefault(other, []).append(left)
         ready += [] if needs else [name]
@@ -165,7 +166,7 @@ class _Reader:
 
     def _class(self) -> str:
         """The rest of a character class, as a regular expression."""
-        written = ["[^" if self._take("^") else "["]
+        expression = ["[^" if self._take("^") else "["]
         for low in iter(lambda: self._character("]"), ""):
             high = low
             if self._text[self._at : self._at + 1] == "-" and self._text[self._at + 1 : self._at + 2] != "]":
@@ -173,10 +174,10 @@ class _Reader:
                 high = self._character("]")
             if high < low:
                 raise self._error("the range before this is reversed")
-            written.append(f"\\x{{{ord(low):X}}}-\\x{{{ord(high):X}}}")
-        if len(written) == 1:
+            expression.append(f"\\x{{{ord(low):X}}}-\\x{{{ord(high):X}}}")
+        if len(expression) == 1:
             raise self._error("the character class before this is empty")
-        return "".join(written) + "]"
+        return "".join(expression) + "]"
 
     def _character(self, end: str) -> str:
         """The next character, which may be escaped; empty for `end`."""

@@ -29,10 +29,10 @@ from polarlm.model_loaders.recent import Recent
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 MOST_TEXT = 1 << 17  # characters of a schema, grammar or regular expression
-_KEPT = 32  # compiled grammars
+_MOST_KEPT = 32  # compiled grammars
 _KEPT_REFUSED = 512  # reasons
 _MOST_REASON = 300  # characters
-# Patterns of llguidance's messages, which speak of its settings and internals → what users are told.
+# Patterns of llguidance's messages, which speak of its settings and internals → what users read.
 _WORDS = {
     r"^Unimplemented keys: \[(.*)\]": r"these keywords are not supported: \1",
     "^oneOf constraints are not supported.*": "oneOf is supported only where its alternatives cannot overlap",
@@ -54,9 +54,11 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         """size: the size of the vocabulary, including rows of the embedding that are padding."""
         self._tokenizer, self._size = tokenizer, size
-        self._compiled: Recent[Key, _Compiled] = Recent(1.0, lambda one: max(1 / _KEPT, one.seconds / _KEPT_SECONDS))
-        self._refused: Recent[bytes, tuple[str, int | None]] = Recent(_KEPT_REFUSED)  # hash of the key → reason, line
-        self._compilations: Compilations[_Compiled] = Compilations(self._known, self._compile)
+        self._cache: Recent[Key, _CompiledConstraint] = Recent(
+            1.0, lambda one: max(1 / _MOST_KEPT, one.seconds / _KEPT_SECONDS)
+        )
+        self._refusals: Recent[bytes, tuple[str, int | None]] = Recent(_KEPT_REFUSED)  # hash of the key → reason, line
+        self._compilations: Compilations[_CompiledConstraint] = Compilations(self._find_known, self._compile)
 
     def close(self) -> None:
         """End the workers, and fail requests that wait for a constraint with an EngineError."""
@@ -72,47 +74,47 @@ class Grammars:
         params: SamplingParams,
         other: Constraint | None = None,
         gone: Callable[[], bool] | None = None,
-        after: str = "",
-        told: list[str] | None = None,
+        close_tag: str = "",
+        warnings: list[str] | None = None,
     ) -> Constraint | None:
         """A new constraint as `params` ask for, else `other`, which may be None. Raises EngineError.
 
-        gone: returns True once nobody waits for the request; then nothing is compiled for it. after: the tag that
-        closes the reasoning with which the answer begins, and behind which the constraint begins; empty for none. told:
-        gets a sentence for each part of it that does not hold.
+        gone: returns True once nobody waits for the request; then nothing is compiled for it. close_tag: the tag that
+        closes the reasoning with which the answer begins; the constraint begins after it. Empty for none. warnings:
+        gets a sentence for each part of the constraint that does not hold.
         """
-        key = _key(params, after)
+        key = _key(params, close_tag)
         if key is None:
             return other
         if other is not None:
             raise EngineError(f"constraint and {key[0]} both constrain the answer; leave one of them out")
-        known = self._known(key) or self._compilations.result(key, gone or (lambda: False))
-        if told is not None:
-            told += [f"the constraint holds in part: {why}" for why in known.unheld]
-        return _Matched(known.matcher.deep_copy())
+        compiled_constraint = self._find_known(key) or self._compilations.result(key, gone or (lambda: False))
+        if warnings is not None:
+            warnings += [f"the constraint holds in part: {why}" for why in compiled_constraint.unheld]
+        return _MatcherConstraint(compiled_constraint.matcher.deep_copy())
 
-    def _known(self, key: Key) -> _Compiled | None:
+    def _find_known(self, key: Key) -> _CompiledConstraint | None:
         """The kept constraint of a key, if there is one. Raises EngineError if the key was refused recently."""
-        if (refused := self._refused.get(_hash(key))) is not None:
-            raise _unusable(key[0], *refused)
-        return self._compiled.get(key)
+        if (refusal := self._refusals.get(_hash(key))) is not None:
+            raise _unusable(key[0], *refusal)
+        return self._cache.get(key)
 
     def _refuse(self, key: Key, reason: str) -> EngineError:
         place = _PLACE.match(reason)
-        refused = _in_words(reason), int(place[1]) if place else None
-        self._refused.put(_hash(key), refused)
-        return _unusable(key[0], *refused)
+        refusal = _in_words(reason), int(place[1]) if place else None
+        self._refusals.put(_hash(key), refusal)
+        return _unusable(key[0], *refusal)
 
-    def _compile(self, key: Key, seconds: float, gone: Callable[[], bool]) -> _Compiled:
+    def _compile(self, key: Key, seconds: float, gone: Callable[[], bool]) -> _CompiledConstraint:
         """Compile a constraint, after a worker process has compiled it within the limits. Raises NeedsLonger, or
         EngineError."""
         from polarlm.engine.sampling.grammar_worker import library_matcher
 
         try:
-            field, text, after = key
+            field, text, close_tag = key
             unheld = dict[str, None]()
             source = _source(field, text, lambda why: unheld.update({why: None}))
-            source = _after(after, source, self._tokenizer.control_tokens()) if after else source
+            source = _after_reasoning(close_tag, source, self._tokenizer.control_tokens()) if close_tag else source
             with wanted_until(gone):
                 answer = self._workers[seconds].ask({"grammar": source, "seconds": seconds})
         except ValueError as error:
@@ -124,13 +126,13 @@ class Grammars:
         if answer:
             raise self._refuse(key, why_ended(answer) if isinstance(answer, int) else answer)
         began = time.perf_counter()
-        matched = library_matcher(self._library_tokenizer, source)
-        if matched.is_error():
-            raise self._refuse(key, matched.get_error())
-        unheld |= dict.fromkeys(map(_in_words, matched.get_grammar_warnings()))
-        compiled = _Compiled(matched, time.perf_counter() - began, tuple(unheld))
-        self._compiled.put(key, compiled)
-        return compiled
+        matcher = library_matcher(self._library_tokenizer, source)
+        if matcher.is_error():
+            raise self._refuse(key, matcher.get_error())
+        unheld |= dict.fromkeys(map(_in_words, matcher.get_grammar_warnings()))
+        constraint = _CompiledConstraint(matcher, time.perf_counter() - began, tuple(unheld))
+        self._cache.put(key, constraint)
+        return constraint
 
     @cached_property
     def _adapter(self) -> _Adapter:
@@ -152,7 +154,7 @@ class Grammars:
 
 
 @dataclass(frozen=True)
-class _Compiled:
+class _CompiledConstraint:
     """llguidance's matcher before the first token."""
 
     matcher: Any
@@ -186,7 +188,7 @@ class _Adapter:
 
 
 @dataclass
-class _Matched:
+class _MatcherConstraint:
     """A `Constraint` over llguidance's matcher."""
 
     matcher: Any
@@ -214,7 +216,7 @@ def _hash(key: Key) -> bytes:
     return hashlib.sha256("\0".join(key).encode("utf-8", "surrogatepass")).digest()
 
 
-def _key(params: SamplingParams, after: str) -> Key | None:
+def _key(params: SamplingParams, close_tag: str) -> Key | None:
     """The field of `params` that sets a constraint, and its text; None if none does. Raises EngineError if a schema is
     not JSON, or the text is too long."""
     texts = {"schema": _schema_text(params.schema), "grammar": params.grammar, "regex": params.regex}
@@ -225,7 +227,7 @@ def _key(params: SamplingParams, after: str) -> Key | None:
     if len(text) > MOST_TEXT:
         raise ConstraintError(f"{field} has {len(text):,} characters, but at most {MOST_TEXT:,} are taken")
     _library()
-    return field, text, after
+    return field, text, close_tag
 
 
 def _schema_text(schema: dict[str, Any] | str | None) -> str | None:
@@ -245,21 +247,21 @@ def _source(field: str, text: str, warn: Callable[[str], None]) -> str:
     """The grammar as llguidance compiles it. warn: called with what does not hold. Raises ValueError."""
     library = _library()
     if field == "schema":
-        schema = schemas.prepared_for_text(json.loads(text), warn)
+        schema = schemas.prepare_for_text(json.loads(text), warn)
         return str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     if field == "regex":
         return str(library.LLMatcher.grammar_from_regex(text))
     return str(library.LLMatcher.grammar_from_lark(gbnf.to_lark(text) if gbnf.is_gbnf(text) else text))
 
 
-def _after(tag: str, source: str, control: Mapping[str, int]) -> str:
+def _after_reasoning(tag: str, source: str, control: Mapping[str, int]) -> str:
     """The grammar of reasoning up to `tag`, and then a text of the grammar `source`."""
     whole = json.loads(source) if source.startswith("{") else {"grammars": [{"lark_grammar": source}]}
     first, *others = whole["grammars"]
-    thought = f"thought[lazy]: /(?s:.*)/ {json.dumps(tag)}"
+    reasoning_rule = f"thought[lazy]: /(?s:.*)/ {json.dumps(tag)}"
     if tag in control:
-        thought = f"thought: THOUGHT <[{control[tag]}]>\nTHOUGHT: /(?s:.*)/"
-    lark = f"%llguidance {{}}\nstart: thought SPACE? @answer\n{thought}\nSPACE: /[ \\t\\r\\n]{{1,8}}/\n"
+        reasoning_rule = f"thought: THOUGHT <[{control[tag]}]>\nTHOUGHT: /(?s:.*)/"
+    lark = f"%llguidance {{}}\nstart: thought SPACE? @answer\n{reasoning_rule}\nSPACE: /[ \\t\\r\\n]{{1,8}}/\n"
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]})
 
 

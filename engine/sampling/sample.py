@@ -59,18 +59,18 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: in
     """`params` with every None filled in from the model's generation config, or else the engine's defaults. Raises
     EngineError on a token id of `vocab_size` or more."""
     for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        beyond = next((token for token in tokens if vocab_size is not None and token >= vocab_size), None)
-        if beyond is not None:
-            raise EngineError(f"{name} names token {shown(beyond)}, but the vocabulary has {vocab_size}")
+        unknown_token = next((token for token in tokens if vocab_size is not None and token >= vocab_size), None)
+        if unknown_token is not None:
+            raise EngineError(f"{name} names token {shown(unknown_token)}, but the vocabulary has {vocab_size}")
     bans = {token: -math.inf for token in defaults.banned if vocab_size is None or token < vocab_size}
-    chosen: dict[str, Any] = {name: getattr(defaults, name) for name in ("banned_first", "banned_sequences")}
-    chosen["logit_bias"] = {**params.logit_bias, **bans}
-    of_model = {**defaults.sampling, "temperature": 0.0} if defaults.greedy else defaults.sampling
+    values: dict[str, Any] = {name: getattr(defaults, name) for name in ("banned_first", "banned_sequences")}
+    values["logit_bias"] = {**params.logit_bias, **bans}
+    model_values = {**defaults.sampling, "temperature": 0.0} if defaults.greedy else defaults.sampling
     for name, fallback in FALLBACKS.items():
-        asked = getattr(params, name)
-        chosen[name] = of_model.get(name, fallback) if asked is None else asked
-    others = (field.name for field in fields(Sampling) if field.name not in chosen)
-    return Sampling(**{name: getattr(params, name) for name in others}, **chosen)
+        value = getattr(params, name)
+        values[name] = model_values.get(name, fallback) if value is None else value
+    others = (field.name for field in fields(Sampling) if field.name not in values)
+    return Sampling(**{name: getattr(params, name) for name in others}, **values)
 
 
 def most_tokens(params: SamplingParams, defaults: GenerationDefaults) -> int:
@@ -87,7 +87,7 @@ class Penalties(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplerInput:
-    """The inputs of drawing one token, besides the logits.
+    """The inputs of drawing one token, apart from the logits.
 
     A token whose bit in `allowed` is 0 is never chosen, whatever its bias. Log-probabilities are always taken from the
     model's own distribution, as in llama.cpp: a mask or a ban does not change them, so they can be compared between
@@ -98,7 +98,9 @@ class SamplerInput:
     recent: Sequence[int]  # the last ids, oldest first, if they are penalised; NEWEST for one that is not known yet
     uniform: float  # random, from [0, 1)
     vocabulary: int  # the number of ids; logits may have more
-    logprobs: int | None = None  # number of most likely tokens to report log-probabilities of, besides the drawn one
+    logprobs: int | None = (
+        None  # number of most likely tokens to report log-probabilities of, in addition to the drawn one
+    )
     dry: Penalties | None = None  # on tokens that would continue a repetition
     allowed: np.ndarray | None = None  # (ceil(vocabulary / 32),) uint32: bit v % 32 of word v // 32 allows token v
 
@@ -137,8 +139,8 @@ def sample_all(
             return token
         return token_logprob(row[: sampler_input.vocabulary], token, sampler_input.logprobs)
 
-    known: Sequence[int | None] = [None] * len(sampler_inputs) if best is None else best
-    return [one(*row) for row in zip(logits, sampler_inputs, known, strict=True)]
+    best_tokens: Sequence[int | None] = [None] * len(sampler_inputs) if best is None else best
+    return [one(*row) for row in zip(logits, sampler_inputs, best_tokens, strict=True)]
 
 
 def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = None) -> int:
@@ -169,18 +171,18 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
     if params.temperature == 0 or params.top_k == 1:
         return best if tokens is None else int(tokens[best])
     ids = _best(logits, params.top_k)
-    kept = logits[ids].astype(np.float64)
-    probabilities = np.exp(kept - kept[0])
+    candidates = logits[ids].astype(np.float64)
+    probabilities = np.exp(candidates - candidates[0])
     probabilities /= probabilities.sum()
     count = len(ids)
     if params.top_p < 1:
         count = int(np.searchsorted(np.cumsum(probabilities), params.top_p)) + 1
     count = min(count, int(np.count_nonzero(probabilities >= params.min_p * probabilities[0])))
     with np.errstate(over="ignore"):  # a temperature close to 0 makes all but the best tokens −inf
-        scaled = (kept[:count] - kept[0]) / params.temperature
-    weights = np.cumsum(np.exp(scaled))
-    drawn = ids[np.searchsorted(weights, sampler_input.uniform * weights[-1], side="right").clip(max=count - 1)]
-    return int(drawn if tokens is None else tokens[drawn])
+        exponents = (candidates[:count] - candidates[0]) / params.temperature
+    weights = np.cumsum(np.exp(exponents))
+    token = ids[np.searchsorted(weights, sampler_input.uniform * weights[-1], side="right").clip(max=count - 1)]
+    return int(token if tokens is None else tokens[token])
 
 
 def nothing_left(sampler_input: SamplerInput) -> EngineError:
@@ -188,8 +190,8 @@ def nothing_left(sampler_input: SamplerInput) -> EngineError:
     if sampler_input.allowed is None:
         return EngineError("logit_bias bans every token that could come next")
     more = ", together with logit_bias, min_tokens and the tokens that the model's files ban,"
-    also = more if sampler_input.sampling.logit_bias else ""
-    return EngineError(f"The request's constraint{also} bans every token that could come next")
+    hint = more if sampler_input.sampling.logit_bias else ""
+    return EngineError(f"The request's constraint{hint} bans every token that could come next")
 
 
 def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.ndarray:
@@ -201,9 +203,11 @@ def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.n
         logits[token] += bias
     if not params.is_plain and len(recent):
         ids, counts = np.unique(np.asarray(recent), return_counts=True)
-        seen = logits[ids]
-        seen = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
-        logits[ids] = seen - counts * params.frequency_penalty - params.presence_penalty
+        recent_logits = logits[ids]
+        recent_logits = np.where(
+            recent_logits > 0, recent_logits / params.repeat_penalty, recent_logits * params.repeat_penalty
+        )
+        logits[ids] = recent_logits - counts * params.frequency_penalty - params.presence_penalty
     return logits
 
 
@@ -212,8 +216,8 @@ def _best(logits: np.ndarray, count: int) -> np.ndarray:
     ids: np.ndarray = np.arange(len(logits))
     if 0 < count < len(logits):
         least = np.partition(logits, -count)[-count]
-        above = np.flatnonzero(logits > least)
-        ids = np.sort(np.concatenate([above, np.flatnonzero(logits == least)[: count - len(above)]]))
+        larger = np.flatnonzero(logits > least)
+        ids = np.sort(np.concatenate([larger, np.flatnonzero(logits == least)[: count - len(larger)]]))
     return ids[np.argsort(-logits[ids], kind="stable")]
 
 

@@ -17,22 +17,22 @@ from polarlm.engine.errors import shown
 OPTIONS = "x-guidance"  # llguidance's options, at the top of a schema
 STRICT = {OPTIONS: {"lenient": False}}  # at the top of a schema whose keywords must all be known
 _SPACE = r" |\n[ \t]{0,24}"  # between the parts of JSON; without this limit, some models write space without end
-_LISTED = ("properties", "patternProperties")
+_PROPERTY_KEYWORDS = ("properties", "patternProperties")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")  # schemas of the same value
 _OF_PARTS = ("items", "additionalItems", "additionalProperties")
-_BY_NAME = (*_LISTED, "$defs", "definitions")
+_BY_NAME = (*_PROPERTY_KEYWORDS, "$defs", "definitions")
 _VALUES = ("const", "default", "enum", "examples")  # keywords whose null is a value
 _CHOICES = ("anyOf", "oneOf")  # keywords of which an empty one allows nothing
 KINDS = frozenset(("string", "number", "boolean", "null", "array", "object"))
 _LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 
 
-def prepared_for_text(schema: Mapping[str, Any], warn: Callable[[str], None] = lambda why: None) -> dict[str, Any]:
+def prepare_for_text(schema: Mapping[str, Any], warn: Callable[[str], None] = lambda why: None) -> dict[str, Any]:
     """`prepared` for an answer's text, with the white space of printed JSON. Raises ValueError."""
-    return prepared(schema, {"whitespace_pattern": _SPACE}, warn)
+    return prepare(schema, {"whitespace_pattern": _SPACE}, warn)
 
 
-def prepared(
+def prepare(
     schema: Mapping[str, Any], options: Mapping[str, Any], warn: Callable[[str], None] = lambda why: None
 ) -> dict[str, Any]:
     """A closed copy of a schema with llguidance's options; the schema's options take precedence. warn: called with what
@@ -40,16 +40,20 @@ def prepared(
     without end."""
     root = without_nulls(schema)
     _check_ends(root)
-    asked = root.get(OPTIONS, {})
-    root[OPTIONS] = {"lenient": True, **options, **asked} if isinstance(asked, dict) else asked
+    own_options = root.get(OPTIONS, {})
+    root[OPTIONS] = {"lenient": True, **options, **own_options} if isinstance(own_options, dict) else own_options
     nodes = list(_nodes(root))
-    combined = _combined(root, nodes)
+    combined = _combined_schemas(root, nodes)
     for node in nodes:
-        lists = id(node) not in combined and any(name in node for name in _LISTED)
-        if lists and not any(name in one for one in _in_place(root, node) for name in _LISTED):
+        lists = id(node) not in combined and any(name in node for name in _PROPERTY_KEYWORDS)
+        if lists and not any(name in one for one in _same_value_schemas(root, node) for name in _PROPERTY_KEYWORDS):
             _close(node)
         # Pydantic and zod write look-around for numbers and e-mail addresses; no token mask can look ahead.
-        if isinstance(asked, dict) and asked.get("lenient", True) and _LOOKS_AROUND.search(str(node.get("pattern"))):
+        if (
+            isinstance(own_options, dict)
+            and own_options.get("lenient", True)
+            and _LOOKS_AROUND.search(str(node.get("pattern")))
+        ):
             warn(f"the pattern {shown(node.pop('pattern'))} looks around")
     return root
 
@@ -66,9 +70,9 @@ def without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
         for name in node.keys() & {*_BY_NAME}:  # a name without a schema has any value
             if isinstance(node[name], dict):
                 node[name] = {key: True if one is None else one for key, one in node[name].items()}
-        for name, meant in {"prefixItems": True, "items": True, "type": "null"}.items():
+        for name, default in {"prefixItems": True, "items": True, "type": "null"}.items():
             if isinstance(node.get(name), list):
-                node[name] = [meant if one is None else one for one in node[name]]
+                node[name] = [default if one is None else one for one in node[name]]
     return root
 
 
@@ -112,15 +116,15 @@ def _nodes(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
         left.extend(node.get(name) for name in _OF_PARTS)
 
 
-def _in_place(root: dict[str, Any], node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _same_value_schemas(root: dict[str, Any], node: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The schemas that a node applies to the same value, by keywords or by references, directly or indirectly."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     left: list[Any] = [node]
     while left:
         one = left.pop()
-        if not isinstance(one, dict) or id(one) in seen:
+        if not isinstance(one, dict) or id(one) in visited:
             continue
-        seen.add(id(one))
+        visited.add(id(one))
         if one is not node:
             yield one
         for name in _IN_PLACE:
@@ -143,18 +147,18 @@ def kinds_of_property(schema: Any, name: str) -> frozenset[str]:
     """The types of JSON that a schema of objects allows for the property `name`; a "number" may be an integer. What is
     no schema allows all."""
     root = dict(schema) if isinstance(schema, Mapping) else {}
-    for node in (root, *_in_place(root, root)):
-        if isinstance(listed := node.get("properties"), Mapping) and name in listed:
-            return _kinds(root, listed[name])
+    for node in (root, *_same_value_schemas(root, root)):
+        if isinstance(properties := node.get("properties"), Mapping) and name in properties:
+            return _kinds(root, properties[name])
     return _kinds(root, root.get("additionalProperties"))
 
 
 def _kinds(root: dict[str, Any], node: Any, levels: int = 32) -> frozenset[str]:
     if not isinstance(node, Mapping) or not levels:
         return KINDS
-    kinds, named = KINDS, node.get("type")
-    if isinstance(named, (str, list)):
-        names = [named] if isinstance(named, str) else named
+    kinds, type_names = KINDS, node.get("type")
+    if isinstance(type_names, (str, list)):
+        names = [type_names] if isinstance(type_names, str) else type_names
         kinds = frozenset("number" if one == "integer" else str(one) for one in names)
     values = [node["const"]] if "const" in node else node.get("enum")
     if isinstance(values, list):
@@ -177,7 +181,7 @@ def kind_of(value: Any) -> str:
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
-def _needed(root: dict[str, Any], node: dict[str, Any]) -> Iterator[Any]:
+def _needed_schemas(root: dict[str, Any], node: dict[str, Any]) -> Iterator[Any]:
     """The schemas that must be satisfiable for a node to be satisfiable."""
     yield _target(root, node.get("$ref"))
     yield from node["allOf"] if isinstance(node.get("allOf"), list) else []
@@ -190,31 +194,31 @@ def _needed(root: dict[str, Any], node: dict[str, Any]) -> Iterator[Any]:
 
 def _check_ends(root: dict[str, Any]) -> None:
     """Raises ValueError if a schema requires itself."""
-    begun, ended = {id(root)}, set()
-    path = [(root, _needed(root, root))]
+    started_ids, ended_ids = {id(root)}, set()
+    path = [(root, _needed_schemas(root, root))]
     while path:
         node, rest = path[-1]
         for inner in rest:
-            if not isinstance(inner, dict) or id(inner) in ended:
+            if not isinstance(inner, dict) or id(inner) in ended_ids:
                 continue
-            if id(inner) in begun:
+            if id(inner) in started_ids:
                 raise ValueError("nothing fulfils it: a value would hold another one of its kind, without end")
-            begun.add(id(inner))
-            path.append((inner, _needed(root, inner)))
+            started_ids.add(id(inner))
+            path.append((inner, _needed_schemas(root, inner)))
             break
         else:
-            ended.add(id(node))
+            ended_ids.add(id(node))
             path.pop()
 
 
-def _combined(root: dict[str, Any], nodes: list[dict[str, Any]]) -> set[int]:
+def _combined_schemas(root: dict[str, Any], nodes: list[dict[str, Any]]) -> set[int]:
     """The `id`s of schemas that others extend; closing them would forbid the inherited properties."""
     extended: set[int] = set()
     for node in nodes:
         several = len(node["allOf"]) > 1 if isinstance(node.get("allOf"), list) else False
         here = sum(name in node for name in (*_IN_PLACE, "$ref"))
-        if several or here > 1 or (here and any(name in node for name in _LISTED)):
-            extended.update(map(id, _in_place(root, node)))
+        if several or here > 1 or (here and any(name in node for name in _PROPERTY_KEYWORDS)):
+            extended.update(map(id, _same_value_schemas(root, node)))
     return extended
 
 

@@ -38,7 +38,7 @@ class EngineReplica:
         self._driver = Driver(self._engine, config)
         await self._driver.start()
         name = serve.get_replica_context().replica_id.unique_id
-        self._app = _Named(journal.Journaled(create_app(self._driver, config)), name)
+        self._app = _Named(journal.JournalMiddleware(create_app(self._driver, config)), name)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app

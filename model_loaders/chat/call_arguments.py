@@ -32,15 +32,15 @@ def json_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and not level else None
 
 
-def quoted(value: Any, quote: str) -> str:
+def quote_value(value: Any, quote: str) -> str:
     """A JSON value as templates with a `quote` of their own write it, fields in the order of Jinja's `dictsort`."""
     if isinstance(value, str):
         return f"{quote}{value}{quote}"
     if isinstance(value, dict):
-        fields = sorted(value.items(), key=in_order)
-        return "{" + ",".join(f"{name}:{quoted(inner, quote)}" for name, inner in fields) + "}"
+        fields = sorted(value.items(), key=dictsort_key)
+        return "{" + ",".join(f"{name}:{quote_value(inner, quote)}" for name, inner in fields) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(quoted(inner, quote) for inner in value) + "]"
+        return "[" + ",".join(quote_value(inner, quote) for inner in value) + "]"
     return json.dumps(value)
 
 
@@ -51,17 +51,17 @@ class Fields:
     Of values outside of lists and objects, a string without quotes is its text itself, whatever it has.
     """
 
-    before: str  # before a name
-    between: str  # between a name and its value
-    after: str  # after a value
+    prefix: str  # before a name
+    joint: str  # between a name and its value
+    suffix: str  # after a value
     separator: str  # between two arguments
     quote: str = ""  # around a string, with escapes: ' or "; empty if strings are not quoted
     python: tuple[str, ...] = ()  # of "words" (truth values and null), "array", "object": what is no JSON but Python's
 
-    def written(self, arguments: Mapping[str, Any]) -> str:
+    def write(self, arguments: Mapping[str, Any]) -> str:
         """The text of arguments; empty if there are none."""
         texts = (
-            f"{self.before}{name}{self.between}{self.value(value)}{self.after}" for name, value in arguments.items()
+            f"{self.prefix}{name}{self.joint}{self.value(value)}{self.suffix}" for name, value in arguments.items()
         )
         return self.separator.join(texts)
 
@@ -78,6 +78,6 @@ class Fields:
 _ESCAPES = str.maketrans({"\\": "\\\\", "'": "\\'", "\n": "\\n"})
 
 
-def in_order(field: tuple[str, Any]) -> str:
+def dictsort_key(field: tuple[str, Any]) -> str:
     """The key by which `dictsort` sorts the fields of an object."""
     return field[0].lower()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polarlm.model_loaders.chat.call_arguments import Fields, json_object, quoted
+from polarlm.model_loaders.chat.call_arguments import Fields, json_object, quote_value
 from polarlm.model_loaders.errors import LoadError
 
 Message = Mapping[str, Any]
@@ -25,7 +25,7 @@ Render = Callable[..., list[str | LoadError]]
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The text of calls: `begin`, the calls separated by `between`, `end`.
+    """The text of calls: `begin`, the calls separated by `call_separator`, `end`.
 
     A call is `opening`, its name, `middle`, its arguments, `closing`; where the template writes the call's id before
     the arguments, `middle` is the text before and after the id. Where the template writes the id of a past call after
@@ -36,14 +36,14 @@ class CallFormat:
     opening: str = '<tool_call>\n{"name": "'
     middle: tuple[str, ...] = ('", "arguments": ',)  # two parts around an id
     closing: str = "}\n</tool_call>"
-    between: str = "\n"
+    call_separator: str = "\n"
     end: str = ""
     shown_closing: tuple[str, ...] = ("}\n</tool_call>",)  # two parts around an id
     separators: tuple[str, str] = (", ", ": ")  # between arguments, and after a name
     quote: str = ""  # before and after a string in the arguments; empty if they are JSON (see `call_arguments.quoted`)
     fields: Fields | None = None  # how arguments are written that are no object
-    several: bool = True  # whether an answer may have several calls
-    native: bool = False  # whether the template accepts tools and calls; else they become text of messages
+    has_several: bool = True  # whether an answer may have several calls
+    is_native: bool = False  # whether the template accepts tools and calls; else they become text of messages
     arguments_as_text: bool = False  # whether the template expects arguments as JSON text, not as a value
     takes_any_text: bool = True  # whether the template accepts arguments that are not a JSON object, as text
     no_content: str | None = ""  # the content of a message that has only calls
@@ -51,33 +51,33 @@ class CallFormat:
     content_is_reasoning: bool = False  # whether the template takes content next to calls for reasoning
     needs_descriptions: bool = False  # whether the template accepts only functions with a description
     takes_results: bool = False  # whether the template takes results as "tool_responses" of the message that calls
-    unknown: bool = False  # whether the template lists tools, but writes calls as nothing here reads
+    is_unknown: bool = False  # whether the template lists tools, but writes calls as nothing here reads
 
     @property
     def has_id(self) -> bool:
         """Whether the model writes the id of a call."""
         return len(self.middle) == 2
 
-    def shown(self, calls: Iterable[tuple[str, str, str]]) -> str:
+    def write_calls(self, calls: Iterable[tuple[str, str, str]]) -> str:
         """The text of past calls (name, arguments, id), as the template writes them."""
         texts = [
             f"{self.opening}{name}{id.join(self.middle)}{arguments}{id.join(self.shown_closing)}"
             for name, arguments, id in calls
         ]
-        return f"{self.begin}{self.between.join(texts)}{self.end}"
+        return f"{self.begin}{self.call_separator.join(texts)}{self.end}"
 
-    def written(self, arguments: Mapping[str, Any]) -> str:
+    def write(self, arguments: Mapping[str, Any]) -> str:
         """The text of arguments, as the template writes them."""
         if self.fields is not None:
-            return self.fields.written(arguments)
+            return self.fields.write(arguments)
         if self.quote:
-            return quoted(dict(arguments), self.quote)
+            return quote_value(dict(arguments), self.quote)
         return json.dumps(arguments, ensure_ascii=False, separators=self.separators)
 
-    def as_written(self, text: str) -> str:
+    def rewrite(self, text: str) -> str:
         """Arguments of a past call, JSON text, as the template writes them; the same text if they are cut off."""
         value = json_object(text) if self.fields is not None or self.quote else None
-        return text if value is None else self.written(value)
+        return text if value is None else self.write(value)
 
     def marker(self, control: Iterable[str]) -> str:
         """The text with which calls begin; empty if it is only the beginning of JSON.
@@ -90,12 +90,12 @@ class CallFormat:
 
     def as_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """`messages` with calls and results as a template accepts them that accepts tools."""
-        shown = [self._native(message) for message in messages]
-        return _with_results(shown) if self.takes_results else shown
+        native_messages = [self._native(message) for message in messages]
+        return _with_results(native_messages) if self.takes_results else native_messages
 
     def as_tools(self, tools: Tools) -> list[Mapping[str, Any]]:
         """`tools` as the template accepts them; none if it accepts none."""
-        if not self.native:
+        if not self.is_native:
             return []
         if not self.needs_descriptions:
             return list(tools)
@@ -114,11 +114,11 @@ class CallFormat:
             }
             for call in message["tool_calls"]
         ]
-        said = {**message, "content": message["content"] or self.no_content, "tool_calls": calls}
+        native_message = {**message, "content": message["content"] or self.no_content, "tool_calls": calls}
         if self.content_is_reasoning and message["content"]:
             thoughts = filter(None, (message.get("reasoning_content"), message["content"]))
-            said |= {"content": self.no_content, "reasoning_content": "\n\n".join(thoughts)}
-        return said
+            native_message |= {"content": self.no_content, "reasoning_content": "\n\n".join(thoughts)}
+        return native_message
 
     def _id(self, id: str) -> str:
         """An id that the template accepts, in place of another server's."""
@@ -141,14 +141,14 @@ _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
 def _with_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """`messages` with results as fields of the messages whose calls they follow, under the names of the functions."""
-    said: list[dict[str, Any]] = []
+    merged_messages: list[dict[str, Any]] = []
     for message in messages:
-        calls = said[-1].get("tool_calls") if said else None
+        calls = merged_messages[-1].get("tool_calls") if merged_messages else None
         if message["role"] != "tool" or not calls:
-            said.append(message)
+            merged_messages.append(message)
             continue
         names = {call["id"]: call["function"]["name"] for call in calls}
         name = names.get(message.get("tool_call_id"), message.get("name") or calls[0]["function"]["name"])
-        results = [*said[-1].get("tool_responses", ()), {"name": name, "response": message["content"]}]
-        said[-1] = {**said[-1], "tool_responses": results}
-    return said
+        results = [*merged_messages[-1].get("tool_responses", ()), {"name": name, "response": message["content"]}]
+        merged_messages[-1] = {**merged_messages[-1], "tool_responses": results}
+    return merged_messages

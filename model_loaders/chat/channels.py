@@ -30,7 +30,7 @@ class Channels:
         return self.start, self.channel, self.message, self.end
 
     @property
-    def between(self) -> str:
+    def message_separator(self) -> str:
         """The text between two messages of an answer."""
         return f"{self.end}{self.start}{self.role}"
 

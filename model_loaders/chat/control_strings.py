@@ -46,14 +46,14 @@ class Guard:
         """
         body = text.strip()
         reach = range(1, min(len(body), self._longest) + 1)
-        inside = len(body) <= self._longest and any(body in string for string in self._control)
-        opens = inside or any(body[:n] in self._tails for n in reach)
-        closes = inside or any(body[len(body) - n :] in self._heads for n in reach)
+        is_within = len(body) <= self._longest and any(body in string for string in self._control)
+        opens = is_within or any(body[:n] in self._tails for n in reach)
+        closes = is_within or any(body[len(body) - n :] in self._heads for n in reach)
         if not body or not (opens or closes):
             return self.break_up(text, mark)
         start = text.index(body)
-        marked = (mark if opens else "") + self.break_up(body, mark) + (mark if closes else "")
-        return text[:start] + marked + text[start + len(body) :]
+        marked_body = (mark if opens else "") + self.break_up(body, mark) + (mark if closes else "")
+        return text[:start] + marked_body + text[start + len(body) :]
 
 
 @lru_cache(maxsize=4)
@@ -64,6 +64,6 @@ def guard(control: tuple[str, ...]) -> Guard:
 
 def unused_characters(count: int, texts: list[str]) -> list[str]:
     """`count` characters that occur in none of `texts`."""
-    used = set().union(*texts)
-    unused = (chr(code) for code in chain(*_INTERNAL) if chr(code) not in used)
-    return [next(unused) for _ in range(count)]
+    characters_used = set().union(*texts)
+    free_characters = (chr(code) for code in chain(*_INTERNAL) if chr(code) not in characters_used)
+    return [next(free_characters) for _ in range(count)]

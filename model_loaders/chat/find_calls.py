@@ -12,7 +12,7 @@ from polarlm.model_loaders.chat.call_format import CallFormat, Message, Render
 from polarlm.model_loaders.errors import LoadError
 
 _END_OF_TURN = re.compile(r"<\|\w+\|>")
-_BEGINS_RESULT = re.compile(r"<\|?\w+\|?>")  # after calls that have no results yet
+_RESULT_START = re.compile(r"<\|?\w+\|?>")  # after calls that have no results yet
 # The beginning of an id's field in JSON, after the arguments.
 _ID_AFTER = re.compile(r'\s*,\s*"[^"]*"\s*:\s*"$')
 
@@ -21,7 +21,7 @@ _IDS = ("alphaid01", "betaid002")  # some templates insist on 9 letters and digi
 _LONG_ID = "call_0123456789abcdef"
 _KEY, _VALUE, _COUNT, _NUMBER = "alphakey", "alphavalue", "alphacount", 7
 _ARGUMENTS = {_KEY: _VALUE, _COUNT: _NUMBER}
-_FURTHER = {"words": True, "array": ["a"], "object": {"a": "b"}}
+_OTHER_VALUES = {"words": True, "array": ["a"], "object": {"a": "b"}}
 _QUESTION, _ANSWER, _RESULT = "alphaquestion", "alphaanswer", "alpharesult"
 _TOOLS = [
     {
@@ -45,42 +45,51 @@ def find_call_format(render: Render) -> CallFormat:
     variants = [(as_text, content) for content in ("", None) for as_text in (False, True)]
     conversations: list[list[Message]] = [[user], plain]
     for as_text, content in variants:
-        one, two = _called(1, as_text, content), _called(2, as_text, content)
-        none = _called(1, as_text, content, arguments="{}" if as_text else {})
-        conversations += [[user, one], [user, two], [user, one, _result(_IDS[0])], [user, none]]
-    prompt, answered, *rest = render(conversations, tools=_TOOLS, add_generation_prompt=False)
-    (asked,) = render([[user]], tools=_TOOLS)
-    if not isinstance(prompt, str) or not isinstance(answered, str) or _NAMES[0] not in prompt:
+        one, two = _message_with_calls(1, as_text, content), _message_with_calls(2, as_text, content)
+        without_arguments = _message_with_calls(1, as_text, content, arguments="{}" if as_text else {})
+        conversations += [[user, one], [user, two], [user, one, _result(_IDS[0])], [user, without_arguments]]
+    prompt, answer_text, *rest = render(conversations, tools=_TOOLS, add_generation_prompt=False)
+    (question_prompt,) = render([[user]], tools=_TOOLS)
+    if not isinstance(prompt, str) or not isinstance(answer_text, str) or _NAMES[0] not in prompt:
         return CallFormat()
     for (as_text, content), texts in zip(variants, zip(*[iter(rest)] * 4, strict=True), strict=True):
-        format = _format(answered, *texts, as_text=as_text, content=content)
-        format = format or _as_message(asked, texts[0], texts[2], arguments_as_text=as_text, no_content=content)
+        format = _format(answer_text, *texts, as_text=as_text, content=content)
+        format = format or _as_message(
+            question_prompt, texts[0], texts[2], arguments_as_text=as_text, no_content=content
+        )
         if format:
-            one = _called(1, as_text, content, _LONG_ID)
-            cut = _called(1, as_text, content, arguments=f'{{"{_KEY}": "')
-            inside = {**one, "tool_responses": [{"name": _NAMES[0], "response": _RESULT}]}
-            further = _called(1, as_text, content, arguments=json.dumps(_FURTHER) if as_text else _FURTHER)
-            long, text, whole, values = render(
-                [[user, one, _result(_LONG_ID)], [user, cut, _result(_IDS[0])], [user, inside], [user, further]],
+            one = _message_with_calls(1, as_text, content, _LONG_ID)
+            cut_call = _message_with_calls(1, as_text, content, arguments=f'{{"{_KEY}": "')
+            call_with_response = {**one, "tool_responses": [{"name": _NAMES[0], "response": _RESULT}]}
+            call_with_values = _message_with_calls(
+                1, as_text, content, arguments=json.dumps(_OTHER_VALUES) if as_text else _OTHER_VALUES
+            )
+            long_id_text, text, response_text, values = render(
+                [
+                    [user, one, _result(_LONG_ID)],
+                    [user, cut_call, _result(_IDS[0])],
+                    [user, call_with_response],
+                    [user, call_with_values],
+                ],
                 tools=_TOOLS,
             )
             (brief,) = render([[user]], tools=_BRIEF_TOOLS)
             return replace(
                 format,
-                short_ids=not isinstance(long, str),
+                short_ids=not isinstance(long_id_text, str),
                 fields=format.fields and _with_values(format.fields, values),
                 takes_any_text=isinstance(text, str) and _KEY in text and not (format.quote or format.fields),
                 needs_descriptions=not isinstance(brief, str),
-                takes_results=isinstance(whole, str) and _RESULT in whole,
+                takes_results=isinstance(response_text, str) and _RESULT in response_text,
             )
-    return CallFormat(unknown=True)
+    return CallFormat(is_unknown=True)
 
 
 def _result(id: str) -> Message:
     return {"role": "tool", "tool_call_id": id, "name": _NAMES[0], "content": _RESULT}
 
 
-def _called(count: int, as_text: bool, content: str | None, *ids: str, arguments: Any = None) -> Message:
+def _message_with_calls(count: int, as_text: bool, content: str | None, *ids: str, arguments: Any = None) -> Message:
     if arguments is None:
         arguments = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
     calls = [
@@ -91,11 +100,11 @@ def _called(count: int, as_text: bool, content: str | None, *ids: str, arguments
 
 
 def _format(
-    answered: str,
+    answer_text: str,
     one: str | LoadError,
     two: str | LoadError,
     result: str | LoadError,
-    none: str | LoadError,
+    without_arguments: str | LoadError,
     *,
     as_text: bool,
     content: str | None,
@@ -104,59 +113,64 @@ def _format(
     they do not show it. White space before the calls is the end of a text before them, or stands for it."""
     if not isinstance(one, str) or not isinstance(result, str) or _RESULT not in result:
         return None
-    head, _, tail = answered.partition(_ANSWER)
+    head, _, tail = answer_text.partition(_ANSWER)
     is_open = not one.endswith(tail)  # the turn goes on with the result
     tail = "" if is_open else tail
-    calls = _between(one, head, tail) if _ANSWER in answered else None
+    calls = _text_between(one, head, tail) if _ANSWER in answer_text else None
     calls = None if calls is None else calls.lstrip()
     first = None if calls is None else _CallSpan.find(calls, 0)
     fields = None
-    if calls is not None and first is None and isinstance(none, str):
-        fields = _fields(calls, (_between(none, head, tail) or "").lstrip())
+    if calls is not None and first is None and isinstance(without_arguments, str):
+        fields = _fields(calls, (_text_between(without_arguments, head, tail) or "").lstrip())
         first = _CallSpan.find(calls, 0, fields)
     if calls is None or first is None or calls.count(_NAMES[0]) != 1:
         return None
-    before, after = calls[: first.name], tuple(calls[first.end :].split(_IDS[0], 1))
+    opening_text, closing_parts = calls[: first.name], tuple(calls[first.end :].split(_IDS[0], 1))
     common: dict[str, Any] = {
         "middle": first.middle,
         "separators": first.separators,
         "quote": first.quote,
         "fields": fields,
-        "native": True,
+        "is_native": True,
         "arguments_as_text": as_text,
         "no_content": content,
     }
     single = CallFormat(
-        opening=before, closing=_without_id(after), shown_closing=after, between="", several=False, **common
+        opening=opening_text,
+        closing=_without_id(closing_parts),
+        shown_closing=closing_parts,
+        call_separator="",
+        has_several=False,
+        **common,
     )
-    alone = None if is_open else single
-    both = _between(two, head, tail) if isinstance(two, str) else None
-    both = None if both is None else both.lstrip()
-    second = None if both is None else _CallSpan.find(both, 1, fields)
-    place = None if both is None else _CallSpan.find(both, 0, fields)
-    if both is None or second is None or place is None or not both.startswith(before):
-        return alone
-    gap = tuple(both[place.end : second.name].split(_IDS[0], 1))
-    last = tuple(both[second.end :].split(_IDS[1], 1))
+    single_format = None if is_open else single
+    two_calls = _text_between(two, head, tail) if isinstance(two, str) else None
+    two_calls = None if two_calls is None else two_calls.lstrip()
+    second = None if two_calls is None else _CallSpan.find(two_calls, 1, fields)
+    place = None if two_calls is None else _CallSpan.find(two_calls, 0, fields)
+    if two_calls is None or second is None or place is None or not two_calls.startswith(opening_text):
+        return single_format
+    gap = tuple(two_calls[place.end : second.name].split(_IDS[0], 1))
+    last = tuple(two_calls[second.end :].split(_IDS[1], 1))
     if len(gap) != len(last):
-        return alone
+        return single_format
     joint = gap[-1]
-    opening = _common_start(joint[::-1], before[::-1])[::-1]
+    opening = _common_start(joint[::-1], opening_text[::-1])[::-1]
     closing = _common_start(joint[: len(joint) - len(opening)], last[-1])
     several = CallFormat(
-        begin=before[: len(before) - len(opening)],
+        begin=opening_text[: len(opening_text) - len(opening)],
         opening=opening,
         closing=_without_id((*last[:-1], closing)),
-        between=joint[len(closing) : len(joint) - len(opening)],
+        call_separator=joint[len(closing) : len(joint) - len(opening)],
         end=last[-1][len(closing) :],
         shown_closing=(*last[:-1], closing),
         **common,
     )
     arguments = calls[first.arguments : first.end]
-    is_right = several.shown([(name, arguments, id) for name, id in zip(_NAMES, _IDS, strict=True)]) == both
+    is_right = several.write_calls([(name, arguments, id) for name, id in zip(_NAMES, _IDS, strict=True)]) == two_calls
     if not is_open:
         return several if is_right else single
-    return replace(several, end="") if is_right and _BEGINS_RESULT.fullmatch(several.end) else None
+    return replace(several, end="") if is_right and _RESULT_START.fullmatch(several.end) else None
 
 
 def _as_message(
@@ -165,51 +179,51 @@ def _as_message(
     """The format of calls that are messages: a call follows the prompt instead of an answer, and ends the turn."""
     if not isinstance(prompt, str) or not isinstance(one, str) or not isinstance(result, str) or _RESULT not in result:
         return None
-    call = _between(one, prompt, "")
+    call = _text_between(one, prompt, "")
     span = None if call is None else _CallSpan.find(call, 0)
     if call is None or span is None or not _END_OF_TURN.fullmatch(call[span.end :]):
         return None
-    common |= {"several": False, "native": True, "content_is_reasoning": True, "separators": span.separators}
+    common |= {"has_several": False, "is_native": True, "content_is_reasoning": True, "separators": span.separators}
     return CallFormat(
-        opening=call[: span.name], middle=span.middle, closing="", between="", shown_closing=("",), **common
+        opening=call[: span.name], middle=span.middle, closing="", call_separator="", shown_closing=("",), **common
     )
 
 
 # The arguments as JSON, and between quotes of the template's own.
-_WRITTEN = re.compile(rf'\{{"{_KEY}"(?P<key>: ?)"{_VALUE}"(?P<item>, ?)"{_COUNT}"(?P=key){_NUMBER}\}}')
-_QUOTED = re.compile(
+_JSON_ARGUMENTS = re.compile(rf'\{{"{_KEY}"(?P<key>: ?)"{_VALUE}"(?P<item>, ?)"{_COUNT}"(?P=key){_NUMBER}\}}')
+_QUOTED_ARGUMENTS = re.compile(
     rf"\{{{_COUNT}(?P<key>:){_NUMBER}(?P<item>,){_KEY}(?P=key)(?P<quote><[^<>\s]+>){_VALUE}(?P=quote)\}}"
 )
 
 
-# The same as names and values between texts: before and between these, and behind the last.
-_APART = re.compile(
+# The arguments as names and values with texts before, between and after them.
+_SEPARATE_ARGUMENTS = re.compile(
     rf"{_NAMES[0]}(.+?){_KEY}(.+?){_VALUE}(.*?){_COUNT}(.+?){_NUMBER}(.*)",
     re.DOTALL,
 )
 
 
-def _fields(calls: str, none: str) -> Fields | None:
+def _fields(calls: str, without_arguments: str) -> Fields | None:
     """How a call's arguments are written that are no object, from a call and the same without arguments."""
-    apart, empty = _APART.search(calls), none.partition(_NAMES[0])[2]
-    if apart is None:
+    match, empty = _SEPARATE_ARGUMENTS.search(calls), without_arguments.partition(_NAMES[0])[2]
+    if match is None:
         return None
-    first, to_text, next, between, last = apart.groups()
-    quote = to_text.removeprefix(between)
+    first, to_text, next, separator, last = match.groups()
+    quote = to_text.removeprefix(separator)
     if quote not in ("", "'", '"') or not next.startswith(quote):
         return None
     next = next.removeprefix(quote)
-    before = first[len(_whole_tags(_common_start(first, empty))) :]
-    after = _whole_tags(_common_start(next, last))
-    fields = Fields(before, between, after, next[len(after) : len(next) - len(before)], quote)
-    is_right = calls.replace(fields.written(_ARGUMENTS), "", 1) == none and last != after
-    return fields if is_right and (quote or after.strip()) else None
+    prefix = first[len(_whole_tags(_common_start(first, empty))) :]
+    suffix = _whole_tags(_common_start(next, last))
+    fields = Fields(prefix, separator, suffix, next[len(suffix) : len(next) - len(prefix)], quote)
+    is_right = calls.replace(fields.write(_ARGUMENTS), "", 1) == without_arguments and last != suffix
+    return fields if is_right and (quote or suffix.strip()) else None
 
 
 def _with_values(fields: Fields, text: str | LoadError) -> Fields:
     """`fields` with how a call in `text` writes what is neither a string nor a number."""
-    shown = {name: f"{name}{fields.between}{value!r}" for name, value in _FURTHER.items()}
-    return replace(fields, python=tuple(name for name in shown if isinstance(text, str) and shown[name] in text))
+    texts = {name: f"{name}{fields.joint}{value!r}" for name, value in _OTHER_VALUES.items()}
+    return replace(fields, python=tuple(name for name in texts if isinstance(text, str) and texts[name] in text))
 
 
 def _whole_tags(text: str) -> str:
@@ -233,33 +247,37 @@ class _CallSpan:
         """Call `index` in `text`; None if that is not a name and then its arguments: an object, or these `fields`."""
         name = text.find(_NAMES[index])
         if fields is not None:
-            start = text.find(shown := fields.written(_ARGUMENTS), name)
+            start = text.find(arguments_text := fields.write(_ARGUMENTS), name)
             middle = tuple(text[name + len(_NAMES[index]) : start].split(_IDS[index], 1))
-            return cls(name, middle, start, start + len(shown), (", ", ": "), "") if 0 <= name < start else None
+            return (
+                cls(name, middle, start, start + len(arguments_text), (", ", ": "), "") if 0 <= name < start else None
+            )
         key = min((at for at in (text.find(_KEY, name), text.find(_COUNT, name)) if at >= 0), default=-1)
         start = text.rfind("{", 0, key)
-        written = _WRITTEN.match(text, start) or _QUOTED.match(text, start) if 0 <= name <= start else None
-        if written is None or key < 0:
+        match = (
+            _JSON_ARGUMENTS.match(text, start) or _QUOTED_ARGUMENTS.match(text, start) if 0 <= name <= start else None
+        )
+        if match is None or key < 0:
             return None
         middle = tuple(text[name + len(_NAMES[index]) : start].split(_IDS[index], 1))
-        separators = written["item"], written["key"]
-        return cls(name, middle, start, written.end(), separators, written.groupdict().get("quote", ""))
+        separators = match["item"], match["key"]
+        return cls(name, middle, start, match.end(), separators, match.groupdict().get("quote", ""))
 
 
-def _between(text: str, head: str, tail: str) -> str | None:
+def _text_between(text: str, head: str, tail: str) -> str | None:
     """The text between `head` and `tail`; None if they are missing. White space that ends `head` may be missing."""
     if not text.startswith(head):
         head = head.rstrip()
-    inside = text.startswith(head) and text.endswith(tail) and len(text) >= len(head) + len(tail)
-    return text[len(head) : len(text) - len(tail)] if inside else None
+    is_between = text.startswith(head) and text.endswith(tail) and len(text) >= len(head) + len(tail)
+    return text[len(head) : len(text) - len(tail)] if is_between else None
 
 
 def _without_id(parts: tuple[str, ...]) -> str:
     """The end of a call as the model writes it: without the id that templates add to past calls."""
     if len(parts) == 1:
         return parts[0]
-    before, after = parts
-    return _ID_AFTER.sub("", before) + after.removeprefix('"')
+    head, tail = parts
+    return _ID_AFTER.sub("", head) + tail.removeprefix('"')
 
 
 def _common_start(a: str, b: str) -> str:

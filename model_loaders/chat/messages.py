@@ -15,50 +15,50 @@ _FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id",
 class Message:
     """A message as a template gets it, and the ids that it was generated as."""
 
-    shown: dict[str, Any]  # what the template gets; "role" and "content" are text
+    fields: dict[str, Any]  # what the template gets; "role" and "content" are text
     token_ids: tuple[int, ...] | None = None  # the generated ids; they replace the ids of content, reasoning and calls
-    reasoned: bool = False  # whether these ids begin with reasoning
+    has_reasoning: bool = False  # whether these ids begin with reasoning
 
     @property
     def is_whole_turn(self) -> bool:
         """Whether the ids include more than the content."""
-        return self.token_ids is not None and (self.reasoned or bool(self.shown.get("tool_calls")))
+        return self.token_ids is not None and (self.has_reasoning or bool(self.fields.get("tool_calls")))
 
 
-def checked_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[Message]:
+def check_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[Message]:
     """The messages, checked. Raises ValueError for malformed ones."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise ValueError("messages must be a list with at least one message.")
-    return [_checked(message, index, tokenizer) for index, message in enumerate(messages)]
+    return [_check_message(message, index, tokenizer) for index, message in enumerate(messages)]
 
 
-def _checked(message: Any, index: int, tokenizer: Tokenizer) -> Message:
+def _check_message(message: Any, index: int, tokenizer: Tokenizer) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"messages[{index}] must be an object with a role and a content.")
-    shown: dict[str, Any] = {name: message[name] for name in _FIELDS if message.get(name) is not None}
-    if calls := shown.pop("tool_calls", None):
-        shown = {"content": "", **shown, "tool_calls": _checked_calls(calls, index)}
+    content: dict[str, Any] = {name: message[name] for name in _FIELDS if message.get(name) is not None}
+    if calls := content.pop("tool_calls", None):
+        content = {"content": "", **content, "tool_calls": _check_calls(calls, index)}
     for field in ("role", "content"):
-        if not isinstance(shown.get(field), str):
+        if not isinstance(content.get(field), str):
             parts = " or a list of parts, as {'type': 'text', 'text': '…'}" if field == "content" else ""
             raise ValueError(f"messages[{index}].{field} must be a string{parts}.")
-    return Message(shown, _checked_ids(message, index, tokenizer), message.get("reasoned") is True)
+    return Message(content, _check_ids(message, index, tokenizer), message.get("reasoned") is True)
 
 
-def _checked_calls(calls: Any, index: int) -> list[dict[str, Any]]:
-    checked = []
+def _check_calls(calls: Any, index: int) -> list[dict[str, Any]]:
+    calls_checked = []
     for number, call in enumerate(calls if isinstance(calls, (list, tuple)) else [calls]):
         function = call.get("function") if isinstance(call, Mapping) else None
         name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
         if not isinstance(name, str) or not isinstance(arguments, str):
-            wanted = "a function's name, and the text of its arguments"
-            raise ValueError(f"messages[{index}].tool_calls[{number}] must have {wanted}.")
-        named = {"id": call["id"] if isinstance(call.get("id"), str) else ""}
-        checked.append({**named, "type": "function", "function": {"name": name, "arguments": arguments}})
-    return checked
+            expected = "a function's name, and the text of its arguments"
+            raise ValueError(f"messages[{index}].tool_calls[{number}] must have {expected}.")
+        id_field = {"id": call["id"] if isinstance(call.get("id"), str) else ""}
+        calls_checked.append({**id_field, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return calls_checked
 
 
-def _checked_ids(message: Mapping[str, Any], index: int, tokenizer: Tokenizer) -> tuple[int, ...] | None:
+def _check_ids(message: Mapping[str, Any], index: int, tokenizer: Tokenizer) -> tuple[int, ...] | None:
     ids = message.get("token_ids")
     if ids is None or message["role"] != "assistant":
         return None

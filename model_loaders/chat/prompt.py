@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from polarlm.model_loaders.chat.control_strings import Guard, guard, unused_characters
-from polarlm.model_loaders.chat.messages import Message, checked_messages
-from polarlm.model_loaders.chat.otherwise import put_otherwise
+from polarlm.model_loaders.chat.messages import Message, check_messages
+from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer
@@ -50,23 +50,28 @@ def chat_ids(
 
     Raises ValueError for malformed messages, LoadError if the template fails.
     """
-    checked = checked_messages(messages, tokenizer)
-    numbered = [{**message.shown, "number": number} for number, message in enumerate(checked)]
-    put = put_otherwise(template, numbered, tools, variables or {})
-    for warning in put.warnings:
+    chat_messages = check_messages(messages, tokenizer)
+    numbered_messages = [{**message.fields, "number": number} for number, message in enumerate(chat_messages)]
+    adapted_conversation = adapt_conversation(template, numbered_messages, tools, variables or {})
+    for warning in adapted_conversation.warnings:
         if warn is not None:
             warn(warning)
-    checked, with_tools = [_taken(shown, checked) for shown in put.messages], put.variables
-    texts = json.dumps([[message.shown for message in checked], with_tools], ensure_ascii=False)
+    chat_messages, with_tools = (
+        [_restore_ids(message, chat_messages) for message in adapted_conversation.messages],
+        adapted_conversation.variables,
+    )
+    texts = json.dumps([[message.fields for message in chat_messages], with_tools], ensure_ascii=False)
     mark, edge = unused_characters(2, [template.source, texts])
-    hiding = guard(tuple(tokenizer.control_tokens()))
-    parts = _Rendering(template, checked, hiding, mark, edge, hiding.hide_all(with_tools, mark)).parts()
+    control_guard = guard(tuple(tokenizer.control_tokens()))
+    parts = _Rendering(
+        template, chat_messages, control_guard, mark, edge, control_guard.hide_all(with_tools, mark)
+    ).parts()
     if check is not None:
         check("".join(part for part in parts if isinstance(part, str)).replace(mark, ""))
     ids: list[int] = []
     for position, part in enumerate(parts):
         if isinstance(part, int):
-            ids += checked[part].token_ids or ()
+            ids += chat_messages[part].token_ids or ()
             continue
         for number, piece in enumerate([part] if cut is None else cut(part)):
             if isinstance(piece, str):
@@ -77,14 +82,14 @@ def chat_ids(
     return ids
 
 
-def _taken(shown: dict[str, Any], messages: list[Message]) -> Message:
+def _restore_ids(fields: dict[str, Any], messages: list[Message]) -> Message:
     """A message as the template takes it, with the ids of the answer in `messages` that it still is."""
-    number = shown.pop("number", None)
-    if number is None or shown["role"] != "assistant":
-        return Message(shown)
+    number = fields.pop("number", None)
+    if number is None or fields["role"] != "assistant":
+        return Message(fields)
     message = messages[number]
-    became_reasoning = bool(message.shown["content"]) and not shown["content"]
-    return Message(shown, message.token_ids, message.reasoned or became_reasoning)
+    became_reasoning = bool(message.fields["content"]) and not fields["content"]
+    return Message(fields, message.token_ids, message.has_reasoning or became_reasoning)
 
 
 class _Rendering:
@@ -99,7 +104,7 @@ class _Rendering:
         self,
         template: ChatTemplate,
         messages: list[Message],
-        hiding: Guard,
+        control_guard: Guard,
         mark: str,
         edge: str,
         variables: Mapping[str, Any],
@@ -109,13 +114,16 @@ class _Rendering:
         self._edge = edge
         self._ids = tuple(i for i, message in enumerate(messages) if message.token_ids is not None)
         self._turns = frozenset(i for i, message in enumerate(messages) if message.is_whole_turn)
-        self._reasoned = frozenset(i for i in self._turns if messages[i].reasoned)
-        self._shown = [
-            {**hiding.hide_all(message.shown, mark), "role": hiding.break_up(message.shown["role"], mark)}
+        self._reasoning_turns = frozenset(i for i in self._turns if messages[i].has_reasoning)
+        self._messages = [
+            {
+                **control_guard.hide_all(message.fields, mark),
+                "role": control_guard.break_up(message.fields["role"], mark),
+            }
             for message in messages
         ]
-        self._contents: list[str] = [message["content"] or "" for message in self._shown]
-        self._framed = {index: self._in_frame(index) for index in self._ids}
+        self._contents: list[str] = [message["content"] or "" for message in self._messages]
+        self._framed_messages = {index: self._frame(index) for index in self._ids}
         self._texts: dict[tuple[tuple[int, ...], int | None], str | LoadError] = {}  # by frames and number of messages
 
     def parts(self) -> list[str | int]:
@@ -127,17 +135,17 @@ class _Rendering:
         if self._ids:
             self._render(((), None), (self._ids, None), ((), self._ids[0]))
         plain = self._text(())
-        framed = self._ids
-        while framed:
-            text = self._text(framed)
-            if parts := self._split(text, framed):
+        frames = self._ids
+        while frames:
+            text = self._text(frames)
+            if parts := self._split(text, frames):
                 # A template may write another text because of the frames.
-                return self._as_prompted(parts) if self._is_plain(parts, plain) else [plain]
-            whole = tuple(i for i in framed if self._find(text, i) is not None)
-            framed = whole if whole != framed else ()
+                return self._with_prompts(parts) if self._is_plain(parts, plain) else [plain]
+            whole = tuple(i for i in frames if self._find(text, i) is not None)
+            frames = whole if whole != frames else ()
         return [plain]
 
-    def _in_frame(self, index: int) -> tuple[dict[str, Any], list[str]]:
+    def _frame(self, index: int) -> tuple[dict[str, Any], list[str]]:
         """An answer in its frame, and the texts by which it is known in the output, in order.
 
         The names of calls stay: templates may show them next to results, too. Their arguments become made-up ones,
@@ -147,30 +155,30 @@ class _Rendering:
         def frame(part: str = "", text: str = "") -> str:
             return f"{self._edge}{index}{part}{self._edge}{text}"
 
-        shown, content = self._shown[index], frame(text=f"{self._contents[index]}{self._edge}")
+        message, content = self._messages[index], frame(text=f"{self._contents[index]}{self._edge}")
         if index not in self._turns:
-            return {**shown, "content": content}, [content]
-        framed, texts = dict(shown), []
-        if index in self._reasoned:
-            framed["reasoning_content"] = frame("r")
+            return {**message, "content": content}, [content]
+        framed_message, texts = dict(message), []
+        if index in self._reasoning_turns:
+            framed_message["reasoning_content"] = frame("r")
             texts.append(frame("r"))
-        if shown["content"]:
-            framed["content"] = content
+        if message["content"]:
+            framed_message["content"] = content
             texts.append(content)
-        if calls := shown.get("tool_calls"):
-            format, framed["tool_calls"], written = self._template.calls, [], []
+        if calls := message.get("tool_calls"):
+            format, framed_message["tool_calls"], calls_written = self._template.calls, [], []
             for number, call in enumerate(calls):
                 arguments = {frame(f"c{number}"): 0}
-                text, name = format.written(arguments), call["function"]["name"]
+                text, name = format.write(arguments), call["function"]["name"]
                 function = {**call["function"], "arguments": text if format.arguments_as_text else arguments}
-                framed["tool_calls"].append({**call, "function": function})
-                written.append((name, text, call["id"]))
-            texts.append(format.shown(written))
-        return framed, texts
+                framed_message["tool_calls"].append({**call, "function": function})
+                calls_written.append((name, text, call["id"]))
+            texts.append(format.write_calls(calls_written))
+        return framed_message, texts
 
     def _find(self, text: str, index: int) -> tuple[int, int] | None:
         """(start, end) of an answer's frame in `text`; None unless it occurs once, with all of its parts in order."""
-        parts, is_reasoned = self._framed[index][1], index in self._reasoned
+        parts, is_reasoned = self._framed_messages[index][1], index in self._reasoning_turns
         if len(parts) < 1 + is_reasoned or any(text.count(part) != 1 for part in parts):
             return None
         places = [(at, at + len(part)) for part, at in zip(parts, map(text.index, parts), strict=True)]
@@ -204,25 +212,28 @@ class _Rendering:
             at += len(literal)
         return text.endswith(rest[-1]) and len(text) - len(rest[-1]) >= at
 
-    def _text(self, framed: tuple[int, ...], length: int | None = None) -> str:
-        """The text of the first `length` messages (None: of all), with `framed` ones in frames. Raises LoadError."""
-        if (framed, length) not in self._texts:
-            self._render((framed, length))
-        if isinstance(text := self._texts[framed, length], LoadError):
+    def _text(self, frames: tuple[int, ...], length: int | None = None) -> str:
+        """The text of the first `length` messages (None: of all), with `frames` ones in frames. Raises LoadError."""
+        if (frames, length) not in self._texts:
+            self._render((frames, length))
+        if isinstance(text := self._texts[frames, length], LoadError):
             raise text
         return text
 
-    def _render(self, *wanted: tuple[tuple[int, ...], int | None]) -> None:
+    def _render(self, *keys: tuple[tuple[int, ...], int | None]) -> None:
         conversations = [
-            [self._framed[i][0] if i in framed else shown for i, shown in enumerate(self._shown[:length])]
-            for framed, length in wanted
+            [
+                self._framed_messages[i][0] if i in frames else message
+                for i, message in enumerate(self._messages[:length])
+            ]
+            for frames, length in keys
         ]
-        self._texts |= zip(wanted, self._template.render_each(conversations, **self._variables), strict=True)
+        self._texts |= zip(keys, self._template.render_each(conversations, **self._variables), strict=True)
 
-    def _split(self, text: str, framed: tuple[int, ...]) -> list[str | int] | None:
+    def _split(self, text: str, frames: tuple[int, ...]) -> list[str | int] | None:
         """`text` split at these frames, alternating with their indices; None if one is missing, broken or misplaced."""
         parts: list[str | int] = []
-        for index in framed:
+        for index in frames:
             place = self._find(text, index)
             if place is None:
                 return None
@@ -231,35 +242,36 @@ class _Rendering:
         parts.append(text)
         return None if any(self._edge in part for part in parts if isinstance(part, str)) else parts
 
-    def _as_prompted(self, parts: list[str | int]) -> list[str | int]:
+    def _with_prompts(self, parts: list[str | int]) -> list[str | int]:
         """`parts` with the text before each answer replaced by the end of the prompt for the answer.
 
         Before a past answer, templates write white space that its prompt did not have ("Assistant: Hi" for
         "Assistant:"), or leave out what the prompt opened for it ("<think>"). The text between question and answer is
         mostly the same throughout, and then rendered once.
         """
-        asked: dict[str, str] = {}  # text between question and answer in `parts` → that text in the prompt
+        prompt_texts: dict[str, str] = {}  # text between question and answer in `parts` → that text in the prompt
         for position in range(1, len(parts), 2):
-            before, index = parts[position - 1], parts[position]
-            assert isinstance(before, str)
+            text_before, index = parts[position - 1], parts[position]
+            assert isinstance(text_before, str)
             assert isinstance(index, int)
             question = self._contents[index - 1].strip() if index else ""
-            start = before.rfind(question) + len(question) if question and question in before else 0
-            between = before[start:]
-            if between not in asked:
-                asked[between] = self._prompt(before, index, parts[1:position:2])[start:]
-            parts[position - 1] = before[:start] + asked[between]
+            start = text_before.rfind(question) + len(question) if question and question in text_before else 0
+            text_between = text_before[start:]
+            if text_between not in prompt_texts:
+                prompt_texts[text_between] = self._prompt(text_before, index, parts[1:position:2])[start:]
+            parts[position - 1] = text_before[:start] + prompt_texts[text_between]
         return parts
 
-    def _prompt(self, before: str, index: int, earlier: list[str | int]) -> str:
-        """The text of the prompt for answer `index`, after the `earlier` answers; `before` if it cannot be rendered."""
-        framed = tuple(i for i in earlier if isinstance(i, int))
+    def _prompt(self, text_before: str, index: int, earlier: list[str | int]) -> str:
+        """The text of the prompt for answer `index`, after the `earlier` answers; `text_before` if it cannot be
+        rendered."""
+        frames = tuple(i for i in earlier if isinstance(i, int))
         try:
-            prompt = self._split(self._text(framed, index), framed)
+            prompt = self._split(self._text(frames, index), frames)
         except LoadError:  # a template need not accept the beginning of a conversation
-            return before
-        asked = prompt[-1] if prompt else None
-        return asked if isinstance(asked, str) and asked.startswith(before.rstrip()) else before
+            return text_before
+        text = prompt[-1] if prompt else None
+        return text if isinstance(text, str) and text.startswith(text_before.rstrip()) else text_before
 
 
 def _dense(text: str) -> str:

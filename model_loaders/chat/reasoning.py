@@ -22,13 +22,13 @@ class Tags:
 
 
 _QUESTION, _REASONING, _ANSWER = "alphaquestion", "alphareasoning", "alphaanswer"
-_KNOWN = (Tags("<think>", "</think>"), Tags("<|channel>thought", "<channel|>"))  # which templates remove or open
+_KNOWN_TAGS = (Tags("<think>", "</think>"), Tags("<|channel>thought", "<channel|>"))  # which templates remove or open
 _TAG = r"(<[^<>\s]+>|\[[^\[\]\s]+\])"
-_WRITTEN = re.compile(rf"{_TAG}\s*{_REASONING}\s*{_TAG}.*{_ANSWER}", re.DOTALL)
+_REASONING_PATTERN = re.compile(rf"{_TAG}\s*{_REASONING}\s*{_TAG}.*{_ANSWER}", re.DOTALL)
 _CALL = {"id": "alphaid01", "type": "function", "function": {"name": "alphaname", "arguments": "{}"}}
-ASKED: Sequence[Message] = [{"role": "user", "content": _QUESTION}]
-CALLED: Sequence[Message] = [
-    *ASKED,
+QUESTION: Sequence[Message] = [{"role": "user", "content": _QUESTION}]
+QUESTION_WITH_CALL: Sequence[Message] = [
+    *QUESTION,
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "tool_call_id": _CALL["id"], "name": "alphaname", "content": "alpharesult"},
 ]
@@ -41,21 +41,21 @@ def find_tags(render: Render) -> Tags | None:
     write the opening tag at the end of a prompt. For these, some pairs of tags are tried.
     """
     answer: dict[str, Any] = {"role": "assistant", "content": _ANSWER}
-    shown = [{**answer, "reasoning_content": _REASONING}]
-    shown += [{**answer, "content": f"{tags.open}\n{_REASONING}{tags.close}{_ANSWER}"} for tags in _KNOWN]
-    written, *stripped = render([[*ASKED, one] for one in shown], add_generation_prompt=False)
-    (prompt,) = render([ASKED])
-    if isinstance(written, str) and (pair := _WRITTEN.search(written)):
+    answers = [{**answer, "reasoning_content": _REASONING}]
+    answers += [{**answer, "content": f"{tags.open}\n{_REASONING}{tags.close}{_ANSWER}"} for tags in _KNOWN_TAGS]
+    answer_text, *texts = render([[*QUESTION, one] for one in answers], add_generation_prompt=False)
+    (prompt,) = render([QUESTION])
+    if isinstance(answer_text, str) and (pair := _REASONING_PATTERN.search(answer_text)):
         return Tags(pair[1], pair[2])
-    for known, text in zip(_KNOWN, stripped, strict=True):
+    for tags, text in zip(_KNOWN_TAGS, texts, strict=True):
         strips = isinstance(text, str) and _REASONING not in text and _ANSWER in text
-        if strips or _ends_with(prompt, known.open):
-            return known
+        if strips or _ends_with(prompt, tags.open):
+            return tags
     return None
 
 
 def place_of_answer(
-    render: Render, tags: Tags, variables: Mapping[str, object], messages: Sequence[Message] = ASKED
+    render: Render, tags: Tags, variables: Mapping[str, object], messages: Sequence[Message] = QUESTION
 ) -> Place:
     """Where an answer to `messages` begins: before, inside or after its reasoning, if the template gets `variables`."""
     (prompt,) = render([messages], **variables)

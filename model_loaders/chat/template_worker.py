@@ -66,7 +66,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 @lru_cache(maxsize=1)
-def compiled(source: str) -> jinja2.Template:
+def compile_template(source: str) -> jinja2.Template:
     """The template with the functions that model authors rely on."""
     extensions = ["jinja2.ext.loopcontrols", _GenerationBlock]
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
@@ -84,7 +84,7 @@ def _to_json(value: object, **options: Any) -> str:
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
-def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
+def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     parts: list[str] = []
     length = 0
     for part in template.generate(variables):
@@ -97,7 +97,7 @@ def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 def _answer(source: str, variables: dict[str, Any]) -> dict[str, str]:
     try:
-        return {"text": _rendered(compiled(source), variables)}
+        return {"text": _render(compile_template(source), variables)}
     except MemoryError:
         return {"error": "it makes more text than a conversation can need"}
     except RecursionError:

@@ -11,10 +11,10 @@ from typing import Any
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels, find_channels
 from polarlm.model_loaders.chat.find_calls import find_call_format
-from polarlm.model_loaders.chat.otherwise import MOST_SHAPES, put_otherwise
-from polarlm.model_loaders.chat.reasoning import ASKED, CALLED, Place, Tags, find_tags, place_of_answer
+from polarlm.model_loaders.chat.reasoning import QUESTION, QUESTION_WITH_CALL, Place, Tags, find_tags, place_of_answer
+from polarlm.model_loaders.chat.template_polyfills import MOST_SHAPES, adapt_conversation
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import read_json, shown, usable
+from polarlm.model_loaders.fields import describe, read_json, usable
 from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
 from polarlm.model_loaders.files.repository import TEMPLATE, companion_in, repository_of
 from polarlm.model_loaders.forks import cached_property
@@ -50,17 +50,17 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._process = LimitedProcess(_WORKER, source)
         self._places: Recent[str, Place] = Recent(_MOST_VARIABLES)
-        self.changes: Recent[str, tuple[int, bool]] = Recent(MOST_SHAPES)  # see `put_otherwise`
+        self.changes: Recent[str, tuple[int, bool]] = Recent(MOST_SHAPES)  # see `adapt_conversation`
 
     def with_text(self, old: str, new: str) -> ChatTemplate:
         """The template with `new` instead of the text `old`."""
         return ChatTemplate(self.source.replace(old, new), is_default=self.is_default, **self._tokens)
 
-    def of_file(self, file: Path) -> ChatTemplate:
+    def with_file(self, file: Path) -> ChatTemplate:
         """The template in a file, with the tokens of this one. Raises LoadError."""
         return ChatTemplate(_text(file, "give a Jinja template"), is_default=False, **self._tokens)
 
-    def missing(self, model: str) -> str | None:
+    def missing_note(self, model: str) -> str | None:
         """A sentence for users of `model` if it has no template of its own, on how messages are written; else None."""
         if not self.is_default:
             return None
@@ -98,7 +98,9 @@ class ChatTemplate:
             return "after"
         key = json.dumps([variables, after_result], sort_keys=True)
         if (place := self._places.get(key)) is None:
-            messages = put_otherwise(self, CALLED, (), variables).messages if after_result else ASKED
+            messages = (
+                adapt_conversation(self, QUESTION_WITH_CALL, (), variables).messages if after_result else QUESTION
+            )
             place = place_of_answer(self.render_each, self.tags, variables, messages)
             self._places.put(key, place)
         return place
@@ -113,14 +115,18 @@ class ChatTemplate:
         of parts if they take no others. Raises LoadError if the renderings together need too much time or memory.
         """
         in_parts = self._takes_parts_alone
-        return self._render([[_shown(one, in_parts) for one in messages] for messages in conversations], variables)
+        return self._render(
+            [[_template_message(one, in_parts) for one in messages] for messages in conversations], variables
+        )
 
     @cached_property
     def _takes_parts_alone(self) -> bool:
         """Whether the template leaves out or refuses a text that is not in a list of parts."""
-        asked = ASKED[0]
-        text, parts = self._render([[asked], [_shown(asked, in_parts=True)]], {})
-        as_text, as_parts = (isinstance(shown, str) and asked["content"] in shown for shown in (text, parts))
+        question = QUESTION[0]
+        text, parts = self._render([[question], [_template_message(question, in_parts=True)]], {})
+        as_text, as_parts = (
+            isinstance(describe, str) and question["content"] in describe for describe in (text, parts)
+        )
         return as_parts and not as_text
 
     def _render(
@@ -130,22 +136,22 @@ class ChatTemplate:
         try:
             answers = self._process.ask([{**constants, **variables, "messages": one} for one in conversations])
         except ProcessFailed as error:
-            raise _failed(str(error)) from error
-        return [_failed(answer["error"]) if "error" in answer else answer["text"] for answer in answers]
+            raise _template_error(str(error)) from error
+        return [_template_error(answer["error"]) if "error" in answer else answer["text"] for answer in answers]
 
 
-def _failed(reason: str) -> LoadError:
+def _template_error(reason: str) -> LoadError:
     return LoadError(f"The model's chat template failed: {reason.rstrip('.')}.")
 
 
-def _shown(message: Mapping[str, Any], in_parts: bool) -> dict[str, Any]:
+def _template_message(message: Mapping[str, Any], in_parts: bool) -> dict[str, Any]:
     """A message as the template gets it. in_parts: with its text in a list of parts."""
-    shown, content = dict(message), message.get("content")
+    fields, content = dict(message), message.get("content")
     if message.get("reasoning_content") is not None:
-        shown["thinking"] = message["reasoning_content"]
+        fields["thinking"] = message["reasoning_content"]
     if in_parts and isinstance(content, str):
-        shown["content"] = [{"type": "text", "text": content}]
-    return shown
+        fields["content"] = [{"type": "text", "text": content}]
+    return fields
 
 
 def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemplate:
@@ -193,21 +199,21 @@ def for_gguf(gguf: GgufFile) -> ChatTemplate:
 
 
 def _template(source: str | None, *, bos_token: str, eos_token: str, speaks_chatml: bool) -> ChatTemplate:
-    chosen = source or (_CHATML if speaks_chatml else _PLAIN)
-    return ChatTemplate(chosen, bos_token=bos_token, eos_token=eos_token, is_default=not source)
+    text = source or (_CHATML if speaks_chatml else _PLAIN)
+    return ChatTemplate(text, bos_token=bos_token, eos_token=eos_token, is_default=not source)
 
 
 def _named_template(file: Path, value: object) -> str | None:
     """The template for chats in `value`, which is text, or named templates; None, with a warning, if it is neither."""
-    chosen = value
+    source = value
     if isinstance(value, list):
         entries = [entry for entry in value if isinstance(entry, Mapping)]
-        chosen = {str(entry.get("name")): entry.get("template") for entry in entries}
-    if isinstance(chosen, Mapping):
-        chosen = chosen.get("default", next(iter(chosen.values()), None))
-    if chosen is None or isinstance(chosen, str):
-        return chosen
-    _LOG.warning("%s: chat_template is %s, which is no text; it is left out", file, shown(value))
+        source = {str(entry.get("name")): entry.get("template") for entry in entries}
+    if isinstance(source, Mapping):
+        source = source.get("default", next(iter(source.values()), None))
+    if source is None or isinstance(source, str):
+        return source
+    _LOG.warning("%s: chat_template is %s, which is no text; it is left out", file, describe(value))
     return None
 
 

@@ -42,7 +42,7 @@ def configure(fields: Fields) -> ModelConfig:
     and for values that the family does not support.
     """
     name = fields.text("model_type")
-    module = _of_type(name)
+    module = _module_of_type(name)
     if module is None:
         reason = why_not(name, fields)
         raise LoadError(
@@ -50,7 +50,7 @@ def configure(fields: Fields) -> ModelConfig:
             f"supported are {', '.join(families())}."
         )
     classes = usable(lambda: fields.texts("architectures")) or []
-    fields = fields.replaced({"architectures": classes})
+    fields = fields.with_values({"architectures": classes})
     if classes and not set(module.ARCHITECTURES) & set(classes):
         supported = " or ".join(module.ARCHITECTURES)
         raise fields.refuse("architectures", f"but only {supported} is supported for the type {name!r}")
@@ -66,16 +66,16 @@ def table_name(config: ModelConfig, name: str) -> str:
     return name
 
 
-def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+def take_apart(config: ModelConfig, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """The tensors of safetensors files by name, those that hold several of the table's tensors as these. Raises
     LoadError for wrong shapes."""
     change = getattr(_module(config.family), "take_apart", None)
-    return stored if change is None else change(config, stored)
+    return file_tensors if change is None else change(config, file_tensors)
 
 
 def quantizations(name: str) -> tuple[str, ...]:
     """The values of `quant_method` in a configuration of the type `name` whose weights can be read."""
-    module = _of_type(name)
+    module = _module_of_type(name)
     return () if module is None else getattr(module, "QUANTIZATIONS", ())
 
 
@@ -94,7 +94,7 @@ def gguf_layouts() -> dict[str, tuple[str, GgufLayout]]:
     return layouts
 
 
-def _of_type(name: str) -> ModuleType | None:
+def _module_of_type(name: str) -> ModuleType | None:
     return next((m for m in map(_module, families()) if name in getattr(m, "MODEL_TYPES", (_name(m),))), None)
 
 

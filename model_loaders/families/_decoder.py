@@ -87,11 +87,11 @@ def decoder(
     rope = rope or rope_config(fields, max_context, partial=partial_rope)
     if rope.kind == "yarn":  # some files give the trained context as the maximum, some the extended one
         max_context = max(max_context, int(rope.original_context * rope.factor))
-    rotated, has_bias = rotary_dim(fields, head_dim) if partial_rope else None, bias
+    rotary_channels, has_bias = rotary_dim(fields, head_dim) if partial_rope else None, bias
     if has_bias is None:
         has_bias = fields.flag("attention_bias", False)
     settings = {"qkv_bias": has_bias, "out_bias": has_bias, **attention}
-    count, plain = layer_count(fields), Attention(heads, kv_heads, head_dim, rope, rotated, **settings)
+    count, plain = layer_count(fields), Attention(heads, kv_heads, head_dim, rope, rotary_channels, **settings)
     if not ffns:
         ffns = [gated_mlp(fields, activation_key, activations, bias=mlp_bias)] * count
     mixers = [
@@ -136,10 +136,10 @@ def layer_count(fields: Fields) -> int:
     return fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
 
 
-def dense_first(fields: Fields, dense: int, of_experts: Ffn) -> Sequence[Ffn]:
-    """The feed-forward network of each layer: experts behind the first `dense` layers."""
+def dense_first(fields: Fields, dense: int, expert_ffn: Ffn) -> Sequence[Ffn]:
+    """The feed-forward network of each layer: experts after the first `dense` layers."""
     count = layer_count(fields)
-    return [gated_mlp(fields)] * min(dense, count) + [of_experts] * max(0, count - dense)
+    return [gated_mlp(fields)] * min(dense, count) + [expert_ffn] * max(0, count - dense)
 
 
 def with_mixer(config: ModelConfig, mixer: Mixer, attends: Sequence[bool]) -> ModelConfig:
@@ -155,9 +155,9 @@ def attending(
 
     Raises LoadError unless that is a kind of `others` or `attention` for each layer, and attention for some.
     """
-    known, layers = [*others, *attention], layer_count(fields)
-    if len(kinds) != layers or not set(kinds) <= set(known):
-        names = f"{', '.join(known[:-1])} or {known[-1]}"
+    known_kinds, layers = [*others, *attention], layer_count(fields)
+    if len(kinds) != layers or not set(kinds) <= set(known_kinds):
+        names = f"{', '.join(known_kinds[:-1])} or {known_kinds[-1]}"
         raise fields.refuse("layer_types", f"but must say {names} for {layers} layers")
     if attention and not set(kinds) & set(attention):
         raise without_attention(fields, "layer_types")

@@ -38,11 +38,11 @@ def prefixes(base: str, *, layers: str = "encoder.layer", norm: str = "embedding
 
     layers: the list of layers. norm: the norm of the embeddings.
     """
-    renamed: dict[str, str] = {}
-    for before in (base, ""):
-        renamed |= {f"{before}embeddings.{theirs}.": f"{ours}." for theirs, ours in _EMBEDDINGS.items()}
-        renamed |= {f"{before}{norm}.": "model.embedding_norm.", f"{before}{layers}.": "model.layers."}
-    return renamed
+    renames: dict[str, str] = {}
+    for prefix in (base, ""):
+        renames |= {f"{prefix}embeddings.{theirs}.": f"{ours}." for theirs, ours in _EMBEDDINGS.items()}
+        renames |= {f"{prefix}{norm}.": "model.embedding_norm.", f"{prefix}{layers}.": "model.layers."}
+    return renames
 
 
 def encoder(
@@ -85,16 +85,16 @@ def scores_pairs(fields: Fields) -> bool:
     """Whether a model has a head that scores pairs of texts. Raises LoadError for a head with several labels."""
     if not fields.has("num_labels") and not any(one.endswith(_CLASSIFIER) for one in fields.texts("architectures")):
         return False
-    named = fields.section("id2label")
+    label_names = fields.section("id2label")
     if fields.has("gguf_architecture") and not fields.flag("has_score_dense", False):
         raise LoadError(
             f"{fields.where} holds a reranker without a part of its head (cls.weight), which llama.cpp's converter "
             "leaves out of BERT's, so that scores would not be the model's: use its safetensors folder."
         )
-    labels = fields.integer("num_labels", 2 if named is None else len(named.present()))
+    labels = fields.integer("num_labels", 2 if label_names is None else len(label_names.present()))
     if labels != 1:
         raise fields.refuse(
-            "num_labels" if named is None else "id2label",
+            "num_labels" if label_names is None else "id2label",
             "but only classifiers with one label are supported, which rank documents",
         )
     return True

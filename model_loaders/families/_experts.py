@@ -61,15 +61,15 @@ def sigmoid_experts(fields: Fields, **settings: Any) -> Experts:
 
 
 def experts_with_shared(fields: Fields, *, renormalize: bool) -> Experts:
-    """Experts beside Qwen's shared network, which has a gate."""
+    """Experts with Qwen's shared network, which has a gate."""
     shared = gated_mlp(fields, size_key="shared_expert_intermediate_size")
     return experts(fields, renormalize=renormalize, shared=shared, shared_gate=True)
 
 
-def qwen_layers(fields: Fields, of_experts: Experts) -> Sequence[Ffn]:
+def qwen_layers(fields: Fields, expert_ffn: Experts) -> Sequence[Ffn]:
     """The feed-forward network of each layer: every `decoder_sparse_step`-th has experts, unless `mlp_only_layers`
     names it."""
     step, dense = fields.integer("decoder_sparse_step", 1), set(fields.integers("mlp_only_layers"))
     has_experts = [(layer + 1) % step == 0 and layer not in dense for layer in range(layer_count(fields))]
-    plain = of_experts if all(has_experts) else gated_mlp(fields)
-    return [of_experts if one else plain for one in has_experts]
+    plain = expert_ffn if all(has_experts) else gated_mlp(fields)
+    return [expert_ffn if one else plain for one in has_experts]

@@ -62,23 +62,23 @@ PREFIXES = {  # for families
 }
 
 
-def implied(values: Mapping[str, object]) -> Mapping[str, object]:
+def implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
     """What GGUF files say in other words."""
     inner, heads = values["linear_inner_size"], values["linear_num_value_heads"]
-    implied = without_last(values)
+    values_implied = without_last(values)
     if isinstance(inner, int) and isinstance(heads, int) and heads:
-        implied["linear_value_head_dim"] = inner // heads
-    return implied
+        values_implied["linear_value_head_dim"] = inner // heads
+    return values_implied
 
 
-def implied_tiled(values: Mapping[str, object]) -> Mapping[str, object]:
-    """As `implied`, of files in which value heads that share a key are far apart."""
-    return {**implied(values), "tiled": True}
+def implied_values_tiled(values: Mapping[str, object]) -> Mapping[str, object]:
+    """As `implied_values`, of files in which value heads that share a key are far apart."""
+    return {**implied_values(values), "tiled": True}
 
 
 def configure(fields: Fields, family: str, ffns: Sequence[Ffn] = (), *, tiled: bool = False) -> ModelConfig:
     """The configuration of a hybrid. tiled: see `GatedDelta`."""
-    fields = fields.completed({"partial_rotary_factor": 0.25, "rope_theta": 10_000_000.0, "rms_norm_eps": 1e-6})
+    fields = fields.with_defaults({"partial_rotary_factor": 0.25, "rope_theta": 10_000_000.0, "rms_norm_eps": 1e-6})
     config = decoder(fields, family, partial_rope=True, bias=None, qk_norm="head", output_gate=True, ffns=ffns)
     count, every = layer_count(fields), fields.integer("full_attention_interval", 4)
     kinds = fields.texts("layer_types") or [_DELTA if (layer + 1) % every else _ATTENTION for layer in range(count)]

@@ -49,10 +49,10 @@ def gemma(fields: Fields, family: str, **more: Any) -> ModelConfig:
 def scale_in_gguf(layers: int) -> Callable[[Mapping[str, object]], Mapping[str, object]]:
     """The scale of attention, as in llama.cpp: only the 27B model, which has `layers` layers, differs."""
 
-    def implied(values: Mapping[str, object]) -> Mapping[str, object]:
+    def implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
         size, heads, count = (values[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
         if count == layers and isinstance(size, int) and isinstance(heads, int) and heads > 0:
             return {"query_pre_attn_scalar": size / heads}
         return {"query_pre_attn_scalar": values["head_dim"]}
 
-    return implied
+    return implied_values

@@ -34,4 +34,4 @@ class GgufLayout:
     interleaved: bool = False
     also: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
-    implied: Callable[[Mapping[str, object]], Mapping[str, object]] = _nothing
+    implied_values: Callable[[Mapping[str, object]], Mapping[str, object]] = _nothing

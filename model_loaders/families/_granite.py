@@ -24,7 +24,7 @@ GGUF_KEYS = {  # for `GgufLayout`
 }
 
 
-def implied(values: Mapping[str, object]) -> dict[str, object]:
+def implied_values(values: Mapping[str, object]) -> dict[str, object]:
     """Whether the attention of a GGUF file has RoPE: unless the file says no."""
     return {"position_embedding_type": "nope" if values["uses_rope"] is False else "rope"}
 

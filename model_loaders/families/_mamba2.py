@@ -22,15 +22,15 @@ GGUF_KEYS = {  # for `GgufLayout`
 }
 
 
-def implied(values: Mapping[str, object]) -> dict[str, object]:
+def implied_values(values: Mapping[str, object]) -> dict[str, object]:
     """What GGUF files say in other words, and the KV heads of the layers that have attention."""
     inner, heads, kv_heads = values["mamba_inner_size"], values["mamba_n_heads"], values["num_key_value_heads"]
-    implied: dict[str, object] = {}
+    values_implied: dict[str, object] = {}
     if isinstance(inner, int) and isinstance(heads, int) and heads:
-        implied["mamba_d_head"] = inner // heads
+        values_implied["mamba_d_head"] = inner // heads
     if isinstance(kv_heads, list) and all(type(one) is int for one in kv_heads):
-        implied["num_key_value_heads"] = max(kv_heads, default=0)
-    return implied
+        values_implied["num_key_value_heads"] = max(kv_heads, default=0)
+    return values_implied
 
 
 def names(prefix: str, norm: tuple[str, str]) -> Names:

@@ -20,7 +20,7 @@ def text_part(fields: Fields) -> Fields:
         kinds = [] if rope is None else [one for one in ("type", "rope_type") if rope.value(one) == "mrope"]
         if rope is not None and kinds:
             values = {name: rope.value(name) for name in rope.present()}
-            fields = fields.replaced({key: {**values, **dict.fromkeys(kinds, "default")}})
+            fields = fields.with_values({key: {**values, **dict.fromkeys(kinds, "default")}})
     return fields
 
 
@@ -30,11 +30,11 @@ def with_sections(
     """The configuration, with the sections of RoPE. take_turns: see `RopeConfig.sections`."""
     section = fields.section("rope_parameters") or fields.section("rope_scaling") or fields
     holder = fields if fields.has("mrope_section") else section
-    given = (holder.integers("mrope_section") or [*default])[:3]
+    sizes = (holder.integers("mrope_section") or [*default])[:3]
     pairs = config.attention.rotated // 2
-    if len(given) < 3 or min(given) < 0 or not (take_turns or sum(given) == pairs):
+    if len(sizes) < 3 or min(sizes) < 0 or not (take_turns or sum(sizes) == pairs):
         raise holder.refuse("mrope_section", f"but must be three numbers of the {pairs} pairs of channels")
-    sections = cast("tuple[int, int, int]", tuple(given))
+    sections = cast("tuple[int, int, int]", tuple(sizes))
 
     def divided(one: Attention) -> Attention:
         rope = one.rope

@@ -19,7 +19,7 @@ GGUF = GgufLayout(
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
-    implied=scale_in_gguf(layers=46),
+    implied_values=scale_in_gguf(layers=46),
 )
 _DEFAULTS = {"sliding_window": 4096, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
 # The caps where a configuration has no such key; null says that there is no cap.
@@ -28,11 +28,11 @@ tensors = partial(tensor_table, names={**NORMS, **PROJECTIONS}, norm_offset=1.0)
 
 
 def configure(fields: Fields) -> ModelConfig:
-    of_scores, of_logits = (
+    score_softcap, logit_softcap = (
         fields.positive(key) if fields.has(key) else None if key in fields.names() else default
         for key, default in _CAPS.items()
     )
-    fields = fields.completed(_DEFAULTS)
+    fields = fields.with_defaults(_DEFAULTS)
     if fields.flag("use_bidirectional_attention", False):
         raise fields.refuse("use_bidirectional_attention", "but only causal attention is supported")
     return gemma(
@@ -41,6 +41,6 @@ def configure(fields: Fields) -> ModelConfig:
         head_dim=256,
         scale=fields.positive("query_pre_attn_scalar") ** -0.5,
         windows=typed_windows(fields, (layer % 2 == 0 for layer in range(layer_count(fields)))),
-        softcap=of_scores,
-        logit_softcap=of_logits,
+        softcap=score_softcap,
+        logit_softcap=logit_softcap,
     )

@@ -42,7 +42,7 @@ _DEFAULTS = {  # the 4B model's
 _ENCODER = "gemma-embedding"
 
 
-def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
+def _implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
     is_encoder = values["gguf_architecture"] == _ENCODER
     return {**scale_in_gguf(layers=62)(values), "use_bidirectional_attention": is_encoder}
 
@@ -57,13 +57,13 @@ GGUF = GgufLayout(
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
-    implied=_implied,
+    implied_values=_implied_values,
 )
 tensors = partial(tensor_table, names={**NORMS, **QK_NORMS, **PROJECTIONS}, norm_offset=1.0)
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = (fields.section("text_config") or fields).completed(_DEFAULTS)
+    fields = (fields.section("text_config") or fields).with_defaults(_DEFAULTS)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.number(key, 0.0):
             raise fields.refuse(key, "but soft caps are supported for Gemma 2 alone: no released Gemma 3 has them")

@@ -70,11 +70,11 @@ _EXPERTS: Names = {
 }
 
 
-def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
+def _implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
     """What GGUF files say of layers without a window under the plain keys, and of others as lists or in own keys."""
     windows, kv_heads = values["layer_types"], values["num_key_value_heads"]
     thetas = {_FULL: values["rope_theta"] or THETA, _LOCAL: values["local_theta"] or LOCAL_THETA}
-    implied: dict[str, object] = {
+    implied_values: dict[str, object] = {
         "head_dim": values["local_head_dim"],
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()},
         "hidden_size_per_layer_input": values["hidden_size_per_layer_input"] or 0,
@@ -85,14 +85,14 @@ def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
     }
     if isinstance(windows, list):
         kinds = [_LOCAL if window else _FULL for window in windows]
-        implied["layer_types"] = kinds
-        of_kind: dict[str, object] = {}
+        implied_values["layer_types"] = kinds
+        kv_heads_by_kind: dict[str, object] = {}
         if isinstance(kv_heads, list) and len(kv_heads) == len(kinds):
-            of_kind = dict(zip(kinds, kv_heads, strict=True))
-            implied["num_key_value_heads"] = kv_heads = of_kind.get(_LOCAL, of_kind.get(_FULL))
-        of_whole = {"head_dim": values["head_dim"], "num_key_value_heads": of_kind.get(_FULL, kv_heads)}
-        implied["per_layer_config"] = {str(i): of_whole for i, kind in enumerate(kinds) if kind == _FULL}
-    return implied
+            kv_heads_by_kind = dict(zip(kinds, kv_heads, strict=True))
+            implied_values["num_key_value_heads"] = kv_heads = kv_heads_by_kind.get(_LOCAL, kv_heads_by_kind.get(_FULL))
+        full_attention = {"head_dim": values["head_dim"], "num_key_value_heads": kv_heads_by_kind.get(_FULL, kv_heads)}
+        implied_values["per_layer_config"] = {str(i): full_attention for i, kind in enumerate(kinds) if kind == _FULL}
+    return implied_values
 
 
 def _widths(sizes: object) -> Mapping[str, object]:
@@ -114,12 +114,12 @@ GGUF = GgufLayout(
         "final_logit_softcapping": "final_logit_softcapping",
         **GGUF_KEYS,
     },
-    implied=_implied,
+    implied_values=_implied_values,
 )
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = (fields.section("text_config") or fields).completed(_DEFAULTS)
+    fields = (fields.section("text_config") or fields).with_defaults(_DEFAULTS)
     if fields.has("use_bidirectional_attention") and fields.text("use_bidirectional_attention") != "vision":
         raise fields.refuse("use_bidirectional_attention", "but tokens of text attend to earlier ones alone")
     layers = layer_count(fields)
@@ -137,7 +137,7 @@ def configure(fields: Fields) -> ModelConfig:
         windows=windows,
         logit_softcap=fields.positive("final_logit_softcapping") if fields.has("final_logit_softcapping") else None,
     )
-    changed: list[Layer] = []
+    shared_layers: list[Layer] = []
     for number, layer in enumerate(plain.layers):
         mixer = layer.mixer
         assert isinstance(mixer, Attention)
@@ -148,8 +148,8 @@ def configure(fields: Fields) -> ModelConfig:
         ffn = _experts(fields, ffn) if fields.flag("enable_moe_block", False) else ffn
         whole = mixer.window is not None and fields.has("use_bidirectional_attention")
         mixer = replace(mixer, v_norm=True, shares_kv=number >= unshared, images_whole=whole)
-        changed.append(replace(layer, mixer=mixer, ffn=ffn, scaled=True))
-    return replace(plain, layers=tuple(changed), layer_embedding=inputs)
+        shared_layers.append(replace(layer, mixer=mixer, ffn=ffn, scaled=True))
+    return replace(plain, layers=tuple(shared_layers), layer_embedding=inputs)
 
 
 def tensors(config: ModelConfig) -> TensorTable:
@@ -158,15 +158,15 @@ def tensors(config: ModelConfig) -> TensorTable:
     size, e = config.layer_embedding, config.hidden_size
     if not size:
         return table
-    rows, of_top = len(config.layers) * size, {}
+    rows, top_specs = len(config.layers) * size, {}
     for slot, theirs, ggml, shape in (
         ("layer_embedding", "embed_tokens_per_layer", "per_layer_token_embd", (config.vocab_size, rows)),
         ("layer_projection", "per_layer_model_projection", "per_layer_model_proj", (rows, e)),
         ("layer_projection_norm", "per_layer_projection_norm", "per_layer_proj_norm", (size,)),
     ):
         factor = 2**-0.5 if slot == "layer_projection_norm" else 1.0  # scales the sum of both inputs
-        of_top[slot] = (TensorSpec(f"model.{theirs}.weight", f"{ggml}.weight", shape, factor=factor),)
-    return replace(table, top={**table.top, **of_top})
+        top_specs[slot] = (TensorSpec(f"model.{theirs}.weight", f"{ggml}.weight", shape, factor=factor),)
+    return replace(table, top={**table.top, **top_specs})
 
 
 def _shared_layers(fields: Fields, windows: Sequence[int | None]) -> int:
@@ -178,7 +178,7 @@ def _shared_layers(fields: Fields, windows: Sequence[int | None]) -> int:
 
 def _experts(fields: Fields, dense: Ffn | None) -> Experts:
     assert isinstance(dense, GatedMLP)
-    fields = fields.translated({"num_experts_per_tok": "top_k_experts"}).replaced({"hidden_act": None})
+    fields = fields.with_file_keys({"num_experts_per_tok": "top_k_experts"}).with_values({"hidden_act": None})
     return experts(fields, activation=dense.activation, renormalize=True, shared=dense, factors=True, own_norms=True)
 
 

@@ -26,7 +26,7 @@ GGUF = GgufLayout(
         "rotary_dim": "rope.dimension_count",
         "layers_after_last": "nextn_predict_layers",
     },
-    implied=without_last,
+    implied_values=without_last,
 )
 _NAMES = {
     **PRE_NORMS,
@@ -49,12 +49,12 @@ tensors = partial(tensor_table, names=_NAMES)
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = fields.completed({"partial_rotary_factor": 0.5})
+    fields = fields.with_defaults({"partial_rotary_factor": 0.5})
     for key in ("n_group", "topk_group"):
         if fields.integer(key, 1) != 1:
             raise fields.refuse(key, "but experts that are chosen by groups are not supported")
     size, shared = fields.integer("moe_intermediate_size"), fields.integer("n_shared_experts", 1, minimum=0)
-    of_experts = sigmoid_experts(fields, choice_bias=True, shared=GatedMLP(size * shared) if shared else None)
-    ffns = dense_first(fields, fields.integer("first_k_dense_replace", 1, minimum=0), of_experts)
+    expert_ffn = sigmoid_experts(fields, choice_bias=True, shared=GatedMLP(size * shared) if shared else None)
+    ffns = dense_first(fields, fields.integer("first_k_dense_replace", 1, minimum=0), expert_ffn)
     bias, norm = fields.flag("attention_bias", False), "head" if fields.flag("use_qk_norm", False) else None
     return decoder(fields, "glm4_moe", partial_rope=True, qkv_bias=bias, qk_norm=norm, ffns=ffns)

@@ -13,7 +13,7 @@ from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, deco
 from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, experts
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.joined_experts import SUFFIXES, taken_apart
+from polarlm.model_loaders.files.joined_experts import SUFFIXES, split_experts
 from polarlm.model_loaders.files.tensor_table import tensor_table
 from polarlm.model_loaders.files.tensors import StoredTensor
 
@@ -21,7 +21,7 @@ ARCHITECTURES = ("GptOssForCausalLM",)
 QUANTIZATIONS = ("mxfp4",)
 
 
-def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
+def _implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
     """GGUF files do not say that yarn's range of channels is not rounded.
 
     llama.cpp rounds it for every model, so its logits move away from transformers' with the position: on a random model
@@ -34,7 +34,9 @@ def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
     }
 
 
-GGUF = GgufLayout("gpt-oss", keys={**GGUF_KEYS, "sliding_window": "attention.sliding_window"}, implied=_implied)
+GGUF = GgufLayout(
+    "gpt-oss", keys={**GGUF_KEYS, "sliding_window": "attention.sliding_window"}, implied_values=_implied_values
+)
 _NAMES = {
     **PRE_NORMS,
     "ffn_norm": (("post_attention_layernorm", "post_attention_norm"),),
@@ -60,15 +62,15 @@ def configure(fields: Fields) -> ModelConfig:
     return decoder(fields, "gpt_oss", head_dim=64, bias=bias, windows=windows, ffns=ffns, sink_scores=True)
 
 
-def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    tensors, ffn, size = dict(stored), config.ffn, config.hidden_size
+def take_apart(config: ModelConfig, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    tensors, ffn, size = dict(file_tensors), config.ffn, config.hidden_size
     assert isinstance(ffn, Experts)
     parts = ("gate_up_proj", _GATE_UP, (ffn.size, size)), ("down_proj", _DOWN, (size, ffn.size))
     for layer in range(len(config.layers)):
         prefix = f"model.layers.{layer}."
         for name, names, shape in parts:
-            whole, of_layer = f"{prefix}mlp.experts.{name}", tuple(prefix + each for each in names)
-            tensors |= taken_apart(stored, whole, of_layer, ffn.count, *shape)
+            whole, layer_names = f"{prefix}mlp.experts.{name}", tuple(prefix + each for each in names)
+            tensors |= split_experts(file_tensors, whole, layer_names, ffn.count, *shape)
             for suffix in SUFFIXES:
                 tensors.pop(whole + suffix, None)
     return tensors

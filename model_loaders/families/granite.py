@@ -7,10 +7,10 @@ from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 
 ARCHITECTURES = ("GraniteForCausalLM",)
-GGUF = GgufLayout("granite", interleaved=True, keys=_granite.GGUF_KEYS, implied=_granite.implied)
+GGUF = GgufLayout("granite", interleaved=True, keys=_granite.GGUF_KEYS, implied_values=_granite.implied_values)
 tensors = plain_tensors
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = fields.completed({"position_embedding_type": "rope"})
+    fields = fields.with_defaults({"position_embedding_type": "rope"})
     return _granite.granite(fields, "granite", mlp_bias=fields.flag("mlp_bias", False))

@@ -15,7 +15,7 @@ from polarlm.model_loaders.families._decoder import PROJECTIONS, attending, gate
 from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.families._mamba2 import GGUF_KEYS as MAMBA_KEYS
-from polarlm.model_loaders.families._mamba2 import implied, mamba2, names
+from polarlm.model_loaders.families._mamba2 import implied_values, mamba2, names
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.joined_experts import DOWN, GATE, UP, split_layers
 from polarlm.model_loaders.files.tensor_table import TensorSpec, TensorTable, tensor_table
@@ -52,17 +52,17 @@ take_apart = partial(  # files have the up projection of an expert after its gat
 )
 
 
-def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
+def _implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
     """GGUF files have the size of a dense model's network under the key of an expert's."""
     kv_heads, layers = values["num_key_value_heads"], values["num_hidden_layers"]
-    more = implied(values)
+    more = implied_values(values)
     if isinstance(kv_heads, list):
         more["layer_types"] = [_ATTENTION[0] if one else _MAMBA[0] for one in kv_heads]
     elif isinstance(layers, int):
         more["layer_types"] = [_ATTENTION[0]] * min(layers, 4096)
     if not values["num_local_experts"]:
         more |= {"num_local_experts": 0, "shared_intermediate_size": values["intermediate_size"]}
-    return more | _granite.implied(values)
+    return more | _granite.implied_values(values)
 
 
 GGUF = GgufLayout(
@@ -76,7 +76,7 @@ GGUF = GgufLayout(
         "num_experts_per_tok": GGUF_KEYS["num_experts_per_tok"],
         "shared_intermediate_size": "expert_shared_feed_forward_length",
     },
-    implied=_implied,
+    implied_values=_implied_values,
 )
 
 
@@ -84,7 +84,7 @@ def configure(fields: Fields) -> ModelConfig:
     count = layer_count(fields)
     if fields.text("model_type") != "granitemoehybrid":
         kinds = [_ATTENTION[0]] * count
-        fields = fields.replaced({"layer_types": kinds, "position_embedding_type": "rope"})
+        fields = fields.with_values({"layer_types": kinds, "position_embedding_type": "rope"})
     attends = attending(fields, fields.texts("layer_types") or [_MAMBA[0]] * count, _MAMBA, _ATTENTION)
     config = _granite.granite(fields, "granitemoehybrid", ffns=[_network(fields)] * count)
     if all(attends):
@@ -99,7 +99,7 @@ def _with_head_dim(fields: Fields) -> Fields:
     inner, heads = fields.integer("mamba_expand", 2) * fields.integer("hidden_size"), fields.integer("mamba_n_heads")
     if inner % heads:
         raise fields.refuse("mamba_n_heads", f"which does not divide the {inner} channels of Mamba 2")
-    return fields.replaced({"mamba_d_head": inner // heads})
+    return fields.with_values({"mamba_d_head": inner // heads})
 
 
 def _network(fields: Fields) -> Ffn:
@@ -113,11 +113,11 @@ def _network(fields: Fields) -> Ffn:
 def tensors(config: ModelConfig) -> TensorTable:
     """Safetensors have gate and up of the shared network in one tensor."""
     table = tensor_table(config, _NAMES)
-    layers = ({slot: _halved(slot, specs) for slot, specs in slots.items()} for slots in table.layers)
+    layers = ({slot: _halves(slot, specs) for slot, specs in slots.items()} for slots in table.layers)
     return replace(table, layers=tuple(layers))
 
 
-def _halved(slot: str, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+def _halves(slot: str, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     if slot not in ("gate_up", "shared_gate_up"):
         return specs
     sizes = tuple(spec.shape[0] for spec in specs)

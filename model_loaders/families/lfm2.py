@@ -31,17 +31,17 @@ NAMES = {
 LAST_NORM = ("model.embedding_norm", "token_embd_norm")
 
 
-def implied(values: Mapping[str, object]) -> Mapping[str, object]:
+def implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
     """GGUF files list the KV heads of each layer, 0 for a convolution, and have the final size of the networks."""
     heads = values["num_key_value_heads"]
-    implied: dict[str, object] = {"block_auto_adjust_ff_dim": False}
+    values_implied: dict[str, object] = {"block_auto_adjust_ff_dim": False}
     if isinstance(heads, list) and all(type(one) is int for one in heads):
-        implied["num_key_value_heads"] = max(heads, default=0)
-        implied["layer_types"] = [_ATTENTION if one else _CONV for one in heads]
-    return implied
+        values_implied["num_key_value_heads"] = max(heads, default=0)
+        values_implied["layer_types"] = [_ATTENTION if one else _CONV for one in heads]
+    return values_implied
 
 
-GGUF = GgufLayout("lfm2", keys={"conv_L_cache": "shortconv.l_cache"}, implied=implied)
+GGUF = GgufLayout("lfm2", keys={"conv_L_cache": "shortconv.l_cache"}, implied_values=implied_values)
 tensors = partial(tensor_table, names=NAMES, last_norm=LAST_NORM)
 
 
@@ -53,7 +53,7 @@ def configure(fields: Fields) -> ModelConfig:
 
 def with_defaults(fields: Fields) -> Fields:
     """The fields under the names and with the defaults of other families."""
-    return fields.completed({"rms_norm_eps": fields.positive("norm_eps", 1e-5), "rope_theta": 1_000_000.0})
+    return fields.with_defaults({"rms_norm_eps": fields.positive("norm_eps", 1e-5), "rope_theta": 1_000_000.0})
 
 
 def with_convolutions(fields: Fields, config: ModelConfig) -> ModelConfig:

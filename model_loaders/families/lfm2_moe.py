@@ -8,7 +8,7 @@ from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._decoder import decoder, dense_first
 from polarlm.model_loaders.families._experts import GGUF_KEYS, sigmoid_experts
 from polarlm.model_loaders.families._gguf import GgufLayout
-from polarlm.model_loaders.families.lfm2 import LAST_NORM, NAMES, implied, with_convolutions, with_defaults
+from polarlm.model_loaders.families.lfm2 import LAST_NORM, NAMES, implied_values, with_convolutions, with_defaults
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import tensor_table
 
@@ -21,7 +21,7 @@ GGUF = GgufLayout(
         "num_dense_layers": "leading_dense_block_count",
         "routed_scaling_factor": "expert_weights_scale",
     },
-    implied=implied,
+    implied_values=implied_values,
 )
 _NAMES = {
     **NAMES,
@@ -35,6 +35,6 @@ tensors = partial(tensor_table, names=_NAMES, last_norm=LAST_NORM)
 
 def configure(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields)
-    of_experts = sigmoid_experts(fields, choice_bias=fields.flag("use_expert_bias", True))
-    ffns = dense_first(fields, fields.integer("num_dense_layers", 2, minimum=0), of_experts)
+    expert_ffn = sigmoid_experts(fields, choice_bias=fields.flag("use_expert_bias", True))
+    ffns = dense_first(fields, fields.integer("num_dense_layers", 2, minimum=0), expert_ffn)
     return with_convolutions(fields, decoder(fields, "lfm2_moe", qk_norm="head", ffns=ffns))

@@ -40,7 +40,7 @@ _ROPES: dict[str, dict[str, object]] = {
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = fields.translated({"rms_norm_eps": "norm_eps"}).completed(_DEFAULTS)
+    fields = fields.with_file_keys({"rms_norm_eps": "norm_eps"}).with_defaults(_DEFAULTS)
     kinds = fields.texts("layer_types") or [_default_kind(layer) for layer in range(layer_count(fields))]
     attends, window = attending(fields, kinds, [_CONV], (_FULL, _LOCAL)), fields.integer("sliding_window")
     ropes = {kind: _rope(fields, kind) for kind in (_FULL, _LOCAL)}

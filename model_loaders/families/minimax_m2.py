@@ -23,6 +23,6 @@ tensors = partial(tensor_table, names={**PRE_NORMS, **QK_NORMS, **PROJECTIONS, *
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = fields.completed({"rope_theta": 5_000_000.0, "head_dim": 128})
-    of_experts = experts(fields, size_key="intermediate_size", scoring="sigmoid", renormalize=True, choice_bias=True)
-    return decoder(fields, "minimax_m2", partial_rope=True, qk_norm="all", ffns=[of_experts] * layer_count(fields))
+    fields = fields.with_defaults({"rope_theta": 5_000_000.0, "head_dim": 128})
+    expert_ffn = experts(fields, size_key="intermediate_size", scoring="sigmoid", renormalize=True, choice_bias=True)
+    return decoder(fields, "minimax_m2", partial_rope=True, qk_norm="all", ffns=[expert_ffn] * layer_count(fields))

@@ -18,7 +18,7 @@ PREFIXES = IMAGE_PREFIXES
 tensors = plain_tensors
 
 
-def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
+def _implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
     """The keys of RoPE that other architectures have not. llama.cpp takes mscale for 1."""
     rope, multiplier = values["rope_parameters"], values["log_multiplier"]
     more = {"llama_4_scaling_beta": values["growth"], "original_max_position_embeddings": values["original_context"]}
@@ -35,7 +35,7 @@ GGUF = GgufLayout(
         "original_context": "rope.scaling.original_context_length",
         "log_multiplier": LOG_MULTIPLIER,
     },
-    implied=_implied,
+    implied_values=_implied_values,
 )
 
 
@@ -44,7 +44,7 @@ def configure(fields: Fields) -> ModelConfig:
         if (kind := text.text("model_type", "mistral")) not in ("mistral", "ministral3"):
             raise text.refuse("model_type", "but only mistral and ministral3 are supported")
         is_tied = fields.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False))
-        fields = text.replaced({"model_type": kind, "tie_word_embeddings": is_tied})
+        fields = text.with_values({"model_type": kind, "tie_word_embeddings": is_tied})
     head_dim = 128 if fields.text("model_type") == "ministral3" else None
     windows = same_windows(fields)
     return decoder(fields, "mistral3", head_dim=head_dim, windows=windows, query_growth=_growth(fields))

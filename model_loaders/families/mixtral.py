@@ -21,5 +21,5 @@ tensors = partial(tensor_table, names={**PRE_NORMS, **PROJECTIONS, **EXPERTS})
 
 
 def configure(fields: Fields) -> ModelConfig:
-    of_experts = experts(fields, size_key="intermediate_size", renormalize=True)
-    return decoder(fields, "mixtral", windows=same_windows(fields), ffns=[of_experts] * layer_count(fields))
+    expert_ffn = experts(fields, size_key="intermediate_size", renormalize=True)
+    return decoder(fields, "mixtral", windows=same_windows(fields), ffns=[expert_ffn] * layer_count(fields))

@@ -40,8 +40,8 @@ _PATTERN = 4  # counted from the last layer, every fourth has no window and no R
 
 def configure(fields: Fields) -> ModelConfig:
     if (text := fields.section("text_config")) is not None:  # the whole model says whether its head is the embedding
-        fields = text.replaced({"tie_word_embeddings": fields.flag("tie_word_embeddings", False)})
-    fields = fields.completed(_DEFAULTS)
+        fields = text.with_values({"tie_word_embeddings": fields.flag("tie_word_embeddings", False)})
+    fields = fields.with_defaults(_DEFAULTS)
     count = layer_count(fields)
     whole = [(count - 1 - layer) % _PATTERN == 0 for layer in range(count)]
     rope = rope_config(fields, fields.integer("max_position_embeddings"))

@@ -15,7 +15,7 @@ from polarlm.model_loaders.families._decoder import PROJECTIONS, decoder, gated_
 from polarlm.model_loaders.families._experts import GGUF_KEYS, sigmoid_experts
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.families._mamba2 import GGUF_KEYS as MAMBA_KEYS
-from polarlm.model_loaders.families._mamba2 import implied, mamba2, names
+from polarlm.model_loaders.families._mamba2 import implied_values, mamba2, names
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorSpec, TensorTable, tensor_table
 
@@ -56,12 +56,12 @@ _NAMES = {
 }
 _OF_NETWORK = tuple(list(_NAMES)[list(_NAMES).index("ffn_norm") :])
 _ACTIVATION: Activation = "relu_squared"
-_NUMBERED = re.compile(r"^(model\.layers|blk)\.\d+\.")
+_LAYER_PREFIX = re.compile(r"^(model\.layers|blk)\.\d+\.")
 
 
-def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
+def _implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
     """GGUF files list KV heads and sizes of networks, 0 where a layer has none. Experts have a bias of choice."""
-    kv_heads, sizes, more = values["num_key_value_heads"], values["intermediate_size"], implied(values)
+    kv_heads, sizes, more = values["num_key_value_heads"], values["intermediate_size"], implied_values(values)
     network, after_last = _EXPERTS if values["n_routed_experts"] else _DENSE, values["layers_after_last"]
     if isinstance(kv_heads, list) and isinstance(sizes, list) and len(kv_heads) == len(sizes):
         if isinstance(after_last, int) and 0 < after_last <= len(sizes):
@@ -89,11 +89,13 @@ _GGUF_KEYS = {
     "moe_latent_size": "moe_latent_size",
     "layers_after_last": "nextn_predict_layers",  # which predict several tokens; the lists have them, too
 }
-GGUF = GgufLayout("nemotron_h", also=("nemotron_h_moe",), interleaved=True, keys=_GGUF_KEYS, implied=_implied)
+GGUF = GgufLayout(
+    "nemotron_h", also=("nemotron_h_moe",), interleaved=True, keys=_GGUF_KEYS, implied_values=_implied_values
+)
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = fields.translated(_KEYS).completed({"rms_norm_eps": fields.positive("layer_norm_epsilon", 1e-5)})
+    fields = fields.with_file_keys(_KEYS).with_defaults({"rms_norm_eps": fields.positive("layer_norm_epsilon", 1e-5)})
     if fields.flag("attention_bias", False):
         raise fields.refuse("attention_bias", "but biases of projections are not supported")
     kinds = _kinds(fields)
@@ -102,17 +104,17 @@ def configure(fields: Fields) -> ModelConfig:
         for number, kind in enumerate(kinds)
         if kind in (_MAMBA, _ATTENTION)
     ]
-    made = {kind: _network(fields, kind) for kind in set(kinds) & {_DENSE, _EXPERTS}}
+    networks = {kind: _network(fields, kind) for kind in set(kinds) & {_DENSE, _EXPERTS}}
     count = len(with_networks)
     config = decoder(
-        fields.replaced({"num_hidden_layers": count}),
+        fields.with_values({"num_hidden_layers": count}),
         "nemotron_h",
         ropes=[None] * count,
-        ffns=[*made.values()][:1] * count,
+        ffns=[*networks.values()][:1] * count,
     )
     mixer = mamba2(fields, config.norm_eps) if _MAMBA in kinds else None
     layers = (
-        Layer(layer.mixer if attends or mixer is None else mixer, made.get(network))
+        Layer(layer.mixer if attends or mixer is None else mixer, networks.get(network))
         for layer, (attends, network) in zip(config.layers, with_networks, strict=True)
     )
     return replace(config, layers=tuple(layers))
@@ -120,8 +122,8 @@ def configure(fields: Fields) -> ModelConfig:
 
 def _kinds(fields: Fields) -> Sequence[str]:
     key = "layers_block_type" if fields.has("layers_block_type") else "hybrid_override_pattern"
-    written = fields.texts(key) if key == "layers_block_type" else fields.text(key)
-    kinds = [_OLDER.get(kind, kind) for kind in written]
+    value = fields.texts(key) if key == "layers_block_type" else fields.text(key)
+    kinds = [_OLDER.get(kind, kind) for kind in value]
     if not kinds or not set(kinds) <= set(_LETTERS.values()):
         raise fields.refuse(key, f"but must name {', '.join(_LETTERS.values())} in order")
     networks = [kind in (_DENSE, _EXPERTS) for kind in kinds]
@@ -135,10 +137,10 @@ def _kinds(fields: Fields) -> Sequence[str]:
 
 
 def _network(fields: Fields, kind: str) -> Ffn:
-    fields = fields.completed({"mlp_hidden_act": "relu2"})
+    fields = fields.with_defaults({"mlp_hidden_act": "relu2"})
     if fields.text("mlp_hidden_act") != "relu2":
         raise fields.refuse("mlp_hidden_act", "but only relu2 is supported")
-    fields = fields.replaced({"hidden_act": "silu"})  # the key of other families
+    fields = fields.with_values({"hidden_act": "silu"})  # the key of other families
     if kind == _DENSE:
         return replace(gated_mlp(fields), activation=_ACTIVATION)
     if fields.integer("n_group", 1) != 1:
@@ -159,13 +161,16 @@ def tensors(config: ModelConfig) -> TensorTable:
             mixer, network = ("mtp.layers.0.", mixer[1]), ("mtp.layers.1.", mixer[1])
             name = f"blk.{number}.post_attention_norm.weight"
             slots = {**slots, "ffn_norm": tuple(replace(norm, gguf=name) for norm in slots.get("ffn_norm", ()))}
-        layers.append({key: _renamed(of, *(network if key in _OF_NETWORK else mixer)) for key, of in slots.items()})
+        layers.append(
+            {key: _rename_specs(of, *(network if key in _OF_NETWORK else mixer)) for key, of in slots.items()}
+        )
         number += 1 + (layer.ffn is not None)
     return replace(table, layers=tuple(layers))
 
 
-def _renamed(specs: tuple[TensorSpec, ...], theirs: str, ggml: str) -> tuple[TensorSpec, ...]:
+def _rename_specs(specs: tuple[TensorSpec, ...], theirs: str, ggml: str) -> tuple[TensorSpec, ...]:
     """The specs with these beginnings of names, Hugging Face's and llama.cpp's, in place of the layer's number."""
     return tuple(
-        replace(spec, name=_NUMBERED.sub(theirs, spec.name), gguf=_NUMBERED.sub(ggml, spec.gguf)) for spec in specs
+        replace(spec, name=_LAYER_PREFIX.sub(theirs, spec.name), gguf=_LAYER_PREFIX.sub(ggml, spec.gguf))
+        for spec in specs
     )

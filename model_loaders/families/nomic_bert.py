@@ -48,7 +48,7 @@ def configure(fields: Fields) -> ModelConfig:
     if fields.has("n_embd"):
         for key, value in _ALLOWED.items():
             fields.require(key, value)
-        fields, rope = fields.translated(_KEYS), RopeConfig(fields.number("rotary_emb_base", 1000.0, minimum=2.0))
+        fields, rope = fields.with_file_keys(_KEYS), RopeConfig(fields.number("rotary_emb_base", 1000.0, minimum=2.0))
     else:
         rope = rope_config(fields, fields.integer("max_position_embeddings"), theta=1000.0)
     ffn = GatedMLP(fields.integer("intermediate_size", maximum=MAX_SIZE), "silu")

@@ -14,5 +14,5 @@ tensors = expert_tensors
 def configure(fields: Fields) -> ModelConfig:
     if fields.has("clip_qkv"):
         raise fields.refuse("clip_qkv", "but clipping of queries, keys and values is not supported")
-    of_experts = experts(fields, size_key="intermediate_size", renormalize=fields.flag("norm_topk_prob", False))
-    return decoder(fields, "olmoe", bias=None, qk_norm="all", ffns=[of_experts] * layer_count(fields))
+    expert_ffn = experts(fields, size_key="intermediate_size", renormalize=fields.flag("norm_topk_prob", False))
+    return decoder(fields, "olmoe", bias=None, qk_norm="all", ffns=[expert_ffn] * layer_count(fields))

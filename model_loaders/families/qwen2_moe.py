@@ -15,6 +15,6 @@ tensors = partial(tensor_table, names={**PRE_NORMS, **PROJECTIONS, **EXPERTS, **
 
 
 def configure(fields: Fields) -> ModelConfig:
-    of_experts = experts_with_shared(fields, renormalize=fields.flag("norm_topk_prob", False))
-    bias, ffns = fields.flag("qkv_bias", True), qwen_layers(fields, of_experts)
+    expert_ffn = experts_with_shared(fields, renormalize=fields.flag("norm_topk_prob", False))
+    bias, ffns = fields.flag("qkv_bias", True), qwen_layers(fields, expert_ffn)
     return decoder(fields, "qwen2_moe", qkv_bias=bias, windows=qwen_windows(fields), ffns=ffns)

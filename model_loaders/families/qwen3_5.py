@@ -13,7 +13,9 @@ from polarlm.model_loaders.fields import Fields
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 PREFIXES = _gated_delta.PREFIXES
-GGUF = GgufLayout("qwen35", keys={**_gated_delta.GGUF_KEYS, **_qwen.SECTIONS_KEY}, implied=_gated_delta.implied_tiled)
+GGUF = GgufLayout(
+    "qwen35", keys={**_gated_delta.GGUF_KEYS, **_qwen.SECTIONS_KEY}, implied_values=_gated_delta.implied_values_tiled
+)
 tensors = partial(_gated_delta.tensors, names=_gated_delta.NAMES)
 
 

@@ -23,7 +23,7 @@ PREFIXES = _gated_delta.PREFIXES
 GGUF = GgufLayout(
     "qwen35moe",
     keys={**_gated_delta.GGUF_KEYS, **SHARED_GGUF_KEYS, **_qwen.SECTIONS_KEY},
-    implied=_gated_delta.implied_tiled,
+    implied_values=_gated_delta.implied_values_tiled,
 )
 tensors = partial(_gated_delta.tensors, names={**_gated_delta.NAMES, **EXPERTS, **SHARED})
 take_apart = take_apart_joined

@@ -7,7 +7,7 @@ from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
-GGUF = GgufLayout("qwen3moe", keys=GGUF_KEYS, implied=lambda values: {"norm_topk_prob": True})
+GGUF = GgufLayout("qwen3moe", keys=GGUF_KEYS, implied_values=lambda values: {"norm_topk_prob": True})
 tensors = expert_tensors
 
 

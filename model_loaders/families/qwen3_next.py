@@ -20,12 +20,14 @@ _NAMES = {
     **EXPERTS,
     **SHARED,
 }
-GGUF = GgufLayout("qwen3next", keys={**_gated_delta.GGUF_KEYS, **SHARED_GGUF_KEYS}, implied=_gated_delta.implied)
+GGUF = GgufLayout(
+    "qwen3next", keys={**_gated_delta.GGUF_KEYS, **SHARED_GGUF_KEYS}, implied_values=_gated_delta.implied_values
+)
 
 
 def configure(fields: Fields) -> ModelConfig:
-    of_experts = experts_with_shared(fields, renormalize=fields.flag("norm_topk_prob", True))
-    return _gated_delta.configure(fields, "qwen3_next", qwen_layers(fields, of_experts))
+    expert_ffn = experts_with_shared(fields, renormalize=fields.flag("norm_topk_prob", True))
+    return _gated_delta.configure(fields, "qwen3_next", qwen_layers(fields, expert_ffn))
 
 
 def tensors(config: ModelConfig) -> TensorTable:

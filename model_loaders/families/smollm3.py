@@ -15,7 +15,7 @@ _DEFAULTS = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}  # where th
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = fields.completed(_DEFAULTS)
+    fields = fields.with_defaults(_DEFAULTS)
     count, interval = layer_count(fields), fields.integer("no_rope_layer_interval", 4)
     has_rope = fields.integers("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
     if len(has_rope) < count:

@@ -52,11 +52,11 @@ class FileBytes:
         Raises LoadError if the file has changed since it was opened.
         """
         out = np.empty(count, np.uint8)
-        done = self._read_into(out.data, offset)
+        bytes_done = self._read_into(out.data, offset)
         size, time = self._state()
         if time != self._time and size == self.size and self._sampled() == self._sample:
             self._time = time  # only the time is another one, as after a copy of it, or `touch`
-        if done < count or (size, time) != (self.size, self._time):
+        if bytes_done < count or (size, time) != (self.size, self._time):
             raise LoadError(
                 f"{self.path.name} has changed since it was opened; when its download has finished, load the model "
                 "again, or start the server again."
@@ -84,21 +84,21 @@ class FileBytes:
 
     def _read_into(self, out: memoryview, offset: int) -> int:
         """Fill `out` from `offset` on, and return how many bytes the file has there."""
-        done, number = 0, self._file.fileno()
+        bytes_done, number = 0, self._file.fileno()
         try:
-            while done < len(out):
+            while bytes_done < len(out):
                 if hasattr(os, "preadv"):
-                    count = os.preadv(number, [out[done:]], offset + done)
+                    count = os.preadv(number, [out[bytes_done:]], offset + bytes_done)
                 else:
                     with self._lock:
-                        self._file.seek(offset + done)
-                        count = self._file.readinto(out[done:])
+                        self._file.seek(offset + bytes_done)
+                        count = self._file.readinto(out[bytes_done:])
                 if not count:
                     break
-                done += count
+                bytes_done += count
         except OSError as error:
             raise LoadError(f"{self.path.name} cannot be read: {error.strerror or error}.") from error
-        return done
+        return bytes_done
 
     def _state(self) -> tuple[int, int]:
         """The file's size in bytes, and the time of its last change in nanoseconds."""

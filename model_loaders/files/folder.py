@@ -12,7 +12,13 @@ from polarlm.model_loaders.families import configure, quantizations, table_name,
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.pooling import dense_of_folder
 from polarlm.model_loaders.files.repository import GgufContent, Role, files_of, gguf_contents, role_of_file
-from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, interrupted, open_safetensors, weight_files
+from polarlm.model_loaders.files.safetensors_source import (
+    INDEX,
+    SINGLE,
+    download_advice,
+    open_safetensors,
+    weight_files,
+)
 from polarlm.model_loaders.files.tensors import StoredWeights
 from polarlm.model_loaders.files.weights import fit, is_needed
 
@@ -35,8 +41,8 @@ def open_folder(folder: Path, *, mtp: bool = False) -> tuple[ModelConfig, Stored
         for number, module in enumerate(map(open_safetensors, folders)):
             for name, tensor in module.tensors.items():
                 tensors[f"model.dense.{number}.{name.removeprefix('linear.')}"] = tensor
-            weights = StoredWeights(folder, tensors, (*weights.opened, *module.opened))
-        return fit(config, StoredWeights(folder, take_apart(config, tensors), weights.opened))
+            weights = StoredWeights(folder, tensors, (*weights.open_files, *module.open_files))
+        return fit(config, StoredWeights(folder, take_apart(config, tensors), weights.open_files))
     except BaseException:
         weights.close()
         raise
@@ -71,12 +77,12 @@ def _refuse_other_layouts(folder: Path) -> None:
     if models := _models(folder, ggufs):
         raise LoadError(f"{folder} holds GGUF files, not a folder of weights; give one of them, such as {models[0]}.")
     if ggufs and ggufs[0].role is Role.MODEL:
-        raise LoadError(f"{ggufs[0].files[0].name} in {folder} is {ggufs[0].is_not()}; download them all.")
+        raise LoadError(f"{ggufs[0].files[0].name} in {folder} is {ggufs[0].why_no_model()}; download them all.")
     if ggufs:
         raise LoadError(
             f"{folder} holds only {ggufs[0].role.value} ({ggufs[0].files[0].name}); give the model's own GGUF file."
         )
-    if not has_weights and (advice := interrupted(folder)):
+    if not has_weights and (advice := download_advice(folder)):
         raise LoadError(f"{folder} has no complete weights; {advice}.")
     if not has_config and is_model(folder.parent):
         raise LoadError(f"{folder} is only a part of the model in {folder.parent}; give that folder.")
@@ -94,7 +100,7 @@ def _refuse_other_layouts(folder: Path) -> None:
         if others[0].startswith("consolidated"):
             advice = f"{others[0]} is in Mistral's layout, which is not read: take the files that begin with model"
         raise LoadError(f"{folder} has no {SINGLE}; {advice}.")
-    if not has_config and (models := _below(folder)):
+    if not has_config and (models := _models_below(folder)):
         raise LoadError(f"{folder} is not a model but holds some; give one, such as {models[0]}.")
     if has_weights:
         raise LoadError(f"{folder} has weights but no config.json; put the model's config.json next to them.")
@@ -103,12 +109,14 @@ def _refuse_other_layouts(folder: Path) -> None:
     raise LoadError(f"{folder} has no weights ({SINGLE}, or {INDEX} with its parts); download the model completely.")
 
 
-def _below(folder: Path) -> list[Path]:
+def _models_below(folder: Path) -> list[Path]:
     """The models in folders below; the hub's cache has a folder for each commit."""
     cache = next((one for one in (folder, *folder.parents) if one.name.startswith("models--")), folder)
-    inside = [one for steps in ("*", "snapshots/*", "*/snapshots/*") for one in _visible(cache, steps) if one.is_dir()]
-    folders = [one for one in inside if is_model(one)]
-    return folders or [file for one in inside for file in _models(one, _ggufs(one, ("*.gguf", "*/*.gguf")))]
+    subfolders = [
+        one for steps in ("*", "snapshots/*", "*/snapshots/*") for one in _visible(cache, steps) if one.is_dir()
+    ]
+    folders = [one for one in subfolders if is_model(one)]
+    return folders or [file for one in subfolders for file in _models(one, _ggufs(one, ("*.gguf", "*/*.gguf")))]
 
 
 def is_model(folder: Path) -> bool:
@@ -122,15 +130,15 @@ def _has_weights(folder: Path) -> bool:
 
 def _ggufs(folder: Path, steps: tuple[str, ...]) -> list[GgufContent]:
     """What the GGUF files of a folder hold, by their paths."""
-    found = gguf_contents(files_of(folder, steps).values(), lambda file: role_of_file(folder / file.path))
-    return sorted(found, key=lambda one: (one.role is not Role.MODEL, one.files[0].path))
+    contents = gguf_contents(files_of(folder, steps).values(), lambda file: role_of_file(folder / file.path))
+    return sorted(contents, key=lambda one: (one.role is not Role.MODEL, one.files[0].path))
 
 
-def _models(folder: Path, found: list[GgufContent]) -> list[Path]:
+def _models(folder: Path, contents: list[GgufContent]) -> list[Path]:
     """The models among what a folder holds, of those in parts the first file."""
-    return [folder / one.files[0].path for one in found if one.is_model]
+    return [folder / one.files[0].path for one in contents if one.is_model]
 
 
 def _visible(folder: Path, pattern: str) -> list[Path]:
-    """The files and folders of a pattern, without hidden ones: macOS leaves a "._name" beside each name."""
+    """The files and folders of a pattern, without hidden ones: macOS leaves a "._name" next to each name."""
     return [path for path in sorted(folder.glob(pattern)) if not path.name.startswith(".")]

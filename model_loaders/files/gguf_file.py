@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import shown
+from polarlm.model_loaders.fields import describe
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.ggml_types import TYPES
 from polarlm.model_loaders.files.tensors import StoredTensor
@@ -134,7 +134,7 @@ class GgufFile:
         """Converts offsets into the data section to offsets into the file, and checks them."""
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-            raise LoadError(f"{self.path} has the alignment {shown(alignment)}, which is not a power of two.")
+            raise LoadError(f"{self.path} has the alignment {describe(alignment)}, which is not a power of two.")
         data_start = -(-header_end // alignment) * alignment
         tensors: dict[str, StoredTensor] = {}
         for tensor in entries:

@@ -15,10 +15,10 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
 from polarlm.model_loaders.families._gguf import LOG_MULTIPLIER
 from polarlm.model_loaders.families._unsupported import why_not
-from polarlm.model_loaders.fields import Fields, shown
+from polarlm.model_loaders.fields import Fields, describe
 from polarlm.model_loaders.files.gguf_file import Beginning, GgufFile
 from polarlm.model_loaders.files.pooling import dense_of_gguf
-from polarlm.model_loaders.files.repository import Role, role_said
+from polarlm.model_loaders.files.repository import Role, role_in_metadata
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 from polarlm.model_loaders.files.weights import fit
 
@@ -47,14 +47,14 @@ _MISTRAL = {
     "num_experts_per_tok": "expert_used_count",
 }
 _OWN = "give the model's own GGUF file"
-_INSTEAD = {
+_ALTERNATIVES = {
     Role.PROJECTOR: f"{_OWN}, and this one as mmproj",
     Role.HEAD: _OWN,
     Role.ADAPTER: "give its base model, and this file as lora",
     Role.MATRIX: _OWN,
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)(\[\d+\])?")
-_SCALED = "NVFP4"  # a tensor `x.weight` of this type is multiplied by the number in `x.scale`, if that exists
+_SCALED_TYPE = "NVFP4"  # a tensor `x.weight` of this type is multiplied by the number in `x.scale`, if that exists
 _ROPE_DIVISORS, _EMBEDDING = "rope_freqs.weight", "token_embd.weight"
 _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 
@@ -62,9 +62,9 @@ _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_fa
 def open_gguf(gguf: GgufFile, *, mtp: bool = False) -> tuple[ModelConfig, StoredWeights]:
     """(configuration, weights). mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError for an unsupported
     architecture or feature, and for wrong tensors."""
-    role = role_said(Beginning(gguf.metadata, True, len(gguf.tensors)), gguf.path.name) or Role.MODEL
-    if role in _INSTEAD:
-        raise LoadError(f"{gguf.path} is {role.value}, not a model; {_INSTEAD[role]}.")
+    role = role_in_metadata(Beginning(gguf.metadata, True, len(gguf.tensors)), gguf.path.name) or Role.MODEL
+    if role in _ALTERNATIVES:
+        raise LoadError(f"{gguf.path} is {role.value}, not a model; {_ALTERNATIVES[role]}.")
     arch, family, layout = _family(gguf.metadata, gguf.path)
     shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
     longrope = _longrope(gguf, arch) if shapes.keys() >= set(_LONGROPE.values()) else None
@@ -113,7 +113,7 @@ def _family(metadata: Mapping[str, object], where: str | Path) -> tuple[str, str
     if not isinstance(arch, str) or arch not in layouts:
         reason = why_not(arch) if isinstance(arch, str) else None
         raise LoadError(
-            f"{where} holds a model of architecture {shown(arch)}, {reason or 'which is not supported'}; "
+            f"{where} holds a model of architecture {describe(arch)}, {reason or 'which is not supported'}; "
             f"supported are {', '.join(sorted(layouts))} (older files of Mistral call themselves llama)."
         )
     family, layout = layouts[arch]
@@ -160,7 +160,7 @@ def _fields(
             values["model_type"] = "mixtral"
         elif values["sliding_window"] is not None:
             values["model_type"] = "mistral"
-    return Fields({**values, **layout.implied(values)}, where, names)
+    return Fields({**values, **layout.implied_values(values)}, where, names)
 
 
 def _said_by_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
@@ -198,14 +198,14 @@ def _rope_parameters(metadata: Mapping[str, object], arch: str) -> dict[str, obj
 
 
 def _check_head_channels(gguf: GgufFile, arch: str, attention: Attention) -> None:
-    for key, meaning, wanted in (
+    for key, meaning, expected in (
         ("attention.value_length", "values", attention.head_dim),
         ("rope.dimension_count", "RoPE", attention.rotated),
     ):
-        channels = gguf.metadata.get(f"{arch}.{key}", wanted)
-        if channels != wanted:
+        channels = gguf.metadata.get(f"{arch}.{key}", expected)
+        if channels != expected:
             raise LoadError(
-                f"{gguf.path}: {arch}.{key} is {shown(channels)}, but keys have {attention.head_dim} channels per "
+                f"{gguf.path}: {arch}.{key} is {describe(channels)}, but keys have {attention.head_dim} channels per "
                 f"head; another number for {meaning} is not supported."
             )
 
@@ -234,25 +234,25 @@ def _divisors(gguf: GgufFile, label: str) -> tuple[float, ...]:
 def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors under their Hugging Face names; tensors that the family lacks keep their own."""
     specs = [*tensors(replace(config, tied_head=False)).specs()]
-    of_label = Counter(spec.gguf for spec in specs)  # tensors that are parts of one in the file have its name
+    spec_counts = Counter(spec.gguf for spec in specs)  # tensors that are parts of one in the file have its name
     names = {
-        spec.gguf: spec.taken.source if spec.taken is not None and of_label[spec.gguf] > 1 else spec.name
+        spec.gguf: spec.row_parts.source if spec.row_parts is not None and spec_counts[spec.gguf] > 1 else spec.name
         for spec in specs
     }
-    stored = {}
+    file_tensors = {}
     for label, entry in gguf.tensors.items():
         weight = gguf.tensors.get(f"{label.rpartition('.')[0]}.weight")
-        if label.endswith((".scale", ".input_scale")) and weight is not None and weight.dtype == _SCALED:
+        if label.endswith((".scale", ".input_scale")) and weight is not None and weight.dtype == _SCALED_TYPE:
             continue  # the scale is in the weight's factor; the inputs' scale is for kernels that round inputs, too
-        factor = _factor(gguf, label.removesuffix("weight") + "scale") if entry.dtype == _SCALED else 1.0
-        for part, tensor in _of_experts(entry):
+        factor = _factor(gguf, label.removesuffix("weight") + "scale") if entry.dtype == _SCALED_TYPE else 1.0
+        for part, tensor in _expert_tensors(entry):
             match = _LAYER_TENSOR.fullmatch(part)
             name = names.get(part, f"model.layers.{match[1]}.{match[2]}.{match[3]}{match[4] or ''}" if match else part)
-            stored[name] = tensor if factor == 1 else replace(tensor, factor=factor)
-    return stored
+            file_tensors[name] = tensor if factor == 1 else replace(tensor, factor=factor)
+    return file_tensors
 
 
-def _of_experts(whole: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+def _expert_tensors(whole: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     """The name and the tensor of each expert in a tensor of all experts; a tensor that is none, under its own name."""
     if not whole.label.rpartition(".")[0].endswith("_exps") or len(whole.shape) < 2:
         yield whole.label, whole

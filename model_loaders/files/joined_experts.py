@@ -32,8 +32,8 @@ class _Columns(StoredTensor):
 
     def raw(self, rows: slice) -> np.ndarray:
         item, width = size_of(self.dtype, 1), self.width or self.shape[0] * self.step
-        stored = self.source.whole(self.offset, self.columns * width * item).reshape(self.columns, width, item)
-        part = stored[:, self.first + rows.start * self.step : self.first + rows.stop * self.step : self.step]
+        matrix = self.source.whole(self.offset, self.columns * width * item).reshape(self.columns, width, item)
+        part = matrix[:, self.first + rows.start * self.step : self.first + rows.stop * self.step : self.step]
         if rows.stop == self.shape[0]:
             self.source.forget()
         return np.ascontiguousarray(part.swapaxes(0, 1)).reshape(rows.stop - rows.start, self.row_bytes)
@@ -56,22 +56,22 @@ class _Blocks(StoredTensor):
         assert self.scales is not None
         count, blocks = rows.stop - rows.start, self.columns // _BLOCK
         raw = np.empty((count, blocks, 1 + _CODES), np.uint8)
-        raw[..., 0] = self._stored(self.scales, self.scales_at, rows, blocks)
-        codes = self._stored(self, self.offset, rows, blocks * _CODES).reshape(count, blocks, _CODES)
+        raw[..., 0] = self._read_rows(self.scales, self.scales_at, rows, blocks)
+        codes = self._read_rows(self, self.offset, rows, blocks * _CODES).reshape(count, blocks, _CODES)
         halves = np.ascontiguousarray(codes).view(np.uint64)  # eight bytes at a time
-        front, back = halves[..., :1], halves[..., 1:]
-        raw[..., 1::2] = (front & _LOW | (back & _LOW) << np.uint64(4)).view(np.uint8)
-        raw[..., 2::2] = (front >> np.uint64(4) & _LOW | back & ~_LOW).view(np.uint8)
+        first_values, last_values = halves[..., :1], halves[..., 1:]
+        raw[..., 1::2] = (first_values & _LOW | (last_values & _LOW) << np.uint64(4)).view(np.uint8)
+        raw[..., 2::2] = (first_values >> np.uint64(4) & _LOW | last_values & ~_LOW).view(np.uint8)
         return raw.reshape(count, self.row_bytes)
 
-    def _stored(self, tensor: StoredTensor, at: int, rows: slice, width: int) -> np.ndarray:
+    def _read_rows(self, tensor: StoredTensor, at: int, rows: slice, width: int) -> np.ndarray:
         """Bytes of these rows, uint8 (rows, width)."""
         start, count = rows.start * self.step, (rows.stop - rows.start) * self.step
-        stored = tensor.source.view(at + start * width, count * width).reshape(count, width)
-        return stored[self.first :: self.step]
+        data = tensor.source.view(at + start * width, count * width).reshape(count, width)
+        return data[self.first :: self.step]
 
 
-def taken_apart(
+def split_experts(
     tensors: Mapping[str, StoredTensor], name: str, names: tuple[str, ...], count: int, size: int, columns: int
 ) -> dict[str, StoredTensor]:
     """The tensors of `count` experts in the tensors that `name` begins, by the names that `names` make of their number.
@@ -81,20 +81,22 @@ def taken_apart(
     """
     step, rows = len(names), size * len(names)
     parts = [(expert, first, each.format(expert)) for expert in range(count) for first, each in enumerate(names)]
-    taken: dict[str, StoredTensor] = {}
+    tensors_by_name: dict[str, StoredTensor] = {}
     kinds: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = [
         ("", ".weight", (size, columns), (count, columns, rows)),
         ("_bias", ".bias", (size,), (count, rows)),
     ]
-    for suffix, kind, shape, stored in kinds:
+    for suffix, kind, shape, tensor in kinds:
         if whole := tensors.get(name + suffix):
-            _check(whole, stored, PLAIN)
+            _check(whole, tensor, PLAIN)
             for expert, first, each in parts:
-                at = whole.offset + expert * size_of(whole.dtype, prod(stored[1:]))
-                taken[each + kind] = _Columns(whole.source, whole.label, shape, whole.dtype, at, first=first, step=step)
+                at = whole.offset + expert * size_of(whole.dtype, prod(tensor[1:]))
+                tensors_by_name[each + kind] = _Columns(
+                    whole.source, whole.label, shape, whole.dtype, at, first=first, step=step
+                )
     codes, scales = tensors.get(f"{name}_blocks"), tensors.get(f"{name}_scales")
     if codes is None and scales is None:
-        return taken
+        return tensors_by_name
     if codes is None or scales is None:
         place = next(one for one in (codes, scales) if one is not None).source.path
         lacking = f"{name}_{'blocks' if codes is None else 'scales'}"
@@ -107,10 +109,10 @@ def taken_apart(
     shape = size, columns
     for expert, first, each in parts:
         at, scales_at = (t.offset + expert * rows * w for t, w in ((codes, blocks * _CODES), (scales, blocks)))
-        taken[f"{each}.weight"] = _Blocks(
+        tensors_by_name[f"{each}.weight"] = _Blocks(
             codes.source, codes.label, shape, "MXFP4", at, scales=scales, scales_at=scales_at, first=first, step=step
         )
-    return taken
+    return tensors_by_name
 
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
@@ -118,7 +120,7 @@ GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 
 def split_layers(
     config: ModelConfig,
-    stored: Mapping[str, StoredTensor],
+    file_tensors: Mapping[str, StoredTensor],
     prefix: str,
     gate_up: tuple[str, tuple[str, ...]],
     down: tuple[str, tuple[str, ...]],
@@ -131,13 +133,13 @@ def split_layers(
     matrices have between `prefix` and its number. They may be transposed. Raises LoadError for a tensor of another
     shape or type.
     """
-    ffn, size, tensors = config.ffn, config.hidden_size, dict(stored)
+    ffn, size, tensors = config.ffn, config.hidden_size, dict(file_tensors)
     if not isinstance(ffn, Experts):
         return tensors
     for layer in range(len(config.layers)):
-        before = f"model.layers.{layer}.{prefix}"
+        layer_prefix = f"model.layers.{layer}.{prefix}"
         for (label, names), (rows, columns) in ((gate_up, (2 * ffn.size, size)), (down, (size, ffn.size))):
-            whole = tensors.pop(before + label, None)
+            whole = tensors.pop(layer_prefix + label, None)
             if whole is None:
                 continue
             transposed = whole.shape == (ffn.count, columns, rows) and rows != columns
@@ -146,7 +148,7 @@ def split_layers(
             shape = rows // len(names), columns
             for number in range(ffn.count * len(names)):
                 expert, part = divmod(number, len(names))
-                name = f"{before}{experts}{expert}.{names[part]}.weight"
+                name = f"{layer_prefix}{experts}{expert}.{names[part]}.weight"
                 if transposed:
                     at, first = whole.offset + expert * size_of(whole.dtype, rows * columns), part * shape[0]
                     tensors[name] = _Columns(whole.source, whole.label, shape, whole.dtype, at, first=first, width=rows)

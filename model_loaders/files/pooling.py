@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polarlm.model_loaders.config import Dense
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import Fields, read_json, shown
+from polarlm.model_loaders.fields import Fields, describe, read_json
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.safetensors_source import SINGLE
 
@@ -35,20 +35,20 @@ def pooling_of_folder(folder: Path) -> str | None:
 
     Raises LoadError for modules that change vectors in another way, and for another pooling.
     """
-    poolings = [_of_module(Fields.read(where / "config.json")) for where in _modules(folder, "Pooling")]
+    poolings = [_pooling_of_module(Fields.read(where / "config.json")) for where in _modules(folder, "Pooling")]
     return poolings[-1] if poolings else None
 
 
 def prompts_of_folder(folder: Path) -> Prompts:
     """The prompts in config_sentence_transformers.json; none without that file. Raises LoadError."""
     fields = Fields.read(folder / "config_sentence_transformers.json", required=False)
-    named = fields.section("prompts")
-    texts = {} if named is None else {name: named.text(name) for name in named.present()}
+    prompts = fields.section("prompts")
+    texts = {} if prompts is None else {name: prompts.text(name) for name in prompts.present()}
     default = fields.text("default_prompt_name") if fields.has("default_prompt_name") else None
     if default is not None and default not in texts:
         raise fields.refuse("default_prompt_name", "which is not among the prompts")
     for where in _modules(folder, "Pooling") if any(texts.values()) else ():
-        Fields.read(where / "config.json").require("include_prompt", wanted=True)
+        Fields.read(where / "config.json").require("include_prompt", expected=True)
     return Prompts(texts, default)
 
 
@@ -69,7 +69,7 @@ def dense_of_folder(folder: Path) -> tuple[tuple[Dense, ...], list[Path]]:
     return tuple(products), folders
 
 
-def _modules(folder: Path, wanted: str) -> list[Path]:
+def _modules(folder: Path, module_kind: str) -> list[Path]:
     """The folders of the modules of a kind in modules.json, in order; none without that file. Raises LoadError."""
     path = folder / "modules.json"
     modules = read_json(path, list, required=False)
@@ -79,27 +79,29 @@ def _modules(folder: Path, wanted: str) -> list[Path]:
     for module in modules:
         kind, where = str(module.get("type")).rpartition(".")[2], str(module.get("path"))
         if kind not in _ARITHMETIC:
-            raise LoadError(f"{path} has a module {shown(kind)}, which is not supported; use another embedding model.")
+            raise LoadError(
+                f"{path} has a module {describe(kind)}, which is not supported; use another embedding model."
+            )
         if Path(where).name != where.rstrip("/"):  # a file of somebody else may name a folder outside of this one
             raise LoadError(f"{path} has a module in {where!r}, which is not a folder next to it; download it again.")
-        if kind == wanted:
+        if kind == module_kind:
             folders.append(folder / where)
     return folders
 
 
-def _of_module(fields: Fields) -> str:
+def _pooling_of_module(fields: Fields) -> str:
     if fields.has("pooling_mode"):
         name = fields.text("pooling_mode")
         if name not in _NAMES:
             raise fields.refuse("pooling_mode", f"but only {', '.join(_NAMES)} are supported")
         return _NAMES[name]
-    chosen = [key for key in fields.present() if key.startswith("pooling_mode_") and fields.flag(key, False)]
-    if len(chosen) != 1 or chosen[0] not in _KEYS:
+    modes = [key for key in fields.present() if key.startswith("pooling_mode_") and fields.flag(key, False)]
+    if len(modes) != 1 or modes[0] not in _KEYS:
         raise LoadError(
-            f"{fields.where} asks for {' and '.join(chosen) or 'no pooling'}, but one of {', '.join(_KEYS)} is "
+            f"{fields.where} asks for {' and '.join(modes) or 'no pooling'}, but one of {', '.join(_KEYS)} is "
             "supported; use another embedding model."
         )
-    return _KEYS[chosen[0]]
+    return _KEYS[modes[0]]
 
 
 def pooling_of_gguf(gguf: GgufFile) -> str | None:

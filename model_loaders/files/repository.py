@@ -28,7 +28,7 @@ _OF_IMAGES = ("F16", "BF16", "Q8_0", "F32")  # the best first
 _GGUF = re.compile(r"(?P<stem>.+?)(-(?P<part>\d{5})-of-(?P<parts>\d{5}))?\.gguf", re.IGNORECASE)
 _QUANTIZATION = r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|FP32|MXFP4\w*|NVFP4)"
 _LABEL = re.compile(rf"(?:^|[._-])({_QUANTIZATION})$", re.IGNORECASE | re.ASCII)
-# The small files beside weights that may lie in a folder inside.
+# Small files next to the weights, which may lie in a subfolder.
 TOKENIZERS, TEMPLATE = ("tokenizer.json", "tokenizer.model"), "chat_template.jinja"
 COMPANIONS = (
     *("tokenizer_config.json", *TOKENIZERS, TEMPLATE, "chat_template.json"),
@@ -51,7 +51,8 @@ class Role(Enum):
     VOCABULARY = "a vocabulary without weights"
 
 
-# In a name without folders, part and ending. Inside of a name, and before a quantization, such words are a model's.
+# In a name without folders, part and ending. Elsewhere in a name, and before a quantization, such words belong to a
+# model.
 _NAMES = {
     Role.PROJECTOR: re.compile(r"mmproj"),
     Role.MATRIX: re.compile(r"^imatrix|imatrix$"),
@@ -116,7 +117,7 @@ class GgufContent:
         """The words of its name, without the quantization."""
         return frozenset(_WORD.findall(self.kind.rpartition("/")[2].lower()))
 
-    def is_not(self) -> str:
+    def why_no_model(self) -> str:
         """Why it is no model to load: text that follows "is"."""
         if self.role is not Role.MODEL:
             return f"{self.role.value}, not a model"
@@ -133,31 +134,31 @@ def gguf_contents(
     groups: dict[tuple[str, int], dict[int, RepositoryFile]] = {}
     for file in files:
         match = _GGUF.fullmatch(file.path)
-        if match is None or file.name.startswith("."):  # macOS leaves a "._name" beside each name
+        if match is None or file.name.startswith("."):  # macOS leaves a "._name" next to each name
             continue
         part, parts = int(match["part"] or 1), int(match["parts"] or 1)
         if 1 <= part <= parts:
             groups.setdefault((match["stem"], parts), {})[part] = file
-    made = []
+    contents = []
     for (stem, parts), group in groups.items():
         label, kind = _label(stem)
         first = group[min(group)]
         role = (role_of(first) if min(group) == 1 else None) or role_of_name(first.path)
-        made.append(GgufContent(label, kind, role, parts, tuple(group[part] for part in sorted(group))))
-    return sorted(made, key=_rank)
+        contents.append(GgufContent(label, kind, role, parts, tuple(group[part] for part in sorted(group))))
+    return sorted(contents, key=_rank)
 
 
 def models_in(folder: Path, files: Iterable[RepositoryFile]) -> list[GgufContent]:
     """The models among `files` of a folder on this machine, as the files themselves say, the best first."""
-    found = gguf_contents(files, lambda file: role_of_file(folder / file.path))
-    return [one for one in found if one.is_model]
+    contents = gguf_contents(files, lambda file: role_of_file(folder / file.path))
+    return [one for one in contents if one.is_model]
 
 
 def files_of(folder: Path, steps: tuple[str, ...] = ("**/*",)) -> dict[str, RepositoryFile]:
     """The files of a folder and of those inside it, by their paths. steps: patterns of paths."""
     paths = [path for step in steps for path in sorted(folder.glob(step)) if path.is_file()]
-    found = [RepositoryFile(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths]
-    return {file.path: file for file in found}
+    files = [RepositoryFile(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths]
+    return {file.path: file for file in files}
 
 
 def companion(paths: Collection[str], name: str) -> str:
@@ -173,19 +174,21 @@ def companion_in(folder: Path, name: str) -> Path:
     return folder / companion(files_of(folder, (name, f"*/{name}", "*/config.json")), name)
 
 
-def projectors(found: Sequence[GgufContent], model: GgufContent) -> list[GgufContent]:
+def projectors(contents: Sequence[GgufContent], model: GgufContent) -> list[GgufContent]:
     """The files with the part of `model` that reads images, the most fitting first: the nearest, then those with the
     most words of its name, then the best. Those in the folder of another model are left out."""
     words, path = model.words(), _steps(model.folder)
-    theirs = {one.folder for one in found if one.is_model} - {one.folder for one in found if one.words() == words}
+    theirs = {one.folder for one in contents if one.is_model} - {one.folder for one in contents if one.words() == words}
 
     def rank(one: GgufContent) -> tuple[int, int, int, str]:
         label = one.label.upper().replace("FP", "F")
         best = _OF_IMAGES.index(label) if label in _OF_IMAGES else len(_OF_IMAGES)
         return len(path ^ _steps(one.folder)), -len(words & one.words()), best, one.files[0].path
 
-    of_images = [one for one in found if one.role is Role.PROJECTOR and one.is_whole]
-    return sorted((one for one in of_images if one.folder in ("", model.folder) or one.folder not in theirs), key=rank)
+    projector_contents = [one for one in contents if one.role is Role.PROJECTOR and one.is_whole]
+    return sorted(
+        (one for one in projector_contents if one.folder in ("", model.folder) or one.folder not in theirs), key=rank
+    )
 
 
 def _steps(folder: str) -> set[str]:
@@ -215,12 +218,12 @@ def role_of_name(path: str) -> Role:
     """What a GGUF file is for, by its path."""
     match = _GGUF.fullmatch(path)
     *folders, name = (match["stem"] if match else path).lower().split("/")
-    of_name = next((role for role, pattern in _NAMES.items() if pattern.search(name)), None)
-    of_folder = next((_FOLDERS[folder] for folder in folders if folder in _FOLDERS), None)
-    return of_name or of_folder or Role.MODEL
+    name_role = next((role for role, pattern in _NAMES.items() if pattern.search(name)), None)
+    folder_role = next((_FOLDERS[folder] for folder in folders if folder in _FOLDERS), None)
+    return name_role or folder_role or Role.MODEL
 
 
-def role_said(beginning: Beginning, path: str) -> Role | None:
+def role_in_metadata(beginning: Beginning, path: str) -> Role | None:
     """What the GGUF file at `path` is for, by what it says of itself; None if that leaves it open."""
     metadata = beginning.metadata
     kind, arch = metadata.get("general.type"), metadata.get("general.architecture")
@@ -237,10 +240,11 @@ def role_said(beginning: Beginning, path: str) -> Role | None:
         return Role.MODEL
     if not beginning.tensors:
         return Role.VOCABULARY
-    depth, ahead = (_count(metadata, f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
-    if beginning.tensors >= _LEAST_OF_A_LAYER * (depth - ahead):
+    depth, mtp_layers = (_count(metadata, f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
+    if beginning.tensors >= _LEAST_OF_A_LAYER * (depth - mtp_layers):
         return Role.MODEL
-    return Role.HEAD if ahead else None  # of the model's own architecture, with its sizes and the tensors of one layer
+    # The head has the model's own architecture and sizes, and the tensors of one layer.
+    return Role.HEAD if mtp_layers else None
 
 
 def role_of_file(path: Path) -> Role | None:
@@ -255,7 +259,7 @@ def role_of_file(path: Path) -> Role | None:
 @lru_cache(maxsize=1024)
 def _role_of_file(path: Path, size: int, time: int) -> Role | None:
     with suppress(LoadError), path.open("rb") as file:
-        return role_said(beginning_of(file.read(BEGINNING_BYTES), path.name), path.name)
+        return role_in_metadata(beginning_of(file.read(BEGINNING_BYTES), path.name), path.name)
     return None
 
 

@@ -43,22 +43,26 @@ def open_safetensors(folder: Path, is_needed: Callable[[str], bool] = lambda nam
     sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     index = read_index(folder / INDEX) if INDEX in sizes and SINGLE not in sizes else {}
     names = weight_files(sizes, set(index.values()))
-    missing = [name for name in names if name not in sizes]
-    if missing and (not index or any(is_needed(tensor) for tensor, name in index.items() if name in missing)):
-        raise _incomplete(folder, names, missing, f"{INDEX} names" if index else "others are there without")
+    missing_files = [name for name in names if name not in sizes]
+    if missing_files and (
+        not index or any(is_needed(tensor) for tensor, name in index.items() if name in missing_files)
+    ):
+        raise _incomplete_error(folder, names, missing_files, f"{INDEX} names" if index else "others are there without")
     files: list[FileBytes] = []
     tensors: dict[str, StoredTensor] = {}
     try:
         for name in names or [SINGLE]:
-            if name not in missing:
+            if name not in missing_files:
                 files.append(FileBytes(folder / name))
                 header = read_header(files[-1])
                 tensors |= {one: header[one] for one in header if one not in tensors or index.get(one) == name}
         if not index.keys() & tensors.keys():
             index = {}  # of another model
         absent = [name for name in index if name not in tensors]
-        if wanted := next(filter(is_needed, absent), None):
-            raise LoadError(f"{folder} lacks the tensor {wanted!r}, which {INDEX} names; download the model again.")
+        if needed_name := next(filter(is_needed, absent), None):
+            raise LoadError(
+                f"{folder} lacks the tensor {needed_name!r}, which {INDEX} names; download the model again."
+            )
     except BaseException:
         for file in files:
             file.close()
@@ -116,14 +120,14 @@ def _oddities(sizes: Mapping[str, int], names: Collection[str], absent: Sequence
         yield f"no file with the tensor {absent[0]!r}{more}, which {INDEX} names: the model does without"
 
 
-def _incomplete(folder: Path, names: Collection[str], missing: Sequence[str], others: str) -> LoadError:
-    several, first = len(missing) > 1, folder / missing[0]
-    which = f"{first} and {len(missing) - 1} more of {len(names)} parts are" if several else f"{first} is"
-    advice = interrupted(folder) or "download the model completely"
+def _incomplete_error(folder: Path, names: Collection[str], missing_files: Sequence[str], others: str) -> LoadError:
+    several, first = len(missing_files) > 1, folder / missing_files[0]
+    which = f"{first} and {len(missing_files) - 1} more of {len(names)} parts are" if several else f"{first} is"
+    advice = download_advice(folder) or "download the model completely"
     return LoadError(f"{which} missing, although {others} {'them' if several else 'it'}; {advice}.")
 
 
-def interrupted(folder: Path) -> str | None:
+def download_advice(folder: Path) -> str | None:
     """What to do about a download into a folder that has not finished; None if none is seen."""
     places = [*folder.iterdir(), *(folder / ".cache" / "huggingface" / "download").glob("*")]
     name = next((path.name for path in sorted(places) if path.suffix in _UNFINISHED), None)
@@ -145,10 +149,12 @@ def read_header(source: FileBytes) -> dict[str, StoredTensor]:
     entries = _parse(source, source.read(8, length))
     end = 0
     tensors = {}
-    placed = (_entry(source, name, entry, 8 + length) for name, entry in entries)
-    for (start, stop), tensor in sorted(placed, key=lambda each: each[0]):
+    entries_read = (_entry(source, name, entry, 8 + length) for name, entry in entries)
+    for (start, stop), tensor in sorted(entries_read, key=lambda each: each[0]):
         if start != end:
-            raise _damaged(source, f"the tensor {tensor.label!r} begins at byte {start:,} of the data, not at {end:,}")
+            raise _damage_error(
+                source, f"the tensor {tensor.label!r} begins at byte {start:,} of the data, not at {end:,}"
+            )
         end = stop
         tensors[tensor.label] = tensor
     data_bytes = source.size - 8 - length
@@ -157,11 +163,11 @@ def read_header(source: FileBytes) -> dict[str, StoredTensor]:
             f"{source.path} is truncated: its tensors take {end:,} bytes, but it has {data_bytes:,}; download it again."
         )
     if end < data_bytes:
-        raise _damaged(source, f"{data_bytes - end:,} bytes follow the last tensor")
+        raise _damage_error(source, f"{data_bytes - end:,} bytes follow the last tensor")
     return tensors
 
 
-def _damaged(source: FileBytes, problem: str) -> LoadError:
+def _damage_error(source: FileBytes, problem: str) -> LoadError:
     return LoadError(f"{source.path} is damaged: {problem}; download it again.")
 
 
@@ -169,7 +175,7 @@ def _parse(source: FileBytes, text: bytes) -> Iterable[tuple[str, object]]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         table = dict(pairs)
         if len(table) < len(pairs):
-            raise _damaged(source, "a name occurs twice in its header")
+            raise _damage_error(source, "a name occurs twice in its header")
         return table
 
     try:
@@ -177,9 +183,9 @@ def _parse(source: FileBytes, text: bytes) -> Iterable[tuple[str, object]]:
     except LoadError:
         raise
     except (ValueError, RecursionError):
-        raise _damaged(source, "its header is not JSON") from None
+        raise _damage_error(source, "its header is not JSON") from None
     if not isinstance(header, dict):
-        raise _damaged(source, "its header is not a JSON object")
+        raise _damage_error(source, "its header is not a JSON object")
     header.pop("__metadata__", None)
     return header.items()
 
@@ -187,7 +193,7 @@ def _parse(source: FileBytes, text: bytes) -> Iterable[tuple[str, object]]:
 def _entry(source: FileBytes, name: str, entry: object, data_start: int) -> tuple[tuple[int, int], StoredTensor]:
     """One tensor with its range in the data section, checked except for the range's upper end."""
     if not isinstance(entry, dict):
-        raise _damaged(source, f"its header describes the tensor {name!r} without a type, shape and place")
+        raise _damage_error(source, f"its header describes the tensor {name!r} without a type, shape and place")
     dtype, shape, place = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
         raise LoadError(
@@ -195,12 +201,14 @@ def _entry(source: FileBytes, name: str, entry: object, data_start: int) -> tupl
             "use a copy of the model in F32, F16 or BF16."
         )
     if not _naturals(shape) or len(shape) > _MAX_DIMS:
-        raise _damaged(source, f"the tensor {name!r} has the shape {shape!r}")
+        raise _damage_error(source, f"the tensor {name!r} has the shape {shape!r}")
     if not _naturals(place) or len(place) != 2:
-        raise _damaged(source, f"the tensor {name!r} has the place {place!r}")
+        raise _damage_error(source, f"the tensor {name!r} has the place {place!r}")
     start, stop = place
     if stop - start != prod(shape) * _ITEM_BYTES[dtype]:
-        raise _damaged(source, f"the tensor {name!r} of shape {tuple(shape)} in {dtype} takes {stop - start:,} bytes")
+        raise _damage_error(
+            source, f"the tensor {name!r} of shape {tuple(shape)} in {dtype} takes {stop - start:,} bytes"
+        )
     return (start, stop), StoredTensor(source, name, tuple(shape), dtype, data_start + start)
 
 

@@ -64,7 +64,7 @@ class TensorSpec:
     factor: a number that all files leave to be multiplied with the values. flat: files have the values in an array of
     more dimensions, the last ones of which are read as one. copy_of: the name of the tensor that stands for this
     one, which files lack; empty if they have it. negated_exp: Hugging Face's files have x of the value −exp(x).
-    taken: how to make this tensor of a file that lacks it.
+    row_parts: how to make this tensor of a file that lacks it.
     """
 
     name: str  # Hugging Face's
@@ -77,13 +77,13 @@ class TensorSpec:
     copy_of: str = ""
     flat: bool = False
     negated_exp: bool = False
-    taken: RowParts | None = None
+    row_parts: RowParts | None = None
 
     def as_parts(self, sizes: tuple[int, ...], *parts: int, source: str = "") -> TensorSpec:
         """The spec of a tensor that consists of parts of another; see `RowParts`. source: the other one's name, if that
         is not this spec's."""
         whole = source or self.name
-        return replace(self, name=f"{whole}[{','.join(map(str, parts))}]", taken=RowParts(whole, sizes, parts))
+        return replace(self, name=f"{whole}[{','.join(map(str, parts))}]", row_parts=RowParts(whole, sizes, parts))
 
     def row_order(self, interleaved: bool) -> np.ndarray | None:
         """For each row of the tensor in a file, its row in memory, (rows,) int64; None if the order is the same.
@@ -96,8 +96,8 @@ class TensorSpec:
             return None
         head = head_order(attention.head_dim, attention.rotated, interleaved)
         order = np.arange(self.shape[0])
-        rotated = self.rotated_heads * attention.head_dim
-        order[:rotated] = (order[:rotated].reshape(-1, attention.head_dim)[:, :1] + head).ravel()
+        rotary_rows = self.rotated_heads * attention.head_dim
+        order[:rotary_rows] = (order[:rotary_rows].reshape(-1, attention.head_dim)[:, :1] + head).ravel()
         return order
 
 
@@ -109,11 +109,11 @@ def head_order(head_dim: int, rotary_dim: int, interleaved: bool) -> np.ndarray:
     >>> head_order(8, 4, interleaved=False).tolist()
     [0, 1, 4, 5, 2, 3, 6, 7]
     """
-    rotated, passed = np.arange(rotary_dim), np.arange(head_dim - rotary_dim)
+    rotary_rows, other_rows = np.arange(rotary_dim), np.arange(head_dim - rotary_dim)
     pairs, left = rotary_dim // 2, (head_dim - rotary_dim) // 2
-    pair, half = (rotated // 2, rotated % 2) if interleaved else (rotated % pairs, rotated // pairs)
-    after = pairs + passed % max(1, left) + passed // max(1, left) * (head_dim // 2)
-    return np.concatenate([pair + half * (head_dim // 2), after])
+    pair, half = (rotary_rows // 2, rotary_rows % 2) if interleaved else (rotary_rows % pairs, rotary_rows // pairs)
+    other_places = pairs + other_rows % max(1, left) + other_rows // max(1, left) * (head_dim // 2)
+    return np.concatenate([pair + half * (head_dim // 2), other_places])
 
 
 Slots = Mapping[str, tuple[TensorSpec, ...]]
@@ -195,7 +195,7 @@ def slots_of(
     return slots
 
 
-def unused(config: ModelConfig) -> set[str]:
+def unused_names(config: ModelConfig) -> set[str]:
     """Names of tensors that files may have and a model does not need: of layers that share the K/V of another, and
     copies of embedding and head in the layer of `ModelConfig.mtp`."""
     theirs = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm")
@@ -213,7 +213,7 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
     for slot, tensors in names.items():
         if slot not in shapes:
             continue
-        of_experts = range(ffn.count) if isinstance(ffn, Experts) and slot in _OF_EXPERTS else (None,)
+        expert_numbers = range(ffn.count) if isinstance(ffn, Experts) and slot in _OF_EXPERTS else (None,)
         kinds = ("",) if slot in _WHOLE_NAMES else (".weight", ".bias") if slot in biased else (".weight",)
         parts = shapes[slot]
         if len(tensors) == 1 and len(parts) > 1:  # a fused tensor
@@ -235,7 +235,7 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
                     flat=(slot in _CONVOLUTIONS and kind == ".weight") or slot in _FLAT,
                     negated_exp=slot in ("delta_decay", "mamba_decay"),
                 )
-                for expert in of_experts
+                for expert in expert_numbers
                 for (theirs, ggml), (shape, heads) in zip(tensors, parts, strict=True)
             )
     return slots
@@ -251,8 +251,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> tuple[_Shapes, set[str]]:
     mixer, ffn, norms = config.layers[layer].mixer, config.layers[layer].ffn, config.layers[layer].norms
     shapes, biased = _mixer_shapes(e, mixer)
     if ffn is not None:
-        of_ffn, more = _ffn_shapes(e, ffn)
-        shapes, biased = {**shapes, **of_ffn, "ffn_norm": _one(e), "ffn_post_norm": _one(e)}, biased | more
+        ffn_shapes, more = _ffn_shapes(e, ffn)
+        shapes, biased = {**shapes, **ffn_shapes, "ffn_norm": _one(e), "ffn_post_norm": _one(e)}, biased | more
     if norms == "sums":
         biased |= {"attention_post_norm", "ffn_post_norm"}
     if inputs:
@@ -270,23 +270,23 @@ def _mixer_shapes(e: int, mixer: Mixer) -> tuple[_Shapes, set[str]]:
         shapes = {"conv_in": _one(3 * e, e), "conv": _one(e * mixer.width), "conv_out": _one(e, e)}
         return {"conv_norm": _one(e), "conv_post_norm": _one(e), **shapes}, set(shapes) if mixer.bias else set()
     if isinstance(mixer, GatedDelta):
-        values, of_heads = mixer.value_heads * mixer.value_dim, _one(mixer.value_heads)
+        values, head_vector = mixer.value_heads * mixer.value_dim, _one(mixer.value_heads)
         return {
             "delta_norm": _one(e),
             "delta_in": [((rows, e), 0) for rows in (mixer.channels, values, mixer.value_heads, mixer.value_heads)],
             "delta_conv": _one(mixer.channels * mixer.width),
-            "delta_decay": of_heads,
-            "delta_dt_bias": of_heads,
+            "delta_decay": head_vector,
+            "delta_dt_bias": head_vector,
             "delta_out_norm": _one(mixer.value_dim),
             "delta_out": _one(e, values),
         }, set()
     if isinstance(mixer, Mamba2):
-        inner, of_heads = mixer.value_heads * mixer.value_dim, _one(mixer.value_heads)
+        inner, head_vector = mixer.value_heads * mixer.value_dim, _one(mixer.value_heads)
         return {
             "mamba_norm": _one(e),
             "mamba_in": _one(inner + mixer.channels + mixer.value_heads, e),
             "mamba_conv": _one(mixer.channels * mixer.width),
-            **dict.fromkeys(("mamba_decay", "mamba_dt_bias", "mamba_skip"), of_heads),
+            **dict.fromkeys(("mamba_decay", "mamba_dt_bias", "mamba_skip"), head_vector),
             "mamba_out_norm": _one(inner),
             "mamba_out": _one(e, inner),
         }, {"mamba_conv"} if mixer.conv_bias else set()
@@ -340,8 +340,8 @@ def _ffn_shapes(e: int, ffn: Ffn) -> tuple[_Shapes, set[str]]:
         norms = ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")
         shapes |= dict.fromkeys(norms, _one(e))
     if ffn.shared is not None:
-        of_shared, with_bias = _ffn_shapes(e, ffn.shared)
-        shapes |= {f"shared_{slot}": of_slot for slot, of_slot in of_shared.items()}
+        shared_shapes, with_bias = _ffn_shapes(e, ffn.shared)
+        shapes |= {f"shared_{slot}": shape for slot, shape in shared_shapes.items()}
         biased |= {f"shared_{slot}" for slot in with_bias}
     if ffn.shared_gate:
         shapes["shared_gate"] = _one(1, e)

@@ -47,7 +47,7 @@ class StoredTensor:
     def nbytes(self) -> int:
         return size_of(self.dtype, prod(self.shape))
 
-    def taking(self, rows: np.ndarray) -> StoredTensor:
+    def with_rows(self, rows: np.ndarray) -> StoredTensor:
         """The tensor that has only these rows of this one, int64 (count,), in this order."""
         in_file = rows if self.file_rows is None else self.file_rows[rows]
         return replace(self, shape=(len(rows), *self.shape[1:]), file_rows=in_file)
@@ -56,11 +56,11 @@ class StoredTensor:
         """The bytes of existing rows, start to stop: uint8 (rows, bytes of a row), C-contiguous."""
         if self.file_rows is None:
             return self._file_bytes(rows.start, rows.stop)
-        wanted = self.file_rows[rows]
-        first, stop = int(wanted.min()), int(wanted.max()) + 1
-        if stop - first <= 2 * len(wanted):
-            return self._file_bytes(first, stop)[wanted - first]
-        runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
+        file_rows = self.file_rows[rows]
+        first, stop = int(file_rows.min()), int(file_rows.max()) + 1
+        if stop - first <= 2 * len(file_rows):
+            return self._file_bytes(first, stop)[file_rows - first]
+        runs = np.split(file_rows, np.flatnonzero(np.diff(file_rows) != 1) + 1)
         return np.concatenate([self._file_bytes(int(run[0]), int(run[-1]) + 1) for run in runs])
 
     def expect(self) -> None:
@@ -79,8 +79,8 @@ class StoredWeights:
     where: the path that the user gave, a folder or a file. opened: the files to close.
     """
 
-    def __init__(self, where: Path, tensors: Mapping[str, StoredTensor], opened: Iterable[FileBytes]) -> None:
-        self.where, self.tensors, self.opened = where, tensors, tuple(opened)
+    def __init__(self, where: Path, tensors: Mapping[str, StoredTensor], open_files: Iterable[FileBytes]) -> None:
+        self.where, self.tensors, self.open_files = where, tensors, tuple(open_files)
 
     def names(self) -> frozenset[str]:
         return frozenset(self.tensors)
@@ -112,7 +112,7 @@ class StoredWeights:
         self.tensors[name].expect()
 
     def close(self) -> None:
-        for file in self.opened:
+        for file in self.open_files:
             file.close()
 
 

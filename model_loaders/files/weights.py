@@ -16,12 +16,12 @@ import numpy as np
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.files.tensor_table import TensorSpec, unused
+from polarlm.model_loaders.files.tensor_table import TensorSpec, unused_names
 from polarlm.model_loaders.files.tensors import PLAIN, READABLE, StoredTensor, StoredWeights, can_dequantize
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HARMLESS = ("rotary_emb.inv_freq",)  # derived values that old checkpoints store with the weights
-_LISTED = 3  # names shown in an error before "and N more"
+_MOST_NAMES = 3  # names shown in an error before "and N more"
 
 
 class WeightSource(Protocol):
@@ -73,25 +73,25 @@ def fit(
         raise LoadError(f"{weights.where} has no layer for spec_type=mtp; choose another spec_type.")
     expected = {spec.name: spec for spec in table.specs()}
     owner = f"a {config.family} model with {len(config.layers)} layers"
-    stored = complete(weights, expected.values(), owner, is_gguf=is_gguf)
-    sources = {spec.taken.source for spec in expected.values() if spec.taken is not None}
-    for name in sorted(stored.keys() - expected.keys() - sources - unused(config)):
+    file_tensors = complete(weights, expected.values(), owner, is_gguf=is_gguf)
+    sources = {spec.row_parts.source for spec in expected.values() if spec.row_parts is not None}
+    for name in sorted(file_tensors.keys() - expected.keys() - sources - unused_names(config)):
         if name.startswith("model.layers.") and not name.endswith(_HARMLESS) and _layer(name) < len(config.layers):
             raise LoadError(
-                f"{weights.where} has the tensor {stored[name].label!r}, which a {config.family} model with this "
+                f"{weights.where} has the tensor {file_tensors[name].label!r}, which a {config.family} model with this "
                 "configuration does not have; use a plain checkpoint of a supported model."
             )
     if config.rounded_scale:
-        config = replace(config, embedding_scale=as_stored(config.embedding_scale, stored[EMBEDDING].dtype))
-    of_model = {name: arranged(stored[name], spec, interleaved, is_gguf) for name, spec in expected.items()}
-    return config, StoredWeights(weights.where, of_model, weights.opened)
+        config = replace(config, embedding_scale=as_stored(config.embedding_scale, file_tensors[EMBEDDING].dtype))
+    tensors = {name: arrange(file_tensors[name], spec, interleaved, is_gguf) for name, spec in expected.items()}
+    return config, StoredWeights(weights.where, tensors, weights.open_files)
 
 
 def is_needed(config: ModelConfig, name: str) -> bool:
     """Whether a model cannot be without the tensor that its safetensors files call `name`."""
     name = families.table_name(config, name)
     if name.startswith("model.layers."):
-        return _layer(name) < len(config.layers) and not name.endswith(_HARMLESS) and name not in unused(config)
+        return _layer(name) < len(config.layers) and not name.endswith(_HARMLESS) and name not in unused_names(config)
     return any(name == spec.name for spec in families.tensors(config).specs())
 
 
@@ -103,40 +103,40 @@ def complete(
     owner: what has the tensors, for errors. Raises LoadError for a tensor that is missing, or has another shape or an
     unsupported type.
     """
-    stored = dict(weights.tensors)
+    tensors = dict(weights.tensors)
     for spec in specs:
-        if (tensor := _made(spec, stored)) is not None:
-            stored[spec.name] = tensor
-    if missing := [spec for spec in specs if spec.name not in stored]:
-        in_folder = (spec.taken.source if spec.taken else spec.name for spec in missing[:_LISTED])
-        listed = ", ".join((spec.gguf for spec in missing[:_LISTED]) if is_gguf else in_folder)
-        more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+        if (tensor := _make_tensor(spec, tensors)) is not None:
+            tensors[spec.name] = tensor
+    if missing_specs := [spec for spec in specs if spec.name not in tensors]:
+        in_folder = (spec.row_parts.source if spec.row_parts else spec.name for spec in missing_specs[:_MOST_NAMES])
+        names = ", ".join((spec.gguf for spec in missing_specs[:_MOST_NAMES]) if is_gguf else in_folder)
+        more = f" and {len(missing_specs) - _MOST_NAMES} more" if len(missing_specs) > _MOST_NAMES else ""
         raise LoadError(
-            f"{weights.where} lacks the tensor {listed}{more}, which {owner} has; download the model completely."
+            f"{weights.where} lacks the tensor {names}{more}, which {owner} has; download the model completely."
         )
     for spec in specs:
-        _check(stored[spec.name], spec.shape)
-    return stored
+        _check(tensors[spec.name], spec.shape)
+    return tensors
 
 
-def _made(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> StoredTensor | None:
+def _make_tensor(spec: TensorSpec, tensors: Mapping[str, StoredTensor]) -> StoredTensor | None:
     """The tensor of a spec, made of what a file has; None if the file has no tensor to make it of."""
-    tensor = stored.get(spec.copy_of, stored.get(spec.name))
-    if tensor is None and spec.taken is not None and (whole := stored.get(spec.taken.source)) is not None:
+    tensor = tensors.get(spec.copy_of, tensors.get(spec.name))
+    if tensor is None and spec.row_parts is not None and (whole := tensors.get(spec.row_parts.source)) is not None:
         # One that cannot be divided stays whole, and is then refused for its shape.
-        is_whole = whole.shape[0] % sum(spec.taken.sizes) != 0
-        tensor = whole if is_whole else whole.taking(spec.taken.rows(whole.shape[0]))
+        is_whole = whole.shape[0] % sum(spec.row_parts.sizes) != 0
+        tensor = whole if is_whole else whole.with_rows(spec.row_parts.rows(whole.shape[0]))
     if tensor is None or not spec.flat:
         return tensor
-    kept = len(spec.shape) - 1
-    return replace(tensor, shape=(*tensor.shape[:kept], prod(tensor.shape[kept:])))
+    dims = len(spec.shape) - 1
+    return replace(tensor, shape=(*tensor.shape[:dims], prod(tensor.shape[dims:])))
 
 
-def arranged(tensor: StoredTensor, spec: TensorSpec, interleaved: bool, is_gguf: bool) -> StoredTensor:
+def arrange(tensor: StoredTensor, spec: TensorSpec, interleaved: bool, is_gguf: bool) -> StoredTensor:
     """The tensor with its rows in the order of memory, and with the values that the spec asks for."""
     order = spec.row_order(interleaved)
     if order is not None:
-        tensor = tensor.taking(np.argsort(order))
+        tensor = tensor.with_rows(np.argsort(order))
     added, negated_exp = (0.0, False) if is_gguf else (spec.offset, spec.negated_exp)
     if spec.factor == 1 and not added and not negated_exp:  # as all tensors of thousands of experts
         return tensor
@@ -153,16 +153,16 @@ def as_stored(number: float, dtype: str) -> float:
 
 def _check(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
     """Raises LoadError for a tensor of another shape, or of a type that cannot be read."""
-    path, named, dtype = tensor.source.path, f"the tensor {tensor.label}", tensor.dtype
+    path, what, dtype = tensor.source.path, f"the tensor {tensor.label}", tensor.dtype
     if tensor.shape != shape:
         raise LoadError(
-            f"{path}: {named} has the shape {tensor.shape}, but the configuration asks for {shape}; configuration and "
+            f"{path}: {what} has the shape {tensor.shape}, but the configuration asks for {shape}; configuration and "
             "weights belong to different models."
         )
     readable = READABLE if len(shape) > 1 else PLAIN  # norms and biases are never quantized
     if dtype not in readable:
         raise LoadError(
-            f"{path}: {named} is stored as {dtype}, which is not supported (supported: {', '.join(readable)})."
+            f"{path}: {what} is stored as {dtype}, which is not supported (supported: {', '.join(readable)})."
         )
     if dtype not in PLAIN and not _has_gguf():
         raise LoadError(
@@ -171,7 +171,7 @@ def _check(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
         )
     if not can_dequantize(dtype):
         raise LoadError(
-            f"{path}: {named} is stored as {dtype}, which the installed version of the Python package gguf cannot "
+            f"{path}: {what} is stored as {dtype}, which the installed version of the Python package gguf cannot "
             "read; upgrade it (pip install --upgrade gguf)."
         )
 

@@ -29,7 +29,7 @@ from polarlm.model_loaders.hub.choice import (
     HubName,
     folders_of_models,
     has_safetensors,
-    named,
+    hub_name,
     parse,
     search_for,
     size_text,
@@ -45,7 +45,7 @@ __all__ = [
     "HubName",
     "fetch",
     "fetch_adapter",
-    "named",
+    "hub_name",
     "parse",
     "quantization_of",
     "search_for",
@@ -74,7 +74,7 @@ def fetch(
     fits: chooses among GGUF files if `name` does not; None takes the best. verbose: gets lines of progress; with it, a
     terminal also shows a progress bar. progress: gets what has arrived of weights. Raises LoadError.
     """
-    return _Fetching(name, fits, verbose, progress).told(_Fetching.run)
+    return _Fetch(name, fits, verbose, progress).run_with_load_errors(_Fetch.run)
 
 
 def fetch_adapter(name: HubName, verbose: Callable[[str], None] | None = None) -> Path:
@@ -82,21 +82,21 @@ def fetch_adapter(name: HubName, verbose: Callable[[str], None] | None = None) -
 
     Raises LoadError.
     """
-    return _Fetching(name, verbose=verbose, of_adapter=True).told(_Fetching.run)
+    return _Fetch(name, verbose=verbose, is_adapter=True).run_with_load_errors(_Fetch.run)
 
 
 def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
     """The configuration of a model on the hub, and its files, the best first: (quantization, bytes) for each GGUF file,
     or one ("", bytes) for safetensors. Downloads no weights. Raises LoadError."""
-    return _Fetching(name).told(_Fetching.sizes)
+    return _Fetch(name).run_with_load_errors(_Fetch.sizes)
 
 
 def size(name: HubName) -> int:
     """Bytes of the GGUF files that a name with a quantization means. Downloads nothing. Raises LoadError."""
-    return _Fetching(name).told(_Fetching.size)
+    return _Fetch(name).run_with_load_errors(_Fetch.size)
 
 
-class _Fetching:
+class _Fetch:
     def __init__(
         self,
         name: HubName,
@@ -104,14 +104,14 @@ class _Fetching:
         verbose: Callable[[str], None] | None = None,
         progress: Progress | None = None,
         *,
-        of_adapter: bool = False,
+        is_adapter: bool = False,
     ) -> None:
         self._client, self._name, self._fits = Client(), name, fits or (lambda config, size: True)
         self._say, self._is_silent = verbose or (lambda text: None), verbose is None
-        self._progress, self._of_adapter = progress, of_adapter
+        self._progress, self._is_adapter = progress, is_adapter
         self._listing = Listing(name.repo, "", {})
 
-    def told(self, work: Callable[[_Fetching], T]) -> T:
+    def run_with_load_errors(self, work: Callable[[_Fetch], T]) -> T:
         """What `work` returns, with errors of the hub and of its cache as LoadErrors."""
         try:
             return work(self)
@@ -127,12 +127,12 @@ class _Fetching:
         try:
             self._listing = self._client.listing(self._name)
         except (self._client.http_error, OSError) as error:
-            kept = self._client.cached_listing(self._name) if cannot_be_reached(self._client, error) else None
-            if kept is None:
+            cached = self._client.cached_listing(self._name) if cannot_be_reached(self._client, error) else None
+            if cached is None:
                 raise
-            self._listing = kept
+            self._listing = cached
             why = "HF_HUB_OFFLINE is set" if self._client.is_offline else "The hub cannot be reached"
-            self._say(f"{why}: using {self._name.repo} as it is in the cache (commit {kept.commit[:8]}).")
+            self._say(f"{why}: using {self._name.repo} as it is in the cache (commit {cached.commit[:8]}).")
             try:
                 return self._model()
             except LoadError as problem:
@@ -177,7 +177,7 @@ class _Fetching:
         )
 
     def _model(self) -> Path:
-        if self._of_adapter:
+        if self._is_adapter:
             return self._adapter()
         if self._name.quantization is None and has_safetensors(self._listing.files):
             return self._folder()
@@ -215,7 +215,7 @@ class _Fetching:
         folder = self._fetch([files[CONFIG]])[0].parent
         model = read_configuration(folder)
         weights = self._weights(model)
-        beside = [companion(files, name) for name in COMPANIONS]
+        companions = [companion(files, name) for name in COMPANIONS]
         if not any(companion(files, name) in files for name in TOKENIZERS):
             raise LoadError(
                 f"{self._name.repo} has neither {' nor '.join(TOKENIZERS)}, without which its model reads no text: "
@@ -227,7 +227,7 @@ class _Fetching:
                 f"warning: the weights of {self._name} take {size_text(size)}, which leaves too little memory here for "
                 "its KV store; choose a smaller model, a GGUF file of it, or another type of weights (--weight-type)"
             )
-        self._fetch([*(files[path] for path in (*BESIDE_WEIGHTS, *beside) if path in files), *weights])
+        self._fetch([*(files[path] for path in (*BESIDE_WEIGHTS, *companions) if path in files), *weights])
         return folder
 
     def _weights(self, model: ModelConfig) -> list[RepositoryFile]:
@@ -237,21 +237,24 @@ class _Fetching:
         has_index = INDEX in files and SINGLE not in files
         index = read_index(self._fetch([files[INDEX]])[0]) if has_index else {}
         names = weight_files({path: file.size for path, file in files.items()}, set(index.values()))
-        missing = [name for name in names if name not in files]
-        if missing and (not index or any(is_needed(model, tensor) for tensor in index if index[tensor] in missing)):
+        missing_files = [name for name in names if name not in files]
+        if missing_files and (
+            not index or any(is_needed(model, tensor) for tensor in index if index[tensor] in missing_files)
+        ):
             raise LoadError(
-                f"{self._name.repo} lacks {missing[0]}, a part of its weights: choose another repository of this model."
+                f"{self._name.repo} lacks {missing_files[0]}, a part of its weights: choose another repository of "
+                "this model."
             )
         return [files[name] for name in names if name in files]
 
     def _gguf(self, ggufs: GgufChoice) -> Path:
         """The path of a GGUF file. Reads the beginning of one first, since its model may not be supported."""
-        chosen = ggufs.asked_for() if self._name.quantization is not None else ggufs.best(self._fits)
-        ggufs.check_vocabulary(chosen)
-        projector = ggufs.projector(chosen, ggufs.configuration(chosen))
+        choice = ggufs.choice() if self._name.quantization is not None else ggufs.best(self._fits)
+        ggufs.check_vocabulary(choice)
+        projector = ggufs.projector(choice, ggufs.configuration(choice))
         files = self._listing.files
         templates = [files[path] for path in (companion(files, TEMPLATE),) if path in files]  # for files without one
-        return self._fetch([*chosen.files, *projector, *templates])[0]
+        return self._fetch([*choice.files, *projector, *templates])[0]
 
     def _is_here(self, file: RepositoryFile) -> bool:
         return self._client.cached(self._name.repo, self._listing.commit, file.path) is not None
@@ -259,26 +262,26 @@ class _Fetching:
     def _fetch(self, files: Sequence[RepositoryFile]) -> list[Path]:
         """The paths of these files, in order; missing ones are downloaded. Raises LoadError if the disk is too full."""
         client, repo, commit = self._client, self._name.repo, self._listing.commit
-        missing = [file for file in files if not self._is_here(file)]
-        total, begun = 0, 0
-        for file in missing:
+        missing_files = [file for file in files if not self._is_here(file)]
+        total, begun_bytes = 0, 0
+        for file in missing_files:
             blob = client.blob(repo, file)
             if not blob.exists():
                 total += file.size
                 partial = partial_file(blob)
-                begun += min(partial.stat().st_size, file.size) if partial.exists() else 0
-        self._check_disk(total - begun)
-        done = begun
+                begun_bytes += min(partial.stat().st_size, file.size) if partial.exists() else 0
+        self._check_disk(total - begun_bytes)
+        bytes_done = begun_bytes
 
-        def moved(count: int) -> None:
-            nonlocal done
-            done += count
+        def add_bytes(count: int) -> None:
+            nonlocal bytes_done
+            bytes_done += count
             bar.update(count)
             if self._progress is not None and total > _WORTH_SAYING:
-                self._progress(done, total)
+                self._progress(bytes_done, total)
 
-        with self._bar(files, total, begun) as bar:
-            return [fetch_file(client, repo, commit, file, moved, self._say) for file in files]
+        with self._bar(files, total, begun_bytes) as bar:
+            return [fetch_file(client, repo, commit, file, add_bytes, self._say) for file in files]
 
     def _check_disk(self, size: int) -> None:
         cache = self._client.cache
@@ -289,18 +292,18 @@ class _Fetching:
                 f"{size_text(free)}: free some space, set HF_HOME to a folder elsewhere, or choose a smaller model."
             )
 
-    def _bar(self, files: Sequence[RepositoryFile], total: int, begun: int) -> Any:
-        """A progress bar over `total` bytes, `begun` of them already there; it is shown on a terminal."""
+    def _bar(self, files: Sequence[RepositoryFile], total: int, begun_bytes: int) -> Any:
+        """A progress bar over `total` bytes, `begun_bytes` of them already there; it is shown on a terminal."""
         from tqdm import tqdm  # imported only to download: it takes 2 MB
 
         if total > _WORTH_SAYING:
-            rest = f", {size_text(begun)} of them already there" if begun else ""
+            rest = f", {size_text(begun_bytes)} of them already there" if begun_bytes else ""
             self._say(
                 f"Downloading {self._name} ({size_text(total)}{rest}) to {self._client.repo_folder(self._name.repo)}"
             )
         return tqdm(
             total=total,
-            initial=begun,
+            initial=begun_bytes,
             desc=f"Downloading {files[-1].name}" if len(files) == 1 else f"Downloading {self._name.short}",
             unit="B",
             unit_scale=True,

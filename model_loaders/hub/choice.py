@@ -18,10 +18,13 @@ _LATEST = "latest"  # the tag that Ollama's clients add to a name
 _REPO = r"(?P<repo>\w[\w.-]*/\w[\w.-]*)"
 _NAME = re.compile(rf"{_REPO}(@(?P<revision>[^\s:@]+))?(:(?P<quantization>\w[^\s:\\]*))?", re.ASCII)
 _FILE = re.compile(rf"{_REPO}/(?P<quantization>[^\s:\\]+\.gguf)", re.ASCII | re.IGNORECASE)
-# What the address of a page has behind the hub's name.
-_SHOWN = re.compile(rf"{_REPO}/(blob|resolve|raw|tree)/(?P<revision>refs/\w+/[^/]+|[^/]+)(/(?P<path>.+))?", re.ASCII)
+# The path in the address of a page of the hub.
+_PAGE_PATH = re.compile(
+    rf"{_REPO}/(blob|resolve|raw|tree)/(?P<revision>refs/\w+/[^/]+|[^/]+)(/(?P<path>.+))?", re.ASCII
+)
 _OTHER_PAGE = re.compile(rf"(?!datasets/|spaces/|collections/|api/){_REPO}/.*", re.ASCII)
-_ELSEWHERE = re.compile(r"(\w[\w.-]*/){0,2}(?P<words>\w[\w.-]{0,99}(:\w[\w.-]*)?)", re.ASCII)  # names of other programs
+# Names of other programs.
+_FOREIGN_NAME = re.compile(r"(\w[\w.-]*/){0,2}(?P<words>\w[\w.-]{0,99}(:\w[\w.-]*)?)", re.ASCII)
 CONFIG = "config.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BESIDE_WEIGHTS = (  # the small files of a folder of safetensors; only the configuration is required
@@ -64,14 +67,18 @@ def parse(text: str) -> HubName:
     bare = text if text.startswith(f"{PREFIX}//") else text.removeprefix(PREFIX)
     address = _path_in_address(bare)
     name = bare if address is None else address
-    if (match := _SHOWN.fullmatch(name)) is not None:
+    if (match := _PAGE_PATH.fullmatch(name)) is not None:
         revision, path = match["revision"], match["path"] or ""
         is_folder = match[2] == "tree" or path.endswith(".gguf")
-        chosen = path if is_folder else path.rpartition("/")[0]
-        return HubName(match["repo"], None if revision == "main" else revision, chosen or None)
+        folder = path if is_folder else path.rpartition("/")[0]
+        return HubName(match["repo"], None if revision == "main" else revision, folder or None)
     if (match := _NAME.fullmatch(name) or _FILE.fullmatch(name)) is not None:
-        found = HubName(**match.groupdict())
-        return HubName(found.repo, found.revision) if found.quantization == _LATEST else found
+        hub_name_parsed = HubName(**match.groupdict())
+        return (
+            HubName(hub_name_parsed.repo, hub_name_parsed.revision)
+            if hub_name_parsed.quantization == _LATEST
+            else hub_name_parsed
+        )
     if address is not None and (match := _OTHER_PAGE.fullmatch(name)) is not None:
         return HubName(match["repo"])
     found_at = search_for(text)
@@ -81,9 +88,9 @@ def parse(text: str) -> HubName:
     )
 
 
-def named(path: str | os.PathLike[str]) -> HubName | None:
+def hub_name(path: str | os.PathLike[str]) -> HubName | None:
     """The model on the hub that a path means: one with "hf:" or the hub's name in front, or user/repo, or a file of it,
-    where neither it nor the folder `user` exists. None for any other path. Raises LoadError for another name behind
+    where neither it nor the folder `user` exists. None for any other path. Raises LoadError for another name after
     "hf:" or the hub's name."""
     if not isinstance(path, str) or os.path.exists(path):
         return None
@@ -96,14 +103,14 @@ def named(path: str | os.PathLike[str]) -> HubName | None:
 
 def search_for(text: str) -> str | None:
     """Where to look on the hub for what another program may call `text`; None for a path."""
-    match = _ELSEWHERE.fullmatch(text.removesuffix(f":{_LATEST}"))
+    match = _FOREIGN_NAME.fullmatch(text.removesuffix(f":{_LATEST}"))
     if match is None or text.endswith(".gguf") or ("/" in text and os.path.isdir(text.split("/")[0])):
         return None
     return f"{_PAGE}/models?library=gguf&search={match['words'].replace(':', '+')}"
 
 
 def _path_in_address(text: str) -> str | None:
-    """The path in an address of the hub, or behind its name; None for any other text."""
+    """The path in an address of the hub, or after its name; None for any other text."""
     scheme, _, rest = text.strip().rpartition("://")
     host, _, path = rest.partition("/")
     if scheme.lower() == "hf":
@@ -115,8 +122,8 @@ def _path_in_address(text: str) -> str | None:
         if host.lower().removeprefix("www.") not in _HOSTS | ({own} - {""}):
             return None
     page = urlsplit(f"{_PAGE}/{path}")
-    shown = parse_qs(page.query).get("show_file_info")  # the file that a page tells about
-    return f"{unquote(page.path).strip('/')}{f'/{shown[0]}' if shown else ''}"
+    file = parse_qs(page.query).get("show_file_info")  # the file that a page tells about
+    return f"{unquote(page.path).strip('/')}{f'/{file[0]}' if file else ''}"
 
 
 def has_safetensors(files: Collection[str]) -> bool:

@@ -116,15 +116,15 @@ class Client:
         file = self.repo_folder(repo) / "snapshots" / commit / path
         return file if file.is_file() else None
 
-    def placed(self, repo: str, commit: str, path: str) -> Path:
+    def place_file(self, repo: str, commit: str, path: str) -> Path:
         """The path in the cache of a file whose blob is there."""
         return Path(
             self._hub.hf_hub_download(repo, path, revision=commit, cache_dir=self.cache, endpoint=self.endpoint)
         )
 
     @contextmanager
-    def lock(self, repo: str, file: RepositoryFile, waiting: Callable[[], None]) -> Iterator[None]:
-        """Holds the lock that every program that writes this blob takes. Calls `waiting` if another one holds it."""
+    def lock(self, repo: str, file: RepositoryFile, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Holds the lock that every program that writes this blob takes. Calls `on_wait` if another one holds it."""
         from filelock import Timeout  # comes with huggingface_hub
 
         path = self.cache / ".locks" / self.repo_folder(repo).name / f"{file.digest}.lock"
@@ -134,7 +134,7 @@ class Client:
                 yield
             return
         except Timeout:
-            waiting()
+            on_wait()
         with self._utils.WeakFileLock(path):
             yield
 

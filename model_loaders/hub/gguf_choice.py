@@ -20,11 +20,11 @@ from polarlm.model_loaders.files.repository import (
     Role,
     gguf_contents,
     projectors,
-    role_said,
+    role_in_metadata,
 )
 from polarlm.model_loaders.hub.choice import HubName, size_text
 from polarlm.model_loaders.hub.client import Client, Listing
-from polarlm.model_loaders.towers import may_belong, outputs_of, reads_images
+from polarlm.model_loaders.vision_encoders import may_belong, outputs_of, reads_images
 
 
 class GgufChoice:
@@ -47,58 +47,62 @@ class GgufChoice:
 
     def size(self) -> int:
         """Bytes of the model that the name asks for, by the names of files alone."""
-        return self._one_of([one for one in self._called() if one.is_model]).size
+        return self._one_of([one for one in self._matches() if one.is_model]).size
 
-    def asked_for(self) -> GgufContent:
+    def choice(self) -> GgufContent:
         """The model that the name asks for."""
-        return self._one_of(self._models(self._called()))
+        return self._one_of(self._models(self._matches()))
 
     def best(self, fits: Callable[[ModelConfig | None, int], bool]) -> GgufContent:
         """The best model that fits in memory, those in the cache first."""
         for models in self._by_name():
             here_first = sorted(models, key=lambda one: not self.is_here(one.files))
             sound = filter(self._is_sound, here_first)
-            chosen = next((one for one in sound if fits(self.configuration(one), one.size)), None)
-            if chosen is not None:
-                alike = [one for one in models if one.label == chosen.label and self._is_sound(one)]
-                self._tell(self._one_of(alike), len(models))
-                return chosen
+            choice = next((one for one in sound if fits(self.configuration(one), one.size)), None)
+            if choice is not None:
+                same_label = [one for one in models if one.label == choice.label and self._is_sound(one)]
+                self._tell(self._one_of(same_label), len(models))
+                return choice
             if large := [*filter(self._is_sound, models)]:
                 raise LoadError(
                     f"Of {self._name.repo}, no file fits in memory here together with its KV store; there are "
-                    f"{_listed(large)}. Choose a smaller model or context, or name a file to load it all the same: "
-                    f"{self._name.repo}:{large[-1].label}."
+                    f"{_list_models(large)}. Choose a smaller model or context, or name a file to load it all the "
+                    f"same: {self._name.repo}:{large[-1].label}."
                 )
         raise self._problem or self._refusal()
 
     def models(self) -> list[GgufContent]:
         """The model that the name asks for, or all models, the best first. At least one."""
         if self._name.quantization is not None:
-            return [self.asked_for()]
-        found = next(filter(None, ([*filter(self._is_sound, models)] for models in self._by_name())), [])
-        if not found:
+            return [self.choice()]
+        models_found = next(filter(None, ([*filter(self._is_sound, models)] for models in self._by_name())), [])
+        if not models_found:
             raise self._problem or self._refusal()
-        return found
+        return models_found
 
     def adapter(self) -> GgufContent | None:
         """The adapter that the name asks for, or the only one; None if there is none."""
-        found = self._called() if self._name.quantization is not None else self._all
-        adapters = [one for one in found if one.is_whole and self._role(one) is Role.ADAPTER]
+        contents = self._matches() if self._name.quantization is not None else self._all
+        adapters = [one for one in contents if one.is_whole and self._role(one) is Role.ADAPTER]
         return self._one_of(adapters) if adapters else None
 
-    def projector(self, chosen: GgufContent, config: ModelConfig | None) -> tuple[RepositoryFile, ...]:
+    def projector(self, model: GgufContent, config: ModelConfig | None) -> tuple[RepositoryFile, ...]:
         """The file with the part of a model that reads images, wherever it lies; none without one of a known kind."""
         if config is not None and not reads_images(config.family):
             return ()
-        found = projectors(self._as_read(), chosen)
+        contents = projectors(self._contents_read(), model)
         if config is None:
-            return next((one.files for one in found if self.is_here(one.files)), ())
-        said = {one: beginning for one in found if not isinstance(beginning := self._beginning(one), LoadError)}
-        fitting = [one for one in found if one not in said or may_belong(said[one].metadata, config)]
-        exact = [one for one in fitting if one in said and outputs_of(said[one].metadata) == config.hidden_size]
+            return next((one.files for one in contents if self.is_here(one.files)), ())
+        beginnings = {
+            one: beginning for one in contents if not isinstance(beginning := self._beginning(one), LoadError)
+        }
+        fitting = [one for one in contents if one not in beginnings or may_belong(beginnings[one].metadata, config)]
+        exact = [
+            one for one in fitting if one in beginnings and outputs_of(beginnings[one].metadata) == config.hidden_size
+        ]
         if fitting:
             return (exact or fitting)[0].files
-        why = f"{found[0].files[0].path} is of no kind that is supported" if found else "it has no mmproj file"
+        why = f"{contents[0].files[0].path} is of no kind that is supported" if contents else "it has no mmproj file"
         self._say(f"{self._name} reads no images: {why}.")
         return ()
 
@@ -123,7 +127,7 @@ class GgufChoice:
         repo, commit = self._name.repo, self._listing.commit
         return all(self._client.cached(repo, commit, file.path) is not None for file in files)
 
-    def _called(self) -> list[GgufContent]:
+    def _matches(self) -> list[GgufContent]:
         return [one for one in self._all if one.is_called(self._name.quantization or "")]
 
     def _by_name(self) -> tuple[list[GgufContent], list[GgufContent]]:
@@ -131,9 +135,9 @@ class GgufChoice:
         whole = [one for one in self._all if one.is_whole]
         return [one for one in whole if one.is_model], [one for one in whole if not one.is_model]
 
-    def _models(self, found: Sequence[GgufContent]) -> list[GgufContent]:
+    def _models(self, contents: Sequence[GgufContent]) -> list[GgufContent]:
         """The models among what is called by the name; those that are supported, if there are others."""
-        whole = [one for one in found if one.is_whole]
+        whole = [one for one in contents if one.is_whole]
         models = [one for one in whole if one.is_model and self._role(one) is Role.MODEL]
         models = models or [one for one in whole if self._role(one) is Role.MODEL]
         return models if len(models) < 2 else [*filter(self._is_sound, models)] or models
@@ -142,31 +146,31 @@ class GgufChoice:
         if not models:
             raise self._refusal()
         if len(models) > 1:
-            repo, meant = self._name.repo, self._name.quantization or models[0].label
+            repo, label = self._name.repo, self._name.quantization or models[0].label
             paths = [file.path for model in models for file in model.files]
             raise LoadError(
-                f"{repo} has several files of {meant}: name one of them, as in {repo}:{paths[0]}; there are "
+                f"{repo} has several files of {label}: name one of them, as in {repo}:{paths[0]}; there are "
                 f"{', '.join(paths)}."
             )
         return models[0]
 
-    def _tell(self, chosen: GgufContent, count: int) -> None:
+    def _tell(self, choice: GgufContent, count: int) -> None:
         if count > 1:
-            why = "which is in the cache" if self.is_here(chosen.files) else "the best that fits in memory here"
-            self._say(f"Taking {chosen.label} of {self._name.repo}, {why}; {self._name.repo}:NAME takes another.")
+            why = "which is in the cache" if self.is_here(choice.files) else "the best that fits in memory here"
+            self._say(f"Taking {choice.label} of {self._name.repo}, {why}; {self._name.repo}:NAME takes another.")
 
     def _refusal(self) -> LoadError:
         """Why nothing here is the model of the name."""
-        repo, wanted = self._name.repo, self._name.quantization
-        known = self._as_read()
-        models = [one for one in known if one.is_model]
-        called = known if wanted is None else [one for one in known if one.is_called(wanted)]
-        if not called:
-            return LoadError(f"{repo} has no {wanted}; there are {_listed(models)}.")
-        what = f"{called[0].files[0].path} of {repo} is {called[0].is_not()}"
+        repo, quantization = self._name.repo, self._name.quantization
+        contents = self._contents_read()
+        models = [one for one in contents if one.is_model]
+        matches = contents if quantization is None else [one for one in contents if one.is_called(quantization)]
+        if not matches:
+            return LoadError(f"{repo} has no {quantization}; there are {_list_models(models)}.")
+        what = f"{matches[0].files[0].path} of {repo} is {matches[0].why_no_model()}"
         if models:
-            return LoadError(f"{what}; there are {_listed(models)}.")
-        other = "another repository of this model" if called[0].role is Role.MODEL else "the repository of a model"
+            return LoadError(f"{what}; there are {_list_models(models)}.")
+        other = "another repository of this model" if matches[0].role is Role.MODEL else "the repository of a model"
         return LoadError(f"{what}, and there is no other: choose {other}.")
 
     def _is_sound(self, one: GgufContent) -> bool:
@@ -183,10 +187,10 @@ class GgufChoice:
     def _role(self, one: GgufContent) -> Role:
         """What it is for, as the file says, or else its name."""
         beginning = self._beginning(one)
-        said = None if isinstance(beginning, LoadError) else role_said(beginning, one.files[0].path)
-        return said or one.role
+        role = None if isinstance(beginning, LoadError) else role_in_metadata(beginning, one.files[0].path)
+        return role or one.role
 
-    def _as_read(self) -> list[GgufContent]:
+    def _contents_read(self) -> list[GgufContent]:
         """All, with the roles of those whose beginnings have been read."""
         return [replace(one, role=self._role(one)) if one.kind in self._read else one for one in self._all]
 
@@ -219,5 +223,5 @@ class GgufChoice:
         return f"{one.files[0].name} of {self._name.repo}"
 
 
-def _listed(models: Sequence[GgufContent]) -> str:
+def _list_models(models: Sequence[GgufContent]) -> str:
     return ", ".join(f"{model.label} ({size_text(model.size)})" for model in models) or "none"

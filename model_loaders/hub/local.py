@@ -35,25 +35,25 @@ def models() -> list[Local]:
         from huggingface_hub import constants
     except ImportError:
         return []
-    found: dict[str, Local] = {}
+    by_name: dict[str, Local] = {}
     for folder in Path(constants.HF_HUB_CACHE).glob(f"{_FOLDER}*"):
         repo = folder.name.removeprefix(_FOLDER).replace("--", "/")
         try:
             for snapshot in sorted((folder / "snapshots").glob("*"), key=_age(folder)):
                 for model in _in_snapshot(repo, snapshot):
-                    found.setdefault(model.name, model)
+                    by_name.setdefault(model.name, model)
         except OSError:  # it may be another user's, or be removed just now
             continue
-    return [found[name] for name in sorted(found)]
+    return [by_name[name] for name in sorted(by_name)]
 
 
-def resembling(text: str) -> str | None:
+def find_similar(text: str) -> str | None:
     """The one model whose name has the words of what another program calls `text`; None for several or none."""
     words = [word for word in re.split(r"[:/\s_-]+", text.lower()) if word not in ("", "latest")]
     if len("".join(words)) < _LEAST_WORDS:
         return None
-    found = [one.name for one in models() if all(word in re.sub(r"[^\w.]|_", "", one.name.lower()) for word in words)]
-    return found[0] if len(found) == 1 else None
+    names = [one.name for one in models() if all(word in re.sub(r"[^\w.]|_", "", one.name.lower()) for word in words)]
+    return names[0] if len(names) == 1 else None
 
 
 def _age(folder: Path) -> Callable[[Path], tuple[bool, float]]:

@@ -60,11 +60,11 @@ def sentence(client: Client, name: HubName, error: Exception) -> str:
         )
     if cannot_be_reached(client, error):
         reason = str(error).strip().rstrip(".") or type(error).__name__
-        begun = client.has_begun(name.repo)
+        has_begun = client.has_begun(name.repo)
         return (
             f"The hub at {client.endpoint} cannot be reached ({reason}), and {name} is not in the cache"
-            f"{' as a whole' if begun else ''}{nor_here}: check the network connection and the proxy."
-            f"{f' {RESUMES}' if begun else ''}"
+            f"{' as a whole' if has_begun else ''}{nor_here}: check the network connection and the proxy."
+            f"{f' {RESUMES}' if has_begun else ''}"
         )
     if isinstance(error, OSError):
         return f"{name} cannot be stored in {client.cache} ({error.strerror or error}): set HF_HOME to another folder."
@@ -78,8 +78,8 @@ def _header(error: Exception, key: str) -> str | None:
 
 def _seconds(error: Exception) -> int | None:
     """Seconds until the hub answers again; None if it does not say."""
-    after = _header(error, "Retry-After") or ""
-    if after.isdecimal():
-        return int(after)
+    retry_after = _header(error, "Retry-After") or ""
+    if retry_after.isdecimal():
+        return int(retry_after)
     reset = re.search(r"\bt\s*=\s*(\d+)", _header(error, "RateLimit") or "")
     return int(reset[1]) if reset else None

@@ -20,19 +20,20 @@ from polarlm.model_loaders.files.repository import RepositoryFile
 if TYPE_CHECKING:
     from polarlm.model_loaders.hub.client import Client
 
-Moved = Callable[[int], Any]
+AddBytes = Callable[[int], Any]
 _PART_BYTES = 1 << 20
 _WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before the next attempt after one that transferred nothing
 _TROUBLE = (500, 502, 503, 504)  # statuses of the server after which the next attempt may succeed
 
 
 def fetch_file(
-    client: Client, repo: str, commit: str, file: RepositoryFile, moved: Moved, say: Callable[[str], None]
+    client: Client, repo: str, commit: str, file: RepositoryFile, add_bytes: AddBytes, say: Callable[[str], None]
 ) -> Path:
     """The path of `file` in the hub's cache; the file is downloaded if need be.
 
-    moved: gets the number of bytes that arrived; negative for bytes that must be transferred again. Raises LoadError
-    for a file with another checksum, and the errors of the transfer, after which the bytes that arrived are kept.
+    add_bytes: gets the number of bytes that arrived; negative for bytes that must be transferred again. Raises
+    LoadError for a file with another checksum, and the errors of the transfer, after which the bytes that arrived are
+    kept.
     """
     if (cached := client.cached(repo, commit, file.path)) is not None:
         return cached
@@ -42,11 +43,11 @@ def fetch_file(
         if not blob.exists():
             partial = partial_file(blob)
             with partial.open("a+b") as sink:
-                content = _Content(sink, repo, file, moved)
+                content = _Content(sink, repo, file, add_bytes)
                 _fill(client, client.url(repo, commit, file.path), content)
                 content.check()
             os.replace(partial, blob)
-    return client.placed(repo, commit, file.path)
+    return client.place_file(repo, commit, file.path)
 
 
 def partial_file(blob: Path) -> Path:
@@ -57,9 +58,9 @@ def partial_file(blob: Path) -> Path:
 class _Content:
     """The bytes of a file that have arrived, and their hash."""
 
-    def __init__(self, sink: BinaryIO, repo: str, file: RepositoryFile, moved: Moved) -> None:
+    def __init__(self, sink: BinaryIO, repo: str, file: RepositoryFile, add_bytes: AddBytes) -> None:
         """sink: a file open for appending and reading; the bytes of an earlier attempt are kept."""
-        self.file, self._repo, self._sink, self._moved = file, repo, sink, moved
+        self.file, self._repo, self._sink, self._add_bytes = file, repo, sink, add_bytes
         self.size = 0
         self._hash = self._new_hash()
         sink.seek(0)
@@ -76,11 +77,11 @@ class _Content:
         self._sink.write(part)
         self._hash.update(part)
         self.size += len(part)
-        self._moved(len(part))
+        self._add_bytes(len(part))
 
     def restart(self) -> None:
         """Drop all bytes."""
-        self._moved(-self.size)
+        self._add_bytes(-self.size)
         self._sink.truncate(0)
         self.size, self._hash = 0, self._new_hash()
 

@@ -25,14 +25,14 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
     neither exists or the one that is read is damaged.
     """
     whole, model = (companion_in(folder, name) for name in TOKENIZERS)
-    described = read_json(companion_in(folder, "tokenizer_config.json"), required=False)
-    settings = FolderSettings(folder, config, generation, described)
+    tokenizer_config = read_json(companion_in(folder, "tokenizer_config.json"), required=False)
+    settings = FolderSettings(folder, config, generation, tokenizer_config)
     file = whole if whole.is_file() else model
     if not file.is_file():
         others = [name for name in _OTHERS if (folder / name).is_file()]
-        unread = f" ({' and '.join(others)} cannot be read)" if others else ""
+        note = f" ({' and '.join(others)} cannot be read)" if others else ""
         raise LoadError(
-            f"{folder} has no tokenizer: put the model's tokenizer.json or tokenizer.model next to its weights{unread}."
+            f"{folder} has no tokenizer: put the model's tokenizer.json or tokenizer.model next to its weights{note}."
         )
     try:
         content = file.read_bytes()

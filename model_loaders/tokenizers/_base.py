@@ -60,7 +60,7 @@ class Tokenizer(ABC):
 
     bos_id, eos_ids, closing_id, pair: see `SpecialIds`. strips_leading_space: tokenizing adds a space to the first text
     of a sequence, and detokenizing removes it. adds_space_after_control: tokenizing adds a space to a text that follows
-    a control token. left_out: ids without a row in the embedding: of the vocabulary, and of files beside it.
+    a control token. left_out: ids without a row in the embedding: of the vocabulary, and of the files next to it.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Tokenizer(ABC):
         """Leave out ids from `rows` on, which the embedding lacks: no text has them, and no sequence begins or ends
         with one. The names of such control tokens become plain text."""
         special = self.eos_ids | {one for one in (self.bos_id, self.closing_id) if one is not None}
-        beyond = frozenset(one for one in special if one >= self.vocab_size and one != NO_ID)
-        self.left_out = range(rows, self.vocab_size), beyond
+        missing_ids = frozenset(one for one in special if one >= self.vocab_size and one != NO_ID)
+        self.left_out = range(rows, self.vocab_size), missing_ids
         self.vocab_size = rows = min(rows, self.vocab_size)
         self.eos_ids = frozenset(one for one in self.eos_ids if one < rows)
         self.bos_id, self.closing_id = (

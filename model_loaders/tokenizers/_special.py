@@ -52,8 +52,8 @@ def for_folder(
     pair: Pair | None = None,
 ) -> SpecialIds:
     """The special ids of a folder; tokenizer_config.json overrides the vocabulary's `adds_bos` and `default_bos`."""
-    named = token_string(settings.tokenizer.get("bos_token"))
-    bos = lookup(named) if named else None
+    bos_name = token_string(settings.tokenizer.get("bos_token"))
+    bos = lookup(bos_name) if bos_name else None
     for candidate in (default_bos, settings.config.get("bos_token_id")):
         bos = candidate if bos is None and isinstance(candidate, int) else bos
     family = str(settings.config.get("model_type"))
@@ -63,8 +63,8 @@ def for_folder(
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
         ends |= {one for one in ids if isinstance(one, int) and not isinstance(one, bool) and one >= 0}
-    named = token_string(settings.tokenizer.get("eos_token"))
-    end = lookup(named) if named else None
+    bos_name = token_string(settings.tokenizer.get("eos_token"))
+    end = lookup(bos_name) if bos_name else None
     return SpecialIds(bos if wants else None, frozenset(ends if end is None else ends | {end}), closing_id, pair)
 
 

@@ -18,7 +18,7 @@ from tokenizers import normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import shown
+from polarlm.model_loaders.fields import describe
 from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import known_names, patterns
@@ -47,8 +47,8 @@ class _Type(IntEnum):
 
 _ANY_WORDS = "default"  # `tokenizer.ggml.pre` of files without it
 _ADDED = (_Type.CONTROL, _Type.USER_DEFINED)
-_NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-_NAMED = ("bos", "unknown", "cls", "seperator", *_NAMED_ENDS)  # files spell it "seperator"
+_END_NAMES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_SPECIAL_NAMES = ("bos", "unknown", "cls", "seperator", *_END_NAMES)  # files spell it "seperator"
 _DEFAULT_IDS = {("llama", "bos"): 1, ("llama", "eos"): 2, ("llama", "unknown"): 0, ("t5", "eos"): 1}
 
 
@@ -59,30 +59,30 @@ class _Vocabulary:
     tokens: list[str]  # V
     types: list[int]  # V
 
-    def of(self, *kinds: _Type) -> list[int]:
+    def ids_of_types(self, *kinds: _Type) -> list[int]:
         """The ids of the tokens of these types, in order; without a step of Python for each of the others."""
         return [int(i) for i in np.flatnonzero(np.isin(self.types, kinds))]
 
     @cached_property
     def control(self) -> dict[str, int]:
-        return {self.tokens[i]: i for i in self.of(_Type.CONTROL, _Type.UNKNOWN)}
+        return {self.tokens[i]: i for i in self.ids_of_types(_Type.CONTROL, _Type.UNKNOWN)}
 
     @cached_property
-    def listed(self) -> dict[str, int]:
+    def known_ids(self) -> dict[str, int]:
         """String → id of the tokens that are known by name."""
-        return {name: self.tokens.index(name) for name in known_names.LISTED.intersection(self.tokens)}
+        return {name: self.tokens.index(name) for name in known_names.KNOWN_TOKENS.intersection(self.tokens)}
 
     @cached_property
-    def named(self) -> dict[str, int]:
+    def special_ids(self) -> dict[str, int]:
         """The ids of `tokenizer.ggml.{…}_token_id`: "bos", "eos", "unknown", …; without those that are no tokens."""
         ids = {}
-        for name in _NAMED:
+        for name in _SPECIAL_NAMES:
             key = f"tokenizer.ggml.{name}_token_id"
             value = self.metadata.get(key, _DEFAULT_IDS.get((self.kind, name)))
             if isinstance(value, int) and 0 <= value < len(self.tokens):
                 ids[name] = value
             elif value not in (None, NO_ID):
-                problem = f"is {shown(value)}, which is none of its {len(self.tokens)} tokens; it is left out"
+                problem = f"is {describe(value)}, which is none of its {len(self.tokens)} tokens; it is left out"
                 _LOG.warning("%s: %s %s", self.path, key, problem)
         return ids
 
@@ -95,11 +95,11 @@ class _Vocabulary:
         flag = self.metadata.get("tokenizer.ggml.add_bos_token")
         wants = known_names.begins_with_bos(self.kind, self.control, flag, adds_bos)
         ends = {self.control[name] for name in known_names.ends(self.control)}
-        ends |= {self.named[name] for name in _NAMED_ENDS if name in self.named}
-        ends |= {i for name, i in self.listed.items() if name in known_names.CODE_ENDS and self.types[i] in _ADDED}
-        end = self.named.get("eos") if self.metadata.get("tokenizer.ggml.add_eos_token", closes) is True else None
+        ends |= {self.special_ids[name] for name in _END_NAMES if name in self.special_ids}
+        ends |= {i for name, i in self.known_ids.items() if name in known_names.CODE_ENDS and self.types[i] in _ADDED}
+        end = self.special_ids.get("eos") if self.metadata.get("tokenizer.ggml.add_eos_token", closes) is True else None
         pair = None if end is None else Pair((end, end), second_type=False)  # as XLM-R, whose separator is the end
-        bos = self.named.get("bos", self.control.get("<bos>"))
+        bos = self.special_ids.get("bos", self.control.get("<bos>"))
         return SpecialIds(bos if wants else None, frozenset(ends), end, pair)
 
     def edges(self) -> dict[str, Edges]:
@@ -108,16 +108,17 @@ class _Vocabulary:
         return known_names.white_space(family, model, self.kind, self.control)
 
     def correct_types(self) -> None:
-        """Give tokens the types that they have by their names: converters slip, and llama.cpp mends the same."""
-        types, ends, words = self.types, known_names.ends(self.listed), known_names.words(self.listed)
-        keyed = {self.named[name] for name in ("bos", "eos", "eot", "eom") if name in self.named}
-        for name, i in self.listed.items():
+        """Give tokens the types that they have by their names: converters make mistakes, and llama.cpp corrects the
+        same ones."""
+        types, ends, words = self.types, known_names.ends(self.known_ids), known_names.words(self.known_ids)
+        keyed = {self.special_ids[name] for name in ("bos", "eos", "eot", "eom") if name in self.special_ids}
+        for name, i in self.known_ids.items():
             is_end = name in ends and (name in known_names.ENDS or types[i] == _Type.USER_DEFINED)
             if is_end or (i in keyed and name not in known_names.CODE_ENDS):
                 types[i] = _Type.CONTROL
             elif name in words and types[i] == _Type.CONTROL:
                 types[i] = _Type.USER_DEFINED
-        for i in keyed | {self.listed[name] for name in ends}:
+        for i in keyed | {self.known_ids[name] for name in ends}:
             name = self.tokens[i]
             if types[i] == _Type.NORMAL and name not in known_names.CODE_ENDS and not self._is_word(name):
                 types[i] = _Type.CONTROL
@@ -126,8 +127,8 @@ class _Vocabulary:
         """Whether text may become this token, of type NORMAL: it is merged of others, or is a single character."""
         halves = [(token[:at], token[at:]) for at in range(1, len(token))]
         if self.kind == "llama":
-            known = set(self.tokens)
-            return not halves or any(known.issuperset(pair) for pair in halves)
+            tokens = set(self.tokens)
+            return not halves or any(tokens.issuperset(pair) for pair in halves)
         merges = self.metadata.get("tokenizer.ggml.merges")
         if not halves or not isinstance(merges, Sequence):  # without merges, as in Unigram, any piece may be taken
             return True
@@ -168,13 +169,13 @@ def check_kind(metadata: Mapping[str, object], where: str | Path) -> str:
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", _ANY_WORDS)
     if not isinstance(kind, str) or kind not in _BUILDERS:
         raise LoadError(
-            f"{where} has a vocabulary of the kind {shown(kind)} (tokenizer.ggml.model); "
+            f"{where} has a vocabulary of the kind {describe(kind)} (tokenizer.ggml.model); "
             f"supported are {', '.join(_BUILDERS)}."
         )
-    if kind == "gpt2" and pre not in patterns.KNOWN:
+    if kind == "gpt2" and pre not in patterns.PRE_TOKENIZERS:
         raise LoadError(
-            f"{where} splits text into words as {shown(pre)} does (tokenizer.ggml.pre), which is not known here; "
-            f"known are {', '.join(patterns.KNOWN)}: use the model's safetensors folder instead."
+            f"{where} splits text into words as {describe(pre)} does (tokenizer.ggml.pre), which is not known here; "
+            f"known are {', '.join(patterns.PRE_TOKENIZERS)}: use the model's safetensors folder instead."
         )
     return kind
 
@@ -228,7 +229,7 @@ def _bpe(
     library.pre_tokenizer = pre_tokenizer
     if normalizer is not None:
         library.normalizer = normalizer
-    added = (vocabulary.tokens[i] for i in vocabulary.of(_Type.USER_DEFINED))
+    added = (vocabulary.tokens[i] for i in vocabulary.ids_of_types(_Type.USER_DEFINED))
     library.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in added if token])
     special, size = vocabulary.special(adds_bos=adds_bos), len(vocabulary.tokens)
     edges = vocabulary.edges()
@@ -245,7 +246,7 @@ def _word_piece(vocabulary: _Vocabulary) -> WordPieceTokenizer:
         token if token in control else token[1:] if token.startswith("▁") else f"##{token}": i
         for i, token in enumerate(vocabulary.tokens)
     }
-    unknown = vocabulary.named.get("unknown", 100)
+    unknown = vocabulary.special_ids.get("unknown", 100)
     if unknown >= len(vocabulary.tokens):
         raise LoadError(f"{vocabulary.path} has no token {unknown} for unknown words: convert it again.")
     name = vocabulary.tokens[unknown]
@@ -259,9 +260,10 @@ def _word_piece(vocabulary: _Vocabulary) -> WordPieceTokenizer:
     )
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     bos, sep = (
-        vocabulary.named.get(key, control.get(default)) for key, default in (("cls", "[CLS]"), ("seperator", "[SEP]"))
+        vocabulary.special_ids.get(key, control.get(default))
+        for key, default in (("cls", "[CLS]"), ("seperator", "[SEP]"))
     )
-    bos = vocabulary.named.get("bos") if bos is None else bos
+    bos = vocabulary.special_ids.get("bos") if bos is None else bos
     pair = None if sep is None else Pair((sep,), second_type=True)
     special = SpecialIds(bos, frozenset(() if sep is None else (sep,)), sep, pair)
     return WordPieceTokenizer(library, control, special, byte_level=False, vocab_size=len(vocabulary.tokens))
@@ -294,7 +296,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
 def _specify(model: Any, vocabulary: _Vocabulary) -> None:
     model.trainer_spec.byte_fallback = vocabulary.types.count(_Type.BYTE) == 256
     if _Type.UNKNOWN not in vocabulary.types and model.pieces:
-        model.pieces[vocabulary.named.get("unknown", 0)].type = _Type.UNKNOWN
+        model.pieces[vocabulary.special_ids.get("unknown", 0)].type = _Type.UNKNOWN
     setting = vocabulary.metadata.get
     normalizer = model.normalizer_spec
     normalizer.name = "identity"

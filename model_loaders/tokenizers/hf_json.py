@@ -32,12 +32,12 @@ class LibraryTokenizer(Tokenizer):
         vocab_size: int | None = None,
         edges: Mapping[str, Edges] = MappingProxyType({}),
     ) -> None:
-        """edges: of control tokens, besides those that the library knows."""
+        """edges: of control tokens, in addition to those that the library knows."""
         if vocab_size is None:
             vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
         added = library.get_added_tokens_decoder().values()
-        known = {token.content: _edges(token, library.normalizer) for token in added}
-        super().__init__(vocab_size, control, special, space, edges={**known, **edges})
+        edges_by_token = {token.content: _edges(token, library.normalizer) for token in added}
+        super().__init__(vocab_size, control, special, space, edges={**edges_by_token, **edges})
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # control strings are found by the base class alone
@@ -54,7 +54,7 @@ class LibraryTokenizer(Tokenizer):
 
     @cached_property
     def _without_space(self) -> tokenizers.Tokenizer:
-        """The same vocabulary, which adds no leading space."""
+        """A tokenizer of the same vocabulary that adds no leading space."""
         if not self.strips_leading_space:
             return self._library
         description = json.loads(self._library.to_str())
@@ -103,12 +103,12 @@ def load(file: Path, content: bytes, settings: FolderSettings) -> LibraryTokeniz
             f"{file} holds a {kind} vocabulary; byte-level BPE, SentencePiece and WordPiece ones are supported."
         )
     first, last = _outer_control_tokens(steps)
-    named = str(settings.tokenizer.get("tokenizer_class")), token_string(settings.tokenizer.get("bos_token"))
+    class_and_bos = str(settings.tokenizer.get("tokenizer_class")), token_string(settings.tokenizer.get("bos_token"))
     special = for_folder(
         settings,
         control,
         library.token_to_id,
-        adds_bos=first is not None or known_names.class_adds_bos(*named),
+        adds_bos=first is not None or known_names.class_adds_bos(*class_and_bos),
         default_bos=library.token_to_id(first) if first else None,
         closing_id=library.token_to_id(last) if last else None,
         pair=_pair(steps, library.token_to_id),
@@ -136,13 +136,13 @@ def _edges(token: tokenizers.AddedToken, normalizer: normalizers.Normalizer | No
 
 def _steps(description: Mapping[str, object]) -> Iterator[dict]:
     """Every processing step of a tokenizer.json, including those inside sequences."""
-    waiting = [description.get(stage) for stage in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
-    while waiting:
-        step = waiting.pop(0)
+    stages = [description.get(stage) for stage in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
+    while stages:
+        step = stages.pop(0)
         if isinstance(step, dict) and "type" in step:
             yield step
             for inner in ("normalizers", "pretokenizers", "processors", "decoders"):
-                waiting += step.get(inner, [])
+                stages += step.get(inner, [])
 
 
 def _leading_space(steps: list[dict]) -> tuple[bool, bool]:
@@ -158,7 +158,7 @@ def _leading_space(steps: list[dict]) -> tuple[bool, bool]:
 
 
 def _outer_control_tokens(steps: list[dict]) -> tuple[str | None, str | None]:
-    """The control tokens that the post-processor puts in front of a sequence and behind it."""
+    """The control tokens that the post-processor puts before and after a sequence."""
     for step in steps:
         if step["type"] == "TemplateProcessing" and step["single"]:
             first, last = (step["single"][end].get("SpecialToken", {}).get("id") for end in (0, -1))
@@ -181,7 +181,11 @@ def _pair(steps: list[dict], lookup: Callable[[str], int | None]) -> Pair | None
             places = [at for at, kind in enumerate(kinds) if kind == "Sequence"]
             if len(places) != 2 or places[0] > 1 or places[1] < len(parts) - 2:
                 return None
-            between = [lookup(part["id"]) for _, part in parts[places[0] + 1 : places[1]]]
-            known = tuple(one for one in between if one is not None)
-            return Pair(known, parts[places[1]][1]["type_id"] == 1) if known and len(known) == len(between) else None
+            ids_between = [lookup(part["id"]) for _, part in parts[places[0] + 1 : places[1]]]
+            known_ids = tuple(one for one in ids_between if one is not None)
+            return (
+                Pair(known_ids, parts[places[1]][1]["type_id"] == 1)
+                if known_ids and len(known_ids) == len(ids_between)
+                else None
+            )
     return None

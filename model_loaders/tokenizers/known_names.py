@@ -21,14 +21,14 @@ ENDS = frozenset((
 ))  # fmt: skip
 # They end answers only as added tokens: merges of other vocabularies make words of such names, as Qwen's do of </s>.
 _ADDED_ENDS = frozenset(("</s>", "<eos>", "<EOT>", "▁<EOT>", "[EOT]", "[EOS]", "[e~["))
-# What a model of code writes behind a complete text: padding, another repository, another file. They stay words.
+# What a model of code writes after a complete text: padding, another repository, another file. They stay words.
 CODE_ENDS = frozenset((
     *("<|fim_pad|>", "<fim-pad>", "<fim_pad>"),
     *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>", "<REPO>"),
     "<|file_sep|>",
 ))  # fmt: skip
 _HTML_TAGS = frozenset(("<s>", "</s>"))
-LISTED = ENDS | _ADDED_ENDS | CODE_ENDS | _HTML_TAGS | {"<|channel|>"}
+KNOWN_TOKENS = ENDS | _ADDED_ENDS | CODE_ENDS | _HTML_TAGS | {"<|channel|>"}
 """Every name whose presence matters here."""
 
 _TURNS_OF_PHI = frozenset(("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"))
@@ -39,9 +39,9 @@ def ends(names: Collection[str]) -> frozenset[str]:
 
     Where answers are messages in channels, <|end|> ends a message, and more of the answer follows.
     """
-    known = (ENDS | _ADDED_ENDS).intersection(names) - words(names)
-    in_channels = ("<|return|>" in known and "<|channel|>" in names) or {"<|calls|>", "<|flush|>"} <= known
-    return known - {"<|end|>"} if in_channels else known
+    end_tokens = (ENDS | _ADDED_ENDS).intersection(names) - words(names)
+    in_channels = ("<|return|>" in end_tokens and "<|channel|>" in names) or {"<|calls|>", "<|flush|>"} <= end_tokens
+    return end_tokens - {"<|end|>"} if in_channels else end_tokens
 
 
 def words(names: Collection[str]) -> frozenset[str]:

@@ -67,7 +67,7 @@ _EXPRESSIONS: dict[str, tuple[str, ...]] = {
 }
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral", "lfm2", "tekken"}
 
-KNOWN = sorted(_EXPRESSIONS)
+PRE_TOKENIZERS = sorted(_EXPRESSIONS)
 
 
 def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer | None:

@@ -41,7 +41,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _without_space(self) -> sentencepiece.SentencePieceProcessor:
-        """The same vocabulary, which adds no leading space."""
+        """A tokenizer of the same vocabulary that adds no leading space."""
         model = protobuf.ModelProto.FromString(self._serialized)
         model.normalizer_spec.add_dummy_prefix = False
         return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())

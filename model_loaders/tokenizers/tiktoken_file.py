@@ -53,17 +53,17 @@ def load(file: Path, content: bytes, settings: FolderSettings) -> LibraryTokeniz
 def _library(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
     """The library's object for a byte-level BPE that is given by ranks alone: any two tokens that make a third are
     merged, in the order of the ranks of what they make."""
-    spelt = {token: "".join(map(SPELLING.__getitem__, token)) for token in ranks}
+    spellings = {token: "".join(map(SPELLING.__getitem__, token)) for token in ranks}
     cuts = ((token[:at], token[at:], rank) for token, rank in ranks.items() for at in range(1, len(token)))
     merges = [(rank, ranks[a], ranks[b], a, b) for a, b, rank in cuts if a in ranks and b in ranks]
-    ids = {spelt[token]: rank for token, rank in ranks.items()}
-    pairs = [(spelt[a], spelt[b]) for *_, a, b in sorted(merges)]
+    ids = {spellings[token]: rank for token, rank in ranks.items()}
+    pairs = [(spellings[a], spellings[b]) for *_, a, b in sorted(merges)]
     library = tokenizers.Tokenizer(BPE(ids, pairs, ignore_merges=True))
     library.pre_tokenizer = patterns.pre_tokenizer("llama3")
     return library
 
 
 def _special_tokens(first: int) -> dict[str, int]:
-    reserved = count()
-    names = (_SPECIAL_NAMES.get(i) or f"<|reserved_special_token_{next(reserved)}|>" for i in range(_SPECIAL_COUNT))
+    numbers = count()
+    names = (_SPECIAL_NAMES.get(i) or f"<|reserved_special_token_{next(numbers)}|>" for i in range(_SPECIAL_COUNT))
     return {name: first + i for i, name in enumerate(names)}

@@ -15,7 +15,7 @@ from polarlm.engine.parsing.channel_parser import ChannelParser, channel_tokens
 from polarlm.engine.parsing.pieces import Piece, Progress, fold, keep
 from polarlm.engine.requests.prompts import Prompt, is_chat, place_of_answer
 from polarlm.engine.requests.request import Ticket
-from polarlm.engine.sampling.schemas import prepared_for_text
+from polarlm.engine.sampling.schemas import prepare_for_text
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.errors import LoadError
 from polarlm.server.answers.call_grammar import Grammar, channel_grammar, functions_of, refusal_of_calls
@@ -33,47 +33,47 @@ class _Plan:
 
 
 async def answer(
-    driver: Driver, asked: ParsedRequest, index: int = 0, told: list[str] | None = None
+    driver: Driver, request: ParsedRequest, index: int = 0, warnings: list[str] | None = None
 ) -> AsyncGenerator[Piece, None]:
     """Yield answer `index` in pieces. Closing the generator cancels it. Raises what the driver raises. The first piece
-    of a streamed answer says that the engine has accepted the request; `told` then has its ticket's warnings."""
-    plan = _Plan(asked.params)
+    of a streamed answer says that the engine has accepted the request; `warnings` then has its ticket's warnings."""
+    plan = _Plan(request.params)
     ticket: Ticket | None = None
 
     def submit(prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
         """Plan and queue the answer in one call in a thread. An error in a constraint names the request's field."""
         nonlocal plan, ticket
         # Each answer has a seed of its own, so that they differ and can be repeated.
-        numbered = params if params.seed < 0 else replace(params, seed=params.seed + index)
-        unheld: list[str] = []
-        plan = _plan(driver.engine, asked, numbered, unheld.append)
+        seeded_params = params if params.seed < 0 else replace(params, seed=params.seed + index)
+        dropped: list[str] = []
+        plan = _plan(driver.engine, request, seeded_params, dropped.append)
         if plan.is_begun and not options.continue_final_message:
             prompt = [*prompt, {"role": "assistant", "content": ""}]
             options = replace(options, continue_final_message=True)
         try:
             ticket = driver.engine.submit(prompt, plan.params, options, **more)
-            ticket = replace(ticket, warnings=[*unheld, *ticket.warnings])
+            ticket = replace(ticket, warnings=[*dropped, *ticket.warnings])
         except ConstraintError as error:
             if plan.params.grammar is params.grammar:
-                error.field = asked.constrained_by
+                error.field = request.constrained_by
                 raise
-            assert asked.tools is not None
-            refusal = refusal_of_calls(error, str(plan.params.grammar), asked.tools.callable)
-            refusal.field = refusal.field or asked.constrained_by
+            assert request.tools is not None
+            refusal = refusal_of_calls(error, str(plan.params.grammar), request.tools.callable)
+            refusal.field = refusal.field or request.constrained_by
             raise refusal from None
         return ticket
 
     stream = driver.stream(
-        asked.prompt,
-        asked.params,
-        asked.options,
-        queued=asked.stream,
-        progress=asked.progress,
+        request.prompt,
+        request.params,
+        request.options,
+        announces_prompt=request.stream,
+        progress=request.progress,
         submit=submit,
-        compiles=asked.tools is not None,
-        told=told,
+        compiles=request.tools is not None,
+        warnings=warnings,
     )
-    pieces: list[Piece] = []
+    answer_pieces: list[Piece] = []
     ids: list[int] = []
     is_first = True
     async with aclosing(stream) as chunks:
@@ -86,102 +86,106 @@ async def answer(
                 continue
             assert ticket is not None
             if plan.parser is None:
-                parsed = [_piece(chunk, plan.params.stop)]
+                new_pieces = [_piece(chunk, plan.params.stop)]
             else:
                 ids += chunk.token_ids
-                parsed = list(_parsed(chunk, plan.parser, plan.params.stop))
-                pieces += parsed
+                new_pieces = list(_parse_chunk(chunk, plan.parser, plan.params.stop))
+                answer_pieces += new_pieces
                 if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
-                    keep(ticket.conversation, fold(pieces), ids)
-            for piece in parsed:
-                shown = replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
+                    keep(ticket.conversation, fold(answer_pieces), ids)
+            for piece in new_pieces:
+                piece_to_send = replace(piece, reasoning="") if request.reasoning == "dropped" else piece
                 if is_first:
-                    shown = replace(shown, prompt_tokens=ticket.prompt_tokens, cached_tokens=ticket.cached_tokens())
+                    piece_to_send = replace(
+                        piece_to_send, prompt_tokens=ticket.prompt_tokens, cached_tokens=ticket.cached_tokens()
+                    )
                     is_first = False
-                yield shown
+                yield piece_to_send
 
 
-def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams, warn: Callable[[str], None]) -> _Plan:
+def _plan(engine: Engine, request: ParsedRequest, params: SamplingParams, warn: Callable[[str], None]) -> _Plan:
     """warn: called with a sentence for each part of a constraint that does not hold."""
-    if not is_chat(asked.prompt):
+    if not is_chat(request.prompt):
         return _Plan(params)
     template, control = engine.model.template, engine.model.tokenizer.control_tokens()
-    schema = _schema_of_text(asked, params, warn)
+    schema = _text_schema(request, params, warn)
     if schema is not None:
         params = replace(params, schema=None)  # the grammar of the calls has it
     try:
         if template.channels is not None:
-            return _plan_of_channels(template.channels, engine, asked, params, schema, warn)
-        place = place_of_answer(asked.prompt, engine.model, asked.options)
+            return _plan_channels(template.channels, engine, request, params, schema, warn)
+        place = place_of_answer(request.prompt, engine.model, request.options)
         reasoning = None if place == "after" else template.tags
-        format = None if asked.tools is None else template.calls
+        format = None if request.tools is None else template.calls
     except LoadError as error:
         raise EngineError(str(error)) from None
-    tags = None if asked.reasoning == "inline" else reasoning
+    tags = None if request.reasoning == "inline" else reasoning
     if tags is None and format is None:
         return _Plan(replace(params, shown_tokens=shown_tokens(control, reasoning, None)))
-    shown = shown_tokens(control, reasoning, format)
+    tokens = shown_tokens(control, reasoning, format)
     names: Mapping[str, Mapping[str, Any]] = {}
-    if asked.tools is not None and format is not None:
-        functions = functions_of(asked.tools.callable)
+    if request.tools is not None and format is not None:
+        functions = functions_of(request.tools.callable)
         names = {function.name: function.schema for function in functions}
         if not params.is_constrained:
-            begins = reasoning if place == "before" else None  # a constraint begins behind reasoning that is open
-            calls, several = asked.tools.calls, asked.tools.several
-            text = Grammar(format, functions, control, calls, several, begins, schema, warn).text()
+            initial_tags = reasoning if place == "before" else None  # a constraint begins behind reasoning that is open
+            calls, several = request.tools.calls, request.tools.several
+            text = Grammar(format, functions, control, calls, several, initial_tags, schema, warn).text()
             params = replace(params, grammar=text)
-        if asked.tools.calls == "none":
+        if request.tools.calls == "none":
             format = None
     parser = AnswerParser(format, names, control, tags, thinks=tags is not None and place == "inside")
-    return _Plan(replace(params, shown_tokens=shown), parser)
+    return _Plan(replace(params, shown_tokens=tokens), parser)
 
 
-def _schema_of_text(asked: ParsedRequest, params: SamplingParams, warn: Callable[[str], None]) -> dict[str, Any] | None:
+def _text_schema(request: ParsedRequest, params: SamplingParams, warn: Callable[[str], None]) -> dict[str, Any] | None:
     """The schema of the text of an answer that may call tools instead. Raises ConstraintError."""
-    if params.schema is None or asked.tools is None or asked.tools.calls != "may":
+    if params.schema is None or request.tools is None or request.tools.calls != "may":
         return None
     try:
         schema = json.loads(params.schema) if isinstance(params.schema, str) else params.schema
-        return prepared_for_text(schema, lambda why: warn(f"the constraint holds in part: {why}"))
+        return prepare_for_text(schema, lambda why: warn(f"the constraint holds in part: {why}"))
     except (ValueError, AttributeError, RecursionError) as error:
         refusal = ConstraintError(f"The JSON schema cannot be used: {error}")
-        refusal.field = asked.constrained_by
+        refusal.field = request.constrained_by
         raise refusal from None
 
 
-def _plan_of_channels(
+def _plan_channels(
     channels: Channels,
     engine: Engine,
-    asked: ParsedRequest,
+    request: ParsedRequest,
     params: SamplingParams,
     schema: dict[str, Any] | None,
     warn: Callable[[str], None],
 ) -> _Plan:
     """How an answer of messages in channels is generated and parsed. A constraint applies to the text alone."""
     format, control = engine.model.template.calls, engine.model.tokenizer.control_tokens()
-    begun = params.is_constrained or asked.options.continue_final_message
+    is_begun = params.is_constrained or request.options.continue_final_message
     names: Sequence[str] = ()
-    if asked.tools is not None and not begun:
-        functions = functions_of(asked.tools.callable)
-        text = channel_grammar(channels, format, functions, control, calls=asked.tools.calls, schema=schema, warn=warn)
+    if request.tools is not None and not is_begun:
+        functions = functions_of(request.tools.callable)
+        text = channel_grammar(
+            channels, format, functions, control, calls=request.tools.calls, schema=schema, warn=warn
+        )
         params = replace(params, grammar=text)
-        names = [] if asked.tools.calls == "none" else [function.name for function in functions]
-    parser = ChannelParser(channels, format, names, begun=begun, inline=asked.reasoning == "inline")
-    return _Plan(replace(params, shown_tokens=channel_tokens(channels, control)), parser, begun)
+        names = [] if request.tools.calls == "none" else [function.name for function in functions]
+    parser = ChannelParser(channels, format, names, is_begun=is_begun, inline=request.reasoning == "inline")
+    return _Plan(replace(params, shown_tokens=channel_tokens(channels, control)), parser, is_begun)
 
 
-def _parsed(chunk: Chunk, parser: AnswerParser | ChannelParser, stops: tuple[str, ...]) -> Iterable[Piece]:
+def _parse_chunk(chunk: Chunk, parser: AnswerParser | ChannelParser, stops: tuple[str, ...]) -> Iterable[Piece]:
     """The pieces of a chunk. An answer with calls that are all complete ends with "tool_calls"."""
-    last = chunk.finish_reason is not None
+    is_last = chunk.finish_reason is not None
     parts = parser.push(chunk.text)
-    if last:
-        cut = chunk.finish_reason == "length" or chunk.stopped_by is not None
-        parts += parser.finish(cut=cut, next=chunk.stopped_by or "")
-    if not parts and (chunk.logprobs or last):
+    if is_last:
+        is_cut = chunk.finish_reason == "length" or chunk.stopped_by is not None
+        parts += parser.finish(cut=is_cut, next=chunk.stopped_by or "")
+    if not parts and (chunk.logprobs or is_last):
         parts = [Piece()]
     if parts:
         parts[0] = replace(parts[0], logprobs=chunk.logprobs)
-    if last:
+    if is_last:
         end = _piece(chunk, stops)
         if parser.calls and not parser.is_cut_off and end.finish_reason == "stop":
             end = replace(end, finish_reason="tool_calls", stopped_by=None)

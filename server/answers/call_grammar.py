@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from polarlm.engine.errors import ConstraintError
 from polarlm.engine.parsing.channel_parser import CONSTRAIN
-from polarlm.engine.sampling.schemas import OPTIONS, prepared
+from polarlm.engine.sampling.schemas import OPTIONS, prepare
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.server.answers.quoted_grammar import FieldRules, QuotedRules, shared_field_rules, shared_rules
-from polarlm.server.reading.parts import in_words
+from polarlm.server.reading.parts import list_kinds
 
 _ARGUMENTS = re.compile(r"arguments(\d+)(?:_\w+)?: ")  # begins the rules of a function's arguments
 _TEXTS = ("text: %json", "json: %json")  # begin the rule of a text that has a schema
@@ -48,7 +48,7 @@ class Grammar:
     warn: Callable[[str], None] = lambda sentence: None  # called with what does not hold
 
     def text(self) -> str:
-        return "\n".join(["%llguidance {}", *self._start(), *self._free(), *self._calls()]) + "\n"
+        return "\n".join(["%llguidance {}", *self._start_rules(), *self._text_rules(), *self._call_rules()]) + "\n"
 
     @property
     def _marker(self) -> str:
@@ -59,40 +59,44 @@ class Grammar:
         """Whether only the names of functions tell that an answer begins with a call."""
         return not self._marker and self.format.fields is not None
 
-    def _start(self) -> list[str]:
+    def _start_rules(self) -> list[str]:
         rest = {"may": "text | called", "must": "calls", "none": "text"}[self.calls]
         if self.tags is None:
             return [f"start: {rest}"]
-        after = {"must": "SPACE? calls"}.get(self.calls, f"({rest})")
+        tail = {"must": "SPACE? calls"}.get(self.calls, f"({rest})")
         close, pattern = self._literal(self.tags.close), "(?s:.*)"
-        opened, end = f"SPACE? {self._literal(self.tags.open)} ", f"/ {close}"
+        opening, end = f"SPACE? {self._literal(self.tags.open)} ", f"/ {close}"
         if self.tags.close in self.control:
-            thought = [f"thought: THOUGHT {close}", "THOUGHT: /(?s:.*)/", "unclosed: THOUGHT"]
+            thought_rules = [f"thought: THOUGHT {close}", "THOUGHT: /(?s:.*)/", "unclosed: THOUGHT"]
         else:
             if self.tags.open not in self.control:
-                opened, end, pattern = "", f"{_escaped(self.tags.close)}/", f"\\s*{_escaped(self.tags.open)}(?s:.*)"
-            unclosed = f"unclosed: UNCLOSED\nUNCLOSED: /{pattern}/ & ~/{_containing(self.tags.close)}/"
-            thought = [f"thought[lazy]: /{pattern}{end}", unclosed]
-        unclosed = "" if self.calls == "must" else f" | {opened}unclosed"
-        start = f"start: {rest} | {opened}thought {after}{unclosed}"
-        return [start, *(line for line in thought if unclosed or not line.startswith("unclosed")), "SPACE: /\\s{1,8}/"]
+                opening, end, pattern = "", f"{_escape(self.tags.close)}/", f"\\s*{_escape(self.tags.open)}(?s:.*)"
+            unclosed = f"unclosed: UNCLOSED\nUNCLOSED: /{pattern}/ & ~/{_anywhere(self.tags.close)}/"
+            thought_rules = [f"thought[lazy]: /{pattern}{end}", unclosed]
+        unclosed = "" if self.calls == "must" else f" | {opening}unclosed"
+        start = f"start: {rest} | {opening}thought {tail}{unclosed}"
+        return [
+            start,
+            *(line for line in thought_rules if unclosed or not line.startswith("unclosed")),
+            "SPACE: /\\s{1,8}/",
+        ]
 
-    def _free(self) -> list[str]:
+    def _text_rules(self) -> list[str]:
         """The rules of text without a call, and of text up to the marker of a call."""
         if self.calls == "must":
             return []
         if self.schema is not None:
             return [f"text: %json {json.dumps(self.schema)}", "called: calls"]
-        begins = f"\\s*{_escaped(self.format.begin + self.format.opening)}(?s:.*)"  # as calls without a marker do
+        call_start = f"\\s*{_escape(self.format.begin + self.format.opening)}(?s:.*)"  # as calls without a marker do
         if self._begins_with_name:
-            names = "|".join(_escaped(function.name) for function in self.functions)
-            begins = begins.replace("(?s:", f"({names}){_escaped(self.format.middle[0])}(?s:")
-        barred = [_containing(self._marker) if self._marker else begins]
+            names = "|".join(_escape(function.name) for function in self.functions)
+            call_start = call_start.replace("(?s:", f"({names}){_escape(self.format.middle[0])}(?s:")
+        forbidden = [_anywhere(self._marker) if self._marker else call_start]
         thinks = self.tags is not None and self.tags.open not in self.control
-        first = f"\\s*{_escaped(self.tags.open)}(?s:.*)" if self.tags is not None and thinks else ""
+        first = f"\\s*{_escape(self.tags.open)}(?s:.*)" if self.tags is not None and thinks else ""
         if first:
-            barred.append(first)
-        lines = ["text: TEXT", "TEXT: /(?s:.*)/ " + " ".join(f"& ~/{pattern}/" for pattern in barred)]
+            forbidden.append(first)
+        lines = ["text: TEXT", "TEXT: /(?s:.*)/ " + " ".join(f"& ~/{pattern}/" for pattern in forbidden)]
         if self.calls == "none":
             return lines
         if not self._marker:
@@ -100,22 +104,22 @@ class Grammar:
         if self._marker in self.control:
             return [*lines, "called: TEXT calls"]
         not_thinking = f" & ~/{first}/" if first else ""
-        up_to = f"UP_TO: /(?s:.*){_escaped(self._marker)}/{not_thinking}"
+        up_to = f"UP_TO: /(?s:.*){_escape(self._marker)}/{not_thinking}"
         return [*lines, "called: up_to begun", "up_to[lazy]: UP_TO", up_to]
 
-    def _calls(self) -> list[str]:
+    def _call_rules(self) -> list[str]:
         if self.calls == "none":
             return []
         first = self.format.begin + self.format.opening
-        several = self.several and self.format.several
+        several = self.several and self.format.has_several
         more = " (more)*" if several else ""
         end = self._literal(self.format.end)
-        begins = "call_first" if self._begins_with_name else f"{self._literal(first)} call"
-        lines = [f"calls: {begins}{more} {end}"]
+        first_call = "call_first" if self._begins_with_name else f"{self._literal(first)} call"
+        lines = [f"calls: {first_call}{more} {end}"]
         if self.calls == "may" and self.schema is None and self._marker and self._marker not in self.control:
             lines.append(f"begun: {self._literal(first.removeprefix(self._marker))} call{more} {end}")
         if several:
-            lines.append(f"more: {self._literal(self.format.between + self.format.opening)} call")
+            lines.append(f"more: {self._literal(self.format.call_separator + self.format.opening)} call")
         middle = self.format.middle
         id = f" /{ID}/ {self._literal(middle[1])}" if self.format.has_id else ""
         closing = self._literal(self.format.closing)
@@ -128,17 +132,17 @@ class Grammar:
                 lines.append(f"call_first{number}: {name}{id} arguments{number} {closing}")
         if self.format.quote:
             quote, is_control = self.format.quote, self.format.quote in self.control
-            lines += shared_rules(quote, self._literal, is_control=is_control, escaped=_escaped(quote))
+            lines += shared_rules(quote, self._literal, is_control=is_control, escaped=_escape(quote))
         if self.format.fields is not None:
-            lines += shared_field_rules(self.format.fields, self._literal, self.control, _escaped)
+            lines += shared_field_rules(self.format.fields, self._literal, self.control, _escape)
         for rule in ("call", "call_first") if self._begins_with_name else ("call",):
             lines.append(f"{rule}: " + " | ".join(f"{rule}{number}" for number in range(len(self.functions))))
         return lines
 
     def _arguments(self, name: str, function: Function) -> list[str]:
         schema = schema_of(function, self.format.separators, self.warn)
-        warn, quote, fields = partial(_warn_of, function, self.warn), self.format.quote, self.format.fields
-        with _refused(function):
+        warn, quote, fields = partial(_warn_about, function, self.warn), self.format.quote, self.format.fields
+        with _naming_function(function):
             if fields is not None:
                 return FieldRules(name, fields, self._literal, warn, strict=function.strict).lines(schema)
             if quote:
@@ -154,25 +158,25 @@ def schema_of(function: Function, separators: tuple[str, str], warn: Callable[[s
     for what does not hold. Raises ConstraintError."""
     item, key = separators
     options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
-    with _refused(function):
+    with _naming_function(function):
         schema = {**function.schema, OPTIONS: {"lenient": not function.strict}}
-        return prepared(schema, options, partial(_warn_of, function, warn))
+        return prepare(schema, options, partial(_warn_about, function, warn))
 
 
-def _warn_of(function: Function, warn: Callable[[str], None], why: str) -> None:
+def _warn_about(function: Function, warn: Callable[[str], None], why: str) -> None:
     warn(f"the parameters of the function {function.name} hold in part: {why}")
 
 
 @contextmanager
-def _refused(function: Function) -> Iterator[None]:
+def _naming_function(function: Function) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
         raise _refusal(f"the function {function.name}", str(error)) from None
 
 
-def _refusal(of: str, reason: str) -> ConstraintError:
-    refusal = ConstraintError(f"The parameters of {of} cannot be used: {reason}")
+def _refusal(subject: str, reason: str) -> ConstraintError:
+    refusal = ConstraintError(f"The parameters of {subject} cannot be used: {reason}")
     refusal.field = "tools"
     return refusal
 
@@ -187,7 +191,7 @@ def refusal_of_calls(error: ConstraintError, grammar: str, tools: Sequence[Mappi
     rule = _ARGUMENTS.match(line)
     if rule or len(names) == 1:
         return _refusal(f"the function {names[int(rule[1]) if rule else 0]}", reason)
-    return _refusal(f"one of the functions {in_words(names)}", reason)
+    return _refusal(f"one of the functions {list_kinds(names)}", reason)
 
 
 def literal(text: str, control: Mapping[str, int]) -> str:
@@ -197,13 +201,13 @@ def literal(text: str, control: Mapping[str, int]) -> str:
     return " ".join(f"<[{control[part]}]>" if part in control else json.dumps(part) for part in parts if part)
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """A regular expression that matches `text`, to be written between slashes."""
     return "".join(f"\\x{{{ord(character):x}}}" for character in text)
 
 
-def _containing(text: str) -> str:
-    return f"(?s:.*){_escaped(text)}(?s:.*)"
+def _anywhere(text: str) -> str:
+    return f"(?s:.*){_escape(text)}(?s:.*)"
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
@@ -211,12 +215,12 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
     return [_function(tool["function"]) for tool in tools]
 
 
-def _function(declared: Mapping[str, Any]) -> Function:
-    schema = dict(declared.get("parameters") or {})
+def _function(tool: Mapping[str, Any]) -> Function:
+    schema = dict(tool.get("parameters") or {})
     schema.setdefault("type", "object")
     if not any(name in schema for name in ("$ref", "anyOf", "oneOf", "allOf", "additionalProperties")):
         schema.setdefault("properties", {})  # the function has no use for names that the schema does not list
-    return Function(declared["name"], schema, bool(declared.get("strict")))
+    return Function(tool["name"], schema, bool(tool.get("strict")))
 
 
 def channel_grammar(
@@ -234,12 +238,12 @@ def channel_grammar(
     does, or after it."""
     channel = format.middle[0].removeprefix(channels.channel).split(maxsplit=1)[0]  # the channel of calls
     last = {"may": "(call | said)", "must": "call", "none": "said"}[calls]
-    said = [literal(channels.header(name), control) for name in (channels.reasoning, channel, channels.final)]
+    headers = [literal(channels.header(name), control) for name in (channels.reasoning, channel, channels.final)]
     lines = [
         "%llguidance {}",
-        f"start: (message {literal(channels.between, control)})* {last}",
-        f"message: ({' | '.join(said[:2])}) TEXT",
-        f"said: {said[2]} {'TEXT' if schema is None else 'json'}",
+        f"start: (message {literal(channels.message_separator, control)})* {last}",
+        f"message: ({' | '.join(headers[:2])}) TEXT",
+        f"said: {headers[2]} {'TEXT' if schema is None else 'json'}",
         *([] if schema is None else [f"json: %json {json.dumps(schema)}"]),
         "TEXT: /(?s:.*)/",
     ]
@@ -247,10 +251,10 @@ def channel_grammar(
         return "\n".join(lines) + "\n"
     kinds = [f"{CONSTRAIN}json", "json"] if CONSTRAIN in control else ["json"]
     kind = " | ".join(literal(f" {kind}{channels.message}", control) for kind in kinds)
-    before, after = literal(f"{channels.channel}{channel}", control), literal(format.opening, control)
+    channel_name, recipient = literal(f"{channels.channel}{channel}", control), literal(format.opening, control)
     lines += [f"kind: {kind}", "call: " + " | ".join(f"call{number}" for number in range(len(functions)))]
     for number, function in enumerate(functions):
-        name = f"{after} {literal(function.name, control)}"
-        lines.append(f"call{number}: ({name} {before} | {before} {name}) kind arguments{number}")
+        name = f"{recipient} {literal(function.name, control)}"
+        lines.append(f"call{number}: ({name} {channel_name} | {channel_name} {name}) kind arguments{number}")
         lines.append(f"arguments{number}: %json {json.dumps(schema_of(function, format.separators, warn))}")
     return "\n".join(lines) + "\n"

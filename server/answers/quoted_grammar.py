@@ -13,12 +13,12 @@ from typing import Any
 from urllib.parse import unquote
 
 from polarlm.engine.sampling.schemas import OPTIONS
-from polarlm.model_loaders.chat.call_arguments import Fields, in_order, quoted
+from polarlm.model_loaders.chat.call_arguments import Fields, dictsort_key, quote_value
 
 _SCALARS = ("number", "integer", "boolean", "null")
 _TYPES = ("object", "array", "string", *_SCALARS)
-_NOTES = ("title", "description", "default", "examples", "$schema", "$defs", "definitions", "$comment", OPTIONS)
-_HELD = (
+_ANNOTATIONS = ("title", "description", "default", "examples", "$schema", "$defs", "definitions", "$comment", OPTIONS)
+_SUPPORTED_KEYWORDS = (
     *("type", "enum", "const", "anyOf", "oneOf", "$ref"),
     *("properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
 )
@@ -47,8 +47,8 @@ def shared_field_rules(
 ) -> list[str]:
     """The rules of all functions with such arguments. control: the names of control tokens. escaped: writes a text in
     a regular expression."""
-    first = min((at for name in control if (at := fields.after.find(name)) >= 0), default=len(fields.after))
-    text, rest = fields.after[:first], literal(fields.after[first:])
+    first = min((at for name in control if (at := fields.suffix.find(name)) >= 0), default=len(fields.suffix))
+    text, rest = fields.suffix[:first], literal(fields.suffix[first:])
     value = '"True" | "False" | "None" | "[" (python (", " python)*)? "]" | "{" (pair (", " pair)*)? "}"'
     raw = [f"raw: RAW {rest}" if rest else "raw[lazy]: RAW", f"RAW: /(?s:.*){escaped(text)}/"]
     return [
@@ -82,21 +82,21 @@ class QuotedRules:
         self._root = schema
         return [f"{self._name}: {self._value(schema)}", *self._lines]
 
-    def _written(self, value: Any) -> str:
-        return quoted(value, self._quote)
+    def _write_value(self, value: Any) -> str:
+        return quote_value(value, self._quote)
 
-    def _named(self, name: str) -> str:
+    def _field_start(self, name: str) -> str:
         """What stands before the value of a field."""
         return f"{name}:"
 
-    def _ordered(self, properties: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        return sorted(properties.items(), key=in_order)
+    def _sort_fields(self, properties: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        return sorted(properties.items(), key=dictsort_key)
 
     def _holds(self, kind: str) -> bool:
         """Whether all keywords of a schema of this type hold."""
         return kind in _SCALARS
 
-    def _inner(self, schema: Any) -> str:
+    def _field_value(self, schema: Any) -> str:
         """The value of a field."""
         return self._value(schema)
 
@@ -115,7 +115,7 @@ class QuotedRules:
             return self.any_value
         kinds = schema.get("type")
         holds = isinstance(kinds, str) and self._holds(kinds)
-        unknown = [key for key in schema if key not in _NOTES and key not in _HELD and not holds]
+        unknown = [key for key in schema if key not in _ANNOTATIONS and key not in _SUPPORTED_KEYWORDS and not holds]
         if self._strict and unknown:
             raise ValueError(f"{unknown[0]} does not hold for this model, so the function cannot be strict")
         if unknown:
@@ -124,7 +124,7 @@ class QuotedRules:
             return self._reference(str(schema["$ref"]))
         if "const" in schema or "enum" in schema:
             values = [schema["const"]] if "const" in schema else schema["enum"]
-            return self._one_of([self._literal(self._written(value)) for value in values])
+            return self._one_of([self._literal(self._write_value(value)) for value in values])
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
                 return self._one_of([self._value(inner) for inner in schema[key]])
@@ -138,7 +138,7 @@ class QuotedRules:
         return {"string": self._string, "array": self._array, "object": self._object}.get(kind, self._scalar)(schema)
 
     def _scalar(self, schema: Mapping[str, Any]) -> str:
-        constraint = {key: value for key, value in schema.items() if key not in _NOTES}
+        constraint = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
         return self._rule(f"%json {json.dumps(constraint)}")
 
     def _one_of(self, choices: list[str]) -> str:
@@ -168,24 +168,24 @@ class QuotedRules:
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         """Fields in order; the rule of the fields from one on is written for both, whether others precede it or not."""
-        fields, separator = self._ordered(schema.get("properties") or {}), self._literal(self.separator) or '""'
+        fields, separator = self._sort_fields(schema.get("properties") or {}), self._literal(self.separator) or '""'
         required = set(schema.get("required") or ())
         others = schema.get("additionalProperties", True)
-        other = "" if others is False else f"{self.any_name} {self._inner(others)}"
-        after = {
+        other = "" if others is False else f"{self.any_name} {self._field_value(others)}"
+        rest = {
             False: f"({other} ({separator} {other})*)?" if other else '""',
             True: f"({separator} {other})*" if other else '""',
         }
         for name, inner in reversed(fields):
-            field = f"{self._literal(self._named(name))} {self._inner(inner)}"
+            field = f"{self._literal(self._field_start(name))} {self._field_value(inner)}"
             rules = {}
-            for follows in (False, True):
-                taken = f"{field} {after[True]}"
-                taken = f"{separator} {taken}" if follows else taken
-                rules[follows] = self._rule(taken if name in required else f"{taken} | {after[follows]}")
-            after = rules
+            for is_preceded in (False, True):
+                sequence = f"{field} {rest[True]}"
+                sequence = f"{separator} {sequence}" if is_preceded else sequence
+                rules[is_preceded] = self._rule(sequence if name in required else f"{sequence} | {rest[is_preceded]}")
+            rest = rules
         opening, closing = map(json.dumps, self.brackets)
-        return f"{opening} {after[False]} {closing}"
+        return f"{opening} {rest[False]} {closing}"
 
 
 class _PythonRules(QuotedRules):
@@ -198,13 +198,13 @@ class _PythonRules(QuotedRules):
         super().__init__(f"{whole._name}_value", whole._quote, whole._literal, whole._warn, strict=whole._strict)
         self._root, self._lines = whole._root, whole._lines
 
-    def _written(self, value: Any) -> str:
+    def _write_value(self, value: Any) -> str:
         return repr(value)
 
-    def _named(self, name: str) -> str:
+    def _field_start(self, name: str) -> str:
         return f"{name!r}: "
 
-    def _ordered(self, properties: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    def _sort_fields(self, properties: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return list(properties.items())
 
     def _string(self, schema: Mapping[str, Any]) -> str:
@@ -220,14 +220,14 @@ class _ValueRules(QuotedRules):
     def __init__(self, whole: FieldRules) -> None:
         super().__init__(f"{whole._name}_field", whole._quote, whole._literal, whole._warn, strict=whole._strict)
         self._root, self._lines, self._fields = whole._root, whole._lines, whole.fields
-        self._after, self._python = self._literal(self._fields.after), _PythonRules(self)
+        self._after, self._python = self._literal(self._fields.suffix), _PythonRules(self)
         self.any_value = "raw"
         if self._quote:
-            either = "python" if "words" in self._fields.python else self._rule("%json {}")
-            self.any_value = f"{either} {self._after}"
+            value = "python" if "words" in self._fields.python else self._rule("%json {}")
+            self.any_value = f"{value} {self._after}"
 
-    def _written(self, value: Any) -> str:
-        return self._fields.value(value) + self._fields.after
+    def _write_value(self, value: Any) -> str:
+        return self._fields.value(value) + self._fields.suffix
 
     def _holds(self, kind: str) -> bool:
         return super()._holds(kind) or (self._quote == '"' if kind == "string" else kind not in self._fields.python)
@@ -235,18 +235,18 @@ class _ValueRules(QuotedRules):
     def _string(self, schema: Mapping[str, Any]) -> str:
         if not self._quote:
             return "raw"
-        written = super()._scalar(schema) if self._quote == '"' else "STRING"
-        return f"{written} {self._after}"
+        rule = super()._scalar(schema) if self._quote == '"' else "STRING"
+        return f"{rule} {self._after}"
 
     def _scalar(self, schema: Mapping[str, Any]) -> str:
-        written = self._python._scalar(schema) if "words" in self._fields.python else super()._scalar(schema)
-        return f"{written} {self._after}"
+        rule = self._python._scalar(schema) if "words" in self._fields.python else super()._scalar(schema)
+        return f"{rule} {self._after}"
 
     def _array(self, schema: Mapping[str, Any], kind: str = "array") -> str:
         if kind in self._fields.python:
             return f"{self._python._value(schema)} {self._after}"
         if '"$ref"' in json.dumps(schema):  # references are to the whole schema, which goes along
-            schema = {**_moved(schema), "$defs": {"whole": _moved(self._root)}}
+            schema = {**_move_references(schema), "$defs": {"whole": _move_references(self._root)}}
         return f"{self._rule(f'%json {json.dumps({**schema, OPTIONS: self._root[OPTIONS]})}')} {self._after}"
 
     def _object(self, schema: Mapping[str, Any]) -> str:
@@ -264,7 +264,7 @@ class FieldRules(QuotedRules):
         """warn: as of `QuotedRules`."""
         super().__init__(name, fields.quote, literal, warn, strict=strict)
         self.fields, self.separator = fields, fields.separator
-        self.any_name = f"{literal(fields.before)} ARGUMENT {literal(fields.between)}"
+        self.any_name = f"{literal(fields.prefix)} ARGUMENT {literal(fields.joint)}"
 
     def lines(self, schema: Mapping[str, Any]) -> list[str]:
         self._root = schema
@@ -272,27 +272,27 @@ class FieldRules(QuotedRules):
         self.any_value = self._object({})
         return super().lines(schema)
 
-    def _written(self, value: Any) -> str:
-        return self.fields.written(value)
+    def _write_value(self, value: Any) -> str:
+        return self.fields.write(value)
 
-    def _named(self, name: str) -> str:
-        return f"{self.fields.before}{name}{self.fields.between}"
+    def _field_start(self, name: str) -> str:
+        return f"{self.fields.prefix}{name}{self.fields.joint}"
 
-    def _ordered(self, properties: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    def _sort_fields(self, properties: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return list(properties.items())
 
-    def _inner(self, schema: Any) -> str:
+    def _field_value(self, schema: Any) -> str:
         return self._values._value(schema)
 
 
-def _moved(schema: Any) -> Any:
+def _move_references(schema: Any) -> Any:
     """A copy of a schema whose references are to `#/$defs/whole`."""
     if isinstance(schema, list):
-        return [_moved(inner) for inner in schema]
+        return [_move_references(inner) for inner in schema]
     if not isinstance(schema, Mapping):
         return schema
     return {
-        name: f"#/$defs/whole{inner[1:]}" if name == "$ref" and str(inner).startswith("#") else _moved(inner)
+        name: f"#/$defs/whole{inner[1:]}" if name == "$ref" and str(inner).startswith("#") else _move_references(inner)
         for name, inner in schema.items()
         if name != OPTIONS
     }

@@ -21,12 +21,12 @@ from polarlm.engine.cli.flags import release
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.conversations import Conversations
-from polarlm.server.http.described import utc
 from polarlm.server.http.dialects import dialects
 from polarlm.server.http.documents import Documents
 from polarlm.server.http.errors import ApiError, ErrorShapes
 from polarlm.server.http.generation import Generation
 from polarlm.server.http.guard import Guard
+from polarlm.server.http.model_details import utc
 from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import Completions
 from polarlm.server.http.openai.embeddings import Embeddings
@@ -36,13 +36,13 @@ from polarlm.server.http.plain.blocks import Blocks
 from polarlm.server.http.plain.mcp_tools import McpTools
 from polarlm.server.http.plain.metrics import exposition
 from polarlm.server.http.plain.sessions import Sessions
-from polarlm.server.http.plain.stats import asked_tokens, stats
+from polarlm.server.http.plain.stats import requested_tokens, stats
 from polarlm.server.http.plain.tokens import Tokens
 from polarlm.server.http.warnings import HEADER
 from polarlm.server.mcp.session import McpServers
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
-from polarlm.server.running.refused import Refused
+from polarlm.server.running.refusals import Refusal
 
 _ANTHROPIC = "anthropic-version"  # the header of Anthropic's clients
 
@@ -50,7 +50,7 @@ _ANTHROPIC = "anthropic-version"  # the header of Anthropic's clients
 def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None = None) -> Starlette:
     """The ASGI application over `driver`. servers: the MCP servers that the page may use."""
     front, engine = _OneModel(driver, config), driver.engine
-    kept = engine.kept_blocks if config.share_blocks else None
+    shared_blocks = engine.kept_blocks if config.share_blocks else None
     routes = [
         *with_and_without_v1("/chat/completions", Generation(driver, ChatCompletions()).serve, methods=["POST"]),
         *with_and_without_v1("/completions", Generation(driver, Completions()).serve, methods=["POST"]),
@@ -59,7 +59,11 @@ def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None 
         *Tokens(driver).routes(),
         Route("/stats", front.stats),
         *Sessions(driver).routes(),
-        *([] if kept is None else Blocks(kept, Payloads(engine.cache_shape).most_object_bytes).routes()),
+        *(
+            []
+            if shared_blocks is None
+            else Blocks(shared_blocks, Payloads(engine.cache_shape).most_object_bytes).routes()
+        ),
         *(route for dialect in dialects() for route in dialect.routes(driver)),
     ]
     return front.application(routes, servers)
@@ -71,7 +75,7 @@ class Front(ABC):
     def __init__(self, config: ServerConfig, closing: Callable[[], bool]) -> None:
         """closing: whether new requests are refused because the server is closing."""
         self._config, self._closing = config, closing
-        self._since = int(time.time())
+        self._start_time = int(time.time())
 
     def application(self, routes: Sequence[Route], servers: McpServers | None) -> Starlette:
         """The ASGI application with further routes. servers: the MCP servers that the page may use."""
@@ -88,7 +92,7 @@ class Front(ABC):
             *McpTools(config, servers).routes(),
             Route("/", page),
         ]
-        errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)
+        errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refusal, HTTPException, Exception)
         return Starlette(
             routes=[*routes, *common],
             middleware=[*_cors(config), Middleware(Guard, config=config, errors=shapes)],
@@ -96,7 +100,7 @@ class Front(ABC):
         )
 
     @abstractmethod
-    def listed(self) -> dict[str, Mapping[str, Any]]:
+    def list_models(self) -> dict[str, Mapping[str, Any]]:
         """The models that requests may name, with fields that OpenAI's lists do not have."""
 
     @abstractmethod
@@ -109,7 +113,7 @@ class Front(ABC):
 
     async def models(self, request: Request) -> Response:
         """The models, in OpenAI's shape, or in Anthropic's for its clients."""
-        models = [self._entry(request, *model) for model in self.listed().items()]
+        models = [self._entry(request, *model) for model in self.list_models().items()]
         if _ANTHROPIC in request.headers:
             ids = [model["id"] for model in models] or [None]
             return JSONResponse({"data": models, "has_more": False, "first_id": ids[0], "last_id": ids[-1]})
@@ -120,9 +124,9 @@ class Front(ABC):
 
     def _entry(self, request: Request, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
         if _ANTHROPIC in request.headers:
-            created = utc(datetime.fromtimestamp(self._since, timezone.utc))
+            created = utc(datetime.fromtimestamp(self._start_time, timezone.utc))
             return {"type": "model", "id": name, "display_name": name, "created_at": created}
-        return {"id": name, "object": "model", "created": self._since, "owned_by": "polarlm", **more}
+        return {"id": name, "object": "model", "created": self._start_time, "owned_by": "polarlm", **more}
 
     async def health(self, _request: Request) -> Response:
         """200 while the server accepts requests, 503 while it closes."""
@@ -135,30 +139,33 @@ class Front(ABC):
 
 class _OneModel(Front):
     def __init__(self, driver: Driver, config: ServerConfig) -> None:
-        super().__init__(config, lambda: driver.closing)
+        super().__init__(config, lambda: driver.is_closing)
         self._driver = driver
 
-    def listed(self) -> dict[str, Mapping[str, Any]]:
+    def list_models(self) -> dict[str, Mapping[str, Any]]:
         engine = self._driver.engine
         takes = {"input_modalities": ["text", *(["image"] if self._driver.engine.reads_images else [])]}
-        told = {"context_length": engine.context, "architecture": {**takes, "output_modalities": ["text"]}}
-        return {engine.model.name: told, **dict.fromkeys(engine.adapters.by_name, told | {"parent": engine.model.name})}
+        fields = {"context_length": engine.context, "architecture": {**takes, "output_modalities": ["text"]}}
+        return {
+            engine.model.name: fields,
+            **dict.fromkeys(engine.adapters.by_name, fields | {"parent": engine.model.name}),
+        }
 
     def find(self, name: str) -> tuple[str, Mapping[str, Any]]:
-        if name not in (models := self.listed()):
+        if name not in (models := self.list_models()):
             raise ApiError(404, "There is no such model here; /v1/models lists what there is", "model_not_found")
         return name, models[name]
 
     async def metrics(self, _request: Request) -> Response:
-        hidden = self._config.hide_cached_tokens
-        now, engine = await self._driver.status(), self._driver.engine
-        return exposition(engine, self._driver.snapshot(), now, without_cached=hidden)
+        hides_cached = self._config.hide_cached_tokens
+        status, engine = await self._driver.status(), self._driver.engine
+        return exposition(engine, self._driver.snapshot(), status, without_cached=hides_cached)
 
     async def stats(self, request: Request) -> Response:
         """/stats?tokens=N adds the memory of a sequence of N tokens."""
-        tokens = asked_tokens(request.query_params)
-        now, done = await self._driver.status(), self._driver.snapshot()
-        return JSONResponse(stats(self._driver.engine, done, now, tokens))
+        tokens = requested_tokens(request.query_params)
+        status, totals = await self._driver.status(), self._driver.snapshot()
+        return JSONResponse(stats(self._driver.engine, totals, status, tokens))
 
 
 def error_shapes() -> ErrorShapes:

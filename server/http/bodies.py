@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.http.errors import CLOSE, ApiError
-from polarlm.server.http.streams import while_there
+from polarlm.server.http.streams import while_connected
 from polarlm.server.reading.values import read_json
 from polarlm.server.running.driver import Driver
 
@@ -28,9 +28,9 @@ class Endpoints:
         larger = LARGER if self._driver.engine.reads_images else 1
         return await read_body(request, larger * self._driver.config.max_body)
 
-    async def _counted(self, request: Request, outcome: str, work: Callable[[], T], prompt: Prompt = "") -> T:
+    async def _run_counted(self, request: Request, outcome: str, work: Callable[[], T], prompt: Prompt = "") -> T:
         """`Driver.counted`, while the client is there. Raises ClientDisconnect, Refused or EngineError."""
-        return await while_there(request.receive, self._driver.counted(outcome, work, prompt))
+        return await while_connected(request.receive, self._driver.run_counted(outcome, work, prompt))
 
 
 async def read_body(request: Request, limit: int) -> dict[str, Any]:

@@ -32,31 +32,31 @@ class Conversations:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/conversations", self.since),
+            Route("/conversations", self.changes),
             Route("/conversations/{id}", self.write, methods=["POST"]),
             Route("/conversations/{id}", self.remove, methods=["DELETE"]),
         ]
 
-    async def since(self, request: Request) -> Response:
+    async def changes(self, request: Request) -> Response:
         """/conversations?since=N: {"kept", "conversations": {ID: {"head", "messages": {ID: …}}}, "revision", "more"}
 
         The conversations that changed after revision N, with what changed; a deleted conversation has the head null.
         {"kept": false} if no conversations of this client are kept here.
         """
-        if self._store is None or not self._knows(request):
+        if self._store is None or not self._is_allowed(request):
             return JSONResponse({"kept": False})
         store = self._store
-        since = request.query_params.get("since", "0")
-        if re.fullmatch("[0-9]{1,15}", since) is None:
+        revision_text = request.query_params.get("since", "0")
+        if re.fullmatch("[0-9]{1,15}", revision_text) is None:
             raise BadRequest("since", "since must be a revision: a whole number")
-        changes, revision, more = await asyncio.to_thread(store.since, int(since))
-        shown = ",".join(f"{json.dumps(name)}:{_written(change)}" for name, change in changes.items())
-        body = f'{{"kept":true,"revision":{revision},"more":{json.dumps(more)},"conversations":{{{shown}}}}}'
+        changes, revision, more = await asyncio.to_thread(store.changes_since, int(revision_text))
+        parts = ",".join(f"{json.dumps(name)}:{_change_json(change)}" for name, change in changes.items())
+        body = f'{{"kept":true,"revision":{revision},"more":{json.dumps(more)},"conversations":{{{parts}}}}}'
         return Response(body, media_type="application/json")
 
     async def write(self, request: Request) -> Response:
         """{"base", "head", "messages": {ID: …}} → {"revision"}; 409 if the conversation has changed after `base`."""
-        store, name = self._allowed(request)
+        store, name = self._authorize(request)
         body = await read_body(request, LARGER * self._config.max_body)
         base = count("base", body.get("base", 0), 0, LARGEST)
         head, messages = mapping("head", body.get("head")), mapping("messages", body.get("messages"))
@@ -64,23 +64,25 @@ class Conversations:
             if _ID.fullmatch(key) is None:
                 raise BadRequest("messages", "messages must have ids of 16 hexadecimal digits")
             mapping(f"messages.{key}", message)
-        written = {key: _kept(f"messages.{key}", message) for key, message in messages.items()}
-        revision = await asyncio.to_thread(store.write, name, base, _kept("head", head), written)
+        bodies = {key: _to_json(f"messages.{key}", message) for key, message in messages.items()}
+        revision = await asyncio.to_thread(store.write, name, base, _to_json("head", head), bodies)
         if revision is None:
-            told = f"The conversation has changed after revision {base}: read what is new, and send the change again"
-            raise ApiError(409, told, "conflict", "base")
+            sentence = (
+                f"The conversation has changed after revision {base}: read what is new, and send the change again"
+            )
+            raise ApiError(409, sentence, "conflict", "base")
         return JSONResponse({"revision": revision})
 
     async def remove(self, request: Request) -> Response:
-        store, name = self._allowed(request)
+        store, name = self._authorize(request)
         return JSONResponse({"revision": await asyncio.to_thread(store.remove, name)})
 
-    def _allowed(self, request: Request) -> tuple[ConversationStore, str]:
+    def _authorize(self, request: Request) -> tuple[ConversationStore, str]:
         """(the store, a conversation's id). Raises BadRequest for another name, and ApiError without a store, and for a
         client on another machine if there is no key."""
         if self._store is None:
             raise ApiError(501, "This server keeps no conversations: start it with --conversations", "not_supported")
-        if not self._knows(request):
+        if not self._is_allowed(request):
             sentence = "This server keeps conversations for this machine's browsers alone: start it with an API key"
             raise ApiError(403, sentence, "not_allowed")
         name = str(request.path_params["id"])
@@ -88,18 +90,18 @@ class Conversations:
             raise BadRequest("id", "a conversation's id has 16 hexadecimal digits")
         return self._store, name
 
-    def _knows(self, request: Request) -> bool:
-        return self._config.keys.needed or is_here(request.client)
+    def _is_allowed(self, request: Request) -> bool:
+        return self._config.keys.are_required or is_here(request.client)
 
 
-def _kept(name: str, value: dict[str, Any]) -> str:
+def _to_json(name: str, value: dict[str, Any]) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
         raise BadRequest(name, f"{name} holds a number that JSON does not have, such as NaN") from None
 
 
-def _written(change: Change) -> str:
+def _change_json(change: Change) -> str:
     messages = ",".join(f"{json.dumps(name)}:{body}" for name, body in change.messages.items())
     head = f'"head":{change.head or "null"},' if change.has_head else ""
     return f'{{{head}"messages":{{{messages}}}}}'

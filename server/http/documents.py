@@ -15,8 +15,8 @@ from polarlm.children import python
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import LARGER, read_bytes
 from polarlm.server.http.errors import ApiError
-from polarlm.server.http.streams import while_there
-from polarlm.server.running.refused import busy
+from polarlm.server.http.streams import while_connected
+from polarlm.server.running.refusals import busy
 
 _AT_ONCE = 2  # files that are read at a time, in each turn; others wait
 _MOST = 16  # files in memory, which arrive, wait or are read; further files are refused
@@ -44,26 +44,26 @@ class Documents:
         self._files += 1
         try:
             data = bytes(await read_bytes(request, LARGER * self._most))
-            read = json.loads(await while_there(request.receive, self._read(data)))
+            document = json.loads(await while_connected(request.receive, self._read(data)))
         finally:
             self._files -= 1
-        if "error" in read:
-            raise ApiError(400, read["error"], "invalid_request")
-        return JSONResponse(read)
+        if "error" in document:
+            raise ApiError(400, document["error"], "invalid_request")
+        return JSONResponse(document)
 
     async def _read(self, data: bytes) -> bytes:
         """The JSON about a file, which is read again where a turn was too short. Raises ApiError or Refused."""
         short, long = _TURNS
         async with self._free[short]:
-            if (read := await _read(data, self._most, short)) is not None:
-                return read
+            if (document := await _read(data, self._most, short)) is not None:
+                return document
         if self._long >= _MOST_LONG:
             raise busy(f"The server has {_MOST_LONG} files to read that take long", 10)
         self._long += 1
         try:
             async with self._free[long]:
-                if (read := await _read(data, self._most, long)) is not None:
-                    return read
+                if (document := await _read(data, self._most, long)) is not None:
+                    return document
         finally:
             self._long -= 1
         raise ApiError(400, f"This PDF was not read within {long:.0f} seconds", "invalid_request")
@@ -72,10 +72,10 @@ class Documents:
 async def _read(data: bytes, most: int, seconds: float) -> bytes | None:
     """The JSON that `polarlm.server.reading.pdf` writes about a file; None if that takes longer. Raises ApiError."""
     program = python("polarlm.server.reading.pdf", str(most))
-    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(*program, stdin=pipe, stdout=pipe, stderr=nothing)
+    pipe, devnull = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*program, stdin=pipe, stdout=pipe, stderr=devnull)
     try:
-        written, _ = await asyncio.wait_for(process.communicate(data), seconds)
+        output, _ = await asyncio.wait_for(process.communicate(data), seconds)
     except asyncio.TimeoutError:
         return None
     finally:  # also if the client is gone
@@ -83,4 +83,4 @@ async def _read(data: bytes, most: int, seconds: float) -> bytes | None:
             process.kill()
     if process.returncode != 0:
         raise ApiError(400, "This PDF cannot be read: it is damaged, or needs too much memory", "invalid_request")
-    return written
+    return output

@@ -14,7 +14,7 @@ from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.errors import ConstraintError
 from polarlm.server.reading.values import BadRequest
-from polarlm.server.running.refused import Refused
+from polarlm.server.running.refusals import Refusal
 
 TOO_LONG = "context_length_exceeded"
 CLOSE = {"Connection": "close"}  # for responses after which the connection cannot be used
@@ -57,15 +57,15 @@ class ApiError(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
 
-    def told(self, api: str) -> str:
+    def message_for(self, api: str) -> str:
         """The message in the words of an API."""
         is_full = self.code == TOO_LONG and "n_ctx" in self.numbers
         return _FULL[api].format(message=self.message, **self.numbers) if is_full else self.message
 
     def body(self) -> dict[str, Any]:
         kind = "exceed_context_size_error" if self.code == TOO_LONG else _type(self.status)  # as llama-server has it
-        named = {"message": self.told("openai"), "type": kind, "param": self.param, "code": self.code}
-        return {"error": {**named, **self.numbers}}
+        fields = {"message": self.message_for("openai"), "type": kind, "param": self.param, "code": self.code}
+        return {"error": {**fields, **self.numbers}}
 
     def response(self) -> Response:
         return JSONResponse(self.body(), self.status, self.headers)
@@ -84,7 +84,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineError):
         field = error.field if isinstance(error, ConstraintError) else None
         return ApiError(_ENGINE_STATUS.get(error.code, 400), in_flags(error), error.code, field, numbers=error.numbers)
-    if isinstance(error, Refused):
+    if isinstance(error, Refusal):
         headers = dict(_RETRYING_IS_NO_USE) if error.code in ("timeout", "model_not_loaded") else {}
         if error.retry_after is not None:
             headers["Retry-After"] = str(error.retry_after)

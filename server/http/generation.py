@@ -18,10 +18,20 @@ from polarlm.engine.parsing.pieces import Answer, Piece, fold
 from polarlm.server.answers.answering import answer
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import ApiError
-from polarlm.server.http.streams import COMMENT, DATA, NOTHING, Event, EventStream, Framing, Pieces, merged, while_there
-from polarlm.server.http.warnings import in_stream, warn
+from polarlm.server.http.streams import (
+    COMMENT,
+    DATA,
+    NOTHING,
+    Event,
+    EventStream,
+    Framing,
+    Pieces,
+    merge,
+    while_connected,
+)
+from polarlm.server.http.warnings import add_to_stream, warn
 from polarlm.server.reading.fields import FIELDS, unknown_fields
-from polarlm.server.reading.parameters import About, ParsedRequest
+from polarlm.server.reading.parameters import ModelInfo, ParsedRequest
 from polarlm.server.reading.prompts import with_adapter
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
@@ -54,7 +64,7 @@ class Endpoint(ABC):
     known: Collection[str] = FIELDS  # fields that are read, or have no effect by intent; all others get a warning
 
     @abstractmethod
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, Writer]:
         """The request in the body of an HTTP request. Raises BadRequest."""
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
@@ -63,101 +73,104 @@ class Endpoint(ABC):
 
 
 class Generation(Endpoints):
-    def __init__(self, driver: Driver, endpoint: Endpoint, counted: Mapping[str, Any] | None = None) -> None:
-        """counted: fields of a count of tokens besides it."""
+    def __init__(self, driver: Driver, endpoint: Endpoint, count_fields: Mapping[str, Any] | None = None) -> None:
+        """count_fields: fields of a count of tokens besides it."""
         super().__init__(driver)
         self._endpoint = endpoint
-        self._about = driver.about
-        self._beside = counted or {}
+        self._model_info = driver.model_info
+        self._count_fields = count_fields or {}
 
-    async def serve(self, request: Request) -> Response:
+    async def serve(self, raw_request: Request) -> Response:
         """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
-        return await self.respond(request, await self._body(request))
+        return await self.respond(raw_request, await self._body(raw_request))
 
-    async def count(self, request: Request) -> Response:
+    async def count(self, raw_request: Request) -> Response:
         """{…, "input_tokens"}. Raises BadRequest, Refused, EngineError or ApiError."""
-        asked, _, told = await self._asked(await self._body(request))
+        request, _, warnings = await self._parse(await self._body(raw_request))
         engine = self._driver.engine
-        work = partial(engine.prompt_ids, asked.prompt, asked.options, told.append)
-        ids = await self._counted(request, "tokenized", work, asked.prompt)
-        counted = JSONResponse({**self._beside, "input_tokens": len(ids)})
-        return warn(counted, told)
+        work = partial(engine.prompt_ids, request.prompt, request.options, warnings.append)
+        ids = await self._run_counted(raw_request, "tokenized", work, request.prompt)
+        response = JSONResponse({**self._count_fields, "input_tokens": len(ids)})
+        return warn(response, warnings)
 
-    async def _asked(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer, list[str]]:
+    async def _parse(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer, list[str]]:
         """The request in a body, with its adapter, what writes its response, and sentences about what is not done as
         it asks. Raises BadRequest."""
-        return await asyncio.to_thread(self._read, body) if self._about.reads_images else self._read(body)
+        return await asyncio.to_thread(self._read, body) if self._model_info.reads_images else self._read(body)
 
     def _read(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer, list[str]]:
-        chosen = with_adapter(PromptOptions(), body, self._driver.engine.adapters.scales)
-        about = self._about
-        if chosen.lora:  # by a name that chooses it again
-            name = chosen.lora if body.get("model") == chosen.lora else f"{about.name}:{chosen.lora}"
-            about = replace(about, name=name)
-        asked, writer = self._endpoint.read(body, about)
-        options = replace(asked.options, lora=chosen.lora, lora_scale=chosen.lora_scale)
-        told = [*(sentence for _, sentence in asked.warnings), *self._endpoint.warnings(body)]
-        return replace(asked, options=options), writer, told
+        choice = with_adapter(PromptOptions(), body, self._driver.engine.adapters.scales)
+        info = self._model_info
+        if choice.lora:  # by a name that chooses it again
+            name = choice.lora if body.get("model") == choice.lora else f"{info.name}:{choice.lora}"
+            info = replace(info, name=name)
+        request, writer = self._endpoint.read(body, info)
+        options = replace(request.options, lora=choice.lora, lora_scale=choice.lora_scale)
+        warnings = [*(sentence for _, sentence in request.warnings), *self._endpoint.warnings(body)]
+        return replace(request, options=options), writer, warnings
 
-    async def respond(self, request: Request, body: dict[str, Any]) -> Response:
-        asked, writer, told = await self._asked(body)  # to which is added what is found when the prompt is tokenized
-        if asked.answers > (room := self._driver.room):
-            field = "prompt" if asked.more_prompts else "n"
-            wanted = f"{field} asks for {asked.answers} answers" if asked.more_prompts else f"n is {asked.n}"
-            sentence = f"{wanted}, and this server has room for {room} answers, those included that wait"
+    async def respond(self, raw_request: Request, body: dict[str, Any]) -> Response:
+        request, writer, warnings = await self._parse(body)  # tokenizing the prompt adds further warnings
+        if request.answers > (room := self._driver.room):
+            field = "prompt" if request.more_prompts else "n"
+            what = f"{field} asks for {request.answers} answers" if request.more_prompts else f"n is {request.n}"
+            sentence = f"{what}, and this server has room for {room} answers, those included that wait"
             raise BadRequest(field, f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
-        if asked.stream:
-            asked = replace(asked, progress=asked.progress and self._about.tells_cached)
-            events = self._events(asked, writer, told)
-            first = await while_there(request.receive, anext(events))
+        if request.stream:
+            request = replace(request, progress=request.progress and self._model_info.tells_cached)
+            events = self._events(request, writer, warnings)
+            first = await while_connected(raw_request.receive, anext(events))
             framing = self._endpoint.framing
-            stream = EventStream(first, events, framing, writer.failure, partial(_sign, writer, framing))
-            stream.silent_seconds = asked.sign_seconds if asked.sign_seconds is not None else stream.silent_seconds
-            return warn(stream, told)
-        asked = replace(asked, progress=False)
-        whole = await while_there(request.receive, self._whole(asked, writer, told))
-        return warn(whole, told)
+            stream = EventStream(first, events, framing, writer.failure, partial(_sign_of_life, writer, framing))
+            stream.silent_seconds = request.sign_seconds if request.sign_seconds is not None else stream.silent_seconds
+            return warn(stream, warnings)
+        request = replace(request, progress=False)
+        response = await while_connected(raw_request.receive, self._whole(request, writer, warnings))
+        return warn(response, warnings)
 
-    def _pieces(self, asked: ParsedRequest, told: list[str]) -> Pieces:
-        return merged([answer(self._driver, one, index, told) for one in asked.each() for index in range(asked.n)])
+    def _pieces(self, request: ParsedRequest, warnings: list[str]) -> Pieces:
+        answers = ((one, index) for one in request.each() for index in range(request.n))
+        return merge([answer(self._driver, one, index, warnings) for one, index in answers])
 
-    async def _whole(self, asked: ParsedRequest, writer: Writer, told: list[str]) -> Response:
-        each: list[list[Piece]] = [[] for _ in range(asked.answers)]
-        async with aclosing(self._pieces(asked, told)) as pieces:
+    async def _whole(self, request: ParsedRequest, writer: Writer, warnings: list[str]) -> Response:
+        each: list[list[Piece]] = [[] for _ in range(request.answers)]
+        async with aclosing(self._pieces(request, warnings)) as pieces:
             async for index, piece in pieces:
                 each[index].append(piece)
         # In a thread, since an answer may be long.
-        return await asyncio.to_thread(lambda: JSONResponse(writer.whole([fold(of_one) for of_one in each])))
+        return await asyncio.to_thread(
+            lambda: JSONResponse(writer.whole([fold(pieces_of_one) for pieces_of_one in each]))
+        )
 
-    async def _events(self, asked: ParsedRequest, writer: Writer, told: list[str]) -> AsyncGenerator[Event, None]:
+    async def _events(self, request: ParsedRequest, writer: Writer, warnings: list[str]) -> AsyncGenerator[Event, None]:
         """The events of a streamed response; first NOTHING, if the engine takes all requests before any has a token."""
-        begun: set[int] = set()
-        accepted = 0
+        begun_answers: set[int] = set()
+        accepted_count = 0
         usages: dict[int, Usage] = {}
         last: list[Event] = []  # the events of the last piece
-        async with aclosing(self._pieces(asked, told)) as pieces:
+        async with aclosing(self._pieces(request, warnings)) as pieces:
             async for index, piece in pieces:
                 if piece.is_waiting:
-                    accepted += 1
-                    if accepted == asked.answers and not begun:
+                    accepted_count += 1
+                    if accepted_count == request.answers and not begun_answers:
                         yield NOTHING
                     continue
-                events = writer.events(index, piece, first=index not in begun)
+                events = writer.events(index, piece, first=index not in begun_answers)
                 if piece.prompt_logprobs:  # a long prompt has many
                     events = await asyncio.to_thread(list, events)
-                begun.add(index)
+                begun_answers.add(index)
                 if piece.usage is not None:
                     usages[index] = piece.usage
-                if len(usages) == asked.answers:
+                if len(usages) == request.answers:
                     last = [*events]
                     continue
                 for event in events:
                     yield event
-        ending = writer.ending([usages[index] for index in range(asked.answers)])
-        for event in in_stream([*last, *ending], told):
+        ending = writer.ending([usages[index] for index in range(request.answers)])
+        for event in add_to_stream([*last, *ending], warnings):
             yield event
 
 
-def _sign(writer: Writer, framing: Framing) -> bytes:
+def _sign_of_life(writer: Writer, framing: Framing) -> bytes:
     """What says in a stream that the next piece is still waited for."""
     return b"".join(map(framing.frame, writer.events(0, Piece(is_waiting=True), first=False))) or COMMENT

@@ -34,8 +34,8 @@ class Guard:
     def __init__(self, app: ASGIApp, config: ServerConfig, errors: ErrorShapes | None = None) -> None:
         self._app = app
         self._errors = errors or ErrorShapes({})
-        self._host = _bare(config.host)
-        self._names = {"localhost", self._host, *map(_bare, config.allowed_host)}
+        self._host = _normalize_host(config.host)
+        self._names = {"localhost", self._host, *map(_normalize_host, config.allowed_host)}
         self._keys = config.keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,22 +53,22 @@ class Guard:
             # A proxy may have honoured the other header (request smuggling).
             sentence = "A request has either Content-Length or Transfer-Encoding, not both"
             return ApiError(400, sentence, "invalid_http", headers=CLOSE)
-        if not self._keys.needed and not self._is_ours(headers.getlist("host"), scope.get("server")):
+        if not self._keys.are_required and not self._is_ours(headers.getlist("host"), scope.get("server")):
             sentence = (
                 "This server does not go by the name in the Host header: start it with --allowed-host NAME to give it "
                 "this name, or with an API key to let clients call it by any"
             )
             return ApiError(421, sentence, "misdirected_request", "Host")
-        sent = _keys(headers)
-        if self._keys.needed and not self._knows_one(sent) and scope["path"] not in _OPEN:
+        keys_sent = _keys(headers)
+        if self._keys.are_required and not self._knows_one(keys_sent) and scope["path"] not in _OPEN:
             sentence = "This server needs its API key, as in 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
-            if any(sent):
+            if any(keys_sent):
                 sentence = "The key is not known: this server has another API key, or this one was withdrawn"
             return ApiError(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         may_lack_type = scope["path"].startswith(_UNTYPED) and not _BROWSERS & set(headers.keys())
-        wanted = _TYPES.get(scope["path"], "application/json")
-        if scope["method"] == "POST" and not _is(wanted, headers.getlist("content-type"), may_lack_type):
-            return ApiError(415, f"Content-Type must be {wanted}", "unsupported_media_type", "Content-Type")
+        media_type = _TYPES.get(scope["path"], "application/json")
+        if scope["method"] == "POST" and not _has_type(media_type, headers.getlist("content-type"), may_lack_type):
+            return ApiError(415, f"Content-Type must be {media_type}", "unsupported_media_type", "Content-Type")
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
             sentence = "This server takes no compressed requests: send the body as it is, without Content-Encoding"
             return ApiError(415, sentence, "unsupported_media_type", "Content-Encoding")
@@ -80,38 +80,40 @@ class Guard:
         If --host is every address, any literal address is valid: with a forwarded port the server cannot know its
         address, and an attacker needs a name.
         """
-        name = _without_port(hosts[0]) if len(hosts) == 1 else ""
-        if name in self._names or (server is not None and name == _bare(server[0])):
+        name = _host_of(hosts[0]) if len(hosts) == 1 else ""
+        if name in self._names or (server is not None and name == _normalize_host(server[0])):
             return True
-        address, everywhere = literal_address(name), literal_address(self._host)
-        return address is not None and (address.is_loopback or (everywhere is not None and everywhere.is_unspecified))
+        address, bind_address = literal_address(name), literal_address(self._host)
+        return address is not None and (
+            address.is_loopback or (bind_address is not None and bind_address.is_unspecified)
+        )
 
-    def _knows_one(self, sent: list[str]) -> bool:
-        name = next((name for name in map(self._keys.name_of, sent) if name is not None), None)
+    def _knows_one(self, keys_sent: list[str]) -> bool:
+        name = next((name for name in map(self._keys.name_of, keys_sent) if name is not None), None)
         if name and (entry := journal.current()):
             entry.key = name
         return name is not None
 
 
 def _keys(headers: Headers) -> list[str]:
-    """The keys that are sent: as a bearer token, and in the header of Anthropic's clients, which may send both."""
-    bearer, bare = headers.getlist("authorization"), headers.getlist("x-api-key")
-    scheme, _, key = (bearer[0] if len(bearer) == 1 else "").partition(" ")
-    sent = [key.strip()] if scheme.lower() == "bearer" else []
-    return [*sent, *(bare if len(bare) == 1 else [])]
+    """The keys that are keys_sent: as a bearer token, and in the header of Anthropic's clients, which may send both."""
+    authorization, api_keys = headers.getlist("authorization"), headers.getlist("x-api-key")
+    scheme, _, key = (authorization[0] if len(authorization) == 1 else "").partition(" ")
+    keys_sent = [key.strip()] if scheme.lower() == "bearer" else []
+    return [*keys_sent, *(api_keys if len(api_keys) == 1 else [])]
 
 
-def _is(wanted: str, content_types: list[str], may_be_missing: bool) -> bool:
+def _has_type(media_type: str, content_types: list[str], may_be_missing: bool) -> bool:
     if not content_types:
         return may_be_missing
-    return len(content_types) == 1 and content_types[0].partition(";")[0].strip().lower() == wanted
+    return len(content_types) == 1 and content_types[0].partition(";")[0].strip().lower() == media_type
 
 
-def _without_port(host: str) -> str:
+def _host_of(host: str) -> str:
     """The name or address in a Host header, `[::1]:8080` as `::1`; empty for anything else."""
     parts = re.fullmatch(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::[0-9]*)?", host)
-    return "" if parts is None else _bare(parts[1])
+    return "" if parts is None else _normalize_host(parts[1])
 
 
-def _bare(host: str) -> str:
+def _normalize_host(host: str) -> str:
     return host.removeprefix("[").removesuffix("]").removesuffix(".").lower()

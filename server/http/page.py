@@ -19,7 +19,7 @@ from polarlm.engine.params import OPTIONS, SAMPLING
 @lru_cache(maxsize=1)
 def _page() -> tuple[str, bytes, dict[str, str]]:
     """The page, the same compressed, and headers."""
-    text = _whole()
+    text = _build()
     policy = [
         "default-src 'none'",
         f"script-src {_hash('script', text)}",
@@ -32,28 +32,28 @@ def _page() -> tuple[str, bytes, dict[str, str]]:
         "frame-ancestors 'none'",
         "require-trusted-types-for 'script'",
     ]
-    packed = gzip.compress(text.encode(), mtime=0)
+    compressed_page = gzip.compress(text.encode(), mtime=0)
     headers = {
         "Content-Security-Policy": "; ".join(policy),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
-        "ETag": f'W/"{hashlib.sha256(packed).hexdigest()}"',
+        "ETag": f'W/"{hashlib.sha256(compressed_page).hexdigest()}"',
         "Vary": "Accept-Encoding",
     }
-    return text, packed, headers
+    return text, compressed_page, headers
 
 
-def _whole() -> str:
+def _build() -> str:
     """page.html with its style sheets and their fonts as a single style, and its scripts as a single script."""
     folder = files("polarlm.server").joinpath("page")
 
     def read(name: str) -> str:
         return folder.joinpath(name).read_text(encoding="utf-8")
 
-    def joined(text: str, reference: str, element: str, first: str = "") -> str:
-        before, *names, after = re.split(reference + "\n", text)
-        return "\n".join([f"{before}<{element}>{first}", *map(read, names[::2]), f"</{element}>\n{after}"])
+    def inline(text: str, reference: str, element: str, first: str = "") -> str:
+        head, *names, tail = re.split(reference + "\n", text)
+        return "\n".join([f"{head}<{element}>{first}", *map(read, names[::2]), f"</{element}>\n{tail}"])
 
     def font(match: re.Match[str]) -> str:
         content = folder.joinpath(f"vendor/katex/{match[1]}").read_bytes()
@@ -62,9 +62,9 @@ def _whole() -> str:
     text = read("page.html").replace("        <!-- temperature -->\n", _input("temperature"))
     others = "".join(_input(name) for name in OPTIONS if name != "temperature")
     text = text.replace("        <!-- other sampling options -->\n", others)
-    text = joined(text, r'<link rel="stylesheet" href="(.*?)">', "style")
+    text = inline(text, r'<link rel="stylesheet" href="(.*?)">', "style")
     text = re.sub(r"url\((fonts/[^)]*woff2)\)[^}]*", font, text)  # the same font in older formats follows
-    return joined(text, r'<script src="(.*?)"></script>', "script", '\n"use strict";')
+    return inline(text, r'<script src="(.*?)"></script>', "script", '\n"use strict";')
 
 
 def _input(name: str) -> str:
@@ -87,9 +87,9 @@ def _hash(element: str, page: str) -> str:
 
 async def page(request: Request) -> Response:
     """The chat page in one file; it uses the API as any other client does."""
-    text, packed, headers = _page()
+    text, compressed_page, headers = _page()
     if headers["ETag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     if "gzip" in request.headers.get("accept-encoding", ""):
-        return Response(packed, headers={**headers, "Content-Encoding": "gzip"}, media_type="text/html")
+        return Response(compressed_page, headers={**headers, "Content-Encoding": "gzip"}, media_type="text/html")
     return Response(text, headers=headers, media_type="text/html")

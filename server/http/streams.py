@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from polarlm.engine import EngineError
 from polarlm.engine.parsing.pieces import Piece
 from polarlm.server.http.errors import ApiError, api_error
-from polarlm.server.running.refused import Refused
+from polarlm.server.running.refusals import Refusal
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[int, Piece], None]
@@ -35,52 +35,52 @@ SLOW_READER_SECONDS = 10.0  # how long a client may read nothing while its buffe
 SILENT_SECONDS = 5.0  # in which nothing is sent, before a sign of life; proxies hang up after 30 or 60
 
 
-async def merged(answers: Sequence[AsyncGenerator[Piece, None]]) -> Pieces:
+async def merge(answers: Sequence[AsyncGenerator[Piece, None]]) -> Pieces:
     """Yield the pieces of all `answers` as they arrive. The first error, or closing the generator, ends all answers."""
     if len(answers) == 1:  # without the cost of a queue and of a task that fills it
         async with aclosing(answers[0]) as pieces:
             async for piece in pieces:
                 yield 0, piece
         return
-    arrived: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
 
     async def read(index: int, answer: AsyncGenerator[Piece, None]) -> None:
         try:
             async with aclosing(answer):
                 async for piece in answer:
-                    arrived.put_nowait((index, piece))
-            arrived.put_nowait(None)
+                    queue.put_nowait((index, piece))
+            queue.put_nowait(None)
         except Exception as error:
-            arrived.put_nowait(error)
+            queue.put_nowait(error)
 
     tasks = [asyncio.create_task(read(index, answer)) for index, answer in enumerate(answers)]
     try:
-        left = len(tasks)
-        while left:
-            item = await arrived.get()
+        running = len(tasks)
+        while running:
+            item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
-                left -= 1
+                running -= 1
             else:
                 yield item
     finally:
         await _end(tasks)
 
 
-async def while_there(receive: Receive, work: Awaitable[T]) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`. If the client disconnects, `work` is cancelled. Raises ClientDisconnect."""
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    work_task, disconnect_task = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait([work_task, disconnect_task], return_when=asyncio.FIRST_COMPLETED)
+        if not work_task.done():
             raise ClientDisconnect
-        return working.result()
+        return work_task.result()
     finally:
-        await _end([working, watching])
+        await _end([work_task, disconnect_task])
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Returns when the client has disconnected. The body of its request must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -141,20 +141,20 @@ class EventStream(Response):
         self.silent_seconds = SILENT_SECONDS if sign else 0.0
         self._first, self._events, self._frame = first, events, framing.frame
         self._failure, self._sign = failure, sign
-        self._began = False  # whether the client has the status and the headers
-        self._writing = False  # whether a piece is sent, or waits for a sign of life that is
+        self._has_begun = False  # whether the client has the status and the headers
+        self._is_writing = False  # whether a piece is sent, or waits for a sign of life that is
         self._timer: asyncio.TimerHandle | None = None  # looks whether a sign of life is due
-        self._signing: asyncio.Task[None] | None = None  # sends one
+        self._sign_task: asyncio.Task[None] | None = None  # sends one
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises Refused or EngineError if nothing has been sent yet."""
         async with aclosing(self._events):
             with suppress(ClientDisconnect):
-                await while_there(receive, self._send_all(send))
+                await while_connected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         self._send, self._loop = send, asyncio.get_running_loop()
-        self._sent = self._loop.time()
+        self._last_sent = self._loop.time()
         self._watch()
         try:
             try:
@@ -162,45 +162,45 @@ class EventStream(Response):
                     await self._write(self._frame(self._first))
                 async for event in self._events:
                     await self._write(self._frame(event))
-            except (Refused, EngineError) as error:
-                if not self._began or self._failure is None:
+            except (Refusal, EngineError) as error:
+                if not self._has_begun or self._failure is None:
                     raise
                 await self._write(self._frame(self._failure(api_error(error))))
             self._stop_watching()
             await self._write(b"", last=True)
         finally:
             self._stop_watching()
-            if self._signing is not None:
-                await _end([self._signing])
+            if self._sign_task is not None:
+                await _end([self._sign_task])
 
     async def _write(self, data: bytes, last: bool = False) -> None:
         """Send a piece of the body, after a sign of life that is being sent. Raises ClientDisconnect."""
-        self._writing = True  # until the piece is sent: no other sign may begin once this one has ended
-        if self._signing is not None:
-            await self._signing
-            self._signing = None
+        self._is_writing = True  # until the piece is sent: no other sign may begin once this one has ended
+        if self._sign_task is not None:
+            await self._sign_task
+            self._sign_task = None
         await self._put(data, last)
-        self._writing = False
+        self._is_writing = False
 
     async def _put(self, data: bytes, last: bool = False) -> None:
-        if not self._began:
-            self._began = True
+        if not self._has_begun:
+            self._has_begun = True
             await self._send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send_soon(self._send, data, last=last)
-        self._sent = self._loop.time()
+        await send_with_timeout(self._send, data, last=last)
+        self._last_sent = self._loop.time()
 
     def _watch(self) -> None:
         if self.silent_seconds:  # a timer costs a piece less than a task that waits for the next one
-            self._timer = self._loop.call_at(self._sent + self.silent_seconds, self._look)
+            self._timer = self._loop.call_at(self._last_sent + self.silent_seconds, self._look)
 
     def _look(self) -> None:
         """Show life if nothing was sent for so long, unless something is being sent, or an earlier sign failed."""
-        if self._loop.time() >= self._sent + self.silent_seconds:
-            self._sent = self._loop.time()
-            before = self._signing
-            if not self._writing and (before is None or (before.done() and before.exception() is None)):
+        if self._loop.time() >= self._last_sent + self.silent_seconds:
+            self._last_sent = self._loop.time()
+            last_sign = self._sign_task
+            if not self._is_writing and (last_sign is None or (last_sign.done() and last_sign.exception() is None)):
                 assert self._sign is not None
-                self._signing = asyncio.create_task(self._put(self._sign()))
+                self._sign_task = asyncio.create_task(self._put(self._sign()))
         self._watch()
 
     def _stop_watching(self) -> None:
@@ -208,22 +208,22 @@ class EventStream(Response):
             self._timer.cancel()
 
 
-async def send_soon(send: Send, data: bytes, last: bool = False) -> None:
+async def send_with_timeout(send: Send, data: bytes, last: bool = False) -> None:
     """Send a piece of the body. Raises ClientDisconnect if the client reads nothing for too long. A timer cancels the
-    current task, which must be one of `while_there`: that saves a task for each piece."""
-    task, late = asyncio.current_task(), False
+    current task, which must be one of `while_connected`: that saves a task for each piece."""
+    task, is_late = asyncio.current_task(), False
     assert task is not None
 
     def give_up() -> None:
-        nonlocal late
-        late = True
+        nonlocal is_late
+        is_late = True
         task.cancel()
 
     timer = asyncio.get_running_loop().call_later(SLOW_READER_SECONDS, give_up)
     try:
         await send({"type": "http.response.body", "body": data, "more_body": not last})
     except asyncio.CancelledError:
-        if late:
+        if is_late:
             raise ClientDisconnect from None
         raise
     finally:

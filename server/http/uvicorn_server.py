@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.running.listening import BACKLOG, ListenError, address_of, notice_lost_peers
-from polarlm.server.running.refused import TOO_MANY_CONNECTIONS, busy
+from polarlm.server.running.refusals import TOO_MANY_CONNECTIONS, busy
 
 _LAST_SECONDS = 5  # time for clients to read their last responses
 # Longer than clients keep an idle connection (usually 5 seconds): otherwise a request could be sent on a connection
@@ -40,20 +40,20 @@ class WebConnection(H11Protocol):
         super().__init__(*arguments, **more)
         # uvicorn would refuse any client that sends a request while there are too many, not the latest client.
         self._most, self.limit_concurrency = self.limit_concurrency, None
-        self._refused = False
-        self._waiting: asyncio.TimerHandle | None = None
+        self._is_refused = False
+        self._close_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.logger = _Addressed(self.logger, self.client)  # type: ignore[assignment]
+        self.logger = _ClientLogger(self.logger, self.client)  # type: ignore[assignment]
         notice_lost_peers(transport.get_extra_info("socket"))
-        if self._most is not None and len(self.connections) - self._others_refused() > self._most:
+        if self._most is not None and len(self.connections) - self._count_refused() > self._most:
             self._refuse()
         else:
             self._watch()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._is_refused:
             return
         super().data_received(data)
         self._watch()
@@ -81,21 +81,21 @@ class WebConnection(H11Protocol):
         """False, without uvicorn's warning, which advises to install packages."""
         return False
 
-    def _others_refused(self) -> int:
-        return sum(isinstance(other, WebConnection) and other._refused for other in self.connections)
+    def _count_refused(self) -> int:
+        return sum(isinstance(other, WebConnection) and other._is_refused for other in self.connections)
 
     def _refuse(self) -> None:
-        at_once = self._others_refused() >= _MOST_REFUSED
-        self._refused = True
+        are_too_many = self._count_refused() >= _MOST_REFUSED
+        self._is_refused = True
         refusal = busy(TOO_MANY_CONNECTIONS, 1)
         headers = {"Retry-After": str(refusal.retry_after), **CLOSE}
         self._send(ApiError(503, refusal.message, refusal.code, headers=headers))
-        if at_once:
+        if are_too_many:
             self.transport.close()
         else:  # closing a connection with unread data could discard the answer at the client
             with suppress(OSError):  # it may be gone already
                 self.transport.write_eof()
-            self._waiting = self.loop.call_later(LAST_SECONDS, self.transport.close)
+            self._close_timer = self.loop.call_later(LAST_SECONDS, self.transport.close)
 
     def _send(self, error: ApiError) -> None:
         response = error.response()
@@ -109,19 +109,19 @@ class WebConnection(H11Protocol):
         begins = self.conn.states == {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
         if not begins and not self._has_answer_before_its_body():
             self._stop_watching()
-        elif self._waiting is None:
-            self._waiting = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        elif self._close_timer is None:
+            self._close_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
     def _has_answer_before_its_body(self) -> bool:
         return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
 
     def _stop_watching(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+        if self._close_timer is not None:
+            self._close_timer.cancel()
+            self._close_timer = None
 
 
-class _Addressed(logging.LoggerAdapter):
+class _ClientLogger(logging.LoggerAdapter):
     """A logger that begins each line with the client's address."""
 
     def __init__(self, logger: logging.Logger, client: tuple[str, int] | None) -> None:
@@ -137,7 +137,7 @@ class _Addressed(logging.LoggerAdapter):
 class Web(uvicorn.Server):
     """Serves an ASGI application at a listening socket; see `server.running.listening`."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, bound: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, listener: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
                 _in_origin_form(app),
@@ -154,28 +154,28 @@ class Web(uvicorn.Server):
                 timeout_graceful_shutdown=_LAST_SECONDS,
             )
         )
-        self._bound = bound
+        self._listener = listener
 
     async def start(self) -> None:
         """Accept connections from now on. Raises ListenError."""
-        self._listens = asyncio.Event()
-        self._task = asyncio.create_task(self.serve(sockets=[self._bound]))
-        listens = asyncio.create_task(self._listens.wait())
-        await asyncio.wait({self._task, listens}, return_when=asyncio.FIRST_COMPLETED)
+        self._listen_event = asyncio.Event()
+        self._task = asyncio.create_task(self.serve(sockets=[self._listener]))
+        listen_task = asyncio.create_task(self._listen_event.wait())
+        await asyncio.wait({self._task, listen_task}, return_when=asyncio.FIRST_COMPLETED)
         if self._task.done():
-            listens.cancel()
-            where, error = address_of(self._bound), self._task.exception()
+            listen_task.cancel()
+            where, error = address_of(self._listener), self._task.exception()
             raise ListenError(f"Cannot listen at {where}: {error or 'unknown reason'}") from None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._listens.set()
+        self._listen_event.set()
 
-    async def adopt(self, accepted: Sequence[socket.socket]) -> None:
+    async def adopt(self, connections: Sequence[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
-        for connected in accepted:
+        for connection in connections:
             await loop.connect_accepted_socket(
-                lambda: WebConnection(self.config, self.server_state, app_state={}), connected
+                lambda: WebConnection(self.config, self.server_state, app_state={}), connection
             )
 
     @contextmanager
@@ -193,11 +193,11 @@ def _in_origin_form(app: ASGIApp) -> ASGIApp:
     """ASGI middleware for clients that take the server for a proxy, `GET http://host/health`: the target's host becomes
     the header Host. If the client has sent another one there, the guard sees both, and refuses that."""
 
-    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+    async def middleware(scope: Scope, receive: Receive, send: Send) -> None:
         if target := _ABSOLUTE.fullmatch(scope.get("raw_path", b"")):
             host, path = target[1].lower(), target[2] or b"/"
             others = [item for item in scope["headers"] if item[0] != b"host" or item[1].lower() != host]
             scope.update(headers=[*others, (b"host", host)], raw_path=path, path=unquote(path.decode("ascii")))
         await app(scope, receive, send)
 
-    return wrapped
+    return middleware

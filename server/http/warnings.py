@@ -19,14 +19,14 @@ _LONGEST = 200  # characters of each
 _UNSAFE = re.compile(r"[^ -~]")  # characters that a header cannot have
 
 
-def warn(response: Response, told: Iterable[str]) -> Response:
+def warn(response: Response, warnings: Iterable[str]) -> Response:
     """`response` with the sentences in its header and, if its body is a JSON object, in a field of that; they are also
     added to the request's line in the log. A stream has the field by `in_stream`."""
-    if not (sentences := list(dict.fromkeys(told))):
+    if not (sentences := list(dict.fromkeys(warnings))):
         return response
-    shown = [_UNSAFE.sub("?", sentence)[:_LONGEST] for sentence in sentences[:_MOST]]
+    texts = [_UNSAFE.sub("?", sentence)[:_LONGEST] for sentence in sentences[:_MOST]]
     more = [f"and {len(sentences) - _MOST} more"] if len(sentences) > _MOST else []
-    response.headers[HEADER] = "; ".join([*shown, *more])
+    response.headers[HEADER] = "; ".join([*texts, *more])
     if entry := journal.current():
         entry.warnings = sentences
     if not isinstance(response, EventStream) and bytes(response.body[-1:]) == b"}":
@@ -37,10 +37,10 @@ def warn(response: Response, told: Iterable[str]) -> Response:
     return response
 
 
-def of_each(field: str, told: Mapping[int, str]) -> list[str]:
+def warnings_of_items(field: str, warnings: Mapping[int, str]) -> list[str]:
     """Sentences about items of an array, told by their numbers: each sentence once, behind the places that it is of."""
     places: dict[str, list[str]] = {}
-    for number, sentence in told.items():
+    for number, sentence in warnings.items():
         places.setdefault(sentence, []).append(f"{field}[{number}]")
     return [
         f"{', '.join(each[:_MOST])}{f' and {len(each) - _MOST} more' if len(each) > _MOST else ''}: {sentence}"
@@ -48,11 +48,11 @@ def of_each(field: str, told: Mapping[int, str]) -> list[str]:
     ]
 
 
-def in_stream(events: Sequence[Event], told: Iterable[str]) -> Sequence[Event]:
+def add_to_stream(events: Sequence[Event], warnings: Iterable[str]) -> Sequence[Event]:
     """The last events of a stream, with the sentences in the last one that has a usage, or else in the last object; in
     OpenAI's Responses that is the response in it."""
     objects = [event for event in events if event is not None]
-    if (sentences := list(dict.fromkeys(told))) and objects:
+    if (sentences := list(dict.fromkeys(warnings))) and objects:
         last = next((event for event in reversed(objects) if event.get("usage")), objects[-1])
         response = last.get("response")
         (response if isinstance(response, dict) else last)[FIELD] = sentences

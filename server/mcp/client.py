@@ -48,27 +48,27 @@ _STDERR = 4096  # characters of a program's messages that are kept
 _ID = re.compile(r'"id"\s*:\s*(\d{1,15})')
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 _ROUNDS, _ROUND_SECONDS = 20, 0.1  # rounds of killing, since a process may start others meanwhile
-_Said = asyncio.Queue[dict[str, Any] | None]  # what the parent says; None when it is gone
+_ParentMessages = asyncio.Queue[dict[str, Any] | None]  # what the parent says; None when it is gone
 
 
 class _Trouble(Exception):
     """The server cannot be used; the message is a sentence."""
 
 
-class _Watched(anyio.abc.ObjectReceiveStream[Any]):
+class _WatchedStream(anyio.abc.ObjectReceiveStream[Any]):
     """A transport's stream of messages from the server, which counts them and tells when it ends. An answer that cannot
     be parsed becomes an error for the request that waits for it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.since_answer = 0
-        self.ended = anyio.Event()
+        self.end_event = anyio.Event()
 
     async def receive(self) -> Any:
         try:
             message = await self._stream.receive()
         except (anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
-            self.ended.set()
+            self.end_event.set()
             raise
         self.since_answer += 1
         return _unreadable(message) if isinstance(message, ValidationError) else message
@@ -80,7 +80,7 @@ class _Watched(anyio.abc.ObjectReceiveStream[Any]):
         return getattr(self._stream, name)
 
 
-class _Messages:
+class _StandardError:
     def __init__(self) -> None:
         read, write = os.pipe()
         self.file: TextIO = os.fdopen(write, "w")
@@ -100,11 +100,11 @@ class _Messages:
 class _Session:
     _client: Client
 
-    def __init__(self, parent: Parent, said: _Said, server: McpServer, most: int) -> None:
-        self._parent, self._said, self._server, self._most = parent, said, server, most
-        self._messages = _Messages() if server.url is None else None
+    def __init__(self, parent: Parent, messages: _ParentMessages, server: McpServer, most: int) -> None:
+        self._parent, self._parent_messages, self._server, self._most = parent, messages, server, most
+        self._stderr = _StandardError() if server.url is None else None
         self._calls: dict[int, anyio.CancelScope] = {}
-        self._stream: _Watched | None = None
+        self._stream: _WatchedStream | None = None
         self._status = ""  # the HTTP status of an address that answers with an error, in brackets
         self._programs: set[int] | None = None  # the processes that the transport has started, once they are known
 
@@ -116,15 +116,15 @@ class _Session:
             async with Client(self._transport(), cache=None) as self._client:
                 self._parent.tell({"tools": await _tools(self._client)})
                 assert self._stream is not None
-                await self._stream.ended.wait()
+                await self._stream.end_event.wait()
                 raise _Trouble("It has ended")
 
     async def _obey(self, group: anyio.abc.TaskGroup) -> None:
         """Make the parent's calls, and end the session when it is gone."""
-        while (said := await self._said.get()) is not None:
-            if "cancel" not in said:
-                group.start_soon(self._call, said["call"], said["tool"], said["arguments"])
-            elif scope := self._calls.get(said["cancel"]):
+        while (message := await self._parent_messages.get()) is not None:
+            if "cancel" not in message:
+                group.start_soon(self._call, message["call"], message["tool"], message["arguments"])
+            elif scope := self._calls.get(message["cancel"]):
                 scope.cancel()
         group.cancel_scope.cancel()
 
@@ -132,9 +132,9 @@ class _Session:
         """A sentence about what ended the session, without secrets."""
         while inner := getattr(error, "exceptions", ()):  # a group, which Python 3.10 has no name for
             error = next((one for one in inner if isinstance(one, _Trouble)), inner[0])
-        heard = self._status if self._messages is None else self._messages.last_line()
+        detail = self._status if self._stderr is None else self._stderr.last_line()
         if isinstance(error, (_Trouble, MCPError)):
-            sentence = f"{str(error).rstrip('.') or 'It could not be connected to'}{heard}"
+            sentence = f"{str(error).rstrip('.') or 'It could not be connected to'}{detail}"
         elif isinstance(error, FileNotFoundError) and self._server.command is not None:
             sentence = f"There is no program {self._server.command}, or no folder to start it in"
         elif isinstance(error, OSError):
@@ -142,7 +142,7 @@ class _Session:
         elif isinstance(error, ValueError):
             sentence = f"It does not keep to the protocol ({str(error)[:200]})"
         else:
-            sentence = f"The connection failed ({type(error).__name__}: {str(error)[:300]}){heard}"
+            sentence = f"The connection failed ({type(error).__name__}: {str(error)[:300]}){detail}"
         return self._without_secrets(" ".join(sentence.split()))
 
     def _without_secrets(self, text: str) -> str:
@@ -160,19 +160,19 @@ class _Session:
                 httpx2.AsyncClient(headers=headers, timeout=wait, event_hooks=hooks) as web,
                 streamable_http_client(server.url, http_client=web) as (read, write),
             ):
-                self._stream = _Watched(read)
+                self._stream = _WatchedStream(read)
                 yield self._stream, write
             return
         assert server.command is not None
-        assert self._messages is not None
+        assert self._stderr is not None
         args, env = list(server.args), dict(server.env)
         program = StdioServerParameters(
             command=server.command, args=args, env=env, cwd=server.cwd, encoding_error_handler="replace"
         )
-        async with stdio_client(program, self._messages.file) as (read, write):
-            self._messages.file.close()  # so that the pipe ends when the program does
+        async with stdio_client(program, self._stderr.file) as (read, write):
+            self._stderr.file.close()  # so that the pipe ends when the program does
             self._programs = {child.pid for child in psutil.Process().children()}
-            self._stream = _Watched(read)
+            self._stream = _WatchedStream(read)
             yield self._stream, write
 
     async def _heed(self, response: httpx2.Response) -> None:
@@ -229,18 +229,23 @@ async def _tools(client: Client) -> list[dict[str, Any]]:
 
 def _unreadable(error: ValidationError) -> SessionMessage | ValidationError:
     """The error that an unreadable answer becomes for its request; `error` itself if the message answers no request."""
-    wrong = error.errors(include_url=False)[0]
-    said = wrong["input"]
-    if isinstance(said, str):  # no JSON, or JSON that the protocol's own package does not read
+    problem = error.errors(include_url=False)[0]
+    answer = problem["input"]
+    if isinstance(answer, str):  # no JSON, or JSON that the protocol's own package does not read
         try:
-            said = json.loads(said)
+            answer = json.loads(answer)
         except (ValueError, RecursionError):
-            number = _ID.search(said) if '"jsonrpc"' in said else None
-            said = {"jsonrpc": "2.0", "id": number and int(number[1])}
-    if not isinstance(said, dict) or "jsonrpc" not in said or "method" in said or not isinstance(said.get("id"), int):
+            number = _ID.search(answer) if '"jsonrpc"' in answer else None
+            answer = {"jsonrpc": "2.0", "id": number and int(number[1])}
+    if (
+        not isinstance(answer, dict)
+        or "jsonrpc" not in answer
+        or "method" in answer
+        or not isinstance(answer.get("id"), int)
+    ):
         return error  # such as a line of a log
-    told = ErrorData(code=PARSE_ERROR, message=f"The answer cannot be read ({wrong['msg']})")
-    return SessionMessage(JSONRPCError(jsonrpc="2.0", id=said["id"], error=told))
+    error_data = ErrorData(code=PARSE_ERROR, message=f"The answer cannot be read ({problem['msg']})")
+    return SessionMessage(JSONRPCError(jsonrpc="2.0", id=answer["id"], error=error_data))
 
 
 def _answer(result: Any) -> tuple[str, bool]:
@@ -272,36 +277,36 @@ def _bury(programs: set[int] | None) -> None:
     if sys.platform != "linux" or programs is None:
         return
     with suppress(ChildProcessError):
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None and ended.si_pid not in programs:
-            os.waitpid(ended.si_pid, os.WNOHANG)
+        status = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is not None and status.si_pid not in programs:
+            os.waitpid(status.si_pid, os.WNOHANG)
 
 
 def _end_all() -> None:
     for _ in range(_ROUNDS):
-        left = psutil.Process().children(recursive=True)
-        if not left:
+        remaining = psutil.Process().children(recursive=True)
+        if not remaining:
             return
-        for process in left:
+        for process in remaining:
             with suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(left, timeout=_ROUND_SECONDS)
+        psutil.wait_procs(remaining, timeout=_ROUND_SECONDS)
 
 
 async def _main() -> None:
-    said: _Said = asyncio.Queue()
+    messages: _ParentMessages = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def hear(line: dict[str, Any] | None) -> None:
-        loop.call_soon_threadsafe(said.put_nowait, line)
+        loop.call_soon_threadsafe(messages.put_nowait, line)
 
     parent = Parent(hear, lambda: hear(None))
-    first = await said.get()
+    first = await messages.get()
     if first is None:
         return
     if sys.platform == "linux":  # become the parent of what the server starts and leaves behind
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-    session = _Session(parent, said, McpServer(**first["server"]), first["most"])
+    session = _Session(parent, messages, McpServer(**first["server"]), first["most"])
     try:
         await session.run()
     except Exception as error:  # whatever it is, the parent tells the user

@@ -61,8 +61,8 @@ class Session:
         self.tools: list[Tool] = []
         self._server, self._most = server, most
         self._child: Child | None = None
-        self._ended: asyncio.Future[None] | None = None  # done when the child has ended
-        self._opening: asyncio.Future[None] | None = None
+        self._end_future: asyncio.Future[None] | None = None  # done when the child has ended
+        self._open_task: asyncio.Future[None] | None = None
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._last = 0
 
@@ -70,10 +70,10 @@ class Session:
         """Return when the server is ready. Raises McpError. Cancelling it leaves the connection to others."""
         if self.state == READY:
             return
-        if self._opening is None:
-            self._opening = asyncio.ensure_future(self._open())
-            self._opening.add_done_callback(self._opened)
-        await asyncio.shield(self._opening)
+        if self._open_task is None:
+            self._open_task = asyncio.ensure_future(self._open())
+            self._open_task.add_done_callback(self._on_opened)
+        await asyncio.shield(self._open_task)
 
     async def call(self, tool: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
         """{"text", "is_error"} of a call. Raises McpError. Cancelling it cancels the call."""
@@ -87,68 +87,68 @@ class Session:
         child = self._child
         child.tell({"call": number, "tool": tool, "arguments": arguments})
         try:
-            said = await asyncio.wait_for(answer, seconds)
+            message = await asyncio.wait_for(answer, seconds)
         except asyncio.TimeoutError:
             raise McpError(f"{tool} of {self.name} has not answered within {seconds:.0f} seconds") from None
         finally:
             del self._calls[number]
             if answer.cancelled():
                 child.tell({"cancel": number})
-        return {"text": said["text"], "is_error": said["is_error"]}
+        return {"text": message["text"], "is_error": message["is_error"]}
 
     async def close(self) -> None:
-        if self._child is None or self._ended is None:
+        if self._child is None or self._end_future is None:
             return
         self._child.close()
-        _, late = await asyncio.wait([self._ended], timeout=_END_SECONDS)
-        if late:
+        _, pending = await asyncio.wait([self._end_future], timeout=_END_SECONDS)
+        if pending:
             self._child.kill()
-            await asyncio.wait([self._ended])
+            await asyncio.wait([self._end_future])
 
-    def _opened(self, opening: asyncio.Future[None]) -> None:
-        self._opening = None
+    def _on_opened(self, opening: asyncio.Future[None]) -> None:
+        self._open_task = None
         error = None if opening.cancelled() else opening.exception()  # nobody may wait for it any more
         if self.state == CONNECTING:  # such as too many open files
             self.state, self.trouble = FAILED, f"It could not be started: {error}"
 
     async def _open(self) -> None:
         self.state, self.trouble = CONNECTING, None
-        if self._ended is not None:
-            await asyncio.wait([self._ended])  # the last child is gone
+        if self._end_future is not None:
+            await asyncio.wait([self._end_future])  # the last child is gone
         loop = asyncio.get_running_loop()
-        ready, ended = loop.create_future(), loop.create_future()
+        ready_future, end_future = loop.create_future(), loop.create_future()
         child = Child(
             python("polarlm.server.mcp.client", self.name),  # the name is for lists of processes
-            lambda said: loop.call_soon_threadsafe(self._hear, ready, said),
-            lambda code: loop.call_soon_threadsafe(self._end, ended),
+            lambda message: loop.call_soon_threadsafe(self._on_message, ready_future, message),
+            lambda code: loop.call_soon_threadsafe(self._on_end, end_future),
             most=_LINE + 6 * self._most,  # JSON writes a character in up to six
             errors=subprocess.DEVNULL,
         )
-        self._child, self._ended = child, ended
+        self._child, self._end_future = child, end_future
         child.tell({"server": asdict(self._server), "most": self._most})
-        await asyncio.wait([ready, ended], timeout=_CONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done() and not ended.done():
+        await asyncio.wait([ready_future, end_future], timeout=_CONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if not ready_future.done() and not end_future.done():
             await self.close()
             self.trouble = f"It has not answered within {_CONNECT_SECONDS:.0f} seconds"
         if self.state != READY:
             raise McpError(f"{self.name}: {self.trouble}")
 
-    def _hear(self, ready: asyncio.Future[None], said: dict[str, Any]) -> None:
-        if "tools" in said:
-            self.tools = _read_tools(self.name, said["tools"])
+    def _on_message(self, ready: asyncio.Future[None], message: dict[str, Any]) -> None:
+        if "tools" in message:
+            self.tools = _read_tools(self.name, message["tools"])
             self.state = READY
             ready.set_result(None)
-        elif "failed" in said:
-            self.trouble = said["failed"]
-        elif (answer := self._calls.get(said["call"])) is not None and not answer.done():
-            answer.set_result(said)
+        elif "failed" in message:
+            self.trouble = message["failed"]
+        elif (answer := self._calls.get(message["call"])) is not None and not answer.done():
+            answer.set_result(message)
 
-    def _end(self, ended: asyncio.Future[None]) -> None:
+    def _on_end(self, end_future: asyncio.Future[None]) -> None:
         assert self._child is not None
         if self._child.broke_off:
             self.trouble = "It sent more than can be read, and was ended"
         self.state, self.trouble = FAILED, self.trouble or "It has ended"
-        ended.set_result(None)
+        end_future.set_result(None)
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(McpError(f"{self.name}: {self.trouble}"))
@@ -156,7 +156,7 @@ class Session:
 
 def _read_tools(server: str, tools: Sequence[dict[str, Any]]) -> list[Tool]:
     """The tools of a server, each with the name that models call it by: the server's name and the tool's."""
-    read: list[Tool] = []
+    named_tools: list[Tool] = []
     for tool in tools:
         name = re.sub("[^A-Za-z0-9_-]+", "_", f"{server}_{tool['name']}")[:_NAME]
         function = {**tool, "name": name}
@@ -165,10 +165,10 @@ def _read_tools(server: str, tools: Sequence[dict[str, Any]]) -> list[Tool]:
             read_tools({"messages": [], "tools": [{"type": "function", "function": function}]})
         except BadRequest as error:
             trouble = error.message.replace("tools[0].function", "the tool")
-        if any(name == other.function["name"] for other in read):
+        if any(name == other.function["name"] for other in named_tools):
             trouble = "another tool of this server has the same name"
-        read.append(Tool(tool["name"], function, trouble))
-    return read
+        named_tools.append(Tool(tool["name"], function, trouble))
+    return named_tools
 
 
 _HTTP = {"http", "streamable-http", "streamableHttp", "streamable_http"}  # names of programs for the same transport

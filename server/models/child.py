@@ -37,28 +37,28 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
 from polarlm.server.running.journal import note
 from polarlm.server.running.listening import ListenError, tcp_socket
-from polarlm.server.serving import driven, serve_engine
+from polarlm.server.serving import load_driver, serve_engine
 
 CLIENT = "x-polarlm-client"  # the header with the address of the client that the parent has
 KEY_NAME = "x-polarlm-key"  # the header with the name of the key that it has sent
-_TOLD_SECONDS = 0.2  # between two messages about a download
+_PROGRESS_SECONDS = 0.2  # between two messages about a download
 _LAST_SECONDS = 10.0  # to end in order when the parent is gone
 
 
 class _Server(Parent):
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._told = 0.0
+        self._last_progress = 0.0
         super().__init__(self._lines.put, _end)
 
     def hear(self) -> dict[str, Any]:
         return self._lines.get()
 
-    def fetching(self, done: int, total: int) -> None:
+    def fetching(self, bytes_done: int, total: int) -> None:
         """Tell how much of the model has arrived, now and then."""
-        if time.monotonic() - self._told >= _TOLD_SECONDS:
-            self._told = time.monotonic()
-            self.tell({"fetching": {"done": done, "total": total}})
+        if time.monotonic() - self._last_progress >= _PROGRESS_SECONDS:
+            self._last_progress = time.monotonic()
+            self.tell({"fetching": {"done": bytes_done, "total": total}})
 
 
 def _end() -> None:
@@ -68,10 +68,10 @@ def _end() -> None:
     os._exit(1)
 
 
-def _from_parent(app: ASGIApp) -> ASGIApp:
+def _with_clients_of_parent(app: ASGIApp) -> ASGIApp:
     """ASGI middleware that replaces the client, which is the parent, with the client of the parent, and its key."""
 
-    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+    async def middleware(scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in scope.get("headers", ()):
             if name == CLIENT.encode():
                 host, _, port = value.decode("latin-1").rpartition(":")
@@ -80,7 +80,7 @@ def _from_parent(app: ASGIApp) -> ASGIApp:
                 scope[journal.KEY] = value.decode("latin-1")
         await app(scope, receive, send)
 
-    return wrapped
+    return middleware
 
 
 def main() -> int:
@@ -102,25 +102,27 @@ def _run(parent: _Server) -> None:
     if first["server"] is None:
         return
     config = ServerConfig(**first["server"])
-    model = _asked(parent, model)
-    with tcp_socket(config.host, 0) as http, driven(model, config, config.alias) as driver:
-        loaded = {"port": http.getsockname()[1], "reads_images": driver.engine.reads_images}
+    model = _receive_settings(parent, model)
+    with tcp_socket(config.host, 0) as http, load_driver(model, config, config.alias) as driver:
+        reply = {"port": http.getsockname()[1], "reads_images": driver.engine.reads_images}
         # Nobody else knows the port until the parent hears it.
-        asyncio.run(serve_engine(driver, http, None, None, lambda: parent.tell({"loaded": loaded}), _from_parent))
+        asyncio.run(
+            serve_engine(driver, http, None, None, lambda: parent.tell({"loaded": reply}), _with_clients_of_parent)
+        )
 
 
-def _asked(parent: _Server, model: EngineConfig) -> EngineConfig:
+def _receive_settings(parent: _Server, model: EngineConfig) -> EngineConfig:
     """The settings to load the model with, once the parent says so. Raises EngineError.
 
     Beside other models the KV store may get less than `kv_memory`. On a CPU it gets exactly what the parent was told,
     since another model may take memory first. That is 0 for an encoder, and for a model that does not fit.
     """
     settings = model
-    while not (said := parent.hear())["load"]:
-        needed = need(model, said["reserved"], said["most"])
-        parent.tell({"fit": asdict(needed)})
-        limited = needed.store and (needed.device == "cpu" or said["reserved"] or said["most"] is not None)
-        settings = replace(model, kv_memory=str(needed.store)) if limited else model
+    while not (message := parent.hear())["load"]:
+        fit = need(model, message["reserved"], message["most"])
+        parent.tell({"fit": asdict(fit)})
+        is_limited = fit.store and (fit.device == "cpu" or message["reserved"] or message["most"] is not None)
+        settings = replace(model, kv_memory=str(fit.store)) if is_limited else model
     return settings
 
 

@@ -12,77 +12,79 @@ import psutil
 from polarlm.engine import EngineError
 from polarlm.engine.loading.need import Need
 from polarlm.engine.state.plan import format_bytes
-from polarlm.server.models.process import LOADING, READY, STOPPING, WAITING, Served
+from polarlm.server.models.process import LOADING, READY, STOPPING, WAITING_FOR_MEMORY, ModelSlot
 from polarlm.server.models.registry import in_words
 
 
 class Memory:
-    """The memory of all models (`Served.need`). Nothing here waits, so what is decided holds until it is noted."""
+    """The memory of all models (`ModelSlot.need`). Nothing here waits, so what is decided holds until it is noted."""
 
-    def __init__(self, models: Mapping[str, Served], most: int | None) -> None:
+    def __init__(self, models: Mapping[str, ModelSlot], most: int | None) -> None:
         """most: bytes that --models-memory allows all models together."""
         self._models, self._most = models, most
-        self.short: list[Served] = []  # models that wait for memory, in the order in which they began to
-        self.changed = asyncio.Event()  # set, and replaced, when memory is set aside or given back
+        self.queue: list[ModelSlot] = []  # models that wait for memory, in the order in which they began to
+        self.change_event = asyncio.Event()  # set, and replaced, when memory is set aside or given back
 
-    def set_aside(self, served: Served, need: Need | None) -> None:
+    def reserve(self, slot: ModelSlot, need: Need | None) -> None:
         """Note which memory is a model's; None: it has none. All that wait for memory look again."""
-        served.need = need
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
+        slot.need = need
+        event, self.change_event = self.change_event, asyncio.Event()
+        event.set()
 
-    def before(self, served: Served) -> list[Served]:
+    def models_before(self, slot: ModelSlot) -> list[ModelSlot]:
         """The other models with memory. Of the models that wait for memory, only the ones before this model count."""
-        later = self.short[self.short.index(served) :] if served in self.short else [served]
+        later = self.queue[self.queue.index(slot) :] if slot in self.queue else [slot]
         return [one for one in self._models.values() if one.need is not None and one not in later]
 
-    def _promised(self, served: Served) -> Counter[str]:
+    def _promised_bytes(self, slot: ModelSlot) -> Counter[str]:
         """Bytes of each device that models before this one wait for, besides what stopping ones will give back."""
-        promised, given_back = Counter[str](), Counter[str]()
-        for one in self.before(served):
-            if one.need is not None and one.state in (WAITING, STOPPING):
-                (promised if one in self.short else given_back)[one.need.device] += one.need.bytes
-        return promised - given_back
+        waited_for, freed = Counter[str](), Counter[str]()
+        for one in self.models_before(slot):
+            if one.need is not None and one.state in (WAITING_FOR_MEMORY, STOPPING):
+                (waited_for if one in self.queue else freed)[one.need.device] += one.need.bytes
+        return waited_for - freed
 
-    def left(self, served: Served) -> int | None:
+    def bytes_left(self, slot: ModelSlot) -> int | None:
         if self._most is None:
             return None
-        taken = sum(one.need.bytes for one in self.before(served) if one.need is not None and one not in self.short)
-        return max(0, self._most - taken - sum(self._promised(served).values()))
+        bytes_used = sum(
+            one.need.bytes for one in self.models_before(slot) if one.need is not None and one not in self.queue
+        )
+        return max(0, self._most - bytes_used - sum(self._promised_bytes(slot).values()))
 
-    def reserved(self, served: Served) -> dict[str, int]:
+    def reserved_bytes(self, slot: ModelSlot) -> dict[str, int]:
         """Bytes of each device's memory that others will still take: blocks that nothing was written to, and models
         that are being loaded or wait. What a GPU gives a model it has taken when it is loaded."""
-        reserved = self._promised(served)
-        for one in self.before(served):
-            if one.need is None or one.process is None or one in self.short:
+        reserved_bytes = self._promised_bytes(slot)
+        for one in self.models_before(slot):
+            if one.need is None or one.process is None or one in self.queue:
                 continue
             if one.need.device != "cpu":
-                reserved[one.need.device] += one.need.bytes * (one.state == LOADING)
+                reserved_bytes[one.need.device] += one.need.bytes * (one.state == LOADING)
                 continue
             with suppress(psutil.Error):
-                reserved["cpu"] += max(0, one.need.bytes - psutil.Process(one.process.pid).memory_info().rss)
-        return dict(+reserved)
+                reserved_bytes["cpu"] += max(0, one.need.bytes - psutil.Process(one.process.pid).memory_info().rss)
+        return dict(+reserved_bytes)
 
-    def waits_for_others(self, served: Served) -> bool:
+    def waits_for_others(self, slot: ModelSlot) -> bool:
         """Whether a model without another to unload may yet get room: some are being loaded, or wait before it."""
-        return served is not self.short[0] or any(one.state == LOADING for one in self.before(served))
+        return slot is not self.queue[0] or any(one.state == LOADING for one in self.models_before(slot))
 
-    def victim(self, served: Served) -> Served | None:
+    def victim(self, slot: ModelSlot) -> ModelSlot | None:
         """The model that is unloaded next for another one; the one that ends soonest, as far as that is known."""
-        others = [one for one in self.before(served) if one.state in (READY, STOPPING)]
+        others = [one for one in self.models_before(slot) if one.state in (READY, STOPPING)]
         movable = [one for one in others if one.state == STOPPING or not one.model.pinned]
-        return min(movable, key=lambda one: (one.active > 0, one.state != STOPPING, one.used), default=None)
+        return min(movable, key=lambda one: (one.active > 0, one.state != STOPPING, one.last_used), default=None)
 
-    def check_most(self, served: Served, need: Need) -> None:
+    def check_most(self, slot: ModelSlot, need: Need) -> None:
         """Raise EngineError if --models-memory rules a model out, with no other to unload."""
-        left = self.left(served)
-        if self._most is None or left is None or need.bytes <= left:
+        bytes_left = self.bytes_left(slot)
+        if self._most is None or bytes_left is None or need.bytes <= bytes_left:
             return
-        others = [one.model for one in self.before(served)]
+        others = [one.model for one in self.models_before(slot)]
         stay = f"; {in_words(others)} stay, being pinned" if others else ""
         raise EngineError(
-            f"There is no room for {served.model.name}: it needs {format_bytes(need.bytes)}, and --models-memory "
-            f"leaves {format_bytes(left)} of {format_bytes(self._most)}{stay}",
+            f"There is no room for {slot.model.name}: it needs {format_bytes(need.bytes)}, and --models-memory "
+            f"leaves {format_bytes(bytes_left)} of {format_bytes(self._most)}{stay}",
             "out_of_memory",
         )

@@ -16,29 +16,29 @@ from starlette.types import Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import LARGER, read_bytes, too_large
-from polarlm.server.http.described import head
 from polarlm.server.http.errors import ApiError, ErrorShapes, api_error
-from polarlm.server.http.streams import DATA, HEADERS, LINES, NAMED, send_soon, while_there
+from polarlm.server.http.model_details import line_head
+from polarlm.server.http.streams import DATA, HEADERS, LINES, NAMED, send_with_timeout, while_connected
 from polarlm.server.models.child import CLIENT, KEY_NAME
-from polarlm.server.models.process import READY, ModelProcess, Served
+from polarlm.server.models.process import READY, ModelProcess, ModelSlot
 from polarlm.server.models.supervisor import Supervisor
-from polarlm.server.reading.values import BadRequest, is_empty, is_number, read_json, text, wrong
+from polarlm.server.reading.values import BadRequest, is_empty, is_number, read_json, text, wrong_value
 from polarlm.server.running import journal
-from polarlm.server.running.refused import Refused, for_clients, model_ended
+from polarlm.server.running.refusals import Refusal, for_clients, model_ended
 
 # Paths of what is asked all the time: none of them loads a model, nor counts as its use.
-MONITORED = ("/stats", "/metrics", "/slots")
+MONITOR_PATHS = ("/stats", "/metrics", "/slots")
 
 SILENT_SECONDS = 2.0  # for which a stream may wait for its model before the first sign of life
 SIGN_SECONDS = 5.0  # between two such signs
 METRICS_SECONDS = 5.0  # for a model to give its metrics, between two units of work; Prometheus waits for 10
 
 _RESPONSES = ("/v1/responses", "/responses")
-_KEPT_BACK = {b"date", b"connection", b"keep-alive", b"transfer-encoding"}  # headers of answers, for one connection
+_HOP_HEADERS = {b"date", b"connection", b"keep-alive", b"transfer-encoding"}  # headers of answers, for one connection
 _NO_LIMIT = httpx.Timeout(10.0, read=None)  # the process has the limits
 _CRASH_SECONDS = 5.0  # from the end of a process's connections to its own
 
-_OF_OLLAMA = ("/api/chat", "/api/generate")
+_OLLAMA_PATHS = ("/api/chat", "/api/generate")
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _LONGEST = 100 * 365 * 86400.0  # seconds; beyond it there is no date
 _MOST_CHARACTERS = 100  # most characters of a duration; the time of the expression grows with their cube
@@ -57,8 +57,8 @@ class Proxy:
 
     async def metrics(self) -> dict[str, str | None]:
         """/metrics of each loaded model, by its name; None of one that does not answer in time."""
-        loaded = (one for one in self._supervisor.all() if one.state == READY)
-        processes = {one.model.name: one.process for one in loaded if one.process is not None}
+        slots = (one for one in self._supervisor.all() if one.state == READY)
+        processes = {one.model.name: one.process for one in slots if one.process is not None}
         pages = await asyncio.gather(*map(self._metrics_of, processes.values()))
         return dict(zip(processes, pages, strict=True))
 
@@ -76,56 +76,56 @@ class Proxy:
             data = bytes(await read_bytes(request, LARGER * self._config.max_body))  # a model may read images
             fields = read_json(data)
         name = fields.get("model") or request.query_params.get("model") or ""
-        served = self._supervisor.find(text("model", name))
-        if path == "/stats" and served.state != READY:
-            return JSONResponse({"model": served.model.name, "state": served.progress()})
-        if path in MONITORED and served.state != READY:
-            raise Refused("model_not_loaded", f"{served.model.name} is {served.state}: it is loaded by a request")
-        keep = self._supervisor.usual_keep(served)
+        slot = self._supervisor.find(text("model", name))
+        if path == "/stats" and slot.state != READY:
+            return JSONResponse({"model": slot.model.name, "state": slot.progress()})
+        if path in MONITOR_PATHS and slot.state != READY:
+            raise Refusal("model_not_loaded", f"{slot.model.name} is {slot.state}: it is loaded by a request")
+        keep_seconds = self._supervisor.default_keep(slot)
         if path.startswith("/api/") and not is_empty(fields.get("keep_alive")):
-            keep = keep_alive(fields["keep_alive"])
+            keep_seconds = keep_alive(fields["keep_alive"])
             has_prompt = any(fields.get(name) for name in ("messages", "prompt", "suffix", "images"))
-            if keep == 0 and path in _OF_OLLAMA and not has_prompt:
-                if not served.model.pinned:
-                    self._supervisor.give_up(served)
+            if keep_seconds == 0 and path in _OLLAMA_PATHS and not has_prompt:
+                if not slot.model.pinned:
+                    self._supervisor.give_up(slot)
                 unloaded = {"done": True, "done_reason": "unload"}
-                return JSONResponse(_empty(path, served.model.name) | unloaded)
-        streams = path in _OF_OLLAMA if fields.get("stream") is None else fields["stream"] is True
-        return _Passed(self, request, served, data, keep, streams=streams)
+                return JSONResponse(_empty_line(path, slot.model.name) | unloaded)
+        streams = path in _OLLAMA_PATHS if fields.get("stream") is None else fields["stream"] is True
+        return _ProxiedResponse(self, request, slot, data, keep_seconds, streams=streams)
 
 
-class _Passed(Response):
+class _ProxiedResponse(Response):
     """The answer of a model's process, for which the model is loaded first. A stream that waits shows life, by comments
     or pieces without text; after these, an error is its last event."""
 
     def __init__(
-        self, proxy: Proxy, request: Request, served: Served, body: bytes, keep: float | None, *, streams: bool
+        self, proxy: Proxy, request: Request, slot: ModelSlot, body: bytes, keep_seconds: float | None, *, streams: bool
     ) -> None:
-        """keep: seconds that the model is kept afterwards. streams: whether the answer is a stream."""
-        self._proxy, self._request, self._served = proxy, request, served
-        self._path, self._body, self._keep, self._streams = request.url.path, body, keep, streams
-        named = NAMED if self._path.startswith(("/v1/messages", *_RESPONSES)) else DATA
-        self._framing = LINES if self._path.startswith("/api/") else named
+        """keep_seconds: for which the model is kept afterwards. streams: whether the answer is a stream."""
+        self._proxy, self._request, self._slot = proxy, request, slot
+        self._path, self._body, self._keep_seconds, self._streams = request.url.path, body, keep_seconds, streams
+        event_framing = NAMED if self._path.startswith(("/v1/messages", *_RESPONSES)) else DATA
+        self._framing = LINES if self._path.startswith("/api/") else event_framing
         self._began = False  # whether the client has the status and the headers
         self._type = b""  # the Content-Type that they have
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(ClientDisconnect):
-                await while_there(receive, self._answer(send))
+                await while_connected(receive, self._answer(send))
         except Exception as error:  # EngineError, Refused: as the API writes errors
-            shown = error if isinstance(error, ApiError) else api_error(for_clients(error))
+            client_error = error if isinstance(error, ApiError) else api_error(for_clients(error))
             if not self._began:
-                await self._proxy._errors.response(self._path, shown)(scope, receive, send)
+                await self._proxy._errors.response(self._path, client_error)(scope, receive, send)
             elif self._type.startswith((b"text/event-stream", b"application/x-ndjson")):
-                event = self._proxy._errors.body(self._path, shown)
+                event = self._proxy._errors.body(self._path, client_error)
                 await self._send_error(send, event)
             # Otherwise the connection is closed, since the body has not all of its announced bytes.
 
     async def _answer(self, send: Send) -> None:
         await self._load(send)
-        served = self._served
-        with self._proxy._supervisor.using(served, self._keep) as process:
+        slot = self._slot
+        with self._proxy._supervisor.use(slot, self._keep_seconds) as process:
             most = self._proxy._config.max_body
             if len(self._body) > most and not process.reads_images:
                 raise too_large(most)
@@ -138,38 +138,38 @@ class _Passed(Response):
                 if entry:
                     entry.silent, entry.outcome = False, "model_ended"
                 with suppress(asyncio.TimeoutError):
-                    code = await asyncio.wait_for(process.ended(), _CRASH_SECONDS)
-                    raise model_ended(served.model.name, code) from None
-                raise Refused("model_ended", f"The connection to {served.model.name} was lost: {error}") from None
+                    code = await asyncio.wait_for(process.exit_code(), _CRASH_SECONDS)
+                    raise model_ended(slot.model.name, code) from None
+                raise Refusal("model_ended", f"The connection to {slot.model.name} was lost: {error}") from None
 
     async def _load(self, send: Send) -> None:
         """Wait for the model, with signs of life on a stream. Raises EngineError or Refused."""
-        since, limit = time.monotonic(), self._proxy._config.request_seconds
-        loading = asyncio.ensure_future(self._proxy._supervisor.ready(self._served))
+        start, limit = time.monotonic(), self._proxy._config.request_seconds
+        loading = asyncio.ensure_future(self._proxy._supervisor.acquire(self._slot))
         try:
             while not loading.done():
                 await asyncio.wait([loading], timeout=SIGN_SECONDS if self._began else SILENT_SECONDS)
-                if not loading.done() and time.monotonic() - since > limit:
-                    raise Refused("timeout", f"{self._served.model.name} was not loaded within {limit} seconds")
+                if not loading.done() and time.monotonic() - start > limit:
+                    raise Refusal("timeout", f"{self._slot.model.name} was not loaded within {limit} seconds")
                 if not loading.done() and self._streams:
-                    await self._show_life(send, time.monotonic() - since)
+                    await self._show_life(send, time.monotonic() - start)
             loading.result()
         except BaseException:
             if not loading.cancel() and not loading.cancelled() and loading.exception() is None:
-                self._proxy._supervisor.release(self._served)
+                self._proxy._supervisor.release(self._slot)
             raise
 
     async def _show_life(self, send: Send, seconds: float) -> None:
-        name, path = self._served.model.name, self._path
+        name, path = self._slot.model.name, self._path
         if not self._began:
-            begun = Response(headers=HEADERS, media_type=self._framing.media_type)
-            del begun.headers["content-length"]
-            await self._begin(send, 200, begun.raw_headers)
+            response = Response(headers=HEADERS, media_type=self._framing.media_type)
+            del response.headers["content-length"]
+            await self._begin(send, 200, response.raw_headers)
         if self._framing is LINES:
-            await send_soon(send, LINES.frame(_empty(path, name) | {"done": False}))
+            await send_with_timeout(send, LINES.frame(_empty_line(path, name) | {"done": False}))
         else:
             plain = name.encode("ascii", "replace").decode()
-            await send_soon(send, f": {plain}: {self._served.progress()}, {seconds:.0f} s\n\n".encode())
+            await send_with_timeout(send, f": {plain}: {self._slot.progress()}, {seconds:.0f} s\n\n".encode())
 
     async def _pass_on(self, process: ModelProcess, send: Send) -> None:
         request, client = self._request, self._request.client
@@ -190,11 +190,11 @@ class _Passed(Response):
                 await self._send_error(send, json.loads(await answer.aread()))
                 return
             if not self._began:
-                kept = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _KEPT_BACK]
-                await self._begin(send, answer.status_code, kept)
+                fields = ((name.lower(), value) for name, value in answer.headers.raw)
+                await self._begin(send, answer.status_code, [field for field in fields if field[0] not in _HOP_HEADERS])
             async for piece in answer.aiter_raw():
-                await send_soon(send, piece)
-        await send_soon(send, b"", last=True)
+                await send_with_timeout(send, piece)
+        await send_with_timeout(send, b"", last=True)
 
     async def _begin(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._began, self._type = True, dict(headers).get(b"content-type", b"")
@@ -203,10 +203,10 @@ class _Passed(Response):
     async def _send_error(self, send: Send, body: dict[str, Any]) -> None:
         error = body.get("error")
         if self._path.startswith(_RESPONSES) and isinstance(error, dict):
-            told = {name: error.get(name) for name in ("code", "message", "param")}
-            body = {"type": "error", **told, "sequence_number": 0}
+            members = {name: error.get(name) for name in ("code", "message", "param")}
+            body = {"type": "error", **members, "sequence_number": 0}
         with suppress(ClientDisconnect):
-            await send_soon(send, self._framing.frame(body), last=True)
+            await send_with_timeout(send, self._framing.frame(body), last=True)
 
 
 def keep_alive(value: Any) -> float | None:
@@ -219,7 +219,7 @@ def keep_alive(value: Any) -> float | None:
     if is_number(value) and value == value:  # which NaN is not
         return float(value) if 0 <= value < _LONGEST else None
     if not isinstance(value, str) or len(value) > _MOST_CHARACTERS:
-        raise wrong("keep_alive", 'seconds, or a text such as "10m"', value)
+        raise wrong_value("keep_alive", 'seconds, or a text such as "10m"', value)
     number = value.lstrip("+-")
     parts = _DURATION.findall(number)
     if re.fullmatch(r"\d+\.?\d*", number):
@@ -231,7 +231,7 @@ def keep_alive(value: Any) -> float | None:
     return None if value.startswith("-") or seconds >= _LONGEST else seconds
 
 
-def _empty(path: str, name: str) -> dict[str, Any]:
+def _empty_line(path: str, name: str) -> dict[str, Any]:
     """A line without text of a stream of Ollama's API."""
     content = {"response": ""} if path == "/api/generate" else {"message": {"role": "assistant", "content": ""}}
-    return head(name) | content
+    return line_head(name) | content

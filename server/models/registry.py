@@ -56,17 +56,17 @@ class Registry:
         self._common = common
         self._look: Callable[[EngineConfig], list[NamedModel]] | None = None
         if place == HUB:
-            self._look = _downloaded
+            self._look = _models_of_hub
         elif place is not None and Path(place).is_dir():
-            self._look = partial(_in_folder, Path(place))
+            self._look = partial(_models_of_folder, Path(place))
         self._pinned: set[str] = set()
         self._fixed: dict[str, NamedModel] = {}
         self._folder_models: dict[str, NamedModel] = {}
         if place is not None and self._look is None:
-            for written in _written(Path(place), common):
-                self.add(written)
+            for named_model in _models_of_file(Path(place), common):
+                self.add(named_model)
         for name in names:
-            self.add(self.on_hub(name))
+            self.add(self.hub_model(name))
         models = self.models()
         if self._look is not None and not self._folder_models:
             what = "no model has been downloaded yet: polarlm pull NAME does it"
@@ -82,35 +82,35 @@ class Registry:
         """All models: files of the folder, by name, then tables of the TOML file, then models of the hub."""
         if self._look is not None:
             self._folder_models = {model.name: model for model in self._look(self._common)}
-        return self._known()
+        return self._known_models()
 
     def find(self, name: str) -> NamedModel | None:
         """The model of this name or alias; None if there is none. A name on the hub may lack its quantization."""
-        name = _without_address(name.removesuffix(_LATEST))
-        return _named(name, self._known()) or _named(name, self.models())
+        name = _without_hub_address(name.removesuffix(_LATEST))
+        return _find_named(name, self._known_models()) or _find_named(name, self.models())
 
-    def _known(self) -> list[NamedModel]:
+    def _known_models(self) -> list[NamedModel]:
         every = {**self._folder_models, **self._fixed}
         return [replace(one, pinned=True) if one.name in self._pinned else one for one in every.values()]
 
-    def on_hub(self, name: str) -> NamedModel:
+    def hub_model(self, name: str) -> NamedModel:
         """The model of this name on the hub, which is not added. Raises EngineError."""
         try:
-            parsed = hub.parse(name)
+            hub_name = hub.parse(name)
         except LoadError as error:
             raise EngineError(str(error), "model_unavailable") from None
-        return NamedModel(str(parsed), settle(f"{hub.PREFIX}{parsed}", self._common, {}))
+        return NamedModel(str(hub_name), settle(f"{hub.PREFIX}{hub_name}", self._common, {}))
 
     def add(self, model: NamedModel) -> None:
         """Add a model, unless it is there. Raises FlagError if another one has its name."""
-        taken = {name: one.name for one in self._fixed.values() for name in (one.name, *one.aliases)}
+        owners = {name: one.name for one in self._fixed.values() for name in (one.name, *one.aliases)}
         for name in (model.name, *model.aliases):
-            if taken.get(name, model.name) != model.name:
-                raise FlagError(f"Two models are called {name}: {taken[name]} and {model.name}; rename one of them")
+            if owners.get(name, model.name) != model.name:
+                raise FlagError(f"Two models are called {name}: {owners[name]} and {model.name}; rename one of them")
         self._fixed.setdefault(model.name, model)
 
 
-def _without_address(name: str) -> str:
+def _without_hub_address(name: str) -> str:
     """A name on the hub as it is written here; any other name as it is."""
     try:
         return str(hub.parse(name))
@@ -118,15 +118,15 @@ def _without_address(name: str) -> str:
         return name
 
 
-def _named(name: str, models: Sequence[NamedModel]) -> NamedModel | None:
-    named = [model for model in models if name in (model.name, *model.aliases)]
+def _find_named(name: str, models: Sequence[NamedModel]) -> NamedModel | None:
+    matches = [model for model in models if name in (model.name, *model.aliases)]
     base, _, adapter = name.rpartition(":")
-    if not named and base:
-        named = [model for model in models if base in (model.name, *model.aliases) and adapter in model.config.lora]
-    if not named and ":" not in name:
+    if not matches and base:
+        matches = [model for model in models if base in (model.name, *model.aliases) and adapter in model.config.lora]
+    if not matches and ":" not in name:
         quantizations = [model for model in models if model.name.startswith(f"{name}:")]
-        named = quantizations if len(quantizations) == 1 else []
-    return named[0] if named else None
+        matches = quantizations if len(quantizations) == 1 else []
+    return matches[0] if matches else None
 
 
 def in_words(models: Sequence[NamedModel], most: int = 20) -> str:
@@ -135,12 +135,12 @@ def in_words(models: Sequence[NamedModel], most: int = 20) -> str:
     return ", ".join(names[:most]) + rest if names else "none"
 
 
-def _in_folder(folder: Path, common: EngineConfig) -> list[NamedModel]:
+def _models_of_folder(folder: Path, common: EngineConfig) -> list[NamedModel]:
     """The models in a folder and in those inside it: GGUF files, by their names without part and ending, and folders
     of safetensors. A file's folder is in front of its name if another has the same."""
-    inside = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-    files = files_of(folder, ("*.gguf", *(f"{escape(path.name)}/*.gguf" for path in inside)))
-    paths = {path.name: path for path in inside if is_model(path)}
+    subfolders = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    files = files_of(folder, ("*.gguf", *(f"{escape(path.name)}/*.gguf" for path in subfolders)))
+    paths = {path.name: path for path in subfolders if is_model(path)}
     for one in sorted(models_in(folder, files.values()), key=lambda one: one.files[0].path.count("/")):
         path = folder / one.files[0].path
         name = _PART.sub("", path.stem)
@@ -148,12 +148,12 @@ def _in_folder(folder: Path, common: EngineConfig) -> list[NamedModel]:
     return [NamedModel(name, settle(path, common, {})) for name, path in sorted(paths.items())]
 
 
-def _downloaded(common: EngineConfig) -> list[NamedModel]:
+def _models_of_hub(common: EngineConfig) -> list[NamedModel]:
     """The models in the hub's cache that can be loaded, and those in this program's own cache folder."""
     folder = cache_folder()
-    own = _in_folder(folder, common) if folder.is_dir() else []
-    found = [one for one in local.models() if _is_supported(one.path)]
-    return [*(NamedModel(one.name, settle(one.path, common, {})) for one in found), *own]
+    own = _models_of_folder(folder, common) if folder.is_dir() else []
+    cached = [one for one in local.models() if _is_supported(one.path)]
+    return [*(NamedModel(one.name, settle(one.path, common, {})) for one in cached), *own]
 
 
 @cache
@@ -166,7 +166,7 @@ def _is_supported(path: Path) -> bool:
     return True
 
 
-def _written(file: Path, common: EngineConfig) -> list[NamedModel]:
+def _models_of_file(file: Path, common: EngineConfig) -> list[NamedModel]:
     """The models in a TOML file, one for each table. Raises FlagError."""
     at = f"--models {file}"
     tables = read_toml(at, file)
@@ -181,15 +181,15 @@ def _model(at: str, folder: Path, name: str, table: Any, common: EngineConfig) -
     at = f"{at}: [{name}]"
     if not isinstance(table, Mapping):
         raise FlagError(f'{at}: a model is a table, as in [{name}] with path = "FILE.gguf"')
-    known = [*_KEYS, *(key for key in _SETTINGS if key not in _SOURCES)]
+    keys = [*_KEYS, *(key for key in _SETTINGS if key not in _SOURCES)]
     for key in table:
         if (why := WITHOUT_EFFECT.get(f"--{key}")) is not None:
             note(f"note: {at}: {key} has no effect: {why}")
-        elif key not in known:
-            meant = close_to(key, known)
-            raise FlagError(f"{at}: there is no setting {key}" + (f"; did you mean {meant}?" if meant else ""))
-    path, on_hub = _value(at, table, "path", str), _value(at, table, "hf", str)
-    if (path is None) == (on_hub is None):
+        elif key not in keys:
+            guess = close_to(key, keys)
+            raise FlagError(f"{at}: there is no setting {key}" + (f"; did you mean {guess}?" if guess else ""))
+    path, hub_name = _value(at, table, "path", str), _value(at, table, "hf", str)
+    if (path is None) == (hub_name is None):
         raise FlagError(f"{at}: needs either path, a file or folder, or hf, a name on the hub")
     if path is not None:
         source = str(where := folder / Path(path).expanduser())
@@ -197,7 +197,7 @@ def _model(at: str, folder: Path, name: str, table: Any, common: EngineConfig) -
             hint = QUOTES if any(sign < " " for sign in path) else ""
             raise FlagError(f"{at}: path = {path!r}: there is no such file or folder{hint}")
     else:
-        source = f"{hub.PREFIX}{on_hub}"
+        source = f"{hub.PREFIX}{hub_name}"
     aliases = _value(at, table, "aliases", list) or []
     if not all(isinstance(alias, str) for alias in aliases):
         raise FlagError(f"{at}: aliases must be an array of names")

@@ -4,7 +4,7 @@
 const roomOf = () => ({ elements: FORMULAS.all, milliseconds: COLOURS.all });
 
 /** A paragraph, a heading, an item or a cell. When it grows, only text whose meaning may still change is read again. */
-class Words {
+class InlineText {
   /** before: nodes in front of the words. */
   constructor(element, room, ...before) {
     this.element = put(element, ...before);
@@ -208,7 +208,7 @@ class Row {
   /** Begins a cell if none is begun. */
   #begin() {
     if (this.words) return;
-    this.words = new Words(make(this.cell, this.aligns[this.cells] ?? ""), this.room);
+    this.words = new InlineText(make(this.cell, this.aligns[this.cells] ?? ""), this.room);
     this.cells += 1;
     if (this.cells > this.aligns.length) return; // as in other Markdown, a row has no more cells than the head
     this.missing.before(this.words.element);

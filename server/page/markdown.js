@@ -115,7 +115,7 @@ class Markdown {
   }
 
   #words(line, indent) {
-    if (this.#block instanceof Words && !this.#blank) {
+    if (this.#block instanceof InlineText && !this.#blank) {
       this.#block.lines += 1;
       this.#open = this.#block;
       return this.#put(`\n${line.trimStart()}`);
@@ -135,13 +135,13 @@ class Markdown {
     if (!this.#quote) this.#target.append(this.#quote = make("blockquote"));
     this.#blank = false;
     if (!text.trim()) { this.#block = null; return this.#none(); }
-    if (this.#block instanceof Words && this.#block.element.parentNode === this.#quote) {
+    if (this.#block instanceof InlineText && this.#block.element.parentNode === this.#quote) {
       this.#open = this.#block;
       return this.#put(`\n${text.trimStart()}`);
     }
     const paragraph = make("p");
     this.#quote.append(paragraph);
-    return this.#into(new Words(paragraph, this.#room), text);
+    return this.#into(new InlineText(paragraph, this.#room), text);
   }
 
   #note([, number], text) {
@@ -149,7 +149,7 @@ class Markdown {
     const paragraph = make("p", "footnote");
     paragraph.dataset.note = number;
     this.#add(paragraph);
-    return this.#into(new Words(paragraph, this.#room, make("sup", "", number)), text);
+    return this.#into(new InlineText(paragraph, this.#room, make("sup", "", number)), text);
   }
 
   #item([, , sign, number, task], text, indent) {
@@ -174,7 +174,7 @@ class Markdown {
     list.element.append(list.item);
     this.#blank = false;
     const box = task && Object.assign(make("input", "", "", "Done"), { type: "checkbox", disabled: true, checked: task !== " " });
-    return this.#into(new Words(list.item.appendChild(make("p")), this.#room, ...(box ? [box] : [])), text);
+    return this.#into(new InlineText(list.item.appendChild(make("p")), this.#room, ...(box ? [box] : [])), text);
   }
 
   #fence([, spaces, fence, language], indent) {
@@ -201,7 +201,7 @@ class Markdown {
 
   #isRuler(line) {
     const head = this.#block;
-    if (!(head instanceof Words) || head.lines !== 1 || this.#blank || !RULER.test(line)) return false;
+    if (!(head instanceof InlineText) || head.lines !== 1 || this.#blank || !RULER.test(line)) return false;
     return head.whole.includes("|") && cells(head.whole).length === cells(line).length;
   }
 
@@ -236,7 +236,7 @@ class Markdown {
   }
 
   /** Whether the last line has opened a formula; in a quote, each line begins anew. */
-  get #inFormula() { return this.#block instanceof Words && !this.#quote && !this.#blank && this.#block.opened; }
+  get #inFormula() { return this.#block instanceof InlineText && !this.#quote && !this.#blank && this.#block.opened; }
 
   get #target() { return this.#lists.at(-1)?.item ?? this.target; }
 
@@ -248,7 +248,7 @@ class Markdown {
 
   #start(element, text) {
     this.#add(element);
-    return this.#into(new Words(element, this.#room), text);
+    return this.#into(new InlineText(element, this.#room), text);
   }
 
   #into(block, text) {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polarlm.engine.sampling.schemas import STRICT
-from polarlm.server.reading.values import BadRequest, array, at_most, flag, mapping, text, wrong
+from polarlm.server.reading.values import BadRequest, array, check_at_most, flag, mapping, text, wrong_value
 
 MAX_CHOICES = 1024
 
@@ -39,14 +39,14 @@ def _response_format(field: str, value: Any) -> dict[str, Any]:
     if kind == "json_object":  # llama-server takes a schema here as well
         return _schema(f"{field}.schema", value.get("schema"))
     if kind != "json_schema":
-        raise wrong(f"{field}.type", "text, json_object or json_schema", kind)
+        raise wrong_value(f"{field}.type", "text, json_object or json_schema", kind)
     inside = f"{field}.json_schema"
-    wrapped = value.get("json_schema")
-    if wrapped is None and value.get("schema") is not None:  # as llama-server's documentation has it
+    inner = value.get("json_schema")
+    if inner is None and value.get("schema") is not None:  # as llama-server's documentation has it
         return _schema(f"{field}.schema", value["schema"])
-    wrapped = mapping(inside, wrapped, "an object with a schema")
-    schema = _schema(f"{inside}.schema", wrapped.get("schema"))
-    strict = wrapped.get("strict")
+    inner = mapping(inside, inner, "an object with a schema")
+    schema = _schema(f"{inside}.schema", inner.get("schema"))
+    strict = inner.get("strict")
     return _strict(schema) if strict is not None and flag(f"{inside}.strict", strict) else schema
 
 
@@ -63,7 +63,7 @@ def _strict(constraint: dict[str, Any]) -> dict[str, Any]:
 def _schema(field: str, value: Any) -> dict[str, Any]:
     value = _JSON_OBJECT if value is None else value
     if not isinstance(value, (dict, str)):
-        raise wrong(field, "a JSON schema, which is an object, or its text", value)
+        raise wrong_value(field, "a JSON schema, which is an object, or its text", value)
     return {"schema": value}
 
 
@@ -72,7 +72,7 @@ def _text_of(name: str) -> Callable[[str, Any], dict[str, Any]]:
 
 
 def _choice(field: str, value: Any) -> dict[str, Any]:
-    at_most(MAX_CHOICES, field, len(array(field, value, "an array of strings")), "strings")
+    check_at_most(MAX_CHOICES, field, len(array(field, value, "an array of strings")), "strings")
     choices = [re.escape(text(f"{field}[{index}]", choice)) for index, choice in enumerate(value)]
     return {"regex": "|".join(choices)} if choices else {}
 
@@ -84,7 +84,7 @@ def _structured(field: str, value: Any) -> dict[str, Any]:
         return {}
     name, *others = parts
     if others or name not in _STRUCTURED:
-        raise wrong(field, f"an object with one of {', '.join(_STRUCTURED)}", value)
+        raise wrong_value(field, f"an object with one of {', '.join(_STRUCTURED)}", value)
     return _STRUCTURED[name](f"{field}.{name}", parts[name])
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from polarlm.engine.limits import MOST_DRAFTED, PENALTY_WINDOW
 from polarlm.engine.params import OPTIONS
 from polarlm.engine.sampling.sample import CHAIN
-from polarlm.server.reading.values import Body, is_empty, is_number, shown, unquoted
+from polarlm.server.reading.values import Body, describe, is_empty, is_number, unquote
 
 _MOST_UNKNOWN = 5  # unknown fields that are named
 _LONGEST_NAME = 40
@@ -31,8 +31,8 @@ class Field:
 
     name: str
     apis: str  # as "OpenAI, vLLM"; "here alone" for this server's own
-    standing: Literal["honoured", "harmless", "ignored", "refused"]
-    says: str
+    treatment: Literal["honoured", "harmless", "ignored", "refused"]
+    sentence: str
     neutral: tuple[Any, ...] = ()  # values that ask for nothing, if RULES does not have the field
 
 
@@ -44,7 +44,7 @@ class Rule:
     holds: Callable[[Any, Body], bool]
 
 
-def asking(body: Body) -> dict[str, Any]:
+def requested_fields(body: Body) -> dict[str, Any]:
     """The fields that ask for something; null, empty and neutral values do not."""
     body = {name: value for name, value in body.items() if value is not None}
     return {name: value for name, value in body.items() if not _is_neutral(name, value, body)}
@@ -52,59 +52,63 @@ def asking(body: Body) -> dict[str, Any]:
 
 def _is_neutral(name: str, value: Any, body: Body) -> bool:
     if is_empty(value):
-        return value not in _MEANT_EMPTY.get(name, ())
+        return value not in _MEANINGFUL_EMPTY.get(name, ())
     if rule := RULES.get(name):
         return rule.holds(value, body)
-    return name in FIELDS and any(_equal(unquoted(value), one) for one in FIELDS[name].neutral)
+    return name in FIELDS and any(_equal(unquote(value), one) for one in FIELDS[name].neutral)
 
 
-def complaint(body: Body) -> tuple[str, str] | None:
+def refusal_of(body: Body) -> tuple[str, str] | None:
     """The first refused field of a body of `asking` fields, and a sentence that names it; else None."""
-    named = (FIELDS[name] for name in body if name in FIELDS and FIELDS[name].standing == "refused")
-    return next(((field.name, f"{field.name}: {field.says}") for field in named), None)
+    refused_fields = (FIELDS[name] for name in body if name in FIELDS and FIELDS[name].treatment == "refused")
+    return next(((field.name, f"{field.name}: {field.sentence}") for field in refused_fields), None)
 
 
-def warnings(body: Body) -> list[tuple[str, str]]:
+def field_warnings(body: Body) -> list[tuple[str, str]]:
     """The `asking` fields that are not done as they ask, each with a sentence that names it."""
-    ignored = [FIELDS[name] for name in body if name in FIELDS and FIELDS[name].standing == "ignored"]
-    told = [(field.name, f"{field.name} is ignored: {field.says}") for field in ignored]
+    ignored = [FIELDS[name] for name in body if name in FIELDS and FIELDS[name].treatment == "ignored"]
+    sentences = [(field.name, f"{field.name} is ignored: {field.sentence}") for field in ignored]
     for name, most in CAPS.items():
-        if name in body and capped(name, body[name]) != body[name]:
-            told.append((name, f"{name} is {shown(body[name])}, and the most that there is here, {most}, counts"))
-    return told
+        if name in body and cap(name, body[name]) != body[name]:
+            sentences.append(
+                (name, f"{name} is {describe(body[name])}, and the most that there is here, {most}, counts")
+            )
+    return sentences
 
 
-def unknown_fields(body: Body, known: Collection[str], inside: str = "") -> list[str]:
-    """A sentence for each of the first unknown fields of `body`. inside: the path of `body`, such as "options."."""
-    strange = [name for name, value in body.items() if name not in known and not is_empty(value)]
-    sentences = [_unknown(name, known, inside) for name in strange[:_MOST_UNKNOWN]]
-    more = len(strange) - _MOST_UNKNOWN
+def unknown_fields(body: Body, known: Collection[str], path: str = "") -> list[str]:
+    """A sentence for each of the first unknown fields of `body`. path: the path of `body`, such as "options."."""
+    unknown = [name for name, value in body.items() if name not in known and not is_empty(value)]
+    sentences = [_unknown_warning(name, known, path) for name in unknown[:_MOST_UNKNOWN]]
+    more = len(unknown) - _MOST_UNKNOWN
     return [*sentences, f"{more} more fields are unknown"] if more > 0 else sentences
 
 
-def _unknown(name: str, known: Collection[str], inside: str) -> str:
+def _unknown_warning(name: str, known: Collection[str], path: str) -> str:
     name = name[:_LONGEST_NAME]
     name = name if _PLAIN.fullmatch(name) else ascii(name)
-    (meant,) = get_close_matches(name, known, n=1, cutoff=0.75) or ("",)
-    return f"{inside}{name} is unknown and ignored" + (f": did you mean {inside}{meant}?" if meant else "")
+    (guess,) = get_close_matches(name, known, n=1, cutoff=0.75) or ("",)
+    return f"{path}{name} is unknown and ignored" + (f": did you mean {path}{guess}?" if guess else "")
 
 
-def one_spelling_each(body: Body, told: list[tuple[str, str]]) -> dict[str, Any]:
-    """`body` with one spelling of each field, the first of SPELLINGS that it has. told: gets a sentence for each other
-    one that has another value."""
-    kept = dict(body)
+def normalize_spellings(body: Body, warnings: list[tuple[str, str]]) -> dict[str, Any]:
+    """`body` with one spelling of each field, the first of SPELLINGS that it has. warnings: gets a sentence for
+    each other one that has another value."""
+    normalized = dict(body)
     for names in SPELLINGS:
         first, *others = [name for name in names if name in body] or [""]
-        told += [(other, only(first, other)) for other in others if kept.pop(other) != body[first]]
-    return kept
+        warnings += [
+            (other, duplicate_warning(first, other)) for other in others if normalized.pop(other) != body[first]
+        ]
+    return normalized
 
 
-def only(first: str, other: str) -> str:
+def duplicate_warning(first: str, other: str) -> str:
     """What is said of two spellings of one field."""
     return f"{other} is ignored: {first} is given as well"
 
 
-def capped(name: str, value: Any) -> Any:
+def cap(name: str, value: Any) -> Any:
     """`value`, limited to the maximum of a field of CAPS; a negative number means the maximum too."""
     most = CAPS.get(name)
     return most if most is not None and is_number(value) and not 0 <= value <= most else value
@@ -116,13 +120,23 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 _ALIASES = {"temp": "temperature", "nucleus": "top_p", **{name.replace("_", "-"): name for name in CHAIN}}
-_OFF = ("top_n_sigma", "top-n-sigma", "typ_p", "typ-p", "typical", "typical_p", "xtc", "infill", "adaptive_p")
+_INACTIVE_SAMPLERS = (
+    "top_n_sigma",
+    "top-n-sigma",
+    "typ_p",
+    "typ-p",
+    "typical",
+    "typical_p",
+    "xtc",
+    "infill",
+    "adaptive_p",
+)
 
 
-def _is_usual_order(value: Any, _: Body) -> bool:
+def _is_default_order(value: Any, _: Body) -> bool:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         return False
-    return tuple(_ALIASES.get(name, name) for name in value if name not in _OFF) == CHAIN
+    return tuple(_ALIASES.get(name, name) for name in value if name not in _INACTIVE_SAMPLERS) == CHAIN
 
 
 RULES: Mapping[str, Rule] = {
@@ -135,7 +149,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "top_n_sigma": Rule("0 or less", lambda value, _: is_number(value) and value <= 0),
     "adaptive_target": Rule("below 0", lambda value, _: is_number(value) and value < 0),
-    "samplers": Rule("llama-server's own order", _is_usual_order),
+    "samplers": Rule("llama-server's own order", _is_default_order),
     "add_special_tokens": Rule(
         "`true` for a prompt, `false` for messages", lambda value, body: value is ("prompt" in body)
     ),
@@ -151,7 +165,7 @@ SPELLINGS = (
 )
 """Spellings of one field each; the first that a body has counts."""
 
-_MEANT_EMPTY: Mapping[str, tuple[Any, ...]] = {
+_MEANINGFUL_EMPTY: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("messages", "prompt", "input", "content"), ("", [], {})),
     **dict.fromkeys(("json_schema", "guided_json", "format"), ({},)),  # any JSON
     "dry_sequence_breakers": ([],),  # none

@@ -37,8 +37,8 @@ class Infill:
     file: int | None
     ends: tuple[int, ...]  # tokens that a model generates after a complete middle
 
-    def prompt(self, prefix: str, suffix: str, begun: str = "", files: Iterable[tuple[str, str]] = ()) -> Mixed:
-        """The prompt for the text between `prefix` and `suffix`, which begins with `begun`. files: names and texts of
+    def prompt(self, prefix: str, suffix: str, start: str = "", files: Iterable[tuple[str, str]] = ()) -> Mixed:
+        """The prompt for the text between `prefix` and `suffix`, which begins with `start`. files: names and texts of
         other files."""
         parts: Mixed = [] if self.bos is None else [self.bos]
         files = list(files)
@@ -49,7 +49,7 @@ class Infill:
             parts += [self.file, "filename\n"]
         else:
             parts += [text for _, text in files]
-        parts += [self.prefix, prefix, self.suffix, suffix, self.middle, begun]
+        parts += [self.prefix, prefix, self.suffix, suffix, self.middle, start]
         return [part for part in parts if part != ""]
 
 
@@ -75,14 +75,16 @@ def infill_of(tokenizer: Tokenizer) -> Infill | None:
     return None
 
 
-def infilled(field: str, asked: ParsedRequest, tokenizer: Tokenizer, texts: Iterable[tuple[Any, ...]]) -> ParsedRequest:
-    """`asked` with a prompt for each of `texts`, the arguments of `Infill.prompt`; control tokens' names in them stay
+def with_infill_prompts(
+    field: str, request: ParsedRequest, tokenizer: Tokenizer, texts: Iterable[tuple[Any, ...]]
+) -> ParsedRequest:
+    """`request` with a prompt for each of `texts`, the arguments of `Infill.prompt`; control tokens' names in them stay
     text. Raises BadRequest, which names `field`, for a model without the tokens."""
     if (infill := infill_of(tokenizer)) is None:
         sentence = "this model has no tokens for filling in the middle of a text; send the text before it as a prompt"
         raise BadRequest(field, f"{field}: {sentence}")
-    ends = () if asked.params.ignore_eos else infill.ends
-    params = replace(asked.params, stop_token_ids=(*asked.params.stop_token_ids, *ends))
-    options = replace(asked.options, parse_special=False)
+    ends = () if request.params.ignore_eos else infill.ends
+    params = replace(request.params, stop_token_ids=(*request.params.stop_token_ids, *ends))
+    options = replace(request.options, parse_special=False)
     first, *more = (infill.prompt(*one) for one in texts)
-    return replace(asked, prompt=first, more_prompts=tuple(more), params=params, options=options)
+    return replace(request, prompt=first, more_prompts=tuple(more), params=params, options=options)

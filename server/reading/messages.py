@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from polarlm.server.reading.parts import CALLED_WITH, Losses, image_in, in_words, is_image, kind_of, said
+from polarlm.server.reading.parts import CALLED_WITH, Losses, image_in, is_image, kind_of, list_kinds, text_of_part
 from polarlm.server.reading.tools import in_namespace
-from polarlm.server.reading.values import BadRequest, Told, array, mapping, shown, text, wrong
+from polarlm.server.reading.values import BadRequest, FieldWarnings, array, describe, mapping, text, wrong_value
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The roles that clients may use, and their names in templates."""
 
-_ELSEWHERE = {"human": "user", "ai": "assistant", "model": "assistant"}  # what other programs call them
+_FOREIGN_ROLES = {"human": "user", "ai": "assistant", "model": "assistant"}  # what other programs call them
 
-_OF_RESULTS = ("tool", "function")  # the second is OpenAI's, before there were tools
+_RESULT_ROLES = ("tool", "function")  # the second is OpenAI's, before there were tools
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names that APIs have for the reasoning of an answer
-_ODD = re.compile(r"[^\w.:/-]+")  # characters of a name that could end it in a template
+_UNSAFE_CHARACTERS = re.compile(r"[^\w.:/-]+")  # characters of a name that could end it in a template
 _LONGEST_NAME = 128
 _MOST_OPEN = 128  # calls of an answer that may get results
 
@@ -35,21 +35,21 @@ Message = dict[str, Any]
 Piece = str | Message  # a text, or an image: {"type": "image", "image": bytes}
 
 
-def read_messages(history: Any, told: Told, *, reads_images: bool = False) -> list[Message]:
-    """The messages in an array of messages and items. told: gets the field, and a sentence for each kind of thing that
-    is left out or put otherwise. reads_images: whether the model does. Raises BadRequest."""
+def read_messages(history: Any, field_warnings: FieldWarnings, *, reads_images: bool = False) -> list[Message]:
+    """The messages in an array of messages and items. field_warnings: gets the field, and a sentence for each kind of
+    thing that is left out or put otherwise. reads_images: whether the model does. Raises BadRequest."""
     question = _question(array("messages", history, "an array with at least one message", 1))
     reader = _Reader(reads_images)
     try:
         for index, one in enumerate(history):
-            reader.read(f"messages[{index}]", one, asked=index == question, is_last=index == len(history) - 1)
+            reader.read(f"messages[{index}]", one, is_question=index == question, is_last=index == len(history) - 1)
     except RecursionError:
         raise BadRequest("messages", "messages is nested too deeply") from None
     sentences = reader.warnings()
-    told += [("messages", sentence) for sentence in sentences]
-    if not (read := reader.messages()):
+    field_warnings += [("messages", sentence) for sentence in sentences]
+    if not (messages := reader.messages()):
         raise BadRequest("messages", ": ".join(("messages has nothing to answer", *sentences)))
-    return read
+    return messages
 
 
 def _question(history: list[Any]) -> int | None:
@@ -74,15 +74,15 @@ class _Reader:
     def __init__(self, reads_images: bool) -> None:
         self._reads_images = reads_images
         self._rows: list[tuple[Message, list[Message | None]]] = []  # messages, and the results of their calls
-        self._open: list[_Call] = []
-        self._called: dict[str, str] = {}  # ids of calls → names
-        self._answered: set[str] = set()  # ids of calls
-        self._is_over = False  # whether the latest answer is: something other than an answer follows it
+        self._open_calls: list[_Call] = []
+        self._call_names: dict[str, str] = {}  # ids of calls → names
+        self._answered_ids: set[str] = set()  # ids of calls
+        self._answer_is_over = False  # whether the latest answer is: something other than an answer follows it
         self._thoughts: list[str] = []  # reasoning, in items of its own, of the answer that follows
         self._losses = Losses()
         self._late: dict[str, None] = {}  # names of functions whose results came too late
-        self._twice: dict[str, None] = {}
-        self._roles: dict[str, None] = {}  # that no API has
+        self._repeated_results: dict[str, None] = {}
+        self._unknown_roles: dict[str, None] = {}  # that no API has
 
     def messages(self) -> list[Message]:
         return [one for message, results in self._rows for one in (message, *results) if one is not None]
@@ -92,15 +92,15 @@ class _Reader:
             "parts of messages that have no text are left out, of type": self._losses.left_out,
             "parts of messages are put as text, of type": self._losses.as_text,
             "results without a call, or later than the next answer, are put as text, of the function": self._late,
-            "second results of a call are left out, of the function": self._twice,
-            "earlier messages are put as the user's, of role": self._roles,
+            "second results of a call are left out, of the function": self._repeated_results,
+            "earlier messages are put as the user's, of role": self._unknown_roles,
         }
-        return [f"{sentence} {in_words(each)}" for sentence, each in kinds.items() if each]
+        return [f"{sentence} {list_kinds(each)}" for sentence, each in kinds.items() if each]
 
-    def read(self, at: str, entry: Any, *, asked: bool, is_last: bool) -> None:
-        """Read a message or an item. asked: whether it is what the user asks now. Raises BadRequest."""
+    def read(self, at: str, entry: Any, *, is_question: bool, is_last: bool) -> None:
+        """Read a message or an item. is_question: whether it is what the user asks now. Raises BadRequest."""
         kind = mapping(at, entry, "an object with a role and a content").get("type", "message")
-        if kind == "item_reference" or {*entry} - {"places"} == {"id"}:  # its type may be left out
+        if kind == "item_reference" or {*entry} - {"paths"} == {"id"}:  # its type may be left out
             sentence = (
                 f"{at}: item_reference: this server keeps no items of earlier responses, and would leave them out"
             )
@@ -109,29 +109,29 @@ class _Reader:
             self._item(at, entry, kind)
             return
         role = entry.get("role")
-        if role in _OF_RESULTS:
+        if role in _RESULT_ROLES:
             name = entry.get("tool_name") or entry.get("name")
-            self._result(entry.get("tool_call_id"), name, [part for _, part in _placed(at, entry)])
-        elif not isinstance(role, str) or (is_last and role not in {**ROLES, **_ELSEWHERE}):
-            raise wrong(f"{at}.role", f"one of {', '.join(ROLES)}", role)
+            self._result(entry.get("tool_call_id"), name, [part for _, part in _parts_with_paths(at, entry)])
+        elif not isinstance(role, str) or (is_last and role not in {**ROLES, **_FOREIGN_ROLES}):
+            raise wrong_value(f"{at}.role", f"one of {', '.join(ROLES)}", role)
         else:
-            known = ROLES.get(role) or _ELSEWHERE.get(role)
-            if known is None:
-                self._roles[role] = None
-            self._message(at, known or "user", entry, asked)
+            template_role = ROLES.get(role) or _FOREIGN_ROLES.get(role)
+            if template_role is None:
+                self._unknown_roles[role] = None
+            self._message(at, template_role or "user", entry, is_question)
 
-    def _message(self, at: str, role: str, item: Mapping[str, Any], asked: bool) -> None:
+    def _message(self, at: str, role: str, item: Mapping[str, Any], is_question: bool) -> None:
         is_answer = role == "assistant"
         thoughts = [item[name] for name in _REASONING if is_answer and isinstance(item.get(name), str)][:1]
         pieces: list[Piece] = []
         calls: list[Message] = []
-        if asked and item.get("images") and not self._reads_images:
+        if is_question and item.get("images") and not self._reads_images:
             raise BadRequest(f"{at}.images", f"{at}.images: this server takes text alone; leave images out")
         content = item.get("content")
         if content is not None and not isinstance(content, (str, list)) and kind_of(content) == "untyped":
-            raise wrong(f"{at}.content", "a string or an array of text parts", content)
+            raise wrong_value(f"{at}.content", "a string or an array of text parts", content)
         results = 0
-        for place, part in _placed(at, item):
+        for place, part in _parts_with_paths(at, item):
             kind = kind_of(part)
             if kind == "tool_result":
                 self._result(part.get("tool_use_id"), None, part.get("content"))
@@ -143,42 +143,46 @@ class _Reader:
             elif kind == "redacted_thinking":  # which only its maker can read
                 self._losses.left_out[kind] = None
             else:
-                pieces.append(self._image_or_text(place, part, asked) if role == "user" else self._part(place, part))
+                pieces.append(
+                    self._image_or_text(place, part, is_question) if role == "user" else self._part(place, part)
+                )
         if is_answer:
             pieces.append(_text(item.get("refusal")))
             if item.get("audio"):
-                pieces.append(said({"type": "audio"}, self._losses))
+                pieces.append(text_of_part({"type": "audio"}, self._losses))
             calls += _calls(at, item)
         message: Message = {"role": role} | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
         if pieces or not results:
             self._add(message | {"content": _content(pieces)} | ({"tool_calls": calls} if calls else {}))
 
-    def _image_or_text(self, at: str, part: Any, asked: bool = False) -> Piece:
+    def _image_or_text(self, at: str, part: Any, is_question: bool = False) -> Piece:
         if self._reads_images and is_image(part):
             try:
                 return {"type": "image", "image": image_in(at, part)}
             except BadRequest:
-                if asked:
+                if is_question:
                     raise
-        return self._part(at, part, asked)
+        return self._part(at, part, is_question)
 
-    def _part(self, at: str, part: Any, asked: bool = False) -> str:
+    def _part(self, at: str, part: Any, is_question: bool = False) -> str:
         losses = Losses()
-        written, kind = said(part, losses), kind_of(part)
-        if losses.left_out and asked:
-            inside = mapping(at, part, 'an object such as {"type": "text", "text": "…"}')
-            text(f"{at}.text", inside.get("text", ""))
-            takes = "text and images" if self._reads_images else "text"
-            named = "a part without a type is" if kind == "untyped" else f"{shown(kind)} parts are"
-            raise BadRequest(f"{at}.type", f"{at}.type: {named} not supported here: this server takes {takes} alone")
+        content, kind = text_of_part(part, losses), kind_of(part)
+        if losses.left_out and is_question:
+            members = mapping(at, part, 'an object such as {"type": "text", "text": "…"}')
+            text(f"{at}.text", members.get("text", ""))
+            accepted_types = "text and images" if self._reads_images else "text"
+            what = "a part without a type is" if kind == "untyped" else f"{describe(kind)} parts are"
+            raise BadRequest(
+                f"{at}.type", f"{at}.type: {what} not supported here: this server takes {accepted_types} alone"
+            )
         self._losses.left_out.update(losses.left_out)
         self._losses.as_text.update(losses.as_text)
-        return written
+        return content
 
     def _item(self, at: str, item: Mapping[str, Any], kind: str) -> None:
         if kind == "reasoning":  # an encrypted part is for its maker alone
             parts = item.get("content") or item.get("summary")
-            thoughts = [said(part, Losses()) for part in (parts if isinstance(parts, list) else ())]
+            thoughts = [text_of_part(part, Losses()) for part in (parts if isinstance(parts, list) else ())]
             self._thoughts += thoughts
             if item.get("encrypted_content") and not any(thoughts):
                 self._losses.left_out["encrypted reasoning"] = None
@@ -194,13 +198,13 @@ class _Reader:
             if isinstance(space := item.get("namespace"), str):
                 function["name"] = in_namespace(space, _text(function["name"]))
             self._add_item([_call(at, function, arguments, name)], "")
-        elif written := self._part(at, item).strip():
-            self._add_item([], written)
+        elif text_of_item := self._part(at, item).strip():
+            self._add_item([], text_of_item)
 
     def _add_item(self, calls: list[Message], content: str) -> None:
         """Add calls or a text of an answer. Calls join what the answer has so far: its items belong to one turn."""
         last = self._rows[-1] if self._rows else None
-        if calls and last and last[0]["role"] == "assistant" and not self._is_over and not self._thoughts:
+        if calls and last and last[0]["role"] == "assistant" and not self._answer_is_over and not self._thoughts:
             message, results = last
             message.setdefault("tool_calls", []).extend(calls)
             self._expect(calls, results)
@@ -213,50 +217,50 @@ class _Reader:
         if message["role"] == "assistant":
             if thoughts:
                 message = {**message, "reasoning_content": thoughts}
-            if self._is_over:
-                self._open, self._is_over = [], False
+            if self._answer_is_over:
+                self._open_calls, self._answer_is_over = [], False
             self._expect(message.get("tool_calls", []), results)
         else:
-            self._is_over = True
+            self._answer_is_over = True
         self._rows.append((message, results))
 
     def _expect(self, calls: list[Message], results: list[Message | None]) -> None:
         for call in calls:
-            sent, name, place = call["id"], call["function"]["name"], len(results)
-            id = call["id"] = sent or f"call_{place}"
-            if len(self._open) < _MOST_OPEN:
-                self._open.append(_Call(id, name, bool(sent), results, place))
+            given_id, name, place = call["id"], call["function"]["name"], len(results)
+            id = call["id"] = given_id or f"call_{place}"
+            if len(self._open_calls) < _MOST_OPEN:
+                self._open_calls.append(_Call(id, name, bool(given_id), results, place))
             results.append(None)
-            self._called[id] = name
-            self._answered.discard(id)
+            self._call_names[id] = name
+            self._answered_ids.discard(id)
 
     def _result(self, id: Any, name: Any, content: Any) -> None:
         """Put a result next to its call, or else as a text of the user's, who is not taken for the model."""
         id, name = _text(id), _name(name) if name else ""
-        self._thoughts, self._is_over = [], True
-        pieces = self._of_tool(content)
-        call = self._call_of(id, name)
+        self._thoughts, self._answer_is_over = [], True
+        pieces = self._tool_pieces(content)
+        call = self._find_call(id, name)
         if call is not None:
-            self._open.remove(call)
-            self._answered.add(call.id)
+            self._open_calls.remove(call)
+            self._answered_ids.add(call.id)
             result = {"role": "tool", "content": _content(pieces), "tool_call_id": call.id, "name": call.name}
             call.results[call.place] = result
-        elif id in self._answered:
-            self._twice[self._called[id]] = None
+        elif id in self._answered_ids:
+            self._repeated_results[self._call_names[id]] = None
         else:
-            name = self._called.get(id, name) or "a tool"
+            name = self._call_names.get(id, name) or "a tool"
             self._late[name] = None
             self._add({"role": "user", "content": _content([f"Result of {name}:\n", *pieces])})
 
-    def _call_of(self, id: str, name: str) -> _Call | None:
+    def _find_call(self, id: str, name: str) -> _Call | None:
         """The open call with an id. Where the client gave no ids, the first of this name, or of all."""
-        named = next((call for call in self._open if call.id == id), None)
-        if named or id in self._called:
-            return named
-        calls = [call for call in self._open if not id or not call.has_id]
+        open_call = next((call for call in self._open_calls if call.id == id), None)
+        if open_call or id in self._call_names:
+            return open_call
+        calls = [call for call in self._open_calls if not id or not call.has_id]
         return next((call for call in calls if call.name == name), next(iter(calls), None))
 
-    def _of_tool(self, content: Any) -> list[Piece]:
+    def _tool_pieces(self, content: Any) -> list[Piece]:
         pieces: list[Piece] = []
         for one in content if isinstance(content, list) else [] if content is None else [content]:
             has_text = isinstance(one, str) or kind_of(one) != "untyped"
@@ -264,14 +268,14 @@ class _Reader:
         return pieces
 
 
-def _placed(at: str, item: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _parts_with_paths(at: str, item: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The parts of a message with their places; first the images that Ollama's clients have beside the content."""
     content, images = item.get("content"), item.get("images")
-    beside = enumerate(images if isinstance(images, list) else ())
-    placed = [(f"{at}.images[{index}]", {"type": "image", "data": one}) for index, one in beside]
+    image_entries = enumerate(images if isinstance(images, list) else ())
+    parts = [(f"{at}.images[{index}]", {"type": "image", "data": one}) for index, one in image_entries]
     if isinstance(content, list):
-        return placed + [(f"{at}.content[{index}]", part) for index, part in enumerate(content) if part is not None]
-    return [*placed, (f"{at}.content", "" if content is None else content)]
+        return parts + [(f"{at}.content[{index}]", part) for index, part in enumerate(content) if part is not None]
+    return [*parts, (f"{at}.content", "" if content is None else content)]
 
 
 def _content(pieces: list[Piece]) -> str | list[Message]:
@@ -279,11 +283,11 @@ def _content(pieces: list[Piece]) -> str | list[Message]:
     if not any(isinstance(piece, dict) for piece in pieces):
         return "".join(map(str, pieces))
     parts: list[Message] = []
-    for is_text, together in groupby(pieces, lambda piece: isinstance(piece, str)):
+    for is_text, run in groupby(pieces, lambda piece: isinstance(piece, str)):
         if not is_text:
-            parts += together  # type: ignore[arg-type]
-        elif written := "".join(map(str, together)):
-            parts.append({"type": "text", "text": written})
+            parts += run  # type: ignore[arg-type]
+        elif text := "".join(map(str, run)):
+            parts.append({"type": "text", "text": text})
     return parts
 
 
@@ -296,19 +300,19 @@ def _calls(at: str, message: Mapping[str, Any]) -> Iterator[Message]:
         kind = "custom" if isinstance(call, dict) and isinstance(call.get("custom"), dict) else "function"
         function = call.get(kind) if isinstance(call, dict) else None
         if not isinstance(function, dict):
-            raise wrong(place, "an object with an id and a function", call)
-        passed = {"input": function.get("input")} if kind == "custom" else function.get("arguments")
-        yield _call(place, {**function, "id": call.get("id")}, passed, f"{kind}.arguments")
+            raise wrong_value(place, "an object with an id and a function", call)
+        arguments = {"input": function.get("input")} if kind == "custom" else function.get("arguments")
+        yield _call(place, {**function, "id": call.get("id")}, arguments, f"{kind}.arguments")
 
 
-def _call(at: str, called: Mapping[str, Any], arguments: Any, member: str) -> Message:
-    function = {"name": _name(called.get("name")), "arguments": _arguments(f"{at}.{member}", arguments)}
-    return {"id": _text(called.get("id")), "type": "function", "function": function}
+def _call(at: str, call: Mapping[str, Any], arguments: Any, member: str) -> Message:
+    function = {"name": _name(call.get("name")), "arguments": _arguments(f"{at}.{member}", arguments)}
+    return {"id": _text(call.get("id")), "type": "function", "function": function}
 
 
 def _name(value: Any) -> str:
     """The name of a function that was called, however another server let it be."""
-    return _ODD.sub("_", _text(value))[:_LONGEST_NAME] or "unknown"
+    return _UNSAFE_CHARACTERS.sub("_", _text(value))[:_LONGEST_NAME] or "unknown"
 
 
 def _text(value: Any) -> str:

@@ -10,17 +10,17 @@ from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.model_loaders import Model
 from polarlm.server.reading.constraints import read_constraint
-from polarlm.server.reading.fields import asking, complaint, one_spelling_each, warnings
+from polarlm.server.reading.fields import field_warnings, normalize_spellings, refusal_of, requested_fields
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
 from polarlm.server.reading.sampling import read_sampling
 from polarlm.server.reading.tools import Tools, read_tools
-from polarlm.server.reading.values import BadRequest, Told, count, flag, mapping, number, one_of, text
+from polarlm.server.reading.values import BadRequest, FieldWarnings, count, flag, mapping, number, one_of, text
 
 MAX_ANSWERS = 16  # n
 
 
 @dataclass(frozen=True)
-class About:
+class ModelInfo:
     model: Model
     name: str  # what answers call the model, with the request's adapter, if it has one
     parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
@@ -55,7 +55,7 @@ class ParsedRequest:
 
 def read(
     body: Mapping[str, Any],
-    about: About,
+    info: ModelInfo,
     takes: Collection[str] = ("messages", "prompt"),
     *,
     switched_logprobs: bool = False,
@@ -66,23 +66,23 @@ def read(
     `top_logprobs`; otherwise `logprobs` is the count. Fields that ask for nothing and unknown fields are ignored.
     Raises BadRequest.
     """
-    told: Told = []
-    body = one_spelling_each(asking(body), told)
-    if refused := complaint(body):
-        raise BadRequest(*refused)
+    warnings: FieldWarnings = []
+    body = normalize_spellings(requested_fields(body), warnings)
+    if refusal := refusal_of(body):
+        raise BadRequest(*refusal)
     usage = mapping("stream_options", body.get("stream_options", {})).get("include_usage")
     text("model", body.get("model", ""))  # any name is accepted
     answers = "n" if "n" in body else "n_cmpl"
-    tools = read_tools(body, told)
-    params = read_sampling(body, about.model.tokenizer.tokenize, switched_logprobs=switched_logprobs)
+    tools = read_tools(body, warnings)
+    params = read_sampling(body, info.model.tokenizer.tokenize, switched_logprobs=switched_logprobs)
     if tools is not None and tools.calls != "none" and params.is_constrained and params.schema is None:
         sentence = "tools and a grammar, or a regular expression, exclude each other: leave one of them out"
         raise BadRequest("tools", sentence)
     if tools is not None and tools.calls == "must":
         params = replace(params, schema=None)  # the form of the text, and there is none
-    prompt = read_prompt(body, takes, told, reads_images=about.reads_images)
+    prompt = read_prompt(body, takes, warnings, reads_images=info.reads_images)
     continues = read_continues(body, prompt)
-    options = read_options(body, parse_special=about.parse_special, tools=tools)
+    options = read_options(body, parse_special=info.parse_special, tools=tools)
     return ParsedRequest(
         prompt=prompt,
         options=replace(options, continue_final_message=continues),
@@ -95,15 +95,15 @@ def read(
         tools=tools,
         constrained_by=read_constraint(body)[0],
         reasoning=_reasoning(body),
-        warnings=(*told, *warnings(body)),
+        warnings=(*warnings, *field_warnings(body)),
     )
 
 
 def _sign_seconds(body: Mapping[str, Any]) -> float | None:
-    asked = body.get("sse_ping_interval")
-    if asked is None:
+    interval = body.get("sse_ping_interval")
+    if interval is None:
         return None
-    seconds = number("sse_ping_interval", asked)
+    seconds = number("sse_ping_interval", interval)
     if seconds != -1 and seconds < 1:
         raise BadRequest("sse_ping_interval", "sse_ping_interval must be -1, or at least 1 second")
     return max(0, seconds)

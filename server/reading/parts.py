@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polarlm.engine.data_urls import file_in, is_data_url
-from polarlm.server.reading.values import BadRequest, shown
+from polarlm.server.reading.values import BadRequest, describe
 
 _MEDIA = {
     **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot", "image_generation_call"), "image"),
@@ -36,7 +36,7 @@ class Losses:
     as_text: dict[str, None] = field(default_factory=dict)
 
 
-def said(part: Any, losses: Losses) -> str:
+def text_of_part(part: Any, losses: Losses) -> str:
     """The text of a part: its own, or its type and the texts in it, a line each; a note for an image, a sound, a video
     or a file; "" for what else has no text."""
     if isinstance(part, str):
@@ -47,16 +47,16 @@ def said(part: Any, losses: Losses) -> str:
     for name in ("text", "refusal"):
         if isinstance(part.get(name), str):
             return str(part[name])
-    inside = list(_inside(part, losses, _MOST_DEPTH))
-    if not inside and kind.endswith("text") and part.get("text") is None:  # an empty one, however it is written
+    texts = list(_inner_texts(part, losses, _MOST_DEPTH))
+    if not texts and kind.endswith("text") and part.get("text") is None:  # an empty one, however it is written
         return ""
-    if not inside:
+    if not texts:
         losses.left_out[kind] = None
         return ""
     losses.as_text[kind] = None
     name = part.get("name")
     head = f"{kind} {name}" if isinstance(name, str) else kind
-    return "\n".join((f"\n[{head}]", *inside, ""))
+    return "\n".join((f"\n[{head}]", *texts, ""))
 
 
 def kind_of(part: Any) -> str:
@@ -84,10 +84,10 @@ def image_in(at: str, part: Mapping[str, Any]) -> bytes:
         raise BadRequest(at, f"{at} has an image that is not base64") from None
 
 
-def in_words(kinds: Iterable[str]) -> str:
-    named = [shown(kind[:_LONGEST]) for kind in kinds]
-    more = len(named) - _MOST_NAMED
-    return ", ".join(named[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+def list_kinds(kinds: Iterable[str]) -> str:
+    names = [describe(kind[:_LONGEST]) for kind in kinds]
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _note(part: dict[str, Any], losses: Losses) -> str:
@@ -104,14 +104,14 @@ def _note(part: dict[str, Any], losses: Losses) -> str:
     return f"[{medium} left out]"
 
 
-def _inside(value: Any, losses: Losses, depth: int) -> Iterator[str]:
+def _inner_texts(value: Any, losses: Losses, depth: int) -> Iterator[str]:
     """The texts in a part, in their order. What may be data, such as an encrypted member, is none."""
     if isinstance(value, str):
         if value.strip():
             yield value
     elif isinstance(value, list) and depth:
         for one in value:
-            yield from _inside(one, losses, depth - 1)
+            yield from _inner_texts(one, losses, depth - 1)
     elif isinstance(value, dict) and depth:
         if note := _note(value, losses):
             yield note
@@ -120,4 +120,4 @@ def _inside(value: Any, losses: Losses, depth: int) -> Iterator[str]:
             if name in CALLED_WITH and member:
                 yield member if isinstance(member, str) else json.dumps(member, ensure_ascii=False)
             elif name in _TEXTS or (name == "data" and value.get("type") == "text"):
-                yield from _inside(member, losses, depth - 1)
+                yield from _inner_texts(member, losses, depth - 1)

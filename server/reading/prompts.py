@@ -9,15 +9,15 @@ from typing import Any
 
 from polarlm.engine import PromptOptions
 from polarlm.engine.requests.prompts import Prompt
-from polarlm.server.reading.fields import only
+from polarlm.server.reading.fields import duplicate_warning
 from polarlm.server.reading.messages import read_messages
 from polarlm.server.reading.tools import Tools, check_depth
 from polarlm.server.reading.values import (
     LARGEST,
     BadRequest,
-    Told,
+    FieldWarnings,
     array,
-    at_most,
+    check_at_most,
     count,
     flag,
     is_empty,
@@ -25,7 +25,7 @@ from polarlm.server.reading.values import (
     mapping,
     number,
     text,
-    wrong,
+    wrong_value,
 )
 
 MOST_SALT = 1024  # characters
@@ -37,45 +37,52 @@ _LONGEST_EFFORT = 32  # characters: a word, such as "high"
 def read_prompt(
     body: Mapping[str, Any],
     takes: Collection[str] = ("messages", "prompt"),
-    told: Told | None = None,
+    field_warnings: FieldWarnings | None = None,
     *,
     reads_images: bool,
 ) -> Prompt:
-    """The prompt under one of the names in `takes`. told, reads_images: see `read_messages`. Raises BadRequest."""
-    told = [] if told is None else told
-    name = one_given(body, takes)
-    told += [(other, only(name, other)) for other in ("messages", "prompt") if other not in takes and other in body]
+    """The prompt under one of the names in `takes`. field_warnings, reads_images: see `read_messages`. Raises
+    BadRequest."""
+    field_warnings = [] if field_warnings is None else field_warnings
+    name = choose_field(body, takes)
+    field_warnings += [
+        (other, duplicate_warning(name, other))
+        for other in ("messages", "prompt")
+        if other not in takes and other in body
+    ]
     if name == "messages":
-        return read_messages(body["messages"], told, reads_images=reads_images)
+        return read_messages(body["messages"], field_warnings, reads_images=reads_images)
     (prompt,) = read_prompts(name, body[name], 1)
     return prompt
 
 
-def one_given(body: Mapping[str, Any], names: Collection[str]) -> str:
+def choose_field(body: Mapping[str, Any], names: Collection[str]) -> str:
     """The one of `names` that a body has; an empty one counts where no other is there. Raises BadRequest."""
-    there = [name for name in names if body.get(name) is not None]
-    filled = [name for name in there if not is_empty(body[name])] or there
-    if len(filled) == 1:
-        return filled[0]
-    sentence = f"give either {' or '.join(names)}, not both" if filled else f"{' or '.join(names)} is missing"
+    present = [name for name in names if body.get(name) is not None]
+    nonempty = [name for name in present if not is_empty(body[name])] or present
+    if len(nonempty) == 1:
+        return nonempty[0]
+    sentence = f"give either {' or '.join(names)}, not both" if nonempty else f"{' or '.join(names)} is missing"
     raise BadRequest(next(iter(names)), sentence)
 
 
-def spelling(body: Mapping[str, Any], names: Sequence[str], told: Told) -> str:
+def spelling(body: Mapping[str, Any], names: Sequence[str], field_warnings: FieldWarnings) -> str:
     """The one of several spellings of a field that counts in a body: the first that it has, and is not empty. told:
     gets a sentence for each of the others that has another value."""
-    there = [name for name in names if body.get(name) is not None]
-    first, *others = [name for name in there if not is_empty(body[name])] or there or names
-    told += [(other, only(first, other)) for other in others if other in body and body[other] != body[first]]
+    present = [name for name in names if body.get(name) is not None]
+    first, *others = [name for name in present if not is_empty(body[name])] or present or names
+    field_warnings += [
+        (other, duplicate_warning(first, other)) for other in others if other in body and body[other] != body[first]
+    ]
     return first
 
 
 def read_truncate(body: Mapping[str, Any], default: bool) -> bool:
     """Whether a text that is too long is cut, by the fields of Ollama, Text Embeddings Inference and Cohere, or of
     Voyage and Jina. Raises BadRequest."""
-    asked = [(name, body[name]) for name in ("truncate", "truncation") if body.get(name) is not None]
-    words = {name: _CUTS.get(value, value) if isinstance(value, str) else value for name, value in asked}
-    return all(flag(name, value) for name, value in words.items()) if asked else default
+    values = [(name, body[name]) for name in ("truncate", "truncation") if body.get(name) is not None]
+    words = {name: _CUTS.get(value, value) if isinstance(value, str) else value for name, value in values}
+    return all(flag(name, value) for name, value in words.items()) if values else default
 
 
 def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools | None = None) -> PromptOptions:
@@ -85,7 +92,7 @@ def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools |
         parse_special=flag("parse_special", body.get("parse_special", parse_special)),
         cache_prompt=flag("cache_prompt", body.get("cache_prompt", True)),
         cache_salt=read_salt(body.get("cache_salt")),
-        tools=() if tools is None else tools.every,
+        tools=() if tools is None else tools.all,
         template_variables=_template_variables(body.get("chat_template_kwargs"), body.get("reasoning_effort")),
     )
 
@@ -102,18 +109,21 @@ def read_vector_options(body: Mapping[str, Any], *, truncates: bool = False) -> 
 
 def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
     """Whether the answer continues the last message, unless a field of vLLM's says otherwise. Raises BadRequest."""
-    wishes = {"continue_final_message": True, "add_generation_prompt": False}
-    asks = {name: flag(name, body[name]) is wish for name, wish in wishes.items() if body.get(name) is not None}
-    if len(set(asks.values())) > 1:
+    meanings = {"continue_final_message": True, "add_generation_prompt": False}
+    continues = {
+        name: flag(name, body[name]) is meaning for name, meaning in meanings.items() if body.get(name) is not None
+    }
+    if len(set(continues.values())) > 1:
         sentence = "add_generation_prompt asks for a new turn if it is true, continue_final_message if it is false"
         raise BadRequest("continue_final_message", f"{sentence}: leave one of them out")
     last: Any = prompt[-1] if prompt else None
-    begun = isinstance(last, dict) and last["role"] == "assistant" and not last.get("tool_calls")
-    begun = begun and body["messages"][-1].get("role") == "assistant"  # and no result that went to its call
-    if isinstance(last, dict) and not begun and any(asks.values()):
-        name = next(iter(asks))
+    is_continued = isinstance(last, dict) and last["role"] == "assistant" and not last.get("tool_calls")
+    # and no result that went to its call
+    is_continued = is_continued and body["messages"][-1].get("role") == "assistant"
+    if isinstance(last, dict) and not is_continued and any(continues.values()):
+        name = next(iter(continues))
         raise BadRequest(name, f"{name} asks to continue the last message, which is not a text of the assistant's")
-    return begun and len(prompt) > 1 and all(asks.values())
+    return is_continued and len(prompt) > 1 and all(continues.values())
 
 
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
@@ -122,19 +132,19 @@ _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bo
 def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
     """Variables of the model's template: the ones in `value`, and the ones that an effort of reasoning implies."""
     field = "chat_template_kwargs"
-    asked: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if effort is not None:
         effort = text("reasoning_effort", effort, _LONGEST_EFFORT)
-        asked = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        variables = {"enable_thinking": effort != "none", "reasoning_effort": effort}
     if value is None:
-        return asked
+        return variables
     for name in mapping(field, value, 'an object such as {"enable_thinking": false}'):
         if name in _OWN_VARIABLES:
             raise BadRequest(f"{field}.{name}", f"{field}.{name} cannot be set: the server gives it its value")
     check_depth(field, value)
-    written = json.dumps(value, ensure_ascii=False)
-    at_most(MOST_VARIABLES, field, len(written), "characters")
-    return asked | {name: part for name, part in value.items() if part is not None}
+    json_text = json.dumps(value, ensure_ascii=False)
+    check_at_most(MOST_VARIABLES, field, len(json_text), "characters")
+    return variables | {name: part for name, part in value.items() if part is not None}
 
 
 def read_salt(value: Any) -> str:
@@ -147,8 +157,8 @@ def read_prompts(field: str, value: Any, most: int) -> list[Prompt]:
     if not isinstance(value, list) or any(map(is_number, value)):
         return [_raw_prompt(field, value)]
     if not value:
-        raise wrong(field, "a string, an array of token ids, or an array of several prompts", value)
-    at_most(most, field, len(value), "prompts")
+        raise wrong_value(field, "a string, an array of token ids, or an array of several prompts", value)
+    check_at_most(most, field, len(value), "prompts")
     return [_raw_prompt(field if len(value) == 1 else f"{field}[{index}]", one) for index, one in enumerate(value)]
 
 
@@ -167,31 +177,31 @@ def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
 def with_adapter(options: PromptOptions, body: Mapping[str, Any], adapters: Mapping[str, float]) -> PromptOptions:
     """The options with the adapter that a body names: in "model", by itself or after the model's name and a colon, or
     in "lora", by number. adapters: the server's, with their scales. Raises BadRequest."""
-    chosen = _listed(body.get("lora"), [*adapters])
+    choice = _read_lora(body.get("lora"), [*adapters])
     model = body.get("model")
-    named = model.rpartition(":")[2] if isinstance(model, str) else ""
-    if chosen is None:
-        return replace(options, lora=named) if named in adapters else options
-    name, scale = chosen
-    if named in adapters and named != name:
-        raise BadRequest("lora", f"model names the adapter {named}, and lora {name}: a request has one adapter")
+    model_suffix = model.rpartition(":")[2] if isinstance(model, str) else ""
+    if choice is None:
+        return replace(options, lora=model_suffix) if model_suffix in adapters else options
+    name, scale = choice
+    if model_suffix in adapters and model_suffix != name:
+        raise BadRequest("lora", f"model names the adapter {model_suffix}, and lora {name}: a request has one adapter")
     return replace(options, lora=name, lora_scale=scale / adapters[name])
 
 
-def _listed(value: Any, names: list[str]) -> tuple[str, float] | None:
+def _read_lora(value: Any, names: list[str]) -> tuple[str, float] | None:
     """The adapter in llama-server's list, and its scale; None if it has none of a scale other than 0."""
     if is_empty(value):
         return None
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise wrong("lora", 'an array of objects such as {"id": 0, "scale": 1}', value)
-    chosen: dict[str, float] = {}
+        raise wrong_value("lora", 'an array of objects such as {"id": 0, "scale": 1}', value)
+    scales: dict[str, float] = {}
     for index, one in enumerate(value):
         at = f"lora[{index}]"
         if not names:
             raise BadRequest(f"{at}.id", f"{at}.id: this server has no adapters: start it with --lora NAME=PATH")
         name = names[count(f"{at}.id", one.get("id"), 0, len(names) - 1)]
         if scale := number(f"{at}.scale", 0 if one.get("scale") is None else one["scale"]):
-            chosen[name] = scale
-    if len(chosen) > 1:
-        raise BadRequest("lora", f"lora asks for {' and '.join(chosen)}, but a request has one adapter")
-    return next(iter(chosen.items()), None)
+            scales[name] = scale
+    if len(scales) > 1:
+        raise BadRequest("lora", f"lora asks for {' and '.join(scales)}, but a request has one adapter")
+    return next(iter(scales.items()), None)

@@ -11,8 +11,19 @@ from polarlm.engine import SamplingParams
 from polarlm.engine.limits import MOST_LOGPROBS, Numbers, complaint
 from polarlm.engine.params import OPTIONS, SAMPLING
 from polarlm.server.reading.constraints import read_constraint
-from polarlm.server.reading.fields import capped
-from polarlm.server.reading.values import LARGEST, BadRequest, array, at_most, count, flag, number, shown, text, wrong
+from polarlm.server.reading.fields import cap
+from polarlm.server.reading.values import (
+    LARGEST,
+    BadRequest,
+    array,
+    check_at_most,
+    count,
+    describe,
+    flag,
+    number,
+    text,
+    wrong_value,
+)
 
 MAX_STOPS, MAX_STOP_LENGTH = 256, 1000
 MAX_STOP_TEXT = 16_000  # characters, of all stops together
@@ -24,33 +35,33 @@ Tokenize = Callable[[str], list[int]]
 
 def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logprobs: bool) -> SamplingParams:
     """The sampling parameters of a request. See `server.reading.parameters.read`. Raises BadRequest."""
-    chosen: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for field, (name, read) in _FIELDS.items():
         if field in body:
-            chosen[name] = _within_limits(field, name, capped(field, read(field, body[field])))
+            settings[name] = _within_limits(field, name, cap(field, read(field, body[field])))
     if "logit_bias" in body:
         biases = _biases(body["logit_bias"], tokenize)
-        chosen["logit_bias"] = _within_limits("logit_bias", "logit_bias", biases)
-    return SamplingParams(**chosen, **read_constraint(body)[1], logprobs=_logprobs(body, switched_logprobs))
+        settings["logit_bias"] = _within_limits("logit_bias", "logit_bias", biases)
+    return SamplingParams(**settings, **read_constraint(body)[1], logprobs=_logprobs(body, switched_logprobs))
 
 
 def _within_limits(field: str, name: str, value: Any) -> Any:
     """`value` of a field that sets the parameter `name`. Raises BadRequest if it is out of the limits."""
-    if wrong := complaint(SAMPLING, name, value):
-        raise BadRequest(field, f"{field} {wrong}")
+    if wrong_value := complaint(SAMPLING, name, value):
+        raise BadRequest(field, f"{field} {wrong_value}")
     return value
 
 
-def _logprobs(body: Mapping[str, Any], switched: bool) -> int | None:
+def _logprobs(body: Mapping[str, Any], is_switch: bool) -> int | None:
     """`SamplingParams.logprobs`: a number of most likely tokens; None for no log-probabilities."""
-    asked, top = body.get("logprobs"), count("top_logprobs", body.get("top_logprobs", 0), 0, MOST_LOGPROBS)
+    value, top = body.get("logprobs"), count("top_logprobs", body.get("top_logprobs", 0), 0, MOST_LOGPROBS)
     if probabilities := count("n_probs", body.get("n_probs", 0), 0, MOST_LOGPROBS):
         return probabilities
-    if not switched:
+    if not is_switch:
         if top:
             raise BadRequest("top_logprobs", "top_logprobs is not known here: logprobs itself is the number of tokens")
-        return None if asked is None or asked is False else count("logprobs", asked, 0, MOST_LOGPROBS)
-    if flag("logprobs", False if asked is None or asked == 0 else asked):
+        return None if value is None or value is False else count("logprobs", value, 0, MOST_LOGPROBS)
+    if flag("logprobs", False if value is None or value == 0 else value):
         return top
     if top:
         raise BadRequest("top_logprobs", "top_logprobs needs logprobs, which must be true with it")
@@ -58,7 +69,7 @@ def _logprobs(body: Mapping[str, Any], switched: bool) -> int | None:
 
 
 def _ids(field: str, value: Any) -> tuple[int, ...]:
-    at_most(MAX_BIASES, field, len(array(field, value, "an array of token ids")), "tokens")
+    check_at_most(MAX_BIASES, field, len(array(field, value, "an array of token ids")), "tokens")
     return tuple(count(f"{field}[{index}]", token, 0, LARGEST) for index, token in enumerate(value))
 
 
@@ -80,10 +91,10 @@ def _seed(field: str, value: Any) -> int:
 def _texts(field: str, value: Any) -> tuple[str, ...]:
     """The strings in a string or an array, but for empty ones."""
     values = [value] if isinstance(value, str) else array(field, value, "a string or an array of strings")
-    at_most(MAX_STOPS, field, len(values), "strings")
+    check_at_most(MAX_STOPS, field, len(values), "strings")
     for index, one in enumerate(values):
         text(field if values is not value else f"{field}[{index}]", one, MAX_STOP_LENGTH)
-    at_most(MAX_STOP_TEXT, field, sum(map(len, values)), "characters")
+    check_at_most(MAX_STOP_TEXT, field, sum(map(len, values)), "characters")
     return tuple(one for one in values if one)
 
 
@@ -125,14 +136,14 @@ def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
     elif isinstance(value, list):
         pairs = (_pair(f"logit_bias[{index}]", pair) for index, pair in enumerate(value))
     else:
-        raise wrong("logit_bias", "an object of token ids and numbers", value)
-    at_most(MAX_BIASES, "logit_bias", len(value), "entries")
+        raise wrong_value("logit_bias", "an object of token ids and numbers", value)
+    check_at_most(MAX_BIASES, "logit_bias", len(value), "entries")
     biases: dict[int, float] = {}
     characters = 0
-    for token, sent in pairs:
-        if sent is None:
+    for token, bias_value in pairs:
+        if bias_value is None:
             continue
-        bias = -math.inf if sent is False else number(f"logit_bias.{shown(token)}", sent)
+        bias = -math.inf if bias_value is False else number(f"logit_bias.{describe(token)}", bias_value)
         if isinstance(token, int):
             biases[token] = bias
             continue
@@ -140,7 +151,7 @@ def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
         if characters > MAX_BIAS_TEXT:
             raise BadRequest("logit_bias", f"logit_bias has strings of more than {MAX_BIAS_TEXT} characters")
         biases |= dict.fromkeys(tokenize(token), bias)
-    at_most(MAX_BIASES, "logit_bias", len(biases), "tokens")
+    check_at_most(MAX_BIASES, "logit_bias", len(biases), "tokens")
     return biases
 
 
@@ -149,12 +160,12 @@ def _id_or_text(token: str) -> int | str:
     if re.fullmatch("-?[0-9]+", token) is None:
         return token
     if re.fullmatch("[0-9]{1,18}", token) is None:
-        raise BadRequest("logit_bias", f"logit_bias names {shown(token)}, which is not a token id")
+        raise BadRequest("logit_bias", f"logit_bias names {describe(token)}, which is not a token id")
     return int(token)
 
 
 def _pair(field: str, pair: Any) -> tuple[int | str, Any]:
     if not isinstance(pair, list) or len(pair) != 2:
-        raise wrong(field, "a pair of a token and a number", pair)
+        raise wrong_value(field, "a pair of a token and a number", pair)
     token, bias = pair
     return (token if isinstance(token, str) else count(f"{field}[0]", token, 0, LARGEST)), bias

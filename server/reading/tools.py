@@ -9,8 +9,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from polarlm.engine.sampling.schemas import without_nulls
-from polarlm.server.reading.parts import in_words
-from polarlm.server.reading.values import BadRequest, Told, array, at_most, flag, is_empty, mapping, one_of, text, wrong
+from polarlm.server.reading.parts import list_kinds
+from polarlm.server.reading.values import (
+    BadRequest,
+    FieldWarnings,
+    array,
+    check_at_most,
+    flag,
+    is_empty,
+    mapping,
+    one_of,
+    text,
+    wrong_value,
+)
 
 MOST_TOOLS = 128
 MOST_TEXT = 1 << 17  # characters of all tools as JSON
@@ -22,26 +33,26 @@ _CHOICES: Mapping[str, Literal["may", "must", "none"]] = {"auto": "may", "requir
 
 @dataclass(frozen=True)
 class Tools:
-    every: tuple[dict[str, Any], ...]  # in OpenAI's form, which chat templates expect
+    all: tuple[dict[str, Any], ...]  # in OpenAI's form, which chat templates expect
     callable: tuple[dict[str, Any], ...]  # the functions that this answer may call
     calls: Literal["may", "must", "none"]
     several: bool  # whether there may be more than one call
 
 
-def read_tools(body: Mapping[str, Any], told: Told | None = None) -> Tools | None:
+def read_tools(body: Mapping[str, Any], field_warnings: FieldWarnings | None = None) -> Tools | None:
     """The functions of a request; None if it has none. Tools of other types are left out, and a choice of one of them
-    is "auto": `told` gets fields and sentences. Raises BadRequest."""
-    told = [] if told is None else told
+    is "auto": `field_warnings` gets fields and sentences. Raises BadRequest."""
+    field_warnings = [] if field_warnings is None else field_warnings
     several = flag("parallel_tool_calls", body.get("parallel_tool_calls", True))
     value, choice = body.get("tools", []), body.get("tool_choice", "auto")
     array("tools", value, "an array of functions")
     kinds = [_kind(f"tools[{index}]", tool) for index, tool in enumerate(value)]
     others = [tool for kind, tool in zip(kinds, value, strict=True) if kind != "function"]
-    at_most(MOST_TOOLS, "tools", len(value) - len(others), "functions")
+    check_at_most(MOST_TOOLS, "tools", len(value) - len(others), "functions")
     if others:
-        named_kinds = in_words(dict.fromkeys(kind for kind in kinds if kind != "function"))
-        told.append(("tools", f"tools of type {named_kinds} are left out: only functions are called"))
-        choice = _without(others, choice, told, alone=len(others) == len(value))
+        other_kinds = list_kinds(dict.fromkeys(kind for kind in kinds if kind != "function"))
+        field_warnings.append(("tools", f"tools of type {other_kinds} are left out: only functions are called"))
+        choice = _drop_other_tools(others, choice, field_warnings, are_all=len(others) == len(value))
     if len(value) == len(others):
         if choice not in ("auto", "none"):
             raise BadRequest("tool_choice", "tool_choice needs tools, and there are none")
@@ -49,49 +60,51 @@ def read_tools(body: Mapping[str, Any], told: Told | None = None) -> Tools | Non
     if body.get("messages") is None:
         raise BadRequest("tools", "tools need messages: a raw prompt has to name its functions itself")
     tools = tuple(_tool(f"tools[{index}]", value[index]) for index, kind in enumerate(kinds) if kind == "function")
-    at_most(MOST_TEXT, "tools", sum(len(json.dumps(tool)) for tool in tools), "characters of JSON")
-    named = {tool["function"]["name"]: tool for tool in tools}
-    if len(named) < len(tools):
+    check_at_most(MOST_TEXT, "tools", sum(len(json.dumps(tool)) for tool in tools), "characters of JSON")
+    by_name = {tool["function"]["name"]: tool for tool in tools}
+    if len(by_name) < len(tools):
         raise BadRequest("tools", "tools names a function twice: give each a name of its own")
     if isinstance(choice, str) and choice in _CHOICES:
         return Tools(tools, tools, _CHOICES[choice], several)
-    wanted = f"auto, none, required, or an object such as {_FUNCTION}"
-    kind = mapping("tool_choice", choice, wanted).get("type")
+    expected = f"auto, none, required, or an object such as {_FUNCTION}"
+    kind = mapping("tool_choice", choice, expected).get("type")
     if kind == "allowed_tools":
-        return _allowed(tools, named, choice.get("allowed_tools"), several)
+        return _allowed_tools(tools, by_name, choice.get("allowed_tools"), several)
     if kind != "function":
-        raise wrong("tool_choice.type", f"function or allowed_tools, as in {_FUNCTION}", kind)
-    return Tools(tools, (named[_name("tool_choice", choice, named)],), "must", several=False)
+        raise wrong_value("tool_choice.type", f"function or allowed_tools, as in {_FUNCTION}", kind)
+    return Tools(tools, (by_name[_name("tool_choice", choice, by_name)],), "must", several=False)
 
 
 def _kind(field: str, tool: Any) -> str:
     kind = mapping(field, tool, f"an object such as {_FUNCTION}").get("type")
     if kind is not None and not isinstance(kind, str):
-        raise wrong(f"{field}.type", "function, or the name of another type", kind)
+        raise wrong_value(f"{field}.type", "function, or the name of another type", kind)
     return kind or "function"
 
 
-def _without(others: list[dict[str, Any]], choice: Any, told: Told, *, alone: bool) -> Any:
-    """A choice of tools without `others`; "auto" if nothing else is chosen. alone: whether there are no functions."""
-    names = {_called(tool) for tool in others}
+def _drop_other_tools(
+    others: list[dict[str, Any]], choice: Any, field_warnings: FieldWarnings, *, are_all: bool
+) -> Any:
+    """A choice of tools without `others`; "auto" if nothing else is chosen. are_all: whether there are no functions."""
+    names = {_tool_name(tool) for tool in others}
 
     def is_left_out(one: Any) -> bool:
         if not isinstance(one, dict):
             return False
-        return one.get("type") not in (None, "function", "allowed_tools") or _called(one) in names
+        return one.get("type") not in (None, "function", "allowed_tools") or _tool_name(one) in names
 
-    left_out = is_left_out(choice) or (alone and choice != "none")
+    is_dropped = is_left_out(choice) or (are_all and choice != "none")
     allowed = choice.get("allowed_tools") if isinstance(choice, dict) else None
-    if isinstance(allowed, dict) and isinstance(some := allowed.get("tools"), list) and some:
-        kept = [one for one in some if not is_left_out(one)]
-        left_out = left_out or not kept
-        choice = {**choice, "allowed_tools": {**allowed, "tools": kept}}
-    if left_out and choice != "auto":
-        told.append(("tool_choice", "tool_choice is auto: it asks for a tool that is left out"))
-    return "auto" if left_out else choice
+    if isinstance(allowed, dict) and isinstance(allowed_tools := allowed.get("tools"), list) and allowed_tools:
+        kept_tools = [one for one in allowed_tools if not is_left_out(one)]
+        is_dropped = is_dropped or not kept_tools
+        choice = {**choice, "allowed_tools": {**allowed, "tools": kept_tools}}
+    if is_dropped and choice != "auto":
+        field_warnings.append(("tool_choice", "tool_choice is auto: it asks for a tool that is left out"))
+    return "auto" if is_dropped else choice
 
 
-def _called(tool: Mapping[str, Any]) -> Any:
+def _tool_name(tool: Mapping[str, Any]) -> Any:
     """The name in a tool or in a choice of one, in any API's form; its type if it has none."""
     kind = tool.get("type") or "function"
     inner = tool.get(kind) if isinstance(kind, str) else None
@@ -99,23 +112,23 @@ def _called(tool: Mapping[str, Any]) -> Any:
     return name if isinstance(name, str) else kind
 
 
-def _allowed(
-    tools: tuple[dict[str, Any], ...], named: Mapping[str, dict[str, Any]], allowed: Any, several: bool
+def _allowed_tools(
+    tools: tuple[dict[str, Any], ...], by_name: Mapping[str, dict[str, Any]], allowed: Any, several: bool
 ) -> Tools:
     field = "tool_choice.allowed_tools"
     allowed = mapping(field, allowed, "an object with a mode and tools")
     mode = one_of(f"{field}.mode", allowed.get("mode"), ("auto", "required"))
-    some = array(f"{field}.tools", allowed.get("tools"), f"an array of objects such as {_FUNCTION}", 1)
-    names = dict.fromkeys(_name(f"{field}.tools[{index}]", one, named) for index, one in enumerate(some))
-    return Tools(tools, tuple(named[name] for name in names), _CHOICES[mode], several)
+    listed_tools = array(f"{field}.tools", allowed.get("tools"), f"an array of objects such as {_FUNCTION}", 1)
+    names = dict.fromkeys(_name(f"{field}.tools[{index}]", one, by_name) for index, one in enumerate(listed_tools))
+    return Tools(tools, tuple(by_name[name] for name in names), _CHOICES[mode], several)
 
 
-def _name(field: str, value: Any, named: Mapping[str, Any]) -> str:
-    """The name of the function in an object such as _FUNCTION. Raises BadRequest unless it is one of `named`."""
+def _name(field: str, value: Any, by_name: Mapping[str, Any]) -> str:
+    """The name of the function in an object such as _FUNCTION. Raises BadRequest unless it is one of `by_name`."""
     function = mapping(field, value, f"an object such as {_FUNCTION}").get("function")
     function = mapping(f"{field}.function", function, f"an object with a name, as in {_FUNCTION}")
     name = text(f"{field}.function.name", function.get("name"))
-    if name not in named:
+    if name not in by_name:
         raise BadRequest(field, f"{field} names {name!r}, which is not one of the tools")
     return name
 
@@ -135,7 +148,7 @@ def _tool(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(kind, list) and "object" in kind:
         kind = parameters["type"] = "object"
     if kind != "object":
-        raise wrong(f"{field}.parameters.type", "object: arguments have names", kind)
+        raise wrong_value(f"{field}.parameters.type", "object: arguments have names", kind)
     tool["parameters"] = parameters
     if function.get("strict") is not None:
         tool["strict"] = flag(f"{field}.strict", function["strict"])

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Body = Mapping[str, Any]
-Told = list[tuple[str, str]]  # fields, and sentences about what is not done as they ask
+FieldWarnings = list[tuple[str, str]]  # fields, and sentences about what is not done as they ask
 LARGEST = 2**63 - 1
 _LONGEST_NUMBER = 40  # characters of one in quotes
 
@@ -33,10 +33,10 @@ def read_json(data: bytes) -> dict[str, Any]:
     has no UTF-8 form. Raises BadRequest."""
     try:
         # Some shells write a byte order mark. NaN and Infinity are accepted here: `number` refuses them by name.
-        written = data.decode("utf-8-sig")
-        if "\\ud" in written or "\\uD" in written:
-            written = _ESCAPE.sub(lambda match: "\\ufffd" if match[1] else match[0], written)
-        value = json.loads(written)
+        text = data.decode("utf-8-sig")
+        if "\\ud" in text or "\\uD" in text:
+            text = _ESCAPE.sub(lambda match: "\\ufffd" if match[1] else match[0], text)
+        value = json.loads(text)
     except UnicodeDecodeError:
         raise BadRequest(None, "the request is not UTF-8 text") from None
     except RecursionError:
@@ -62,33 +62,33 @@ def is_number(value: Any) -> bool:
 
 def flag(field: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise wrong(field, "true or false", value)
+        raise wrong_value(field, "true or false", value)
     return value
 
 
 def count(field: str, value: Any, low: float, high: float) -> int:
     """A whole number, which may be written as 5.0 or in quotes."""
-    whole = unquoted(value)
+    whole = unquote(value)
     if isinstance(whole, float) and whole.is_integer():
         whole = int(whole)
     if not isinstance(whole, int) or isinstance(whole, bool):
-        raise wrong(field, "a whole number", value)
+        raise wrong_value(field, "a whole number", value)
     if not low <= whole <= high:
-        raise BadRequest(field, f"{field} must be from {low} to {high}, not {shown(whole)}")
+        raise BadRequest(field, f"{field} must be from {low} to {high}, not {describe(whole)}")
     return whole
 
 
 def number(field: str, value: Any) -> float:
     """A finite number, which may be in quotes: JSON also allows 1e999, which no float can hold."""
-    value = unquoted(value)
+    value = unquote(value)
     if not is_number(value):
-        raise wrong(field, "a number", value)
+        raise wrong_value(field, "a number", value)
     if not (-LARGEST <= value <= LARGEST and math.isfinite(value)):
-        raise BadRequest(field, f"{field} is {shown(value)}, which is out of range")
+        raise BadRequest(field, f"{field} is {describe(value)}, which is out of range")
     return value
 
 
-def unquoted(value: Any) -> Any:
+def unquote(value: Any) -> Any:
     """The number that a string spells, as vLLM takes it; anything else as it is."""
     if not isinstance(value, str) or len(value) > _LONGEST_NUMBER:
         return value
@@ -102,7 +102,7 @@ def unquoted(value: Any) -> Any:
 def text(field: str, value: Any, most: float = math.inf) -> str:
     """A string of at most `most` characters."""
     if not isinstance(value, str):
-        raise wrong(field, "a string", value)
+        raise wrong_value(field, "a string", value)
     if len(value) > most:
         raise BadRequest(field, f"{field} must have at most {most} characters, not {len(value)}")
     return value
@@ -110,38 +110,38 @@ def text(field: str, value: Any, most: float = math.inf) -> str:
 
 def one_of(field: str, value: Any, names: Sequence[str]) -> str:
     if value not in names:
-        raise wrong(field, " or ".join(filter(None, (", ".join(names[:-1]), names[-1]))), value)
+        raise wrong_value(field, " or ".join(filter(None, (", ".join(names[:-1]), names[-1]))), value)
     return str(value)
 
 
-def array(field: str, value: Any, wanted: str = "an array", least: int = 0) -> list[Any]:
+def array(field: str, value: Any, expected: str = "an array", least: int = 0) -> list[Any]:
     """An array of at least `least` items."""
     if not isinstance(value, list) or len(value) < least:
-        raise wrong(field, wanted, value)
+        raise wrong_value(field, expected, value)
     return value
 
 
-def mapping(field: str, value: Any, wanted: str = "an object") -> dict[str, Any]:
+def mapping(field: str, value: Any, expected: str = "an object") -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise wrong(field, wanted, value)
+        raise wrong_value(field, expected, value)
     return value
 
 
-def at_most(most: int, field: str, counted: int, what: str) -> None:
-    if counted > most:
-        raise BadRequest(field, f"{field} has {counted:,} {what}, but at most {most:,} are taken")
+def check_at_most(most: int, field: str, number: int, what: str) -> None:
+    if number > most:
+        raise BadRequest(field, f"{field} has {number:,} {what}, but at most {most:,} are taken")
 
 
-def wrong(field: str, wanted: str, value: Any) -> BadRequest:
-    return BadRequest(field, f"{field} must be {wanted}, not {shown(value)}")
+def wrong_value(field: str, expected: str, value: Any) -> BadRequest:
+    return BadRequest(field, f"{field} must be {expected}, not {describe(value)}")
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """A value as part of a sentence: its JSON if that is short, otherwise its type."""
     if isinstance(value, (list, dict)) or value is None:
         return _kind(value)
-    written = ascii(value) if isinstance(value, str) else json.dumps(value)
-    return written if len(written) <= 40 else f"a {_kind(value).removeprefix('a ')} of {len(written)} characters"
+    text = ascii(value) if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 40 else f"a {_kind(value).removeprefix('a ')} of {len(text)} characters"
 
 
 def _kind(value: Any) -> str:

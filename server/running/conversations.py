@@ -65,9 +65,9 @@ class ConversationStore:
     def close(self) -> None:
         self._file.close()
 
-    def since(self, revision: int) -> tuple[dict[str, Change], int, bool]:
+    def changes_since(self, revision: int) -> tuple[dict[str, Change], int, bool]:
         """(what changed after a revision, by conversation; the revision that this leads to; whether there is more)."""
-        with self._lock, self._told():
+        with self._lock, self._storage_errors():
             rows = self._file.execute(
                 "SELECT revision, id, NULL, head FROM conversations WHERE revision > ? UNION ALL "
                 "SELECT revision, conversation, id, body FROM messages WHERE revision > ? ORDER BY 1",
@@ -75,8 +75,8 @@ class ConversationStore:
             )
             changes: dict[str, Change] = {}
             size = 0
-            for changed, conversation, message, text in rows:
-                if size > _MOST_BYTES and changed != revision:
+            for row_revision, conversation, message, text in rows:
+                if size > _MOST_BYTES and row_revision != revision:
                     return changes, revision, True
                 change = changes.setdefault(conversation, Change())
                 if message is None:
@@ -84,12 +84,12 @@ class ConversationStore:
                 else:
                     change.messages[message] = text
                 size += len(text or "")
-                revision = changed
+                revision = row_revision
             return changes, revision, False
 
     def write(self, conversation: str, base: int, head: str, messages: Mapping[str, str]) -> int | None:
         """Change a conversation, and return the revision; None, and no change, if it has changed after `base`."""
-        with self._lock, self._told(), _transaction(self._file):
+        with self._lock, self._storage_errors(), _transaction(self._file):
             row = self._file.execute("SELECT revision FROM conversations WHERE id = ?", (conversation,)).fetchone()
             if row is not None and row[0] > base:
                 return None
@@ -103,14 +103,14 @@ class ConversationStore:
 
     def remove(self, conversation: str) -> int:
         """Delete a conversation; that it was deleted is kept, so that others hear of it. Returns the revision."""
-        with self._lock, self._told(), _transaction(self._file):
+        with self._lock, self._storage_errors(), _transaction(self._file):
             revision = self._next()
             self._file.execute("DELETE FROM messages WHERE conversation = ?", (conversation,))
             self._file.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, NULL)", (conversation, revision))
             return revision
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _storage_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:

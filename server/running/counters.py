@@ -36,9 +36,9 @@ class Totals:
     key_tokens: Counter[str] = field(default_factory=Counter)  # tokens generated, by the same
     active: int = 0  # in a snapshot: requests that wait, are computed, or are being sent
 
-    def ended(self, job: Job, *, answer: bool) -> None:
+    def count_end(self, job: Job, *, answer: bool) -> None:
         """Count a request that has ended. answer: whether it counts in the mean time of an answer."""
-        seconds = time.monotonic() - job.started
+        seconds = time.monotonic() - job.start_time
         if job.entry.key:
             self.key_requests[job.entry.key] += 1
         self.requests[job.outcome] += 1
@@ -55,11 +55,11 @@ class Totals:
             self.completion_tokens += tokens
             if job.entry.key:
                 self.key_tokens[job.entry.key] += tokens
-            if job.token_came is None:
-                self.first_token.add(job.appended - job.started)
+            if job.last_token_time is None:
+                self.first_token.add(job.append_time - job.start_time)
             else:  # the tokens of a chunk share the time
-                self.gaps.add((job.appended - job.token_came) / tokens, tokens)
-            job.token_came = job.appended
+                self.gaps.add((job.append_time - job.last_token_time) / tokens, tokens)
+            job.last_token_time = job.append_time
         if chunk.usage is not None:
             self.cached_tokens += chunk.usage.cached_tokens
             self.cached_from.update(chunk.usage.cached_from)

@@ -20,19 +20,19 @@ from polarlm.engine.outputs import Outbox, Status, embedding
 from polarlm.engine.requests.prompts import Prompt, read_until
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
-from polarlm.server.reading.parameters import About
-from polarlm.server.running import journal, refused
+from polarlm.server.reading.parameters import ModelInfo
+from polarlm.server.running import journal, refusals
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.job import Job, Worker
 from polarlm.server.running.readers import Readers, has_images
-from polarlm.server.running.refused import Refused, for_clients
-from polarlm.server.running.sessions import Saved, SessionFolder
+from polarlm.server.running.refusals import Refusal, for_clients
+from polarlm.server.running.sessions import SavedSession, SessionFolder
 
 T = TypeVar("T")
 Submit = Callable[..., Ticket]
 _LOG = logging.getLogger(__name__)
 _TEXTS = 4  # texts that are counted at a time
-_TOGETHER = 256  # most requests of a job that wait in the engine's queue together
+_BATCH = 256  # most requests of a job that wait in the engine's queue together
 _LAST_SECONDS = 5.0  # time for a session that is being saved when the server ends
 
 
@@ -42,7 +42,7 @@ class _Queue:
     jobs: set[Job] = field(default_factory=set)
 
 
-class _Place:
+class _JobOutbox:
     """The outbox of one of several requests of a job: its chunks come to the job with its number."""
 
     def __init__(self, job: Job, number: int) -> None:
@@ -59,7 +59,7 @@ class Driver:
         self.engine = engine
         self.config = config
         model, special, tells_cached = engine.model, config.parse_special, not config.hide_cached_tokens
-        self.about = About(model, model.name, special, tells_cached, engine.context, engine.reads_images)
+        self.model_info = ModelInfo(model, model.name, special, tells_cached, engine.context, engine.reads_images)
         self._sessions = sessions
         self._totals = Totals()
         self.room = engine.config.parallel + config.max_queue  # answers that may wait or be computed at the same time
@@ -67,30 +67,30 @@ class Driver:
         self._transfers = _Queue(1 + config.max_queue)  # apart: a disk that hangs delays only sessions
         self._texts = _Queue(_TEXTS + config.max_queue)  # apart: texts generate nothing
         self._queues = (self._answers, self._transfers, self._texts)
-        self.closing = False  # whether new requests are refused because the server is closing
-        self.lost: DeviceLost | None = None  # why the engine works no more
+        self.is_closing = False  # whether new requests are refused because the server is closing
+        self.device_lost: DeviceLost | None = None  # why the engine works no more
         self._readers = Readers(sum(queue.room for queue in self._queues))
         self._disk = Worker("sessions")
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.ends = asyncio.Event()  # set when the server is to end
+        self.end_event = asyncio.Event()  # set when the server is to end
         self._idle = asyncio.Event()
         self._idle.set()
-        self._thread = EngineThread(self.engine, self._failed)
+        self._thread = EngineThread(self.engine, self._on_failure)
 
     async def drain(self, seconds: float) -> None:
         """Accept no more requests, wait for the current ones, and end the requests that are left after `seconds`."""
-        self.closing = True
+        self.is_closing = True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except asyncio.TimeoutError:
-            self._end_all(refused.closing())
+            self._end_all(refusals.server_closing())
 
     async def stop(self) -> None:
         """End all requests; return when the engine's thread has ended, even if a disk hangs."""
-        self.closing = True
-        self._end_all(refused.closing())
+        self.is_closing = True
+        self._end_all(refusals.server_closing())
         await self._loop.run_in_executor(None, self._thread.stop)
         self._readers.stop()
         if not await self._loop.run_in_executor(None, self._disk.stop, _LAST_SECONDS):
@@ -98,14 +98,14 @@ class Driver:
                 "a session was being saved or loaded when the server ended, and the disk did not finish in time"
             )
 
-    def _failed(self, error: Exception) -> None:
+    def _on_failure(self, error: Exception) -> None:
         """End all requests with an error of the engine, and the server if the engine works no more. Called in the
         engine's thread."""
         if not isinstance(error, DeviceLost):
             self._loop.call_soon_threadsafe(self._end_all, error)
-        elif self.lost is None:
-            self.lost, self.closing = error, True
-            self._loop.call_soon_threadsafe(self.ends.set)
+        elif self.device_lost is None:
+            self.device_lost, self.is_closing = error, True
+            self._loop.call_soon_threadsafe(self.end_event.set)
             self._loop.call_soon_threadsafe(self._end_all, error)
 
     def _end_all(self, reason: Exception) -> None:
@@ -119,79 +119,81 @@ class Driver:
         params: SamplingParams,
         options: PromptOptions | None = None,
         *,
-        queued: bool = False,
+        announces_prompt: bool = False,
         progress: bool = False,
         submit: Submit | None = None,
         compiles: bool = False,
-        told: list[str] | None = None,
+        warnings: list[str] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the answer to `prompt` in chunks; the last one has a finish_reason and the usage.
 
-        queued: first yield a chunk with nothing but the number of the prompt's tokens, once the engine has accepted the
-        request. progress: also yield chunks without text while the prompt is computed. submit: called in a thread in
-        place of `Engine.submit`. compiles: whether `submit` adds a constraint. told: gets the ticket's warnings before
-        the first chunk.
+        announces_prompt: first yield a chunk with nothing but the number of the prompt's tokens, once the engine has
+        accepted the request. progress: also yield chunks without text while the prompt is computed. submit: called in a
+        thread in place of `Engine.submit`. compiles: whether `submit` adds a constraint. warnings: gets the ticket's
+        warnings before the first chunk.
 
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
         `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
         """
         with self._job(self._answers) as job:
             job.entry.adapter = options.lora if options and options.lora else None
-            start = partial(submit or self.engine.submit, prompt, self._limited(params), options, progress=progress)
-            ticket = await self._submitted(job, prompt, start, compiles=compiles or params.is_constrained)
-            if told is not None:
-                told += ticket.warnings
-            last = False
+            start = partial(
+                submit or self.engine.submit, prompt, self._limit_tokens(params), options, progress=progress
+            )
+            ticket = await self._submit(job, prompt, start, compiles=compiles or params.is_constrained)
+            if warnings is not None:
+                warnings += ticket.warnings
+            is_last = False
             try:
-                if queued:
+                if announces_prompt:
                     yield Chunk("", (), prompt_tokens=ticket.prompt_tokens)
-                while not last:
+                while not is_last:
                     item = await self._next(job)
                     self._totals.count(item, job)
                     job.entry.count(item)
-                    last = item.finish_reason is not None
+                    is_last = item.finish_reason is not None
                     job.outcome = item.finish_reason or job.outcome
                     yield item
             finally:
-                if not last:  # no chunk had the usage
+                if not is_last:  # no chunk had the usage
                     job.entry.cached_tokens += ticket.cached_tokens()
 
-    async def each(
+    async def embed_all(
         self,
         jobs: Sequence[tuple[Prompt, SamplingParams, PromptOptions]],
         write: Callable[[Embedding], T],
         outcome: str,
-        told: Callable[[int, str], None] = lambda index, sentence: None,
+        warn: Callable[[int, str], None] = lambda index, sentence: None,
     ) -> list[T]:
         """What `write`, called in a thread, returns for the embedding of each job, which are parts of one request.
-        outcome: what it counts as. told: gets the number of a job, and a warning of its ticket. Raises Refused or
+        outcome: what it counts as. warn: gets the number of a job, and a warning of its ticket. Raises Refused or
         EngineError. Cancelling the task that waits cancels the request."""
 
-        def written_of(chunks: Sequence[Chunk]) -> T:
+        def write_all(chunks: Sequence[Chunk]) -> T:
             vector = embedding(chunks)
             if vector is None:
-                raise refused.closing()
+                raise refusals.server_closing()
             return write(vector)
 
-        written: list[T] = []
+        results: list[T] = []
         with self._job(self._answers) as job:
             # A decoder takes them one by one, between which the answers of others go on.
-            together = _TOGETHER if self.engine.model.config.is_encoder else 1
-            for first in range(0, len(jobs), together):
-                part = jobs[first : first + together]
+            batch = _BATCH if self.engine.model.config.is_encoder else 1
+            for first in range(0, len(jobs), batch):
+                part = jobs[first : first + batch]
                 for number, (prompt, params, options) in enumerate(part):
                     start = partial(self.engine.submit, prompt, params, options)
-                    ticket = await self._submitted(job, prompt, start, _Place(job, number))
+                    ticket = await self._submit(job, prompt, start, _JobOutbox(job, number))
                     for sentence in ticket.warnings:
-                        told(first + number, sentence)
+                        warn(first + number, sentence)
                 chunks: list[list[Chunk]] = [[] for _ in part]
                 while not all(each and each[-1].finish_reason is not None for each in chunks):
                     number, chunk = await self._next(job)
                     self._totals.count(chunk, job)
                     chunks[number].append(chunk)
-                written += await self._aside(lambda: list(map(written_of, chunks)), self._readers.of(""))  # noqa: B023
+                results += await self._in_thread(lambda: list(map(write_all, chunks)), self._readers.pool_for(""))  # noqa: B023
             job.outcome = outcome
-        return written
+        return results
 
     async def _next(self, job: Job) -> Any:
         """The next item that a thread appends to a job. Raises Refused or EngineError in place of one."""
@@ -204,20 +206,20 @@ class Driver:
     def _job(self, queue: _Queue) -> Iterator[Job]:
         """Yields a job in `queue`, which ends after --request-seconds. Raises Refused."""
         job, limit = Job(self._loop, journal.current()), self.config.request_seconds
-        if self.closing or len(queue.jobs) >= queue.room:
-            busy = refused.busy("The server is busy", self._totals.usual_seconds())
-            refusal = refused.closing() if self.closing else busy
+        if self.is_closing or len(queue.jobs) >= queue.room:
+            busy = refusals.busy("The server is busy", self._totals.usual_seconds())
+            refusal = refusals.server_closing() if self.is_closing else busy
             job.entry.outcome = refusal.code
             self._totals.requests[refusal.code] += 1
             raise refusal
         queue.jobs.add(job)
         self._idle.clear()
-        late = Refused("timeout", f"The request took longer than {limit} seconds, the limit of this server")
-        timer = self._loop.call_later(limit, job.end, late)
+        timeout = Refusal("timeout", f"The request took longer than {limit} seconds, the limit of this server")
+        timer = self._loop.call_later(limit, job.end, timeout)
         try:
             yield job
-        except (Refused, EngineError) as error:
-            job.outcome = error.code if isinstance(error, Refused) else "error"
+        except (Refusal, EngineError) as error:
+            job.outcome = error.code if isinstance(error, Refusal) else "error"
             raise
         finally:
             timer.cancel()
@@ -226,17 +228,17 @@ class Driver:
             self._thread.wake()  # so that the engine drops the request
             queue.jobs.discard(job)
             answer = queue is self._answers and job.outcome != "error"  # most errors precede any computation
-            self._totals.ended(job, answer=answer)
+            self._totals.count_end(job, answer=answer)
             if not any(queue.jobs for queue in self._queues):
                 self._idle.set()
 
-    def _limited(self, params: SamplingParams) -> SamplingParams:
+    def _limit_tokens(self, params: SamplingParams) -> SamplingParams:
         limit = self.config.max_tokens
         if limit is None or (params.max_tokens is not None and 0 <= params.max_tokens <= limit):
             return params
         return replace(params, max_tokens=limit)
 
-    async def _submitted(
+    async def _submit(
         self, job: Job, prompt: Prompt, start: Submit, into: Outbox | None = None, *, compiles: bool = False
     ) -> Ticket:
         """Submit a request with `start`, in a thread of a pool. into: gets its chunks, in place of the job."""
@@ -250,7 +252,9 @@ class Driver:
 
         job.entry.prompt = prompt if self.config.log_prompts else None
         try:
-            ticket = await self._aside(submit, self._readers.waiting if compiles else self._readers.of(prompt))
+            ticket = await self._in_thread(
+                submit, self._readers.waiting_pool if compiles else self._readers.pool_for(prompt)
+            )
         except EngineError:
             if job.closed:  # ended while its constraint was compiled: raises the reason for that
                 await self._next(job)
@@ -268,8 +272,8 @@ class Driver:
             return self.engine.save_session(file, prompt=prompt, options=options, progress=limit)
 
         # Other sessions do not wait until its images are decoded, which the engine remembers.
-        before = partial(self.engine.prompt_ids, prompt, options) if has_images(prompt) else None
-        return await self._on_disk("saved", save, before)
+        preparation = partial(self.engine.prompt_ids, prompt, options) if has_images(prompt) else None
+        return await self._run_on_disk("saved", save, preparation)
 
     async def load_session(self, name: str, cache_salt: str = "") -> int:
         """Load a session into the store; return its number of tokens. Raises Refused or EngineError."""
@@ -277,58 +281,60 @@ class Driver:
 
         def load() -> int:
             if not os.path.lexists(file):
-                raise refused.unknown_session(name)
+                raise refusals.unknown_session(name)
             return len(self.engine.load_session(file, cache_salt=cache_salt).token_ids)
 
-        return await self._on_disk("loaded", load)
+        return await self._run_on_disk("loaded", load)
 
-    async def list_sessions(self) -> list[Saved]:
-        return await self._on_disk("listed", self._folder.all)
+    async def list_sessions(self) -> list[SavedSession]:
+        return await self._run_on_disk("listed", self._folder.all)
 
     async def remove_session(self, name: str) -> None:
-        await self._on_disk("removed", partial(self._folder.remove, name))
+        await self._run_on_disk("removed", partial(self._folder.remove, name))
 
-    async def _on_disk(self, outcome: str, work: Callable[[], T], before: Callable[[], Any] | None = None) -> T:
+    async def _run_on_disk(
+        self, outcome: str, work: Callable[[], T], preparation: Callable[[], Any] | None = None
+    ) -> T:
         """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits. before:
         see `_counted`."""
-        return await self._counted(self._transfers, self._disk.submit, outcome, work, before)
+        return await self._run_counted(self._transfers, self._disk.submit, outcome, work, preparation)
 
     @property
     def _folder(self) -> SessionFolder:
         if self._sessions is None:
-            raise Refused("sessions_off", "This server keeps no sessions: start it with --sessions FOLDER")
+            raise Refusal("sessions_off", "This server keeps no sessions: start it with --sessions FOLDER")
         return self._sessions
 
     def snapshot(self) -> Totals:
         return replace(deepcopy(self._totals), active=sum(len(queue.jobs) for queue in self._queues))
 
     async def status(self) -> Status:
-        return await self._aside(self.engine.status, None)  # slow templates may hold all threads of a pool
+        return await self._in_thread(self.engine.status, None)  # slow templates may hold all threads of a pool
 
-    async def counted(self, outcome: str, work: Callable[[], T], prompt: Prompt = "") -> T:
+    async def run_counted(self, outcome: str, work: Callable[[], T], prompt: Prompt = "") -> T:
         """The result of `work`, run in a thread and counted as `outcome`. prompt: what it reads. Raises Refused or
         EngineError. Cancelling the task that waits cancels the request."""
-        return await self._counted(self._texts, self._readers.of(prompt, "counts").submit, outcome, work)
+        return await self._run_counted(self._texts, self._readers.pool_for(prompt, "counts").submit, outcome, work)
 
-    async def _counted(
+    async def _run_counted(
         self,
         queue: _Queue,
         submit: Callable[[Any], Any],
         outcome: str,
         work: Callable[[], T],
-        before: Callable[[], Any] | None = None,
+        preparation: Callable[[], Any] | None = None,
     ) -> T:
-        """before: what is called first, in a thread that may wait."""
+        """preparation: what is called first, in a thread that may wait."""
         with self._job(queue) as job:
-            if before is not None:
-                self._readers.waiting.submit(partial(job.do, before))
+            if preparation is not None:
+                self._readers.waiting_pool.submit(partial(job.do, preparation))
                 await self._next(job)
             submit(partial(job.do, work))
             result: T = await self._next(job)
             job.outcome = outcome
             return result
 
-    async def _aside(self, function: Callable[[], T], pool: ThreadPoolExecutor | None) -> T:
+    async def _in_thread(self, function: Callable[[], T], pool: ThreadPoolExecutor | None) -> T:
         """The result of `function`, run in a thread of the pool or of the event loop. Raises EngineError or Refused."""
         try:
             return await self._loop.run_in_executor(pool, function)

@@ -24,10 +24,10 @@ class Job(Mailbox):
     def __init__(self, loop: asyncio.AbstractEventLoop, entry: journal.Entry | None = None) -> None:
         super().__init__(loop)
         self.entry = entry or journal.Entry("", "")
-        self.started = time.monotonic()
+        self.start_time = time.monotonic()
         self.outcome = "cancelled"
-        self.appended = self.started  # when the newest item that was read was appended
-        self.token_came: float | None = None  # when the newest chunk with a token was appended
+        self.append_time = self.start_time  # when the newest item that was read was appended
+        self.last_token_time: float | None = None  # when the newest chunk with a token was appended
         self._times: deque[float] = deque()  # when each unread item was appended
 
     def append(self, item: Any, /) -> None:
@@ -37,7 +37,7 @@ class Job(Mailbox):
     async def next(self) -> Any:
         """The next item; sets `appended` to the time when it was appended. Raises it if it is an exception."""
         item = await super().next()
-        self.appended = self._times.popleft()
+        self.append_time = self._times.popleft()
         return item
 
     def do(self, work: Callable[[], Any]) -> None:

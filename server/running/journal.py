@@ -22,7 +22,7 @@ _REQUESTS = logging.getLogger("server.requests")
 KEY = "polarlm.key"  # in an ASGI scope: the name of the key, where another process has checked it
 _MOST_PATH = 200  # characters of a path, which clients choose
 # Paths that open pages and monitors poll. Their lines would hide all others, so they are logged only if they fail.
-_ASKED_ALL_THE_TIME = {"/stats", "/conversations", "/health", "/v1/health", "/ping", "/metrics"}
+_MONITOR_ROUTES = {"/stats", "/conversations", "/health", "/v1/health", "/ping", "/metrics"}
 
 
 def note(sentence: str) -> None:
@@ -47,7 +47,7 @@ class Entry:
     prompt: Prompt | None = None  # None unless prompts are logged
     answer: str | None = None
     silent: bool = False  # whether it gets no line: it is routine, or another process writes the line
-    _started: float = field(default_factory=time.monotonic)
+    _start_time: float = field(default_factory=time.monotonic)
 
     def count(self, chunk: Chunk) -> None:
         self.completion_tokens += len(chunk.token_ids)
@@ -58,8 +58,8 @@ class Entry:
 
     def line(self) -> dict[str, Any]:
         fields = {name: value for name, value in vars(self).items() if name not in ("silent", "_started")}
-        known = {name: value for name, value in fields.items() if value is not None and value != []}
-        return known | {"seconds": round(time.monotonic() - self._started, 6)}
+        present = {name: value for name, value in fields.items() if value is not None and value != []}
+        return present | {"seconds": round(time.monotonic() - self._start_time, 6)}
 
 
 _CURRENT: ContextVar[Entry | None] = ContextVar("entry", default=None)
@@ -73,17 +73,17 @@ def current() -> Entry | None:
 @contextmanager
 def entry(client: str, route: str) -> Iterator[Entry]:
     """Yields the entry of a request, and writes its line at the end, unless it is routine."""
-    new = Entry(client, route)
-    token = _CURRENT.set(new)
+    log_entry = Entry(client, route)
+    token = _CURRENT.set(log_entry)
     try:
-        yield new
+        yield log_entry
     finally:
         _CURRENT.reset(token)
-        if not new.silent:
-            _REQUESTS.info("request", extra={"line": new.line()})
+        if not log_entry.silent:
+            _REQUESTS.info("request", extra={"line": log_entry.line()})
 
 
-class Journaled:
+class JournalMiddleware:
     def __init__(self, app: Any) -> None:
         self._app = app
 
@@ -92,16 +92,16 @@ class Journaled:
             await self._app(scope, receive, send)
             return
         client = ":".join(map(str, scope.get("client") or ("unknown",)))
-        with entry(client, f"{scope['method']} {scope['path']}"[:_MOST_PATH]) as new:
-            new.key = scope.get(KEY)
+        with entry(client, f"{scope['method']} {scope['path']}"[:_MOST_PATH]) as log_entry:
+            log_entry.key = scope.get(KEY)
 
-            async def noting(message: MutableMapping[str, Any]) -> None:
+            async def send_and_note(message: MutableMapping[str, Any]) -> None:
                 if message["type"] == "http.response.start":
-                    new.status = message["status"]
-                    new.silent |= new.status == 200 and scope["path"] in _ASKED_ALL_THE_TIME
+                    log_entry.status = message["status"]
+                    log_entry.silent |= log_entry.status == 200 and scope["path"] in _MONITOR_ROUTES
                 await send(message)
 
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, send_and_note)
 
 
 class _Json(logging.Formatter):

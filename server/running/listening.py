@@ -34,18 +34,18 @@ def tcp_socket(host: str, port: int, flag: str = "--port") -> socket.socket:
     except (OSError, UnicodeError) as error:
         raise ListenError(f"--host {host}: there is no such address ({error})") from None
     family, kind, protocol, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
-    bound = socket.socket(family, kind, protocol)
+    listener = socket.socket(family, kind, protocol)
     try:
         if os.name == "posix":  # elsewhere this option shares a port that is in use
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(BACKLOG)  # here already: two sockets that are only bound could share the port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)  # here already: two sockets that are only bound could share the port
     except OSError as error:
-        bound.close()
+        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise ListenError(f"Port {port} of {host} is in use: choose another, or {flag} 0 for a free one") from None
         raise ListenError(f"Cannot listen at port {port} of {host}: {error.strerror or error}") from None
-    return bound
+    return listener
 
 
 @contextmanager
@@ -55,16 +55,16 @@ def unix_socket(path: str) -> Iterator[socket.socket]:
     if not hasattr(socket, "AF_UNIX"):
         raise ListenError("--unix: this system's Python has no Unix sockets; use --socket-port")
     _remove_unused(path)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
-            bound.bind(path)
+            listener.bind(path)
             os.chmod(path, 0o600)  # before `listen`, since no client can connect until then
-            bound.listen(BACKLOG)
+            listener.listen(BACKLOG)
             inode = os.stat(path).st_ino
         except OSError as error:
             raise ListenError(f"--unix {path}: cannot listen there: {error.strerror or error}") from None
         try:
-            yield bound
+            yield listener
         finally:
             with suppress(OSError):
                 if os.stat(path).st_ino == inode:  # still this socket's file
@@ -92,17 +92,17 @@ def _remove_unused(path: str) -> None:
     raise ListenError(f"--unix {path}: another server listens there; choose another path")
 
 
-def address_of(bound: socket.socket) -> str:
+def address_of(listener: socket.socket) -> str:
     """Where a socket listens: "127.0.0.1:8080", "[::1]:8080", or a path."""
-    name = bound.getsockname()
+    name = listener.getsockname()
     if isinstance(name, str):
         return name
-    return f"[{name[0]}]:{name[1]}" if bound.family == socket.AF_INET6 else f"{name[0]}:{name[1]}"
+    return f"[{name[0]}]:{name[1]}" if listener.family == socket.AF_INET6 else f"{name[0]}:{name[1]}"
 
 
-def is_local(bound: socket.socket) -> bool:
+def is_local(listener: socket.socket) -> bool:
     """Whether only programs on this machine can connect."""
-    name = bound.getsockname()
+    name = listener.getsockname()
     return isinstance(name, str) or ipaddress.ip_address(name[0].split("%")[0]).is_loopback
 
 
@@ -112,19 +112,19 @@ def allow_open_files(connections: int) -> str | None:
         import resource
     except ImportError:  # a system without such limits
         return None
-    needed = connections + _OTHER_FILES
+    required = connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    if soft == resource.RLIM_INFINITY or soft >= required:
         return None
-    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    most = required if hard == resource.RLIM_INFINITY else min(required, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     except (OSError, ValueError):
         most = soft
-    if most >= needed:
+    if most >= required:
         return None
     return (
-        f"warning: this process may open {most} files, and needs {needed} for all connections: raise the limit "
+        f"warning: this process may open {most} files, and needs {required} for all connections: raise the limit "
         "(ulimit -n), or lower --max-connections"
     )
 
@@ -148,20 +148,20 @@ def quiet_accept_errors() -> Callable[[AbstractEventLoop, dict[str, Any]], None]
     return handle
 
 
-def notice_lost_peers(connected: socket.socket) -> None:
+def notice_lost_peers(connection: socket.socket) -> None:
     """Have the system close a connection whose peer's machine no longer answers."""
-    if connected.family not in (socket.AF_INET, socket.AF_INET6):
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # A system without one of these options uses its own, longer time.
     probes = {"TCP_KEEPIDLE": _LOST_AFTER // 2, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
     for name, limit in {**probes, "TCP_USER_TIMEOUT": 1000 * _LOST_AFTER}.items():
         if option := getattr(socket, name, None):
-            connected.setsockopt(socket.IPPROTO_TCP, option, limit)
+            connection.setsockopt(socket.IPPROTO_TCP, option, limit)
 
 
 _PROBE = re.compile(rb"(GET|HEAD) /((v1/)?health|ping)[ ?]")
-_PEEKED = 32  # bytes, more than the start of a probe
+_PEEK_BYTES = 32  # bytes, more than the start of a probe
 _BODY = b'{"status": "loading"}'
 _ANSWER = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
@@ -173,37 +173,37 @@ class EarlyClients:
     """A context that accepts connections in a thread, until `hand_over`. Health probes are answered with 503 at once;
     all other connections are kept, with what their clients have sent."""
 
-    def __init__(self, bound: socket.socket) -> None:
-        self._bound, self._kept = bound, list[socket.socket]()
-        self._wake, self._woken = socket.socketpair()
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self._connections = listener, list[socket.socket]()
+        self._wake_writer, self._wake_reader = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="early clients", daemon=True)
 
     def __enter__(self) -> EarlyClients:
-        self._bound.setblocking(False)
-        for watched in (self._bound, self._woken):
-            self._selector.register(watched, selectors.EVENT_READ)
+        self._listener.setblocking(False)
+        for waitable in (self._listener, self._wake_reader):
+            self._selector.register(waitable, selectors.EVENT_READ)
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for connected in self.hand_over():
-            connected.close()
+        for connection in self.hand_over():
+            connection.close()
 
     def hand_over(self) -> list[socket.socket]:
         """Accept no more connections; return the connections that were kept. A second call returns none."""
-        self._wake.close()
+        self._wake_writer.close()
         self._thread.join()
-        kept, self._kept = self._kept, []
-        return kept
+        connections, self._connections = self._connections, []
+        return connections
 
     def _run(self) -> None:
-        with self._selector, self._woken:
+        with self._selector, self._wake_reader:
             while True:
                 for key, _ in self._selector.select():
-                    if key.fileobj is self._woken:
+                    if key.fileobj is self._wake_reader:
                         return
-                    if key.fileobj is self._bound:
+                    if key.fileobj is self._listener:
                         self._accept()
                     else:
                         assert isinstance(key.fileobj, socket.socket)
@@ -211,29 +211,29 @@ class EarlyClients:
 
     def _accept(self) -> None:
         try:
-            connected, _ = self._bound.accept()
+            connection, _ = self._listener.accept()
         except OSError:  # the client has hung up
             return
-        connected.setblocking(False)
-        self._kept.append(connected)
-        self._selector.register(connected, selectors.EVENT_READ)
-        if len(self._kept) == BACKLOG:
-            self._selector.unregister(self._bound)  # the system holds further ones
+        connection.setblocking(False)
+        self._connections.append(connection)
+        self._selector.register(connection, selectors.EVENT_READ)
+        if len(self._connections) == BACKLOG:
+            self._selector.unregister(self._listener)  # the system holds further ones
 
-    def _look_at(self, connected: socket.socket) -> None:
+    def _look_at(self, connection: socket.socket) -> None:
         """Answer a probe. The first bytes of any other request are peeked at once, and stay in the socket's buffer."""
-        self._selector.unregister(connected)
+        self._selector.unregister(connection)
         try:
-            start = connected.recv(_PEEKED, socket.MSG_PEEK)
+            start = connection.recv(_PEEK_BYTES, socket.MSG_PEEK)
         except OSError:
             start = b""
         if start and _PROBE.match(start) is None:
             return
         if start:
             with suppress(OSError):
-                while connected.recv(1 << 16):  # unread data would reset the connection before the answer is read
+                while connection.recv(1 << 16):  # unread data would reset the connection before the answer is read
                     pass
             with suppress(OSError):
-                connected.sendall(_ANSWER if start.startswith(b"HEAD") else _ANSWER + _BODY)
-        connected.close()
-        self._kept.remove(connected)
+                connection.sendall(_ANSWER if start.startswith(b"HEAD") else _ANSWER + _BODY)
+        connection.close()
+        self._connections.remove(connection)

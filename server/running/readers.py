@@ -16,21 +16,21 @@ class Readers:
     """Pools of threads. Those that wait for a template or for long prompts are apart, and so are those that only count:
     texts delay no answer."""
 
-    def __init__(self, waiting: int) -> None:
-        """waiting: requests that may wait for constraints to be compiled and images to be decoded, each in a thread."""
+    def __init__(self, size: int) -> None:
+        """size: requests that may wait for constraints to be compiled and images to be decoded, each in a thread."""
         kinds = product(("answers", "counts"), ("texts", "chats", "long"))
         self._pools = {kind: ThreadPoolExecutor(_THREADS, thread_name_prefix="-".join(kind)) for kind in kinds}
-        self.waiting = ThreadPoolExecutor(waiting, thread_name_prefix="waiting")
+        self.waiting_pool = ThreadPoolExecutor(size, thread_name_prefix="waiting")
 
-    def of(self, prompt: Prompt, use: str = "answers") -> ThreadPoolExecutor:
+    def pool_for(self, prompt: Prompt, use: str = "answers") -> ThreadPoolExecutor:
         """The pool that a prompt is read in. use: "answers" or "counts"."""
         if has_images(prompt):
-            return self.waiting
+            return self.waiting_pool
         return self._pools[use, "long" if _size(prompt) > _LONG else "chats" if is_chat(prompt) else "texts"]
 
     def stop(self) -> None:
         """Take no more prompts; return at once."""
-        for pool in (*self._pools.values(), self.waiting):
+        for pool in (*self._pools.values(), self.waiting_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -14,17 +14,17 @@ from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.storage import files
 from polarlm.engine.storage.sessions import is_session
 from polarlm.server.config import ServerConfig
-from polarlm.server.reading.fields import asking
+from polarlm.server.reading.fields import requested_fields
 from polarlm.server.reading.prompts import read_options, with_adapter
 from polarlm.server.reading.values import BadRequest
-from polarlm.server.running.refused import unknown_session
+from polarlm.server.running.refusals import unknown_session
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SUFFIX = ".session"
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedSession:
     name: str
     bytes: int
     seconds: int  # since 1970, when it was saved
@@ -65,7 +65,7 @@ class SessionFolder:
     def file(self, name: str) -> SessionFile:
         return SessionFile(self._folder, name)
 
-    def all(self) -> list[Saved]:
+    def all(self) -> list[SavedSession]:
         sessions = []
         for path in sorted(self._folder.glob("*" + _SUFFIX)):
             name = path.name.removesuffix(_SUFFIX)
@@ -74,12 +74,12 @@ class SessionFolder:
             except OSError:  # removed meanwhile, or a broken link
                 continue
             if _NAME.fullmatch(name) and is_session(path):
-                sessions.append(Saved(name, status.st_size, int(status.st_mtime)))
+                sessions.append(SavedSession(name, status.st_size, int(status.st_mtime)))
         return sessions
 
     def limit(self, name: str) -> Callable[[int, int], None]:
         """A `progress` function for saving a session in place of its old one. Raises EngineError if it is too large."""
-        others = sum(saved.bytes for saved in self.all() if saved.name != name)
+        others = sum(session.bytes for session in self.all() if session.name != name)
 
         def check(_done: int, size: int) -> None:
             if others + size > self._most:
@@ -108,10 +108,10 @@ class SessionFolder:
             raise EngineError(f"The session {name} cannot be removed: {error.strerror}", "storage") from None
 
 
-def read_saved(body: Mapping[str, Any], config: ServerConfig, adapters: Mapping[str, float]) -> PromptOptions:
+def read_options_to_save(body: Mapping[str, Any], config: ServerConfig, adapters: Mapping[str, float]) -> PromptOptions:
     """The options of a prompt to save. adapters: with their scales. Raises BadRequest. What is saved tells which part
     of a prompt was cached: with --hide-cached-tokens a client learns it only of prompts with a salt that it knows."""
-    options = with_adapter(read_options(asking(body), parse_special=config.parse_special), body, adapters)
+    options = with_adapter(read_options(requested_fields(body), parse_special=config.parse_special), body, adapters)
     if config.hide_cached_tokens and not options.cache_salt:
         raise BadRequest("cache_salt", "cache_salt is missing: this server saves sessions of prompts with a salt alone")
     return options
@@ -123,6 +123,6 @@ def read_name(field: str, value: Any) -> str:
     if isinstance(value, str) and files.is_device(value):
         raise BadRequest(field, f"{field} is {value!r}, which Windows keeps for a device; choose another name")
     if not isinstance(value, str) or not _NAME.fullmatch(value):
-        wanted = "1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or a digit"
-        raise BadRequest(field, f"{field} must be {wanted}")
+        form = "1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or a digit"
+        raise BadRequest(field, f"{field} must be {form}")
     return value

@@ -23,8 +23,8 @@ from polarlm.server.reading.values import BadRequest, read_json
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import BACKLOG, notice_lost_peers
-from polarlm.server.running.refused import TOO_MANY_CONNECTIONS, Refused, busy
-from polarlm.server.running.sessions import read_name, read_saved
+from polarlm.server.running.refusals import TOO_MANY_CONNECTIONS, Refusal, busy
+from polarlm.server.running.sessions import read_name, read_options_to_save
 
 SLOW_SECONDS = 10.0  # how long a client may leave more unread than the system and the transport buffer
 MOST_PENDING = 1 << 20  # bytes, and one more message, that are kept for a client that does not read them
@@ -35,7 +35,7 @@ LAST_SECONDS = 5.0  # time for clients to read their last messages
 
 _LOG = logging.getLogger(__name__)
 _MOST_ID = 200  # characters
-_KNOWN = (*FIELDS, "id", "api_key", "cancel", "save", "load")
+_KNOWN_FIELDS = (*FIELDS, "id", "api_key", "cancel", "save", "load")
 Id = str | int
 Work = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -48,20 +48,20 @@ class Connection(asyncio.Protocol):
     sends white space, which JSON ignores, until the answers are complete: writing fails once the client is gone.
     """
 
-    def __init__(self, driver: Driver, others: set[Connection]) -> None:
+    def __init__(self, driver: Driver, connections: set[Connection]) -> None:
         self._driver = driver
         self._config = driver.config
-        self._others = others
+        self._connections = connections
         self._lines = Lines(self._config.max_body)
         self._requests: dict[Id, asyncio.Task[None]] = {}
         self._key: Any = None  # what the first message had as its key
-        self._key_name = None if self._config.keys.needed else ""  # None: not valid
-        self._greeted = False  # whether a JSON object has arrived
-        self._ended = False  # whether the client has closed its sending side
-        self._full = False  # whether the transport's buffer is full
-        self._waiting = bytearray()  # data to write when it has room
+        self._key_name = None if self._config.keys.are_required else ""  # None: not valid
+        self._has_greeted = False  # whether a JSON object has arrived
+        self._is_half_closed = False  # whether the client has closed its sending side
+        self._is_full = False  # whether the transport's buffer is full
+        self._pending = bytearray()  # data to write when it has room
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self.lost = asyncio.Event()
+        self.lost_event = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -69,13 +69,13 @@ class Connection(asyncio.Protocol):
         name = transport.get_extra_info("peername")
         self._client = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "unix"
         notice_lost_peers(transport.get_extra_info("socket"))
-        if len(self._others) >= self._config.max_connections:
+        if len(self._connections) >= self._config.max_connections:
             self._send(None, error_of(busy(TOO_MANY_CONNECTIONS, 1)))
             self._close()
-        self._others.add(self)
+        self._connections.add(self)
         self._await_request()
         if self._key_name is None:
-            self._after("key", KEY_SECONDS, self._refuse_key)
+            self._set_timer("key", KEY_SECONDS, self._refuse_key)
 
     def data_received(self, data: bytes) -> None:
         for line in self._lines.feed(data):
@@ -84,7 +84,7 @@ class Connection(asyncio.Protocol):
             self._take(line)
 
     def eof_received(self) -> bool:
-        self._ended = True
+        self._is_half_closed = True
         if not self._transport.is_closing():
             self._take(self._lines.rest())
         if self._requests:
@@ -92,21 +92,21 @@ class Connection(asyncio.Protocol):
         return bool(self._requests)
 
     def pause_writing(self) -> None:
-        self._full = True
-        self._after("slow", SLOW_SECONDS, self._transport.abort)
+        self._is_full = True
+        self._set_timer("slow", SLOW_SECONDS, self._transport.abort)
 
     def resume_writing(self) -> None:
-        self._full = False
+        self._is_full = False
         self._timers.pop("slow").cancel()
         self._flush()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._others.discard(self)
+        self._connections.discard(self)
         for timer in self._timers.values():
             timer.cancel()
         for task in self._requests.values():
             task.cancel()
-        self.lost.set()
+        self.lost_event.set()
 
     def _take(self, line: bytes | None) -> None:
         """Start or cancel the request on a line; None for a line that is too long."""
@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
             else:
                 self._start(request_id, message)
         except BadRequest as error:
-            if self._greeted:
+            if self._has_greeted:
                 self._send(request_id, error_of(error))
             elif self._key_name is None:
                 self._refuse_key()
@@ -140,14 +140,14 @@ class Connection(asyncio.Protocol):
         if line is None:
             raise BadRequest(None, f"a line may have {self._config.max_body} bytes at most")
         message = read_json(line)
-        self._greeted = True
+        self._has_greeted = True
         return message
 
     def _greet(self, message: dict[str, Any]) -> bool:
         """Check the first message's key, again with each message: it may be withdrawn. Return whether the message has
         one. A key that is not valid closes the connection."""
         key, keys = message.get("api_key"), self._config.keys
-        if keys.needed:
+        if keys.are_required:
             self._key = key if self._key is None else self._key
             self._key_name = keys.name_of(self._key) if isinstance(self._key, str) else None
             if self._key_name is None:
@@ -160,7 +160,7 @@ class Connection(asyncio.Protocol):
         self._hang_up('send {"api_key": …} with the right key as the first message', "unauthorized")
 
     def _hang_up(self, reason: str, code: str = "invalid_request") -> None:
-        self._send(None, error_of(Refused(code, reason)))
+        self._send(None, error_of(Refusal(code, reason)))
         self._close()
 
     def _start(self, request_id: Id, message: dict[str, Any]) -> None:
@@ -176,23 +176,23 @@ class Connection(asyncio.Protocol):
         if message.get("save") and message.get("load"):
             raise BadRequest("load", "give either save or load, not both")
         if message.get("save"):
-            saved = read_name("save", message["save"])
+            name = read_name("save", message["save"])
             prompt = read_prompt(message, reads_images=self._driver.engine.reads_images)
-            options = read_saved(message, self._config, self._driver.engine.adapters.scales)
-            return lambda: self._transferred(self._driver.save_session(saved, prompt, options))
+            options = read_options_to_save(message, self._config, self._driver.engine.adapters.scales)
+            return lambda: self._transfer(self._driver.save_session(name, prompt, options))
         if message.get("load"):
-            loaded = read_name("load", message["load"])
+            name = read_name("load", message["load"])
             salt = read_salt(message.get("cache_salt"))
-            return lambda: self._transferred(self._driver.load_session(loaded, salt))
+            return lambda: self._transfer(self._driver.load_session(name, salt))
         body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
-        asked = read(body, self._driver.about)
-        told = [*(sentence for _, sentence in asked.warnings), *unknown_fields(body, _KNOWN)]
-        asked = replace(asked, options=with_adapter(asked.options, body, self._driver.engine.adapters.scales))
-        if asked.tools is not None:
+        request = read(body, self._driver.model_info)
+        warnings = [*(sentence for _, sentence in request.warnings), *unknown_fields(body, _KNOWN_FIELDS)]
+        request = replace(request, options=with_adapter(request.options, body, self._driver.engine.adapters.scales))
+        if request.tools is not None:
             raise BadRequest("tools", "tools are taken over HTTP alone: this socket sends answers as text")
-        if asked.n != 1:
+        if request.n != 1:
             raise BadRequest("n", "n must be 1 here: send a request for each answer")
-        return lambda: self._answer(request_id, asked, told)
+        return lambda: self._answer(request_id, request, warnings)
 
     def _cancel(self, request_id: Id, value: Any) -> None:
         """Cancel a request, unless it has ended and sent its last message already."""
@@ -209,29 +209,31 @@ class Connection(asyncio.Protocol):
                 entry.key = self._key_name or None
                 last = await work()
             self._finish(request_id, last)
-        except (Refused, EngineError) as error:
+        except (Refusal, EngineError) as error:
             self._finish(request_id, error_of(error))
         except Exception as error:
             _LOG.exception("a request of the socket ended with an unexpected error")
-            self._finish(request_id, error_of(Refused("internal", f"unexpected {type(error).__name__}")))
+            self._finish(request_id, error_of(Refusal("internal", f"unexpected {type(error).__name__}")))
 
-    async def _answer(self, request_id: Id, asked: ParsedRequest, told: list[str]) -> dict[str, Any]:
-        """told: sentences about what is not done as asked."""
+    async def _answer(self, request_id: Id, request: ParsedRequest, warnings: list[str]) -> dict[str, Any]:
+        """warnings: sentences about what is not done as asked."""
         if entry := journal.current():
-            entry.warnings = told
-        async with aclosing(self._driver.stream(asked.prompt, asked.params, asked.options, told=told)) as chunks:
+            entry.warnings = warnings
+        async with aclosing(
+            self._driver.stream(request.prompt, request.params, request.options, warnings=warnings)
+        ) as chunks:
             text = ""
             logprobs: list[dict[str, Any]] = []
             tokenizer = self._driver.engine.model.tokenizer
             async for chunk in chunks:
                 text += chunk.text
                 logprobs += [likelihood(tokenizer, token) for token in chunk.logprobs]
-                if (text or logprobs) and (asked.stream or chunk.finish_reason):
+                if (text or logprobs) and (request.stream or chunk.finish_reason):
                     self._send(request_id, {"delta": text} | ({"logprobs": logprobs} if logprobs else {}))
                     text, logprobs = "", []
-        return last_of(chunk, self._config.hide_cached_tokens) | ({"warnings": told} if told else {})
+        return last_of(chunk, self._config.hide_cached_tokens) | ({"warnings": warnings} if warnings else {})
 
-    async def _transferred(self, session: Awaitable[int]) -> dict[str, Any]:
+    async def _transfer(self, session: Awaitable[int]) -> dict[str, Any]:
         tokens = await session
         return {"done": True} | ({} if self._config.hide_cached_tokens else {"tokens": tokens})
 
@@ -240,14 +242,14 @@ class Connection(asyncio.Protocol):
         self._send(request_id, message)
         del self._requests[request_id]
         if not self._requests:
-            if self._ended:
+            if self._is_half_closed:
                 self._close()
             else:
                 self._await_request()
 
     def _await_request(self) -> None:
         reason = f"there was no request under way for {IDLE_SECONDS:.0f} seconds"
-        self._after("idle", IDLE_SECONDS, partial(self._hang_up, reason, "timeout"))
+        self._set_timer("idle", IDLE_SECONDS, partial(self._hang_up, reason, "timeout"))
 
     def _send(self, request_id: Id | None, message: dict[str, Any]) -> None:
         line = json.dumps({"id": request_id, **message}, ensure_ascii=False)
@@ -256,17 +258,17 @@ class Connection(asyncio.Protocol):
     def _write(self, data: bytes) -> None:
         if self._transport.is_closing():
             return
-        if not self._full:
+        if not self._is_full:
             self._transport.write(data)
-        elif len(self._waiting) > MOST_PENDING:
+        elif len(self._pending) > MOST_PENDING:
             self._transport.abort()
         else:  # not written to the transport, whose cost per write grows with the number of waiting writes
-            self._waiting += data
+            self._pending += data
 
     def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, bytearray()
-        if waiting:
-            self._transport.write(waiting)
+        pending, self._pending = self._pending, bytearray()
+        if pending:
+            self._transport.write(pending)
 
     def _close(self) -> None:
         self._flush()
@@ -275,9 +277,9 @@ class Connection(asyncio.Protocol):
     def _probe(self) -> None:
         """Send white space to detect a dead peer."""
         self._write(b" ")
-        self._after("probe", PROBE_SECONDS, self._probe)
+        self._set_timer("probe", PROBE_SECONDS, self._probe)
 
-    def _after(self, name: str, seconds: float, action: Any) -> None:
+    def _set_timer(self, name: str, seconds: float, action: Any) -> None:
         self._timers[name] = self._loop.call_later(seconds, action)
 
     async def close(self, seconds: float) -> None:
@@ -286,26 +288,26 @@ class Connection(asyncio.Protocol):
             if self._requests:
                 await asyncio.wait(self._requests.values(), timeout=seconds)
             self._close()
-            await asyncio.wait_for(self.lost.wait(), seconds)
+            await asyncio.wait_for(self.lost_event.wait(), seconds)
         except asyncio.TimeoutError:
             self._transport.abort()
-            await self.lost.wait()
+            await self.lost_event.wait()
 
 
 class SocketServer:
     """Serves the clients of one listening socket; see `server.running.listening`."""
 
-    def __init__(self, driver: Driver, bound: socket.socket) -> None:
+    def __init__(self, driver: Driver, listener: socket.socket) -> None:
         self._driver = driver
-        self._bound = bound
+        self._listener = listener
         self._connections: set[Connection] = set()
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        unix = self._bound.family == getattr(socket, "AF_UNIX", None)
+        unix = self._listener.family == getattr(socket, "AF_UNIX", None)
         create = loop.create_unix_server if unix else loop.create_server
         self._server = await create(
-            lambda: Connection(self._driver, self._connections), sock=self._bound, backlog=BACKLOG
+            lambda: Connection(self._driver, self._connections), sock=self._listener, backlog=BACKLOG
         )
 
     async def close(self) -> None:

@@ -223,14 +223,14 @@ def test_standard_input_can_be_the_text_and_pictures_are_left_out_without_matplo
 def timed(monkeypatch: pytest.MonkeyPatch, clock: Clock, token_seconds: float) -> list[int]:
     """Let every window of a type take so long for each token; a list that gets their lengths."""
     seen: list[int] = []
-    scored = survey.scored
+    scored = survey.score_of
 
     def counted(*arguments):
         clock.now += token_seconds * len(arguments[-1])
         seen.append(len(arguments[-1]))
         return scored(*arguments)
 
-    monkeypatch.setattr(survey, "scored", counted)
+    monkeypatch.setattr(survey, "score_of", counted)
     return seen
 
 
@@ -279,7 +279,7 @@ def test_what_was_measured_is_kept_when_it_is_stopped(
     passes: int, windows: int, types: list[str], tiny_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """After so many passes of types over windows."""
-    output, scored = text.with_name("out.html"), survey.scored
+    output, scored = text.with_name("out.html"), survey.score_of
     count = -2 * len(TYPES)  # the probe comes first
 
     def stopping(*arguments):
@@ -289,7 +289,7 @@ def test_what_was_measured_is_kept_when_it_is_stopped(
         count += 1
         return scored(*arguments)
 
-    monkeypatch.setattr(survey, "scored", stopping)
+    monkeypatch.setattr(survey, "score_of", stopping)
     assert cost.main(argv(tiny_path, text, "-o", str(output), "--minutes", "5")) == 130
     figures, shown = result(output)
     assert figures["complete"] is False
@@ -373,14 +373,14 @@ def test_figures_are_written_from_the_first_on(
     tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as all types of a window are scored, which may take minutes."""
-    seen, scored = [], survey.scored
+    seen, scored = [], survey.score_of
 
     def looking(*arguments):
         file = text.with_name("out.json")
         seen.append(list(read(file)["types"]) if file.exists() else [])
         return scored(*arguments)
 
-    monkeypatch.setattr(survey, "scored", looking)
+    monkeypatch.setattr(survey, "score_of", looking)
     assert cost.main([*argv(tiny_path, text, "-o", "out.html", "--windows", "1")]) == 0
     assert seen[-len(TYPES) :] == [[], TYPES[:1]]
 

@@ -350,8 +350,8 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel(tmp_pa
     assert ["f16", "1,024", "1", "20.0", "2,000", "50 %", "1.00", "1.0e-04"] in lines
     assert ["ring4", "1,024", "1", "10.0", "1,000", "25 %", "2.00", "2.0e-04"] in lines
     assert ["f16", "1,024", "16", "5.0", "2,000", "50 %", "—", "WRONG 1.0e-02"] in lines
-    assert ["product of qkv, bf16", "10.0", "12.0"] in lines
-    assert ["product of qkv, bf16 of PyTorch", "not there", "—"] in lines
+    assert ["qkv, bf16", "10.0", "12.0"] in lines
+    assert ["qkv, bf16 of PyTorch", "not there", "—"] in lines
     assert lines[-1] == ["Not measured: encoding: there is not enough memory."]
 
 

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from polarlm.bench import result
-from polarlm.bench.result import Output
+from polarlm.bench.gpu import tables as gpu
+from polarlm.bench.quality import snapshots
+from polarlm.bench.quality import tables as quality
+from polarlm.bench.result import Output, Result, Writer
+from polarlm.bench.serving import tables as serving
+from polarlm.bench.speed import embeddings
+from polarlm.bench.speed import tables as speed
 from polarlm.engine.cli.flags import FlagError
 
 
@@ -37,3 +43,44 @@ def test_without_a_checkout_results_go_to_the_current_folder(
     with pytest.raises(FlagError, match="--publish writes to bench/results of a checkout"):
         Output(publish=True).path("speed", "AMD EPYC")
     assert not results.exists()
+
+
+def test_what_is_written_is_read_with_the_load_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([0.1, 3.25])
+    monkeypatch.setattr(result, "load", lambda: next(loads))
+    file, made = tmp_path / "out.json", Result({"model": "tiny"})
+    made.add("prompt of 5", "polarlm f16", "tokens/s", [3, 1, 2], threads=2)
+    made.add("prompt of 5", "a peer", "tokens/s", failure="crashed")
+    made.add_all("text", "f16", {"kl_mean": 0.0, "bits": None}, start=0)
+    Writer(file, "speed", ["-t", "2"]).write(made, complete=True)
+    again = result.read(file)
+    assert list(again.rows()) == list(made.rows())
+    assert [row.value for row in again.rows()] == [2, None, 0]
+    assert (again["load"], again["command"]) == ({"before": 0.1, "after": 3.25}, "python -m polarlm.bench.speed -t 2")
+    assert result.load_in_words(again).startswith("0.1 before, 3.2 after")
+
+
+REPORTS = {
+    "speed": speed.report_of,
+    "starts": speed.report_of,
+    "gpu": gpu.report_of,
+    "serving": serving.report_of,
+    "state": snapshots.report_of,
+    **dict.fromkeys(("quality", "cost", "models", "peers", "positions"), quality.report_of),
+}
+
+
+def test_published_results_of_older_versions_are_read_as_they_are() -> None:
+    """All have rows, and those of commands have a report."""
+    files = [file for file in result.RESULTS.glob("*.json") if not file.name.startswith("gpu-tests")]
+    assert len(files) >= 58
+    for file in files:
+        one = result.read(file)
+        assert list(one.rows()), file.name
+        kind = file.name.partition("-")[0]
+        if kind == "embeddings":
+            assert embeddings.table_of(one).rows
+        elif "not_measured" in one.about or kind not in ("gpu", "agents", "pressure"):
+            if kind in ("quality", "cost", "models", "peers", "positions") and "arithmetic" not in one.about:
+                continue  # before there was a page
+            assert "\n| " in REPORTS[kind](one).terminal(), file.name

@@ -12,7 +12,7 @@ import pytest
 from polarlm.bench.command import CacheType, cache_types
 from polarlm.bench.quality.answers import OWN
 from polarlm.bench.quality.divergence import TAIL, Divergence, add_figures, compare, perplexity
-from polarlm.bench.quality.states import exact_logprobs, exact_states, scored, served_states
+from polarlm.bench.quality.states import exact_logprobs, exact_states, score_of, served_states
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.bench.result import Figures, Result
 from polarlm.engine import Engine, EngineError
@@ -103,7 +103,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def test_figures_are_those_of_all_logits(tiny_path: Path, parts: Parts, label: str, coded: bool) -> None:
     model = other(parts, label)
     exact = exact_states(parts.model, IDS)
-    actual = scored(parts.model, exact, model, served_states(model, IDS, every_token_coded=coded), IDS)
+    actual = score_of(parts.model, exact, model, served_states(model, IDS, every_token_coded=coded), IDS)
 
     config, weights = read_model(tiny_path)
     p = softmax(prefill_logits(bare_model(config, weights, block_size=len(IDS) + 2), IDS))[:-1]
@@ -127,7 +127,7 @@ def test_few_rows_of_logits_are_in_memory_at_a_time(parts: Parts, monkeypatch: p
     logits = Transformer.logits
     monkeypatch.setattr(Transformer, "logits", lambda model, x: rows.append(len(x)) or logits(model, x))
     exact = exact_states(parts.model, IDS)
-    scored(parts.model, exact, parts.model, served_states(parts.model, IDS), IDS)
+    score_of(parts.model, exact, parts.model, served_states(parts.model, IDS), IDS)
     assert sum(rows) == 2 * (len(IDS) - 1)
     assert max(rows) <= 64
 

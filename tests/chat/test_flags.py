@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine.chat.config import GROUPS, ChatConfig, read_command_line, read_prompt
-from polarlm.engine.cli.flags import FlagError, describe, in_flags, parse, that
+from polarlm.engine.cli.flags import FlagError, check_that, describe, in_flags, parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.errors import EngineError
 from polarlm.engine.params import SamplingParams
@@ -238,7 +238,7 @@ def test_a_schema_comes_from_a_file(tmp_path):
 
 
 @dataclass(frozen=True)
-class Asked:
+class Reached:
     model: str = setting(MISSING, "MODEL", help="a folder or a 'file' of 100 % weights")
     count: int = setting(3, "-n", "--count", metavar="N", help="how often")
 
@@ -256,14 +256,14 @@ class Fitted:
 
 def read(kind, *argv):
     """What a command with a word of its own is asked."""
-    checks = {"model": that(lambda text: text != "", "empty")}
+    checks = {"model": check_that(lambda text: text != "", "empty")}
     (asked,) = parse(argv, {kind.__name__: kind}, prog="ask", description="Asks.", checks=checks)
     return asked
 
 
 def test_a_word_may_stand_before_and_behind_flags():
     for argv in (("x", "-n", "4"), ("-n", "4", "x"), ("--count=4", "x")):
-        assert read(Asked, *argv) == Asked("x", 4)
+        assert read(Reached, *argv) == Reached("x", 4)
         assert read(Fitted, *argv) == Fitted("x", 4)
     assert [read(Fitted, *argv) for argv in ((), ("-n", "4"), ("x",))] == [Fitted(), Fitted(count=4), Fitted("x")]
     assert read(Painted, "blue") == Painted("blue")
@@ -272,13 +272,13 @@ def test_a_word_may_stand_before_and_behind_flags():
 @pytest.mark.parametrize(
     ("kind", "argv", "sentence"),
     [
-        (Asked, (), "MODEL is missing: a folder or a 'file' of 100 % weights"),
-        (Asked, ("-n", "4"), "MODEL is missing: a folder or a 'file' of 100 % weights"),
-        (Asked, ("",), "MODEL: empty"),
-        (Asked, ("a", "b"), "unrecognized arguments: b"),
-        (Asked, ("a", "--MODEL"), "unrecognized arguments: --MODEL"),
-        (Asked, ("a", "--cuont", "4"), "unrecognized arguments: --cuont 4 (did you mean --count?)"),
-        (Asked, ("--cuont=4",), "unrecognized arguments: --cuont=4 (did you mean --count?)"),
+        (Reached, (), "MODEL is missing: a folder or a 'file' of 100 % weights"),
+        (Reached, ("-n", "4"), "MODEL is missing: a folder or a 'file' of 100 % weights"),
+        (Reached, ("",), "MODEL: empty"),
+        (Reached, ("a", "b"), "unrecognized arguments: b"),
+        (Reached, ("a", "--MODEL"), "unrecognized arguments: --MODEL"),
+        (Reached, ("a", "--cuont", "4"), "unrecognized arguments: --cuont 4 (did you mean --count?)"),
+        (Reached, ("--cuont=4",), "unrecognized arguments: --cuont=4 (did you mean --count?)"),
         (Painted, (), "COLOR is missing: one of two colours"),
         (Painted, ("--colour", "4"), "unrecognized arguments: --colour"),  # and no word that its value seems to be
         (Painted, ("green",), "COLOR: invalid choice: 'green'"),
@@ -292,11 +292,11 @@ def test_a_word_that_is_missing_or_too_much_is_named(kind, argv, sentence):
 
 def test_a_word_is_explained(capsys):
     shown = []
-    for kind in (Asked, Fitted):
+    for kind in (Reached, Fitted):
         with pytest.raises(SystemExit):
             read(kind, "--help")
         shown.append(" ".join(capsys.readouterr().out.split()))
     assert shown[0].startswith("usage: ask MODEL [flags] Asks. ")
-    assert "Asked: MODEL a folder or a 'file' of 100 % weights -n, --count N how often (default: 3)" in shown[0]
+    assert "Reached: MODEL a folder or a 'file' of 100 % weights -n, --count N how often (default: 3)" in shown[0]
     assert shown[1].startswith("usage: ask [MODEL] [flags] ")
-    assert [names for names, _ in describe(Asked)] == ["MODEL", "-n, --count N"]
+    assert [names for names, _ in describe(Reached)] == ["MODEL", "-n, --count N"]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.engine.chat.console import ctrl_c_asked
+from polarlm.engine.chat.console import ctrl_c_pressed
 from polarlm.engine.chat.line_editor import _history_file
 from polarlm.model_loaders import first_model
 from polarlm.model_loaders.first_model import CHOICES
@@ -413,7 +413,7 @@ def test_with_output_in_a_file_the_dialogue_stays_on_the_terminal(open_chat, tmp
 
 def test_ctrl_c_is_asked_about_and_a_second_one_interrupts():
     before = signal.getsignal(signal.SIGINT)
-    with ctrl_c_asked() as asked:
+    with ctrl_c_pressed() as asked:
         assert not asked()
         signal.raise_signal(signal.SIGINT)
         assert asked()

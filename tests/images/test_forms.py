@@ -15,8 +15,8 @@ from PIL import Image, ImageCms
 from polarlm.engine import EngineError
 from polarlm.engine.images import reading
 from polarlm.engine.images.reading import Images
-from polarlm.model_loaders.towers import ImageShape
-from tests.images.test_reading import asked, file_of, only, reading_of
+from polarlm.model_loaders.vision_encoders import ImageShape
+from tests.images.test_reading import file_of, only, reading_of, user_message
 
 WHITE, BLACK, RED = (255, 255, 255), (0, 0, 0), (200, 10, 20)
 Pixels = Sequence[Sequence[Sequence[int]]]  # of rows
@@ -24,9 +24,9 @@ Pixels = Sequence[Sequence[Sequence[int]]]  # of rows
 
 @pytest.fixture(scope="module")
 def images() -> Iterator[Images]:
-    """Of a tower that takes each image at its own size."""
+    """Of a vision encoder that takes each image at its own size."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "fit", lambda tower, width, height: ImageShape(width, height, 1, (1, 1)))
+        patch.setattr(reading, "fit", lambda vision_encoder, width, height: ImageShape(width, height, 1, (1, 1)))
         made = reading_of()
         yield made
         made.close()
@@ -174,7 +174,7 @@ FORMS: dict[str, tuple[Callable[[], Any], Sequence[Sequence[int]]]] = {  # name 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_picture_is_seen_as_people_see_it(images: Images, name: str) -> None:
     make, expected = FORMS[name]
-    pixels = only(images.read(asked(make()))).pixels[:1, : len(expected)]
+    pixels = only(images.read(user_message(make()))).pixels[:1, : len(expected)]
     np.testing.assert_allclose(pixels.astype(int), [expected], atol=2 if "JPEG" in name else 1)
 
 
@@ -183,14 +183,14 @@ def test_a_picture_is_seen_as_people_see_it(images: Images, name: str) -> None:
 def test_a_photo_is_upright(images: Images, kind: str, more: dict[str, Any], orientation: int) -> None:
     file = turned(kind, orientation, **more)
     for image in (file, Image.open(io.BytesIO(file))):
-        corners = only(images.read(asked(image))).pixels[8::16, 8::16, 0]
+        corners = only(images.read(user_message(image))).pixels[8::16, 8::16, 0]
         np.testing.assert_allclose(corners.astype(int).ravel(), UPRIGHT[orientation], atol=3)
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
 def test_who_sends_an_animation_is_told_that_it_is_seen_in_part(images: Images, kind: str) -> None:
     told: list[str] = []
-    images.read(asked(file_of(row("RGB", RED)), frames(kind, RED, BLACK)), told.append)
+    images.read(user_message(file_of(row("RGB", RED)), frames(kind, RED, BLACK)), told.append)
     assert told == ["messages[0].content[1]: this image is animated, and its first picture alone is read"]
 
 
@@ -214,19 +214,19 @@ CUT: dict[str, dict[str, Any]] = {
 def test_a_file_that_is_cut_off_is_seen_as_far_as_it_goes(images: Images, name: str) -> None:
     told: list[str] = []
     file = file_of(noise(), name.split()[-1], **CUT[name])
-    whole = only(images.read(asked(file))).pixels.astype(int)
-    short = only(images.read(asked(file[:-30]), told.append)).pixels.astype(int)
+    whole = only(images.read(user_message(file))).pixels.astype(int)
+    short = only(images.read(user_message(file[:-30]), told.append)).pixels.astype(int)
     assert (abs(short - whole).max(axis=2) <= 16).mean() > 0.85
     assert told == [] if (short == whole).all() else ["cut off" in sentence for sentence in told] == [True]
     with pytest.raises(EngineError, match=r"damaged|no image of a kind"):
-        images.read(asked(file[:50]))
+        images.read(user_message(file[:50]))
 
 
 @pytest.mark.parametrize("name", ["PNG", "GIF", "BMP", "WEBP"])
 def test_what_a_file_lacks_is_white(images: Images, name: str) -> None:
     file = file_of(noise(), name)
-    whole = only(images.read(asked(file))).pixels.astype(int)
-    half = only(images.read(asked(file[: len(file) // 2]))).pixels.astype(int)
+    whole = only(images.read(user_message(file))).pixels.astype(int)
+    half = only(images.read(user_message(file[: len(file) // 2]))).pixels.astype(int)
     white, same = (half == 255).all(axis=2), abs(half - whole).max(axis=2) <= 16
     assert 0.3 < white.mean() < 0.8
     assert (white | same).mean() > 0.97

@@ -21,14 +21,14 @@ from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.placement.wanted import bytes_beside
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.towers._rows import PlacedImage
-from polarlm.engine.model.weights import load_tower, load_weights
+from polarlm.engine.model.vision_encoders._rows import PlacedImage
+from polarlm.engine.model.weights import load_vision_encoder, load_weights
 from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.state.places import IMAGE_IDS, Places
 from polarlm.engine.state.store import SequenceKV
-from polarlm.model_loaders import load_tower as open_tower
+from polarlm.model_loaders import load_vision_encoder as open_vision_encoder
 from polarlm.model_loaders import load_weights as open_weights
-from polarlm.model_loaders.towers import fit
+from polarlm.model_loaders.vision_encoders import fit
 from tests.bare import bare_model, spread
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice
@@ -52,16 +52,16 @@ class Prompt(NamedTuple):
 
 def opened(name: str, ops: Any) -> tuple[Transformer, Prompt]:
     config, source, _ = open_weights(FIXTURES / name)
-    tower, tower_source = open_tower(FIXTURES / name, config, None) or (None, None)
-    assert tower is not None
-    assert tower_source is not None
-    weights = replace(load_weights(ops, config, source), images=load_tower(ops, tower, tower_source))
+    vision_encoder, vision_source = open_vision_encoder(FIXTURES / name, config, None) or (None, None)
+    assert vision_encoder is not None
+    assert vision_source is not None
+    weights = replace(load_weights(ops, config, source), images=load_vision_encoder(ops, vision_encoder, vision_source))
     with np.load(FIXTURES / name / "images.npz") as said:
         ids, at = said["ids"].tolist(), 0
         images = []
         for number in range(said["images"]):
             pixels = said[f"pixels_{number}"]
-            shape = fit(tower, pixels.shape[1], pixels.shape[0])
+            shape = fit(vision_encoder, pixels.shape[1], pixels.shape[0])
             first = ids.index(said["image_token"], at)
             at = first + shape.rows
             ids[first:at] = range(IMAGE_IDS + first, IMAGE_IDS + at)
@@ -140,13 +140,14 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 class Loaded:
-    """An engine whose tower counts the images that it reads, with marks around images that the tiny tokenizer has."""
+    """An engine whose vision encoder counts the images that it reads, with marks around images that the tiny tokenizer
+    has."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.engine = engine = Engine.load(path, **SETTINGS | settings)
         images, reader, self.read = engine._answers._images, engine._model.weights.images, 0
-        assert images._tower is not None
-        images._tower = replace(images._tower, before="!", after="?")
+        assert images._vision_encoder is not None
+        images._vision_encoder = replace(images._vision_encoder, before="!", after="?")
         compute = reader.read
 
         def counted(*arguments: Any) -> Iterator[None]:
@@ -195,7 +196,7 @@ def test_no_turn_reads_text_or_images_again(path: Path, tmp_path: Path) -> None:
             assert again.read == 0
 
 
-def test_memory_counts_the_tower_unless_it_is_left_out(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_counts_the_vision_encoder_unless_it_is_left_out(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, model = EngineConfig(weights=str(path)), open_weights(path)[0]
     assert bytes_beside(config, NumpyOps(), model, path)(64) > 10_000
     assert bytes_beside(replace(config, mmproj="none"), NumpyOps(), model, path)(64) == 0
@@ -211,14 +212,14 @@ def test_another_image_of_the_same_size_shares_nothing(path: Path) -> None:
     with Loaded(path) as loaded:
         one, other = ([said(picture(seed), "what is it?")] for seed in (1, 2))
         ids = loaded.engine.prompt_ids(one)
-        assert (sum(i >= IMAGE_IDS for i in ids) == loaded.engine.model.tower and 0) or True
+        assert (sum(i >= IMAGE_IDS for i in ids) == loaded.engine.model.vision_encoder and 0) or True
         loaded.engine.chat(one, GREEDY)
         answer = loaded.engine.chat(other, GREEDY)
         assert answer.usage.cached_tokens <= ids.index(next(i for i in ids if i >= IMAGE_IDS))
         assert loaded.read == 2
 
 
-def test_another_tower_of_the_same_sizes_shares_nothing(path: Path, tmp_path: Path) -> None:
+def test_another_vision_encoder_of_the_same_sizes_shares_nothing(path: Path, tmp_path: Path) -> None:
     with Loaded(path) as loaded:
         loaded.engine.chat(FIRST, GREEDY)
         loaded.engine.save_session(tmp_path / "session", prompt=FIRST)

@@ -21,10 +21,10 @@ from polarlm.engine import EngineError
 from polarlm.engine.images import reading as images
 from polarlm.engine.images.reading import Images, ReadPrompt
 from polarlm.model_loaders.limited_process import NobodyWaits, wanted_until
-from polarlm.model_loaders.towers import ImageShape, Tower
+from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
 from tests.server.lines import PATIENCE, eventually
 
-TOWER = Tower(
+VISION_ENCODER = VisionEncoder(
     "stub",
     8,
     "<before>",
@@ -41,7 +41,7 @@ TOWER = Tower(
 MARK = "\ufffc"
 
 
-def halved(tower: Tower, width: int, height: int) -> ImageShape:
+def halved(vision_encoder: VisionEncoder, width: int, height: int) -> ImageShape:
     """Rows of 4 × 4 pixels, of an image of half the size."""
     grid = max(1, round(height / 8)), max(1, round(width / 8))
     return ImageShape(4 * grid[1], 4 * grid[0], grid[0] * grid[1], grid)
@@ -55,8 +55,8 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Any:
     reader.close()
 
 
-def reading_of(tower: Tower | None = TOWER, context: int = 4096) -> Images:
-    return Images(SimpleNamespace(tower=tower, name="Model"), context)  # type: ignore[arg-type]
+def reading_of(vision_encoder: VisionEncoder | None = VISION_ENCODER, context: int = 4096) -> Images:
+    return Images(SimpleNamespace(vision_encoder=vision_encoder, name="Model"), context)  # type: ignore[arg-type]
 
 
 def picture(width: int = 40, height: int = 24, mode: str = "RGB") -> Image.Image:
@@ -70,7 +70,7 @@ def file_of(image: Image.Image, kind: str = "PNG", **more: Any) -> bytes:
     return file.getvalue()
 
 
-def asked(*parts: Any) -> list[dict[str, Any]]:
+def user_message(*parts: Any) -> list[dict[str, Any]]:
     said = [part if isinstance(part, dict) else {"type": "image", "image": part} for part in parts]
     return [{"role": "user", "content": said}]
 
@@ -83,7 +83,7 @@ def only(read: ReadPrompt) -> images.PromptImage:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_an_image_is_scaled_as_pillow_does(reader: Images, kind: str) -> None:
     file = file_of(picture(), kind)
-    image = only(reader.read(asked(file)))
+    image = only(reader.read(user_message(file)))
     with Image.open(io.BytesIO(file)) as opened:
         expected = opened.convert("RGB").resize((20, 12), Image.Resampling.BICUBIC)
     np.testing.assert_array_equal(image.pixels, np.asarray(expected))
@@ -98,10 +98,10 @@ def test_one_file_is_one_image_however_it_comes(reader: Images, tmp_path: Path) 
     path.write_bytes(file)
     url = "data:image/png;base64," + base64.b64encode(file).decode()
     ways = [file, bytearray(file), path, str(path), image, url, {"type": "image_url", "image_url": {"url": url}}]
-    reads = [reader.read(asked(way)) for way in ways]
+    reads = [reader.read(user_message(way)) for way in ways]
     assert len({read.prompt[0]["content"] for read in reads}) == 1
     assert len({only(read).ids for read in reads}) == 1
-    other = only(reader.read(asked(file_of(picture(41)))))
+    other = only(reader.read(user_message(file_of(picture(41)))))
     assert set(other.ids).isdisjoint(only(reads[0]).ids)
 
 
@@ -113,11 +113,11 @@ def test_no_file_is_opened_for_what_clients_send(reader: Images, tmp_path: Path)
     sent += [{"type": "image_url", "image": str(path)}, {"type": "image", "image_url": url}]
     for part in [*sent, {"type": "image", "image": url}]:
         with pytest.raises(EngineError, match=r'no file is opened for it: that does {"type": "image", "image": path}'):
-            reader.read(asked(part))
+            reader.read(user_message(part))
 
 
 def test_an_image_of_a_conversation_is_decoded_once(reader: Images, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = asked(file_of(picture()))
+    messages = user_message(file_of(picture()))
     first = reader.read(messages)
     monkeypatch.setattr(reader._workers[0], "ask", pytest.fail)
     assert only(reader.read(messages)) is only(first)
@@ -126,7 +126,7 @@ def test_an_image_of_a_conversation_is_decoded_once(reader: Images, monkeypatch:
 def test_a_text_with_marks_is_cut_at_images_of_the_prompt_alone(reader: Images) -> None:
     forged = f"{MARK}{'0' * 32}{MARK}"
     read = reader.read(
-        asked({"type": "text", "text": f"a {forged}"}, file_of(picture()), {"type": "text", "text": "b"})
+        user_message({"type": "text", "text": f"a {forged}"}, file_of(picture()), {"type": "text", "text": "b"})
     )
     (content,) = (message["content"] for message in read.prompt)
     assert read.cut(f"<user>{content}<end>") == [f"<user>a {forged}<before>", only(read).ids, "<after>b<end>"]
@@ -140,7 +140,7 @@ def test_a_text_with_marks_is_cut_at_images_of_the_prompt_alone(reader: Images) 
 def test_an_image_takes_at_most_half_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "fit", halved)
     reader = reading_of(context=64)
-    image = only(reader.read(asked(file_of(picture(640, 64)))))
+    image = only(reader.read(user_message(file_of(picture(640, 64)))))
     reader.close()
     assert 16 <= image.shape.rows <= 32
     assert image.pixels.shape == (image.shape.height, image.shape.width, 3)
@@ -148,7 +148,7 @@ def test_an_image_takes_at_most_half_of_the_context(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("size", [(1, 400_000), (400_000, 2)])
 def test_so_does_one_that_is_extremely_long(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
-    def widened(tower: Tower, width: int, height: int) -> ImageShape:
+    def widened(vision_encoder: VisionEncoder, width: int, height: int) -> ImageShape:
         """As Qwen's: no side is 200 times as long as the other, and there are at most 16,384 rows of 32 × 32 pixels."""
         width, height = max(width, height // 200), max(height, width // 200)
         shrunk = max(1, math.sqrt(width * height / (16384 * 32**2)))
@@ -157,7 +157,7 @@ def test_so_does_one_that_is_extremely_long(monkeypatch: pytest.MonkeyPatch, siz
 
     monkeypatch.setattr(images, "fit", widened)
     reader = reading_of()
-    image = only(reader.read(asked(file_of(picture(*size, mode="L")))))
+    image = only(reader.read(user_message(file_of(picture(*size, mode="L")))))
     reader.close()
     assert 1024 <= image.shape.rows <= 2048
 
@@ -166,7 +166,7 @@ def test_images_beyond_the_context_are_not_decoded(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(images, "fit", halved)
     reader = reading_of(context=32)
     with pytest.raises(EngineError, match="images alone exceed the available context size of 32 tokens") as raised:
-        reader.read(asked(*(file_of(picture(width)) for width in (40, 41, 42)), "https://example.com/a.png"))
+        reader.read(user_message(*(file_of(picture(width)) for width in (40, 41, 42)), "https://example.com/a.png"))
     reader.close()
     assert raised.value.code == "context_length_exceeded"
 
@@ -174,11 +174,11 @@ def test_images_beyond_the_context_are_not_decoded(monkeypatch: pytest.MonkeyPat
 def test_a_pillow_image_of_any_mode_is_read(reader: Images) -> None:
     image = picture(mode="CMYK")
     expected = image.convert("RGB").resize((20, 12), Image.Resampling.BICUBIC)
-    np.testing.assert_array_equal(only(reader.read(asked(image))).pixels, np.asarray(expected))
+    np.testing.assert_array_equal(only(reader.read(user_message(image))).pixels, np.asarray(expected))
 
 
 def test_damaged_metadata_harms_no_image(reader: Images) -> None:
-    assert only(reader.read(asked(file_of(picture(), "WEBP", exif=b"?")))).shape.rows == 15
+    assert only(reader.read(user_message(file_of(picture(), "WEBP", exif=b"?")))).shape.rows == 15
 
 
 def slow_jpeg(number: int = 0) -> bytes:
@@ -196,12 +196,12 @@ def test_slow_files_hold_up_no_image_of_another_prompt(monkeypatch: pytest.Monke
 
     def read_slowly() -> None:
         with wanted_until(left.is_set), pytest.raises(NobodyWaits):
-            reader.read([*asked(slow_jpeg(1), slow_jpeg(2)), answer, *asked(file_of(picture()))])
+            reader.read([*user_message(slow_jpeg(1), slow_jpeg(2)), answer, *user_message(file_of(picture()))])
 
     with ThreadPoolExecutor(1) as threads:
         slow = threads.submit(read_slowly)
         eventually(lambda: reader._workers[1]._line)  # the first turn was too short
-        assert only(reader.read(asked(file_of(picture(48))))).shape.rows == 18
+        assert only(reader.read(user_message(file_of(picture(48))))).shape.rows == 18
         assert not slow.done()
         left.set()
         slow.result(PATIENCE)
@@ -211,7 +211,7 @@ def test_slow_files_hold_up_no_image_of_another_prompt(monkeypatch: pytest.Monke
 def test_a_file_that_took_too_long_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "fit", halved)
     monkeypatch.setattr(images, "_TURNS", (0.1, 0.3))
-    reader, prompt = reading_of(), asked(slow_jpeg())
+    reader, prompt = reading_of(), user_message(slow_jpeg())
     with pytest.raises(EngineError, match="needs too much time"):
         reader.read(prompt)
     workers, reader._workers = reader._workers, []
@@ -252,26 +252,28 @@ WRONG = {
 
 @pytest.mark.parametrize("sentence", WRONG)
 def test_what_cannot_be_read_is_a_sentence_now_and_left_out_later(reader: Images, sentence: str) -> None:
-    wrong = asked(WRONG[sentence])
+    wrong = user_message(WRONG[sentence])
     with pytest.raises(EngineError) as raised:
         reader.read(wrong)
     assert str(raised.value).startswith("messages[0].content[0]: ")
     assert sentence in str(raised.value)
     warnings: list[str] = []
-    read = reader.read([*wrong, {"role": "assistant", "content": "?"}, *asked(file_of(picture()))], warnings.append)
+    read = reader.read(
+        [*wrong, {"role": "assistant", "content": "?"}, *user_message(file_of(picture()))], warnings.append
+    )
     assert read.prompt[0]["content"] == "[image left out]"
     assert [sentence in warning for warning in warnings] == [True]
     assert len(read.images) == 1
     reader.read([*wrong, {"role": "assistant", "content": "?"}, {"role": "tool", "content": "!"}])  # an answer follows
 
 
-def test_a_model_without_a_tower_says_so() -> None:
+def test_a_model_without_a_vision_encoder_says_so() -> None:
     with pytest.raises(EngineError, match="Model takes text alone"):
-        reading_of(None).read(asked(file_of(picture())))
+        reading_of(None).read(user_message(file_of(picture())))
 
 
 def test_a_decoder_that_dies_harms_no_other_image(reader: Images, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader.read(asked(file_of(picture())))
+    reader.read(user_message(file_of(picture())))
     worker: Any = reader._workers[0]._worker
     worker.end()
-    assert only(reader.read(asked(file_of(picture(48))))).shape.rows == 18
+    assert only(reader.read(user_message(file_of(picture(48))))).shape.rows == 18

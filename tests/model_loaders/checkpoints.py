@@ -101,7 +101,7 @@ def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -
     return writer
 
 
-def of_granite(settings: Mapping[str, object]) -> dict[str, object]:
+def granite_config(settings: Mapping[str, object]) -> dict[str, object]:
     """Further metadata of Granite's models. settings: in config.json."""
     keys = {"attention__layer_norm_rms_epsilon": "rms_norm_eps", "attention__scale": "attention_multiplier"}
     keys |= {"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"}

@@ -35,7 +35,7 @@ class Repository:
 
 
 @dataclass(frozen=True)
-class Seen:
+class HubRequest:
     """A request. server: "hub" or "cdn"."""
 
     server: str
@@ -68,15 +68,15 @@ class Hub:
         self.tokens: set[str] = set()
         self.readers: set[str] = set()
         self.trouble = Trouble()
-        self.seen: list[Seen] = []
+        self.requests: list[HubRequest] = []
         self.url = self.cdn = ""
 
-    def fetched(self, path: str) -> list[str | None]:
+    def ranges_of(self, path: str) -> list[str | None]:
         """The ranges of the GETs for the content of a file."""
         server = "cdn" if path.endswith(_LARGE) else "hub"
         return [
             request.range
-            for request in self.seen
+            for request in self.requests
             if (request.server, request.method) == (server, "GET") and request.path.endswith(f"/{path}")
         ]
 
@@ -123,7 +123,7 @@ def _handler(hub: Hub, server: str) -> type[BaseHTTPRequestHandler]:
             url = urlsplit(self.path)
             token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
             self.token = token
-            hub.seen.append(Seen(server, self.command, unquote(url.path), self.headers.get("Range"), token))
+            hub.requests.append(HubRequest(server, self.command, unquote(url.path), self.headers.get("Range"), token))
             for index, (where, status, headers) in enumerate(hub.trouble.refuse):
                 if where == server:
                     del hub.trouble.refuse[index]

@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.model_loaders.chat.call_arguments import Fields
 from polarlm.model_loaders.chat.call_format import CallFormat
-from polarlm.model_loaders.chat.otherwise import put_otherwise
+from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
 from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder
 from tests import call_templates
 from tests.rendering import rendered
@@ -19,16 +19,16 @@ from tests.shared_data import shared
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
 GENERAL = CallFormat()
-TAGGED = CallFormat(native=True)
+TAGGED = CallFormat(is_native=True)
 GEMMA = CallFormat(
     opening="<|tool_call>call:",
     middle=("",),
     closing="<tool_call|>",
-    between="",
+    call_separator="",
     shown_closing=("<tool_call|>",),
     separators=(",", ":"),
     quote='<|"|>',
-    native=True,
+    is_native=True,
     takes_any_text=False,
     takes_results=True,
 )
@@ -46,12 +46,12 @@ def template_of(name: str) -> ChatTemplate:
 
 def plain(opening: str, *middle: str, **more: Any) -> CallFormat:
     """A format with nothing around calls, and nothing after the arguments."""
-    return CallFormat("", opening, middle, "", "", "", ("",), native=True, **more)
+    return CallFormat("", opening, middle, "", "", "", ("",), is_native=True, **more)
 
 
 def apart(fields: Fields, **more: Any) -> CallFormat:
     """A format whose arguments are no object."""
-    return CallFormat(fields=fields, shown_closing=(more["closing"],), native=True, takes_any_text=False, **more)
+    return CallFormat(fields=fields, shown_closing=(more["closing"],), is_native=True, takes_any_text=False, **more)
 
 
 FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and the marker
@@ -61,10 +61,10 @@ FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and t
             begin="[TOOL_CALLS] [",
             opening='{"name": "',
             closing="}",
-            between=", ",
+            call_separator=", ",
             end="]",
             shown_closing=(', "id": "', '"}'),
-            native=True,
+            is_native=True,
             short_ids=True,
         ),
         "[TOOL_CALLS]",
@@ -76,10 +76,10 @@ FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and t
             opening='{"name": "',
             middle=('", "parameters": ',),
             closing="}",
-            between="",
+            call_separator="",
             shown_closing=("}",),
-            several=False,
-            native=True,
+            has_several=False,
+            is_native=True,
         ),
         "",
     ),
@@ -120,18 +120,18 @@ FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and t
             opening="",
             middle=("(",),
             closing=")",
-            between=", ",
+            call_separator=", ",
             end="]<|tool_call_end|>",
         ),
         "<|tool_call_start|>",
     ),
-    "XML": (CallFormat(unknown=True), "<tool_call>"),
+    "XML": (CallFormat(is_unknown=True), "<tool_call>"),
     **dict.fromkeys(("qwen3", "qwq", "qwen2.5"), (TAGGED, "<tool_call>")),
     "gpt-oss": (
         plain(
             " to=functions.",
             "<|channel|>commentary json<|message|>",
-            several=False,
+            has_several=False,
             content_is_reasoning=True,
             needs_descriptions=True,
         ),
@@ -145,9 +145,9 @@ def test_the_format_is_found(name: str) -> None:
     (expected, marker), format = FORMATS[name], template_of(name).calls
     assert format == expected
     assert format.marker(("[TOOL_CALLS]", "[ARGS]")) == marker
-    if format.native:
+    if format.is_native:
         text = rendered(template_of(name), format.as_messages(MESSAGES), tools=TOOLS)
-        assert format.shown([("f", format.as_written('{"a": [1, "b"]}'), "abcdefgh1")]) in text
+        assert format.write_calls([("f", format.rewrite('{"a": [1, "b"]}'), "abcdefgh1")]) in text
 
 
 CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "b"]}'}}
@@ -161,7 +161,7 @@ MESSAGES = [
 
 def test_a_form_that_is_not_known_is_told_where_there_are_tools() -> None:
     warnings = [
-        put_otherwise(template_of(name), messages, tools, {}).warnings
+        adapt_conversation(template_of(name), messages, tools, {}).warnings
         for name, messages, tools in (
             ("XML", MESSAGES[:1], TOOLS),
             ("XML", MESSAGES[:1], ()),
@@ -176,13 +176,13 @@ def test_without_tools_in_the_template_calls_are_text() -> None:
     template = template_of("NO_TOOLS")
 
     def put(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return put_otherwise(template, messages, tools, {}).messages
+        return adapt_conversation(template, messages, tools, {}).messages
 
     said = put([{"role": "system", "content": "Be kind."}, *MESSAGES, MESSAGES[2]], TOOLS)
     assert [message["role"] for message in said] == ["system", "user", "assistant", "user"]
     assert said[0]["content"].startswith("Be kind.\n\n")
     assert json.dumps(TOOLS[0]["function"]) in said[0]["content"]
-    assert said[2]["content"] == template.calls.shown([("f", '{"a": [1, "b"]}', "")])
+    assert said[2]["content"] == template.calls.write_calls([("f", '{"a": [1, "b"]}', "")])
     assert "tool_calls" not in said[2]
     assert said[3]["content"] == "<tool_response>\nso\n</tool_response>\n<tool_response>\nso\n</tool_response>"
     assert put(MESSAGES[:1], TOOLS)[0]["role"] == "system"

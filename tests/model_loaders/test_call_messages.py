@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.prompt import chat_ids
+from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
 from polarlm.model_loaders.chat.templates import ChatTemplate, for_gguf
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.tokenizers import Tokenizer, load_for_gguf
@@ -75,6 +75,6 @@ def test_a_call_that_was_cut_off_is_shown_as_its_text(family: tuple[Tokenizer, C
     _, template = family
     messages, tools = conversation("word")
     messages[1]["tool_calls"][0]["function"]["arguments"] = CUT_OFF
-    (text,) = template.render_each([put_otherwise(template, messages, tools, {}).messages])
-    shown = (CUT_OFF, json.dumps(CUT_OFF), template.calls.shown([("f", template.calls.written({}), "")]))
+    (text,) = template.render_each([adapt_conversation(template, messages, tools, {}).messages])
+    shown = (CUT_OFF, json.dumps(CUT_OFF), template.calls.write_calls([("f", template.calls.write({}), "")]))
     assert any(one in text for one in (shown[:2] if template.calls.takes_any_text else shown[2:]))

@@ -20,7 +20,7 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from polarlm.model_loaders.files.weights import as_stored
 from tests.conftest import ENCODERS
-from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, of_granite, read, read_all
+from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, granite_config, read, read_all
 from tests.pairs import mostly_slow
 from tests.shared_data import shared
 
@@ -437,7 +437,7 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
     elif config.family.startswith("lfm2"):
         changes |= lfm2(config)
     elif config.family.startswith("granite"):
-        changes |= of_granite(json.loads((MODELS / name / "config.json").read_text()))
+        changes |= granite_config(json.loads((MODELS / name / "config.json").read_text()))
     elif config.family == "mistral3":
         changes |= {"attention__temperature_scale": 0.25, "rope__scaling__yarn_log_multiplier": of_rope.mscale_all_dim}
         changes["rope__scaling__yarn_beta_fast"] = of_rope.beta_fast

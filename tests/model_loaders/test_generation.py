@@ -13,7 +13,7 @@ import pytest
 
 from polarlm.model_loaders import generation
 from polarlm.model_loaders.config import GenerationDefaults
-from polarlm.model_loaders.fields import shown
+from polarlm.model_loaders.fields import describe
 from polarlm.model_loaders.files.gguf_file import Strings
 
 Case = tuple[dict[str, object] | None, dict[str, Any]]  # what the file says, and what it means
@@ -37,7 +37,7 @@ def test_generation_defaults(tmp_path: Path) -> None:
     for written, expected in CASES:
         if written is not None:
             (tmp_path / "generation_config.json").write_text(json.dumps(written))
-        assert generation.of_folder(tmp_path, 100) == GenerationDefaults(**expected), written
+        assert generation.defaults_of_folder(tmp_path, 100) == GenerationDefaults(**expected), written
 
 
 ODD: list[tuple[str, object, dict[str, Any]]] = [  # key, value, and what is kept of it
@@ -56,16 +56,16 @@ def test_an_odd_value_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.
     for key, value, kept in ODD:
         caplog.clear()
         (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
-        assert generation.of_folder(tmp_path, 100) == GenerationDefaults(**kept)
+        assert generation.defaults_of_folder(tmp_path, 100) == GenerationDefaults(**kept)
         (record,) = caplog.records
-        assert f"generation_config.json: {key} is {shown(value)}," in record.getMessage()
+        assert f"generation_config.json: {key} is {describe(value)}," in record.getMessage()
         assert "left out" in record.getMessage()
 
 
 def test_a_gguf_file_has_sampling_defaults(tmp_path: Path) -> None:
     says = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "tokenizer.ggml.suppress_tokens": [7, 999]}
     gguf: Any = SimpleNamespace(path=tmp_path / "a.gguf", metadata=says)
-    assert generation.of_gguf(gguf, 100) == GenerationDefaults({"temperature": 0.5, "top_k": 20}, banned=(7,))
+    assert generation.defaults_of_gguf(gguf, 100) == GenerationDefaults({"temperature": 0.5, "top_k": 20}, banned=(7,))
 
 
 def test_a_value_in_a_sentence_is_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -73,14 +73,14 @@ def test_a_value_in_a_sentence_is_words(tmp_path: Path, caplog: pytest.LogCaptur
     values = (7, True, "x" * 90, token, {"a": [1] * 90, "b": None}, {}, [1, [2]], [token], range(1500))
     words = ["7", "True", f"'{'x' * 56}...", "the token '</s>'", "an object with 'a', 'b'", "an empty object"]
     words += ["[1, [2]]", "a list of 1 value", "a list of 1,500 values"]
-    assert [shown(value) for value in values] == words
+    assert [describe(value) for value in values] == words
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, token], "suppress_tokens": token}))
-    generation.of_folder(tmp_path, 100)
+    generation.defaults_of_folder(tmp_path, 100)
     said = [message.partition(": ")[2] for message in caplog.messages]
     assert said == [
         "eos_token_id is a list of 2 values, and of it the token '</s>' is left out: the model's tokens are 0 to 99.",
         "suppress_tokens is the token '</s>', and is left out: the model's tokens are 0 to 99.",
     ]
     gguf: Any = SimpleNamespace(path="m.gguf", metadata={"general.sampling.temp": Strings(b"", np.zeros(12, np.int64))})
-    generation.of_gguf(gguf, 100)
+    generation.defaults_of_gguf(gguf, 100)
     assert "temp is a list of 12 values, but must be a number" in caplog.messages[-1]

@@ -26,7 +26,7 @@ from polarlm.model_loaders.files.repository import RepositoryFile, gguf_contents
 from polarlm.model_loaders.hub import parse, transfer
 from tests.model_loaders.checkpoints import MODELS, finish, gguf_header
 from tests.model_loaders.hub_server import COMMIT, Hub, Repository, git_hash, sha256
-from tests.model_loaders.test_towers import write_gguf
+from tests.model_loaders.test_vision_encoders import write_gguf
 from tests.ports import free_port
 from tests.random_model import random_model, write_in_parts
 from tests.small_disk import small_disk
@@ -92,9 +92,9 @@ ELSEWHERE = {  # names as other programs and the hub's pages write them, and our
 
 def test_names_of_other_places_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:5000")
-    assert {text: str(hub_package.named(text)) for text in ELSEWHERE} == ELSEWHERE
+    assert {text: str(hub_package.hub_name(text)) for text in ELSEWHERE} == ELSEWHERE
     assert {text: str(parse(text)) for text in ELSEWHERE} == ELSEWHERE
-    assert [hub_package.named(text) for text in ("user/m.gguf", "./user/repo/m.gguf", "llama3", "qwen3:0.6b")] == [
+    assert [hub_package.hub_name(text) for text in ("user/m.gguf", "./user/repo/m.gguf", "llama3", "qwen3:0.6b")] == [
         None
     ] * 4
 
@@ -111,9 +111,9 @@ def test_a_folder_gets_the_files_that_it_is_read_with_and_no_others(hub: Hub, sm
         "model.safetensors",
     }
     assert all((where / path.name).read_bytes() == small_folder[path.name] for path in where.iterdir())
-    assert not [seen for seen in hub.seen if seen.path.endswith(tuple(more))]
-    assert len([seen for seen in hub.seen if seen.path.startswith("/api/")]) == 1
-    assert not [seen for seen in hub.seen if seen.path == "/no-xet"]
+    assert not [request for request in hub.requests if request.path.endswith(tuple(more))]
+    assert len([request for request in hub.requests if request.path.startswith("/api/")]) == 1
+    assert not [request for request in hub.requests if request.path == "/no-xet"]
 
 
 def test_it_lies_in_the_cache_as_the_hubs_own_client_puts_it_and_stays(
@@ -129,10 +129,10 @@ def test_it_lies_in_the_cache_as_the_hubs_own_client_puts_it_and_stays(
     def times() -> dict[Path, int]:
         return {path: path.lstat().st_mtime_ns for path in Path(constants.HF_HUB_CACHE).rglob("*")}
 
-    before, asked = times(), len(folders.seen)
+    before, count = times(), len(folders.requests)
     fetch("user/tiny")
     assert times() == before
-    assert [seen.path for seen in folders.seen[asked:]] == ["/api/models/user/tiny"]
+    assert [request.path for request in folders.requests[count:]] == ["/api/models/user/tiny"]
 
 
 def test_an_index_says_which_shards_there_are(hub: Hub, small_folder: dict[str, bytes]) -> None:
@@ -153,7 +153,7 @@ def test_an_index_says_which_shards_there_are(hub: Hub, small_folder: dict[str, 
 def test_all_files_are_of_one_commit(folders: Hub) -> None:
     assert fetch("user/tiny").name == f"{COMMIT}1"
     assert fetch("user/tiny@v1").name == f"{COMMIT}0"
-    resolved = {seen.path.split("/")[4] for seen in folders.seen if "/resolve/" in seen.path}
+    resolved = {request.path.split("/")[4] for request in folders.requests if "/resolve/" in request.path}
     assert resolved == {f"{COMMIT}0", f"{COMMIT}1"}
 
 
@@ -172,7 +172,7 @@ def test_a_path_stays_a_path(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     make_model(Path("hf:user").joinpath("repo").mkdir(parents=True) or Path("hf:user/repo"))
     model_loaders.load("hf:user/repo").weights.close()
-    assert hub.seen == []
+    assert hub.requests == []
 
 
 # -- the quantization ----------------------------------------------------------------------------------------------
@@ -192,19 +192,19 @@ def test_the_part_that_reads_images_comes_with_a_gguf_file_of_a_model_that_has_o
 @pytest.mark.parametrize("wanted", ["q4_k_m", "tiny-Q4_K_M.gguf"])
 def test_the_wanted_quantization_is_fetched_alone(ggufs: Hub, wanted: str) -> None:
     assert fetch(f"user/tiny:{wanted}").name == "tiny-Q4_K_M.gguf"
-    assert ggufs.fetched("tiny-Q8_0.gguf") == []
+    assert ggufs.ranges_of("tiny-Q8_0.gguf") == []
 
 
 def test_without_a_wish_the_best_one_that_fits_is_fetched(ggufs: Hub, small_ggufs: dict[str, bytes]) -> None:
-    asked = []
+    models = []
 
     def fits(config: model_loaders.ModelConfig | None, size: int) -> bool:
-        asked.append((len(config.layers), config.attention.kv_heads, config.attention.head_dim, size))
+        models.append((len(config.layers), config.attention.kv_heads, config.attention.head_dim, size))
         return size < len(small_ggufs["tiny-Q8_0.gguf"])
 
     said: list[str] = []
     assert fetch("user/tiny", fits=fits, verbose=said.append).name == "tiny-Q4_K_M.gguf"
-    assert asked == [(2, 2, 64, len(small_ggufs[name])) for name in ("tiny-Q8_0.gguf", "tiny-Q4_K_M.gguf")]
+    assert models == [(2, 2, 64, len(small_ggufs[name])) for name in ("tiny-Q8_0.gguf", "tiny-Q4_K_M.gguf")]
     assert said[0] == "Taking Q4_K_M of user/tiny, the best that fits in memory here; user/tiny:NAME takes another."
     # A file in the cache is taken before a better one.
     assert fetch("user/tiny", verbose=said.append).name == "tiny-Q4_K_M.gguf"
@@ -221,7 +221,7 @@ def test_weights_that_do_not_fit_are_warned_about_before_they_are_fetched(
     def fits(config: model_loaders.ModelConfig | None, size: int) -> bool:
         assert config is not None
         assert size == len(small_folder["model.safetensors"])
-        assert folders.fetched("model.safetensors") == []
+        assert folders.ranges_of("model.safetensors") == []
         return False
 
     where = fetch("user/tiny", fits=fits, verbose=said.append)
@@ -239,8 +239,8 @@ def test_what_cannot_be_chosen_is_told_with_what_there_is(ggufs: Hub, small_gguf
     assert "no file fits in memory" in problem
     assert listed in problem
     assert problem.endswith("user/tiny:Q4_K_M.")
-    assert set(ggufs.fetched("tiny-Q8_0.gguf")) == {BEGINNING}
-    assert ggufs.fetched("tiny-Q4_K_M.gguf") == []
+    assert set(ggufs.ranges_of("tiny-Q8_0.gguf")) == {BEGINNING}
+    assert ggufs.ranges_of("tiny-Q4_K_M.gguf") == []
     ggufs.repositories["user/tiny"] = Repository({f"{name}-Q8_0.gguf": small_ggufs["tiny-Q8_0.gguf"] for name in "ab"})
     assert "user/tiny:a-Q8_0.gguf" in refusal("user/tiny:Q8_0")
     assert "user/tiny:a-Q8_0.gguf" in refusal("user/tiny")
@@ -299,7 +299,7 @@ def test_a_transfer_goes_on_behind_the_bytes_that_came(large: Hub, no_ranges: bo
     large.trouble.drop["model.safetensors"] = 2_000_000
     large.trouble.no_ranges = no_ranges
     assert (fetch("user/large") / "model.safetensors").read_bytes() == CONTENT
-    assert large.fetched("model.safetensors") == [None, "bytes=2000000-"]
+    assert large.ranges_of("model.safetensors") == [None, "bytes=2000000-"]
 
 
 def test_a_later_attempt_goes_on_behind_the_bytes_that_came(large: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ def test_a_later_attempt_goes_on_behind_the_bytes_that_came(large: Hub, monkeypa
     monkeypatch.setattr("tqdm.tqdm", lambda **settings: bars.append(settings) or tqdm(disable=True))
     said: list[str] = []
     assert (fetch("user/large", verbose=said.append) / "model.safetensors").read_bytes() == CONTENT
-    assert large.fetched("model.safetensors")[-1] == f"bytes={begun}-"
+    assert large.ranges_of("model.safetensors")[-1] == f"bytes={begun}-"
     assert any("of them already there" in sentence for sentence in said)
     assert max((bar["total"], bar["initial"]) for bar in bars) == (len(CONTENT), begun)
     assert not partial.exists()
@@ -329,7 +329,7 @@ def test_a_connection_that_always_breaks_is_given_up(large: Hub) -> None:
     problem = refusal("user/large")
     assert "cannot be reached" in problem
     assert "is not in the cache as a whole" in problem
-    assert len(large.fetched("model.safetensors")) == 3  # the first attempt, and one after each wait
+    assert len(large.ranges_of("model.safetensors")) == 3  # the first attempt, and one after each wait
 
 
 @pytest.mark.parametrize("path", ["model.safetensors", "tokenizer.json"])
@@ -340,7 +340,7 @@ def test_wrong_bytes_are_noticed_and_deleted(large: Hub, path: str) -> None:
     large.trouble.wrong.clear()
     content = large.repositories["user/large"].files[path]
     assert (fetch("user/large") / path).read_bytes() == content
-    assert large.fetched(path) == [None, None]
+    assert large.ranges_of(path) == [None, None]
 
 
 def test_wrong_bytes_of_an_earlier_attempt_are_noticed(large: Hub) -> None:
@@ -349,7 +349,7 @@ def test_wrong_bytes_of_an_earlier_attempt_are_noticed(large: Hub) -> None:
     transfer.partial_file(blob).write_bytes(b"x" * 1000)
     assert "another checksum" in refusal("user/large")
     assert (fetch("user/large") / "model.safetensors").read_bytes() == CONTENT
-    assert large.fetched("model.safetensors") == ["bytes=1000-", None]
+    assert large.ranges_of("model.safetensors") == ["bytes=1000-", None]
 
 
 def test_ctrl_c_keeps_what_came_and_says_so(large: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +367,7 @@ def test_ctrl_c_keeps_what_came_and_says_so(large: Hub, monkeypatch: pytest.Monk
             fetch("user/large", verbose=said.append)
     assert said[-1] == "The next attempt continues from what has been downloaded."
     fetch("user/large")
-    assert (large.fetched("model.safetensors")[-1] or "").startswith("bytes=")
+    assert (large.ranges_of("model.safetensors")[-1] or "").startswith("bytes=")
 
 
 def test_two_at_once_fetch_it_once(large: Hub) -> None:
@@ -385,7 +385,7 @@ def test_two_at_once_fetch_it_once(large: Hub) -> None:
 
         second = pool.submit(fetch, "user/large", verbose=note)
         assert first.result(60) == second.result(60)
-    assert large.fetched("model.safetensors") == [None]
+    assert large.ranges_of("model.safetensors") == [None]
     assert "Waiting for another process, which downloads model.safetensors." in said
 
 
@@ -404,7 +404,7 @@ def test_a_gated_repository(hub: Hub, small_folder: dict[str, bytes], monkeypatc
     assert "does not accept your token" in refusal("meta/llama")
     monkeypatch.setenv("HF_TOKEN", "reader")
     assert (fetch("meta/llama") / "config.json").is_file()
-    assert {seen.token for seen in hub.seen if seen.server == "cdn"} == {None}  # tokens stay with the hub
+    assert {request.token for request in hub.requests if request.server == "cdn"} == {None}  # tokens stay with the hub
 
 
 def test_the_token_of_hf_auth_login_is_used(hub: Hub, small_folder: dict[str, bytes]) -> None:
@@ -468,7 +468,7 @@ def test_an_architecture_is_refused_before_the_weights_are_fetched(hub: Hub, sma
     config = {**json.loads(small_folder["config.json"]), "model_type": "mamba"}
     hub.repositories["user/mamba"] = Repository({**small_folder, "config.json": json.dumps(config).encode()})
     assert "a model of type 'mamba', which has recurrent layers" in refusal("user/mamba")
-    assert not [seen for seen in hub.seen if seen.server == "cdn"]
+    assert not [request for request in hub.requests if request.server == "cdn"]
 
 
 def test_an_architecture_in_gguf_is_refused_before_the_file_is_fetched(hub: Hub, tmp_path: Path) -> None:
@@ -480,7 +480,7 @@ def test_an_architecture_in_gguf_is_refused_before_the_file_is_fetched(hub: Hub,
     finish(writer)
     hub.repositories["user/mamba"] = Repository({path.name: path.read_bytes()})
     assert "mamba-Q8_0.gguf of user/mamba holds a model of architecture 'mamba', which has" in refusal("user/mamba")
-    assert hub.fetched(path.name) == [BEGINNING]
+    assert hub.ranges_of(path.name) == [BEGINNING]
 
 
 def test_a_disk_without_room_is_told_before_the_weights_are_fetched(
@@ -491,14 +491,14 @@ def test_a_disk_without_room_is_told_before_the_weights_are_fetched(
     problem = refusal("user/large")
     assert "takes 3.0 MiB more on the disk" in problem
     assert "has room for 1.0 MiB" in problem
-    assert large.fetched("model.safetensors") == []
+    assert large.ranges_of("model.safetensors") == []
 
 
 def test_a_disk_that_becomes_full(large: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(disk / "cache"))
-    monkeypatch.setattr(hub_package._Fetching, "_check_disk", lambda self, size: None)
+    monkeypatch.setattr(hub_package._Fetch, "_check_disk", lambda self, size: None)
     with small_disk(disk, 2 << 20):
         problem = refusal("user/large")
         assert f"The disk with {disk / 'cache'} is full: free some space" in problem

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from polarlm.model_loaders import LoadError, load_weights
 from polarlm.model_loaders.files.file_bytes import FileBytes
-from polarlm.model_loaders.files.joined_experts import taken_apart
+from polarlm.model_loaders.files.joined_experts import split_experts
 from polarlm.model_loaders.files.safetensors_source import read_header
 from tests.model_loaders.checkpoints import MODELS, as_gguf, read_all, safetensors_file
 
@@ -34,7 +34,7 @@ def stored(path: Path, **tensors: np.ndarray) -> dict:
 
 
 def joined(path: Path, **tensors: np.ndarray) -> dict:
-    return taken_apart(stored(path, **tensors), "x", NAMES, COUNT, SIZE, COLUMNS)
+    return split_experts(stored(path, **tensors), "x", NAMES, COUNT, SIZE, COLUMNS)
 
 
 def test_rows_of_gate_and_up_projection_are_columns(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             joined(tmp_path / "x.safetensors", **tensors)
     tensors = stored(tmp_path / "x.safetensors", x_blocks=CODES, x_scales=SCALES)
     with pytest.raises(LoadError, match="rows of 40 values, not of blocks of 32"):
-        taken_apart(tensors, "x", NAMES, COUNT, SIZE, 40)
+        split_experts(tensors, "x", NAMES, COUNT, SIZE, 40)
 
 
 EXPERT = "model.layers.0.mlp.experts.3."

@@ -19,7 +19,7 @@ answer_lines(lambda first: lambda seconds: time.sleep(seconds) or seconds, 1 << 
 """
 
 
-class Asked:
+class Reply:
     """A request in a thread of its own: to sleep, then to answer."""
 
     def __init__(self, worker: LimitedProcess, threads: ThreadPoolExecutor, seconds: float, order: list[float]) -> None:
@@ -47,7 +47,7 @@ def worker(tmp_path: Path) -> Iterator[LimitedProcess]:
 def test_who_is_gone_leaves_the_line_and_the_worker(worker: LimitedProcess) -> None:
     order: list[float] = []
     with ThreadPoolExecutor(4) as threads:
-        first, second, third, fourth = (Asked(worker, threads, seconds, order) for seconds in (1000, 999, 0.02, 0.01))
+        first, second, third, fourth = (Reply(worker, threads, seconds, order) for seconds in (1000, 999, 0.02, 0.01))
         second.gone.set()
         with pytest.raises(NobodyWaits):
             second.future.result(PATIENCE)
@@ -63,7 +63,7 @@ def test_who_is_gone_leaves_the_line_and_the_worker(worker: LimitedProcess) -> N
 def test_an_engine_that_closes_waits_for_one_answer_alone(worker: LimitedProcess) -> None:
     order: list[float] = []
     with ThreadPoolExecutor(3) as threads:
-        first, second = (Asked(worker, threads, seconds, order) for seconds in (0.3, 1000))
+        first, second = (Reply(worker, threads, seconds, order) for seconds in (0.3, 1000))
         threads.submit(worker.close).result(PATIENCE)
         assert order == [0.3]
         first.future.result(PATIENCE)

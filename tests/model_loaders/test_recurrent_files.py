@@ -21,9 +21,9 @@ from tests.model_loaders.checkpoints import (
     finish,
     gguf_header,
     gguf_name,
+    granite_config,
     interleaved,
     joined_experts,
-    of_granite,
     read_all,
 )
 
@@ -138,7 +138,7 @@ def mamba_metadata(name: str, predicting: int) -> dict[str, Any]:
         return {**changes, "feed_forward_length": sizes, "nextn_predict_layers": predicting}
     return {
         **changes,
-        **of_granite(settings),
+        **granite_config(settings),
         "rope__scaling__finetuned": settings["position_embedding_type"] == "rope",
     }
 

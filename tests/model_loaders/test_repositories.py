@@ -17,7 +17,7 @@ from polarlm.model_loaders.hub import local, parse
 from polarlm.server.models.registry import Registry
 from tests.model_loaders.checkpoints import finish
 from tests.model_loaders.hub_server import Hub, Repository
-from tests.model_loaders.test_towers import DEEP, write_gguf, write_mmproj
+from tests.model_loaders.test_vision_encoders import DEEP, write_gguf, write_mmproj
 from tests.server.models.running import common
 
 # What a repository holds, and for some names the file that is meant, or words of the refusal. "M" is a model, "O" one
@@ -131,7 +131,7 @@ def test_what_is_asked_for_is_read_and_nothing_else(hub: Hub, contents: dict[str
     layout = {"a-Q8_0.gguf": "O", "b-Q4_0.gguf": "M", "mtp-b-Q4_0.gguf": "H", "mmproj-F16.gguf": "P"}
     hub.repositories["user/repo"] = Repository(files_of(layout, contents))
     assert hub_package.fetch(parse("user/repo:b-Q4_0.gguf")).name == "b-Q4_0.gguf"
-    assert [path for path in layout if hub.fetched(path)] == ["b-Q4_0.gguf"]
+    assert [path for path in layout if hub.ranges_of(path)] == ["b-Q4_0.gguf"]
 
 
 def test_folders_and_lists_sort_as_the_hub_does(
@@ -205,7 +205,7 @@ def test_the_part_that_reads_images_is_found_where_it_lies(
     in_folder = [model_loaders.load(folder / model)] if not model.startswith("a/") else []
     for loaded in (model_loaders.load(fetched), *in_folder):
         loaded.close()
-        taken = [] if loaded.tower_weights is None else [path.name for path in loaded.tower_weights.files()]
+        taken = [] if loaded.vision_weights is None else [path.name for path in loaded.vision_weights.files()]
         assert taken == [Path(projector).name] * is_its
     assert any("reads no images: it has no mmproj file" in line for line in said) is not is_its
 
@@ -217,7 +217,7 @@ def test_a_repository_without_a_tokenizer_is_refused_before_its_weights(
     hub.repositories["user/repo"] = Repository({**files, "vocab.json": b"{}"})
     with pytest.raises(LoadError, match=r"user/repo has neither tokenizer.json nor tokenizer.model"):
         hub_package.fetch(parse("user/repo"))
-    assert hub.fetched("model.safetensors") == []
+    assert hub.ranges_of("model.safetensors") == []
 
 
 def test_a_vocabulary_that_is_not_known_is_told_before_the_weights(hub: Hub, contents: dict[str, bytes]) -> None:
@@ -225,7 +225,7 @@ def test_a_vocabulary_that_is_not_known_is_told_before_the_weights(hub: Hub, con
     hub.repositories["user/repo"] = Repository({"m-Q8_0.gguf": content})
     with pytest.raises(LoadError, match=r"m-Q8_0.gguf of user/repo splits text into words as 'sm0llm' does"):
         hub_package.fetch(parse("user/repo"))
-    assert len(hub.fetched("m-Q8_0.gguf")) == 1
+    assert len(hub.ranges_of("m-Q8_0.gguf")) == 1
 
 
 def test_a_tokenizer_and_a_template_in_a_folder_inside_are_found(hub: Hub, small_folder: dict[str, bytes]) -> None:

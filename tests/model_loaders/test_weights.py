@@ -157,13 +157,13 @@ def test_rows_come_in_the_order_of_the_tensor(tmp_path: Path) -> None:
     heads = (8 * np.arange(3)[:, None] + head_order(8, 8, True)).ravel()
     for order in (heads, np.random.default_rng(8).permutation(24)):
         wanted = values[order]
-        weights = StoredWeights(path, {"x": plain.taking(order)}, [])
+        weights = StoredWeights(path, {"x": plain.with_rows(order)}, [])
         for rows in (slice(0, 24), slice(5, 19), slice(23, 24)):
             np.testing.assert_array_equal(weights.read_raw("x", rows).view("<f4"), wanted[rows])
             part = np.empty(wanted[rows].shape, np.float32)
             weights.read_into("x", part, rows)
             np.testing.assert_array_equal(part, wanted[rows])
-    gates = plain.taking(RowParts("x", (3, 5), (1,)).rows(24)).taking(np.arange(15)[::-1])
+    gates = plain.with_rows(RowParts("x", (3, 5), (1,)).rows(24)).with_rows(np.arange(15)[::-1])
     weights = StoredWeights(path, {"gates": replace(gates, negated_exp=True), "more": replace(gates, added=1.0)}, [])
     wanted = values.reshape(3, 8, 8)[:, 3:].reshape(15, 8)[::-1]
     np.testing.assert_allclose(read(weights, "gates"), -np.exp(wanted), rtol=1e-6)

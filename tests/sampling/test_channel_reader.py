@@ -15,7 +15,7 @@ CALL = [("call", "time"), ("arguments", '{"a":1}')]
 
 def parts(*texts: str, begun: bool = False) -> list[tuple[str, str]]:
     """(kind, text) of each part, neighbours of one kind in one."""
-    reader = ChannelReader(CHANNELS, to=" to=functions.", names=("time",), begun=begun)
+    reader = ChannelReader(CHANNELS, to=" to=functions.", names=("time",), is_begun=begun)
     found: list[tuple[str, str]] = []
     for part in [part for text in texts for part in reader.push(text)] + reader.finish():
         if found and found[-1][0] == part.kind:

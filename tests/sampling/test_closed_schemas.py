@@ -11,7 +11,7 @@ import pytest
 from polarlm.engine import EngineError, SamplingParams
 from polarlm.engine.sampling.constraints import allowed_bits
 from polarlm.engine.sampling.grammars import Grammars
-from polarlm.engine.sampling.schemas import STRICT, prepared
+from polarlm.engine.sampling.schemas import STRICT, prepare
 
 NUMBER = {"type": "integer"}
 A = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}
@@ -80,9 +80,9 @@ def test_objects_have_the_properties_that_are_listed(
     ],
 )
 def test_null_in_a_schema_is_as_good_as_absent(schema: dict[str, Any], same: dict[str, Any]) -> None:
-    assert prepared(schema, {}) == prepared(same, {})
+    assert prepare(schema, {}) == prepare(same, {})
     values = {"const": None, "enum": [None], "default": None, "examples": [None]}
-    assert prepared({"items": values}, {})["items"] == values
+    assert prepare({"items": values}, {})["items"] == values
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
@@ -105,7 +105,7 @@ def test_keywords_that_are_not_supported_are_passed_over(grammars: Grammars, nam
     assert is_answer(grammars, {**schema, "title": name}, text)
     for _ in range(2):
         told = list[str]()
-        grammars.constraint(SamplingParams(schema={**schema, "title": name}), told=told)
+        grammars.constraint(SamplingParams(schema={**schema, "title": name}), warnings=told)
         assert re.match(f"the constraint holds in part: .*({name})", "; ".join(told))
 
 

@@ -50,7 +50,9 @@ class Pretended:
 
 
 @contextmanager
-def asked(made: Pretended, *keys: tuple[str, str], gone: Callable[[], bool] = lambda: False) -> Iterator[list[Future]]:
+def requested(
+    made: Pretended, *keys: tuple[str, str], gone: Callable[[], bool] = lambda: False
+) -> Iterator[list[Future]]:
     """A thread that waits for each key, all in order of the keys."""
     with ThreadPoolExecutor(len(keys)) as threads:
         futures: list[Future[str]] = []
@@ -76,7 +78,7 @@ def hostile(count: int) -> list[tuple[str, str]]:
 def test_a_constraint_waits_one_short_turn_for_each_hostile_one_before_it() -> None:
     """Three seconds are the bound beside 24 of them, whatever these would need."""
     made = Pretended()
-    with asked(made, *hostile(24), ("quick", "mine")) as futures:
+    with requested(made, *hostile(24), ("quick", "mine")) as futures:
         made.may_go_on.set()
         assert futures[-1].result(60) == "MINE"
     assert made.ended["mine"] < 24 * SHORT + 0.01 < 3
@@ -126,7 +128,7 @@ def test_what_needs_long_has_a_second_turn_which_is_the_last() -> None:
 
 def test_only_so_many_wait_and_the_next_one_is_told_to_come_again() -> None:
     made = Pretended()
-    with asked(made, *(("quick", str(number)) for number in range(1 + MOST_WAITING))) as futures:
+    with requested(made, *(("quick", str(number)) for number in range(1 + MOST_WAITING))) as futures:
         with pytest.raises(EngineError, match="Too many") as caught:
             made.ask("quick", "one more")
         made.may_go_on.set()
@@ -139,10 +141,10 @@ def test_only_so_many_wait_for_a_second_turn() -> None:
     made = Pretended()
     made.long_may_go_on.clear()
     made.may_go_on.set()
-    with asked(made, ("legal", "first")) as (first,):
+    with requested(made, ("legal", "first")) as (first,):
         until(lambda: LONG in made.tried["first"])
         made.may_go_on.clear()
-        with asked(made, *(("legal", str(number)) for number in range(2 + MOST_LONG))) as futures:
+        with requested(made, *(("legal", str(number)) for number in range(2 + MOST_LONG))) as futures:
             made.may_go_on.set()
             until(lambda: made.compilations.counts().outcomes["too_many"] == 2)
             assert made.ask("quick", "mine") == "MINE"
@@ -157,8 +159,8 @@ def test_only_so_many_wait_for_a_second_turn() -> None:
 def test_nothing_is_compiled_for_a_client_that_is_gone() -> None:
     made = Pretended()
     left = threading.Event()
-    with asked(made, ("quick", "first")):
-        with asked(made, *(("quick", f"gone {number}") for number in range(5)), gone=left.is_set) as futures:
+    with requested(made, ("quick", "first")):
+        with requested(made, *(("quick", f"gone {number}") for number in range(5)), gone=left.is_set) as futures:
             left.set()
             assert all(isinstance(future.exception(60), EngineError) for future in futures)
             assert made.compilations.counts().waiting == 1  # although nothing has been compiled yet
@@ -171,7 +173,7 @@ def test_nothing_is_compiled_for_a_client_that_is_gone() -> None:
 
 def test_what_is_under_way_learns_that_its_client_has_gone() -> None:
     made, left = Pretended(), threading.Event()
-    with asked(made, ("legal", "mine"), gone=left.is_set) as futures:
+    with requested(made, ("legal", "mine"), gone=left.is_set) as futures:
         until(lambda: made.compilations.counts().waiting == 1)
         left.set()
         made.may_go_on.set()
@@ -197,7 +199,7 @@ def test_requests_for_the_same_constraint_share_its_compilation() -> None:
 
 def test_closing_ends_those_who_wait() -> None:
     made = Pretended()
-    with asked(made, ("quick", "first"), ("quick", "second")) as futures:
+    with requested(made, ("quick", "first"), ("quick", "second")) as futures:
         made.compilations.close()
         made.may_go_on.set()
         errors: list[Any] = [future.exception(60) for future in futures]

@@ -92,7 +92,7 @@ def test_text_ends_where_the_first_stop_begins_however_it_is_cut(pieces, stops) 
     for piece in pieces:
         out += stop.push(piece)
         assert expected.startswith(out)  # nothing that is part of a stop has leaked
-        if stop.stopped:
+        if stop.has_stopped:
             break
-    assert stop.stopped == stopped
+    assert stop.has_stopped == stopped
     assert out + stop.finish() == expected

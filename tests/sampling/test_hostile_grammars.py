@@ -99,10 +99,10 @@ def test_a_constraint_that_took_long_to_compile_is_not_kept_for_ever(grammars: G
     """Its memory is as large as its time was long."""
     long = SamplingParams(schema={"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20)}})
     grammars.constraint(long)
-    for given, compiled in list(grammars._compiled._values.items()):
-        grammars._compiled.put(given, replace(compiled, seconds=1.5))
+    for given, compiled in list(grammars._cache._values.items()):
+        grammars._cache.put(given, replace(compiled, seconds=1.5))
     grammars.constraint(SamplingParams(regex="short"))
-    assert len(grammars._compiled) <= 2
+    assert len(grammars._cache) <= 2
 
 
 @pytest.mark.slow

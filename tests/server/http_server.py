@@ -21,7 +21,7 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.mcp.session import McpServers
 from polarlm.server.running.driver import Driver
-from polarlm.server.running.journal import Journaled
+from polarlm.server.running.journal import JournalMiddleware
 from polarlm.server.running.listening import tcp_socket
 from polarlm.server.running.sessions import SessionFolder
 from polarlm.server.socket.connection import SocketServer
@@ -170,7 +170,7 @@ def serving(
         driver = Driver(engine, config, sessions)
         await driver.start()
         mcp = McpServers(config)
-        app = Journaled(create_app(driver, config, mcp))
+        app = JournalMiddleware(create_app(driver, config, mcp))
         server = uvicorn.Server(quiet_config(app))
         ready.append((driver, asyncio.get_running_loop()))
         socket_server = None if lines is None else SocketServer(driver, lines)

@@ -16,7 +16,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFT_MODEL, MOST_DRAFTED
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.sizes import cache_shape, check_layers, loaded_bytes, weight_format
-from polarlm.engine.model.adapters import Loaded, delta_bytes
+from polarlm.engine.model.adapters import LoadedAdapter, delta_bytes
 from polarlm.engine.model.weights import EXPERT_SLOTS, bytes_of_layers, expert_bytes, weight_bytes
 from polarlm.engine.state.plan import (
     StorePlan,
@@ -30,7 +30,7 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.weights import WeightSource
-from polarlm.model_loaders.towers import MOST_ROWS
+from polarlm.model_loaders.vision_encoders import MOST_ROWS
 
 CONTEXT_TO_CHOOSE_BY = 16_384  # tokens that must fit if the model's own context is longer
 _TOKENS_OF_KEPT = 2048  # assumed length of a kept conversation, if memory exceeds one context
@@ -162,7 +162,7 @@ class Wanted:
 
 
 def wanted_of_source(
-    config: EngineConfig, ops: Ops, model: ModelConfig, source: WeightSource, adapters: Sequence[Loaded] = ()
+    config: EngineConfig, ops: Ops, model: ModelConfig, source: WeightSource, adapters: Sequence[LoadedAdapter] = ()
 ) -> Wanted:
     """Return the model of files that are here, with its weights as `config` converts them."""
     added, format = delta_bytes(ops, model, adapters), weight_format(config)
@@ -195,7 +195,7 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
         config,
         weights=config.model_draft,
         model_draft=None,
-        mmproj=model_loaders.NO_TOWER,
+        mmproj=model_loaders.NO_VISION_ENCODER,
         tensor_split=None,
         weight_type=AS_STORED,
         lora={},
@@ -220,9 +220,9 @@ def bytes_beside(config: EngineConfig, ops: Ops, model: ModelConfig, where: Path
     work, and of the draft model's weights, KV store and work. Raises LoadError, and EngineError if the backend lacks
     kernels of the draft model's layers."""
     weights, row, draft = 0, 0, _draft_bytes(config, ops)
-    if (found := model_loaders.load_tower(where, model, config.mmproj)) is not None:
-        tower, source = found
-        weights, row = weight_bytes(ops, source), _OF_PATCHES * 4 * tower.merged
+    if (found := model_loaders.load_vision_encoder(where, model, config.mmproj)) is not None:
+        vision_encoder, source = found
+        weights, row = weight_bytes(ops, source), _OF_PATCHES * 4 * vision_encoder.merged_channels
         source.close()
     return lambda tokens: weights + row * min(tokens // 2, MOST_ROWS) + draft(tokens)
 

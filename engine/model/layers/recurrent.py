@@ -19,8 +19,8 @@ class RecurrentMixer:
         self._ops, self._weights, self._slots = ops, weights, cache
         self._norm = norm_of(weights.norm, eps.before)
         self._post_norm = norm_of(getattr(weights, "post_norm", None), eps.after)
-        by_channel = ops.to_host(weights.conv).reshape(shape.channels, shape.width)
-        self._of_op = self.weights_of_op(shape, eps, weights, ops.to_device(by_channel.T))
+        channels = ops.to_host(weights.conv).reshape(shape.channels, shape.width)
+        self._op_arguments = self.weights_of_op(shape, eps, weights, ops.to_device(channels.T))
 
     @staticmethod
     def weights_of_op(shape: Any, eps: Eps, weights: Any, conv: Array) -> Sequence[Any]:
@@ -30,7 +30,7 @@ class RecurrentMixer:
     def project(self, x: Array, inputs: LayerInputs, tap: Tap | None = None) -> Array:
         """Add the rows x (T, E) to the layer's state, and return the results of the op for them."""
         rows = adapted_linear(self._ops, x, self._weights.inputs, inputs.adapters, norm=self._norm)
-        return add_rows(self._ops, getattr(self._ops, self.op), rows, self._of_op, self._slots, inputs.spans)
+        return add_rows(self._ops, getattr(self._ops, self.op), rows, self._op_arguments, self._slots, inputs.spans)
 
     def mix(self, x: Array, y: Array, inputs: LayerInputs) -> None:
         """Add the projection of the results y to x (T, E), in place."""

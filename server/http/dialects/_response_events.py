@@ -10,7 +10,7 @@ from typing import Any
 
 from polarlm.engine import TokenLogprob, Usage
 from polarlm.engine.parsing.pieces import Answer, CallStart, Piece
-from polarlm.server.http.dialects._shared import Places, arguments_of, members
+from polarlm.server.http.dialects._shared import FieldPaths, arguments_of, members
 from polarlm.server.http.errors import TOO_LONG, ApiError
 from polarlm.server.http.generation import Writer
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -26,15 +26,15 @@ class _Item:
     kind: str
     id: str
     call: CallStart | None = None
-    named: dict[str, str] = field(default_factory=dict)  # the name of the call, and its namespace
+    name_fields: dict[str, str] = field(default_factory=dict)  # the name of the call, and its namespace
     text: list[str] = field(default_factory=list)  # for a call: its arguments
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
-    def written(self, status: str) -> dict[str, Any]:
+    def to_json(self, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             assert self.call is not None
-            return item | {"call_id": self.call.id, **self.named, "arguments": "".join(self.text)}
+            return item | {"call_id": self.call.id, **self.name_fields, "arguments": "".join(self.text)}
         if self.kind == "message":
             item["role"] = "assistant"
         else:
@@ -106,47 +106,49 @@ class ResponseWriter(Writer):
 
     def failure(self, error: ApiError) -> Event:
         code = TOO_LONG if error.code == TOO_LONG else "server_error"
-        failed = {"error": {"code": code, "message": error.told("openai")}}
-        return self._event("response.failed", response=self._response("failed") | failed)
+        error_fields = {"error": {"code": code, "message": error.message_for("openai")}}
+        return self._event("response.failed", response=self._response("failed") | error_fields)
 
     def _begin(self, kind: str, call: CallStart | None = None) -> Iterator[Event]:
         """The events up to the beginning of an item of this kind; none if that is the current item's kind."""
         if self._open is not None and self._open.kind == kind:
             return
         yield from self._end("completed")
-        named = {} if call is None else self.tools.named(call.name)
-        self._open = _Item(kind, f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", call, named)
-        yield self._event("response.output_item.added", item=self._open.written("in_progress"), **self._place())
+        name_fields = {} if call is None else self.tools.name_fields(call.name)
+        self._open = _Item(kind, f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", call, name_fields)
+        yield self._event("response.output_item.added", item=self._open.to_json("in_progress"), **self._place())
         if call is None:
-            yield self._of_item("response.content_part.added", content_index=0, part=self._open.part())
+            yield self._item_event("response.content_part.added", content_index=0, part=self._open.part())
 
     def _delta(self, name: str, delta: str, **more: Any) -> Iterator[Event]:
         assert self._open is not None
         self._open.text.append(delta)
-        yield self._of_item(f"response.{name}.delta", delta=delta, **more)
+        yield self._item_event(f"response.{name}.delta", delta=delta, **more)
 
     def _end(self, status: str) -> Iterator[Event]:
         item = self._open
         if item is None:
             return
-        whole = "".join(item.text)
+        text = "".join(item.text)
         if item.kind == "function_call":
-            status = "completed" if arguments_of(whole) is not None else "incomplete"
-            yield self._of_item("response.function_call_arguments.done", arguments=whole, name=item.named["name"])
+            status = "completed" if arguments_of(text) is not None else "incomplete"
+            yield self._item_event(
+                "response.function_call_arguments.done", arguments=text, name=item.name_fields["name"]
+            )
         else:
             logprobs = {"logprobs": item.logprobs} if item.kind == "message" else {}
             name = "output_text" if item.kind == "message" else "reasoning_text"
-            yield self._of_item(f"response.{name}.done", content_index=0, text=whole, **logprobs)
-            yield self._of_item("response.content_part.done", content_index=0, part=item.part())
-        written = item.written(status)
-        yield self._event("response.output_item.done", item=written, **self._place())
-        self._output.append(written)
+            yield self._item_event(f"response.{name}.done", content_index=0, text=text, **logprobs)
+            yield self._item_event("response.content_part.done", content_index=0, part=item.part())
+        item_json = item.to_json(status)
+        yield self._event("response.output_item.done", item=item_json, **self._place())
+        self._output.append(item_json)
         self._open = None
 
     def _place(self) -> dict[str, int]:
         return {"output_index": len(self._output)}
 
-    def _of_item(self, name: str, /, **fields: Any) -> Event:
+    def _item_event(self, name: str, /, **fields: Any) -> Event:
         assert self._open is not None
         return self._event(name, item_id=self._open.id, **self._place(), **fields)
 
@@ -194,32 +196,32 @@ class ResponseTools:
     tools: list[dict[str, Any]] = field(default_factory=list)  # functions in our own names, others as sent
     namespaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # our name → namespace, name
 
-    def named(self, name: str) -> dict[str, str]:
+    def name_fields(self, name: str) -> dict[str, str]:
         namespace, inner = self.namespaced.get(name, ("", name))
         return {"name": inner, "namespace": namespace} if namespace else {"name": name}
 
 
 def tools_of(value: Any) -> ResponseTools:
-    read = ResponseTools()
-    for at, tool, namespace in _each("tools", value):
+    response_tools = ResponseTools()
+    for at, tool, namespace in _each_tool("tools", value):
         if tool.get("type", "function") != "function":
-            read.tools.append({**tool, "places": Places({"": at})})
+            response_tools.tools.append({**tool, "paths": FieldPaths({"": at})})
             continue
         function = {name: member for name, member in tool.items() if name != "type"}
         if namespace:
             function["name"] = in_namespace(namespace, name := text(f"{at}.name", tool.get("name")))
-            read.namespaced[function["name"]] = namespace, name
-        read.tools.append({"type": "function", "function": function, "places": Places({".function": at})})
-    return read
+            response_tools.namespaced[function["name"]] = namespace, name
+        response_tools.tools.append({"type": "function", "function": function, "paths": FieldPaths({".function": at})})
+    return response_tools
 
 
-def _each(field: str, value: Any, namespace: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
+def _each_tool(field: str, value: Any, namespace: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
     """(path of the field, tool, its namespace) of each tool."""
     for index, one in enumerate(array(field, value)):
         at = f"{field}[{index}]"
         tool = members(at, one)
         if tool.get("type") == "namespace" and not namespace:
-            yield from _each(f"{at}.tools", tool.get("tools", []), text(f"{at}.name", tool.get("name")))
+            yield from _each_tool(f"{at}.tools", tool.get("tools", []), text(f"{at}.name", tool.get("name")))
         else:
             yield at, tool, namespace
 
@@ -230,8 +232,8 @@ def read_choice(value: Any) -> dict[str, Any]:
     choice = members("tool_choice", value)
     kind = choice.get("type")
     if kind == "allowed_tools":
-        some = [(at, tool) for at, tool, _ in _each("tool_choice.tools", choice.get("tools"))]
-        tools = [_function(at, tool) if tool.get("type") == "function" else tool for at, tool in some]
+        listed_tools = [(at, tool) for at, tool, _ in _each_tool("tool_choice.tools", choice.get("tools"))]
+        tools = [_function(at, tool) if tool.get("type") == "function" else tool for at, tool in listed_tools]
         return {"tool_choice": {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}}
     return {"tool_choice": _function("tool_choice", choice) if kind == "function" else choice}
 

@@ -12,14 +12,22 @@ from starlette.routing import Route
 
 from polarlm.engine import Usage
 from polarlm.engine.parsing.pieces import Answer, Piece
-from polarlm.server.http.dialects._shared import Places, arguments_of, known, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import (
+    FieldPaths,
+    arguments_of,
+    known_fields,
+    members,
+    objects_with_paths,
+    read_own,
+    refuse,
+)
 from polarlm.server.http.errors import ApiError
-from polarlm.server.http.generation import About, Endpoint, Generation, Writer
+from polarlm.server.http.generation import Endpoint, Generation, ModelInfo, Writer
 from polarlm.server.http.streams import NAMED, Event
-from polarlm.server.reading.fields import asking
+from polarlm.server.reading.fields import requested_fields
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import BadRequest, array, flag, one_of, text, wrong
+from polarlm.server.reading.values import BadRequest, array, flag, one_of, text, wrong_value
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/v1/messages",)
@@ -50,19 +58,19 @@ def routes(driver: Driver) -> list[Route]:
 
 class Messages(Endpoint):
     framing = NAMED
-    known = known("anthropic", *_SAME_NAMES, *_OWN_NAMES, "output_config", "context_management")
+    known = known_fields("anthropic", *_SAME_NAMES, *_OWN_NAMES, "output_config", "context_management")
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, MessageWriter]:
-        asked = read_own(_own(body), _NAMES, about)
-        return asked, MessageWriter(about.name, about.tells_cached)
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, MessageWriter]:
+        request = read_own(_in_own_names(body), _NAMES, info)
+        return request, MessageWriter(info.name, info.tells_cached)
 
 
-def _own(body: Mapping[str, Any]) -> dict[str, Any]:
-    body = asking(body)
+def _in_own_names(body: Mapping[str, Any]) -> dict[str, Any]:
+    body = requested_fields(body)
     refuse(body, "anthropic")
     ours = {name: body[name] for name in _SAME_NAMES if name in body}
     messages = array("messages", body.get("messages"), "an array with at least one message", 1)
-    ours["messages"] = [*_system(body.get("system", "")), *located("messages", messages)]
+    ours["messages"] = [*_system(body.get("system", "")), *objects_with_paths("messages", messages)]
     if "stop_sequences" in body:
         ours["stop"] = array("stop_sequences", body["stop_sequences"])
     if tools := [_tool(f"tools[{i}]", tool) for i, tool in enumerate(array("tools", body.get("tools", [])))]:
@@ -73,23 +81,23 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _system(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, (str, list)):
-        raise wrong("system", "a string or an array of text blocks", value)
+        raise wrong_value("system", "a string or an array of text blocks", value)
     prompt = value
     if isinstance(value, list):
         texts = (block.get("text") if isinstance(block, dict) else None for block in value)
         prompt = [one for one, text in zip(value, texts, strict=True) if not str(text).startswith(_BILLING)]
-    return [{"places": Places({"": "system"}), "role": "system", "content": prompt}] if prompt else []
+    return [{"paths": FieldPaths({"": "system"}), "role": "system", "content": prompt}] if prompt else []
 
 
-def _tool(place: str, value: Any) -> dict[str, Any]:
-    tool = members(place, value)
+def _tool(path: str, value: Any) -> dict[str, Any]:
+    tool = members(path, value)
     if tool.get("type", "custom") != "custom" and "input_schema" not in tool:  # one of Anthropic's own
-        return tool | {"places": Places({"": place})}
+        return tool | {"paths": FieldPaths({"": path})}
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if "description" in tool:
         function["description"] = tool["description"]
-    places = Places({".function": place, ".function.parameters": f"{place}.input_schema"})
-    return {"type": "function", "function": function, "places": places}
+    paths = FieldPaths({".function": path, ".function.parameters": f"{path}.input_schema"})
+    return {"type": "function", "function": function, "paths": paths}
 
 
 def _tool_choice(value: Any) -> dict[str, Any]:
@@ -111,9 +119,9 @@ def _check_edits(value: Any) -> None:
     """Raises BadRequest for an edit that removes a part of the conversation."""
     edits = array("context_management.edits", members("context_management", value).get("edits", []))
     for index, edit in enumerate(edits):
-        place = f"context_management.edits[{index}]"
-        if members(place, edit).get("keep") != "all":
-            raise BadRequest(place, f"{place}: this server leaves nothing out of a conversation; leave the edit out")
+        path = f"context_management.edits[{index}]"
+        if members(path, edit).get("keep") != "all":
+            raise BadRequest(path, f"{path}: this server leaves nothing out of a conversation; leave the edit out")
 
 
 def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,10 +138,10 @@ def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = members("output_config", body.get("output_config", {})).get("format")
-    if not wanted:
+    setting = members("output_config", body.get("output_config", {})).get("format")
+    if not setting:
         return {}
-    format = members("output_config.format", wanted)
+    format = members("output_config.format", setting)
     one_of("output_config.format.type", format.get("type"), ("json_schema",))
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": format.get("schema")}}}
 
@@ -151,7 +159,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 def error_body(error: ApiError) -> dict[str, Any]:
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.told("anthropic")}}
+    return {"type": "error", "error": {"type": kind, "message": error.message_for("anthropic")}}
 
 
 @dataclass
@@ -172,7 +180,9 @@ class MessageWriter(Writer):
         if answer.text:
             content.append({"type": "text", "text": answer.text})
         for call in answer.calls:
-            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": begun(call.arguments)})
+            content.append(
+                {"type": "tool_use", "id": call.id, "name": call.name, "input": parse_partial(call.arguments)}
+            )
         end = _end(answer.finish_reason, answer.stopped_by)
         return self._message(content) | end | {"usage": self._usage_of(answer.usage)}
 
@@ -248,14 +258,14 @@ _PART = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[{}\[\]:,]|[-+.\w]+)')
 _SCALAR = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?|true|false|null")
 
 
-def begun(text: str) -> dict[str, Any]:
+def parse_partial(text: str) -> dict[str, Any]:
     """The JSON object that `text` begins, with only the members and values that are complete: Anthropic's clients read
     a call that is cut off in a stream in this way."""
     at = end = 0
     closers = rest = ""  # brackets that close what is open, at `at` and at `end`
     sign = ""  # the last part, if it is : or ,
-    while matched := _PART.match(text, at):
-        part, at = matched[1], matched.end()
+    while match := _PART.match(text, at):
+        part, at = match[1], match.end()
         if part in ":,":
             sign = part
             continue

@@ -21,18 +21,18 @@ from polarlm.engine.sampling.sample import CHAIN, most_tokens, resolve
 from polarlm.model_loaders import Model
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import TOO_LONG, ApiError
-from polarlm.server.http.generation import About, Endpoint, Generation, Writer
+from polarlm.server.http.generation import Endpoint, Generation, ModelInfo, Writer
 from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import read_raw, text_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.openai.shapes import prompt_progress
 from polarlm.server.http.streams import Event
 from polarlm.server.http.warnings import warn
-from polarlm.server.reading.fields import FIELDS, asking
-from polarlm.server.reading.infill import infilled
+from polarlm.server.reading.fields import FIELDS, requested_fields
+from polarlm.server.reading.infill import with_infill_prompts
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import array, at_most, flag, mapping, text
+from polarlm.server.reading.values import array, check_at_most, flag, mapping, text
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/completion", "/infill", "/props", "/slots", "/apply-template", "/lora-adapters")
@@ -45,13 +45,13 @@ def routes(driver: Driver) -> list[Route]:
         Route("/completion", Generation(driver, Completion()).serve, methods=["POST"]),
         Route("/infill", Generation(driver, Infilling()).serve, methods=["POST"]),
         Route("/props", server.props),
-        _not_here("/props", "global properties cannot be changed"),
+        _unsupported("/props", "global properties cannot be changed"),
         Route("/slots", server.slots),
-        _not_here("/slots/{slot}", "sessions are saved and loaded at /sessions"),
+        _unsupported("/slots/{slot}", "sessions are saved and loaded at /sessions"),
         Route("/apply-template", server.apply_template, methods=["POST"]),
         *(Route(f"{prefix}/chat/completions/input_tokens", count, methods=["POST"]) for prefix in ("/v1", "")),
         Route("/lora-adapters", server.adapters),
-        _not_here("/lora-adapters", "a request chooses its adapter, in lora or by its name as model"),
+        _unsupported("/lora-adapters", "a request chooses its adapter, in lora or by its name as model"),
     ]
 
 
@@ -59,7 +59,7 @@ class _Server(Endpoints):
     async def props(self, _request: Request) -> Response:
         engine = self._driver.engine
         settings = generation_settings(engine.model, SamplingParams(), engine.context)
-        shown = {
+        properties = {
             "default_generation_settings": {"n_ctx": engine.context, "params": settings},
             "total_slots": engine.config.parallel,
             "model_alias": engine.model.name,
@@ -71,26 +71,26 @@ class _Server(Endpoints):
             "build_info": f"polarlm {release()}".rstrip(),
             "is_sleeping": False,
         }
-        return JSONResponse(shown)
+        return JSONResponse(properties)
 
     async def slots(self, request: Request) -> Response:
         """One slot for each request that may be computed at the same time."""
-        engine, now = self._driver.engine, await self._driver.status()
-        busy = min(now.running + now.waiting, engine.config.parallel)
-        if request.query_params.get("fail_on_no_slot") and busy == engine.config.parallel:
+        engine, status = self._driver.engine, await self._driver.status()
+        busy_slots = min(status.running + status.waiting, engine.config.parallel)
+        if request.query_params.get("fail_on_no_slot") and busy_slots == engine.config.parallel:
             raise ApiError(503, "Every slot is in use: try again a little later", "busy")
         slot = {"id_task": -1, "n_ctx": engine.context, "speculative": engine.config.drafts}
         numbers = range(engine.config.parallel)
-        return JSONResponse([{"id": number, **slot, "is_processing": number < busy} for number in numbers])
+        return JSONResponse([{"id": number, **slot, "is_processing": number < busy_slots} for number in numbers])
 
-    async def apply_template(self, request: Request) -> Response:
+    async def apply_template(self, raw_request: Request) -> Response:
         """{"messages"} → {"prompt"}: the messages as the model's template writes them, with marks of images."""
-        engine, body = self._driver.engine, await self._body(request)
-        asked, _ = (chat := ChatCompletions()).read(body, self._driver.about)
-        marked = _marked(asked.prompt)
-        work = partial(chat_text, marked, engine.model, asked.options)
-        shown = JSONResponse({"prompt": await self._counted(request, "templated", work, marked)})
-        return warn(shown, [*(sentence for _, sentence in asked.warnings), *chat.warnings(body)])
+        engine, body = self._driver.engine, await self._body(raw_request)
+        request, _ = (chat := ChatCompletions()).read(body, self._driver.model_info)
+        messages = _mark_images(request.prompt)
+        work = partial(chat_text, messages, engine.model, request.options)
+        response = JSONResponse({"prompt": await self._run_counted(raw_request, "templated", work, messages)})
+        return warn(response, [*(sentence for _, sentence in request.warnings), *chat.warnings(body)])
 
     async def adapters(self, _request: Request) -> Response:
         """The adapters (LoRA), with the numbers that `lora` gives. Their scales are 0: a request chooses its own."""
@@ -98,16 +98,16 @@ class _Server(Endpoints):
         return JSONResponse([{"id": number, "path": name, "scale": 0.0} for number, name in names])
 
 
-def _marked(prompt: Any) -> list[dict[str, Any]]:
+def _mark_images(prompt: Any) -> list[dict[str, Any]]:
     """Messages with llama-server's mark in place of each image."""
 
-    def written(content: Any) -> str:
+    def text_of_content(content: Any) -> str:
         return content if isinstance(content, str) else "".join(part.get("text", "<__media__>") for part in content)
 
-    return [message | {"content": written(message["content"])} for message in prompt]
+    return [message | {"content": text_of_content(message["content"])} for message in prompt]
 
 
-def _not_here(path: str, why: str) -> Route:
+def _unsupported(path: str, why: str) -> Route:
     """The route of one of llama-server's endpoints, which refuses requests."""
 
     async def refuse(_request: Request) -> Response:
@@ -123,43 +123,43 @@ _ERROR_TYPES = {
     503: "unavailable_error",
 }
 _MOST_FILES = 256
-_INFILLED = ("input_prefix", "input_suffix", "prompt")  # in the order of `Infill.prompt`
+_INFILL_FIELDS = ("input_prefix", "input_suffix", "prompt")  # in the order of `Infill.prompt`
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
     kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     if error.code == TOO_LONG:
         kind = "exceed_context_size_error"
-    shown = {"code": error.status, "message": error.told("llama-server"), "type": kind, "param": error.param}
-    return {"error": {**shown, **error.numbers}}
+    fields = {"code": error.status, "message": error.message_for("llama-server"), "type": kind, "param": error.param}
+    return {"error": {**fields, **error.numbers}}
 
 
 class Completion(Endpoint):
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, CompletionWriter]:
-        body = asking(body)
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, CompletionWriter]:
+        body = requested_fields(body)
         more = _own_fields(body)
-        asked = read_raw(body, about)
-        several = asked.n > 1 or (isinstance(body["prompt"], list) and bool(asked.more_prompts))
-        return asked, CompletionWriter(about, asked, several, **more)
+        request = read_raw(body, info)
+        several = request.n > 1 or (isinstance(body["prompt"], list) and bool(request.more_prompts))
+        return request, CompletionWriter(info, request, several, **more)
 
 
 class Infilling(Endpoint):
-    known = (*FIELDS, *_INFILLED, "input_extra")
+    known = (*FIELDS, *_INFILL_FIELDS, "input_extra")
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, CompletionWriter]:
-        body = asking(body)
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, CompletionWriter]:
+        body = requested_fields(body)
         more = _own_fields(body)
-        texts = {name: text(name, body.get(name, "")) for name in _INFILLED}
+        texts = {name: text(name, body.get(name, "")) for name in _INFILL_FIELDS}
         files = _files(body.pop("input_extra", []))
-        asked = read_raw({**body, "prompt": "-"}, about)
-        asked = infilled("input_suffix", asked, about.model.tokenizer, [(*texts.values(), files)])
-        return asked, CompletionWriter(about, asked, asked.n > 1, **more)
+        request = read_raw({**body, "prompt": "-"}, info)
+        request = with_infill_prompts("input_suffix", request, info.model.tokenizer, [(*texts.values(), files)])
+        return request, CompletionWriter(info, request, request.n > 1, **more)
 
 
 def _files(value: Any) -> list[tuple[str, str]]:
     """(name, text) of each file in `input_extra`. Raises BadRequest."""
     files = []
-    at_most(_MOST_FILES, "input_extra", len(array("input_extra", value, "an array of files")), "files")
+    check_at_most(_MOST_FILES, "input_extra", len(array("input_extra", value, "an array of files")), "files")
     for index, file in enumerate(value):
         at = f"input_extra[{index}]"
         file = mapping(at, file, "an object with a filename and a text")
@@ -177,28 +177,28 @@ def _own_fields(body: dict[str, Any]) -> dict[str, Any]:
 class CompletionWriter(Writer):
     error_body = error_body
 
-    about: About
-    asked: ParsedRequest
+    model_info: ModelInfo
+    request: ParsedRequest
     several: bool  # whether the body of a response that is not streamed is an array
     return_tokens: bool
     timings_per_token: bool
-    _begun: float = field(default_factory=time.monotonic)
-    _first: dict[int, float] = field(default_factory=dict)  # answer → when its first token was generated
+    _start_time: float = field(default_factory=time.monotonic)
+    _first_token_times: dict[int, float] = field(default_factory=dict)  # answer → when its first token was generated
     _counts: dict[int, int] = field(default_factory=dict)  # answer → number of tokens so far
 
     def whole(self, answers: Sequence[Answer]) -> Any:
-        written = [
+        objects = [
             self._end(index, answer, answer.text, answer.token_ids if self.return_tokens else (), answer.logprobs)
             for index, answer in enumerate(answers)
         ]
-        return written if self.several else written[0]
+        return objects if self.several else objects[0]
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
         now = time.monotonic()
         if piece.token_ids:
-            self._first.setdefault(index, now)
+            self._first_token_times.setdefault(index, now)
         if piece.progress is not None:
-            progress = prompt_progress(piece.progress, self._begun)
+            progress = prompt_progress(piece.progress, self._start_time)
             yield self._part(index, piece, 0) | {"prompt_progress": progress}
             return
         count = self._counts[index] = self._counts.get(index, 0) + len(piece.token_ids)
@@ -207,9 +207,9 @@ class CompletionWriter(Writer):
             if piece.logprobs:
                 part["completion_probabilities"] = self._probabilities(piece.logprobs)
             if self.timings_per_token:
-                first_at = self._first.get(index, now)
+                first_at = self._first_token_times.get(index, now)
                 rates = _rates("predicted", count, now - first_at)
-                part["timings"] = {"prompt_ms": 1000 * (first_at - self._begun), **rates}
+                part["timings"] = {"prompt_ms": 1000 * (first_at - self._start_time), **rates}
             yield part
         if piece.finish_reason is not None:
             yield self._end(index, piece, "", (), ())
@@ -229,41 +229,41 @@ class CompletionWriter(Writer):
         self, index: int, last: Answer | Piece, content: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> dict[str, Any]:
         """A whole answer, or the last event of a streamed one."""
-        usage, one = last.usage, self.asked.each()[index // self.asked.n]
+        usage, one = last.usage, self.request.each()[index // self.request.n]
         assert usage is not None
         word = last.stopped_by or ""
-        is_full = usage.prompt_tokens + usage.completion_tokens >= self.about.context
-        written: dict[str, Any] = {
+        is_full = usage.prompt_tokens + usage.completion_tokens >= self.model_info.context
+        fields: dict[str, Any] = {
             "index": index,
             "content": content,
             "tokens": list(tokens),
             "id_slot": -1,
             "stop": True,
-            "model": self.about.name,
+            "model": self.model_info.name,
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
-            "generation_settings": generation_settings(self.about.model, one.params, self.about.context),
-            "prompt": text_of(one.prompt, self.about.model.tokenizer),
+            "generation_settings": generation_settings(self.model_info.model, one.params, self.model_info.context),
+            "prompt": text_of(one.prompt, self.model_info.model.tokenizer),
             "truncated": last.finish_reason == "length" and is_full,
             "stop_type": "limit" if last.finish_reason == "length" else "word" if word else "eos",
             "stopping_word": word,
-            "tokens_cached": usage.cached_tokens if self.about.tells_cached else None,
-            "timings": _timings(usage, self.about.tells_cached),
+            "tokens_cached": usage.cached_tokens if self.model_info.tells_cached else None,
+            "timings": _timings(usage, self.model_info.tells_cached),
         }
         if logprobs:
-            written["completion_probabilities"] = self._probabilities(logprobs)
-        return written
+            fields["completion_probabilities"] = self._probabilities(logprobs)
+        return fields
 
     def _probabilities(self, tokens: Sequence[TokenLogprob]) -> Any:
-        return ChatLogprobs(self.about.model.tokenizer, with_ids=True).write(tokens)["content"]
+        return ChatLogprobs(self.model_info.model.tokenizer, with_ids=True).write(tokens)["content"]
 
 
 def _timings(usage: Usage, tells_cached: bool) -> dict[str, Any]:
-    read = usage.prompt_tokens - (usage.cached_tokens if tells_cached else 0)
+    prefilled_tokens = usage.prompt_tokens - (usage.cached_tokens if tells_cached else 0)
     drafts = {"draft_n": usage.drafted_tokens, "draft_n_accepted": usage.accepted_tokens}
     return {
-        "cache_n": usage.prompt_tokens - read,
-        **_rates("prompt", read, usage.prefill_seconds),
+        "cache_n": usage.prompt_tokens - prefilled_tokens,
+        **_rates("prompt", prefilled_tokens, usage.prefill_seconds),
         **_rates("predicted", usage.completion_tokens, usage.generation_seconds),
         **(drafts if usage.drafted_tokens else {}),
     }
@@ -281,10 +281,10 @@ def _rates(name: str, count: int, seconds: float) -> dict[str, float]:
 
 def generation_settings(model: Model, params: SamplingParams, context: int) -> dict[str, Any]:
     """The sampling parameters, with the model's defaults filled in, under llama-server's names."""
-    used = resolve(params, model.generation)
+    sampling = resolve(params, model.generation)
     return {
         "n_ctx": context,
-        **{name: getattr(used, name, getattr(params, name)) for name in EXTENSIONS if name in OPTIONS},
+        **{name: getattr(sampling, name, getattr(params, name)) for name in EXTENSIONS if name in OPTIONS},
         **dict.fromkeys(("n_predict", "max_tokens"), most_tokens(params, model.generation)),
         "logit_bias": [[token, bias if abs(bias) < 1e9 else False] for token, bias in params.logit_bias.items()],
         "n_probs": params.logprobs or 0,

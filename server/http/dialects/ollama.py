@@ -17,24 +17,34 @@ from polarlm.engine.parsing.pieces import Answer, Call, Piece
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.model_loaders.forks import cached_property
 from polarlm.server.http.bodies import Endpoints
-from polarlm.server.http.described import NEVER, head, listed, ollama_version, shown
-from polarlm.server.http.dialects._shared import Places, arguments_of, known, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import (
+    FieldPaths,
+    arguments_of,
+    known_fields,
+    members,
+    objects_with_paths,
+    read_own,
+    refuse,
+)
 from polarlm.server.http.errors import ApiError
-from polarlm.server.http.generation import About, Endpoint, Generation, Writer
+from polarlm.server.http.generation import Endpoint, Generation, ModelInfo, Writer
+from polarlm.server.http.model_details import NEVER, line_head, list_entry, ollama_version, show_response
 from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import HEADERS, LINES, Event
 from polarlm.server.http.warnings import warn
-from polarlm.server.reading.fields import asking, unknown_fields
+from polarlm.server.reading.fields import requested_fields, unknown_fields
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import BadRequest, array, flag, is_empty, text, wrong
+from polarlm.server.reading.values import BadRequest, array, flag, is_empty, text, wrong_value
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/api",)
 
-_OF_VECTORS = known("ollama", "model", "truncate", "dimensions", "prompt_name", "options", "cache_prompt", "cache_salt")
+_EMBED_FIELDS = known_fields(
+    "ollama", "model", "truncate", "dimensions", "prompt_name", "options", "cache_prompt", "cache_salt"
+)
 _SAME_NAMES = ("model", "cache_prompt", "cache_salt")  # but for the first, not in Ollama's API
 _OPTIONS = {
     **{name: name for name in EXTENSIONS if name in OPTIONS and name != "max_tokens"},
@@ -50,11 +60,13 @@ _NAMES = {
     "chat_template_kwargs": "think",
     "reasoning_effort": "think",
 }
-_OF_BOTH = known("ollama", *_SAME_NAMES, "stream", "options", "format", "think", "logprobs", "top_logprobs")
+_SHARED_FIELDS = known_fields(
+    "ollama", *_SAME_NAMES, "stream", "options", "format", "think", "logprobs", "top_logprobs"
+)
 
 
 def routes(driver: Driver) -> list[Route]:
-    server = _Server(driver)
+    server = _ModelEndpoints(driver)
     return [
         Route("/api/chat", _Generation(driver, CHAT).serve, methods=["POST"]),
         Route("/api/generate", _Generation(driver, GENERATE).serve, methods=["POST"]),
@@ -62,91 +74,91 @@ def routes(driver: Driver) -> list[Route]:
         Route("/api/embeddings", server.embed_older, methods=["POST"]),
         Route("/api/pull", server.pull, methods=["POST"]),
         Route("/api/tags", server.tags),
-        Route("/api/ps", server.running),
+        Route("/api/ps", server.running_models),
         Route("/api/show", server.show, methods=["POST"]),
         Route("/api/version", ollama_version),
     ]
 
 
 @dataclass(frozen=True)
-class Generating(Endpoint):
+class GenerateEndpoint(Endpoint):
     prompt_of: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names
     content: Callable[[dict[str, Any]], dict[str, Any]]  # wraps text, reasoning and calls in the fields of an answer
     known: Collection[str] = field()
     framing = LINES
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, LinesWriter]:
-        body = asking(body)
-        asked = read_own(self.prompt_of(body) | _shared(body), _NAMES, about, ("messages", "prompt"))
-        logprobs = None if asked.params.logprobs is None else ChatLogprobs(about.model.tokenizer)
-        return asked, LinesWriter(about.name, self.content, logprobs)
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, LinesWriter]:
+        body = requested_fields(body)
+        request = read_own(self.prompt_of(body) | _shared_fields(body), _NAMES, info, ("messages", "prompt"))
+        logprobs = None if request.params.logprobs is None else ChatLogprobs(info.model.tokenizer)
+        return request, LinesWriter(info.name, self.content, logprobs)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        options = unknown_fields(body.get("options") or {}, known("ollama's options", *_OPTIONS), "options.")
+        options = unknown_fields(body.get("options") or {}, known_fields("ollama's options", *_OPTIONS), "options.")
         return super().warnings(body) + options
 
 
 class _Generation(Generation):
     """An endpoint. A request without a prompt asks to load the model, which is always loaded."""
 
-    async def respond(self, request: Request, body: dict[str, Any]) -> Response:
+    async def respond(self, raw_request: Request, body: dict[str, Any]) -> Response:
         if all(is_empty(body.get(name)) for name in ("messages", "prompt", "suffix", "images")):
             text("model", body.get("model") or "")
-            assert isinstance(self._endpoint, Generating)
-            empty = head(self._driver.engine.model.name) | self._endpoint.content({"content": ""})
+            assert isinstance(self._endpoint, GenerateEndpoint)
+            empty = line_head(self._driver.engine.model.name) | self._endpoint.content({"content": ""})
             return JSONResponse(empty | {"done": True, "done_reason": "load"})
-        return await super().respond(request, body)
+        return await super().respond(raw_request, body)
 
 
-class _Server(Endpoints):
+class _ModelEndpoints(Endpoints):
     """Endpoints of the one model of this server, whatever name a request gives."""
 
     async def embed(self, request: Request) -> Response:
         """POST /api/embed: {"input"} → {"embeddings"}"""
-        since = time.monotonic()
+        start = time.monotonic()
         body = await self._body(request)
         prompts = read_prompts("input", body.get("input"), MOST_INPUTS)
-        vectors, tokens, told = await self._embed(request, body, prompts, "input")
-        name, took = self._driver.engine.model.name, nanoseconds(time.monotonic() - since)
-        counts = {"model": name, "total_duration": took, "load_duration": 0, "prompt_eval_count": tokens}
+        vectors, tokens, warnings = await self._embed(request, body, prompts, "input")
+        name, nanoseconds_taken = self._driver.engine.model.name, nanoseconds(time.monotonic() - start)
+        counts = {"model": name, "total_duration": nanoseconds_taken, "load_duration": 0, "prompt_eval_count": tokens}
         content = f'{json.dumps(counts)[:-1]},"embeddings":[{",".join(vectors)}]}}'
-        return warn(Response(content, media_type="application/json"), told)
+        return warn(Response(content, media_type="application/json"), warnings)
 
     async def embed_older(self, request: Request) -> Response:
         """POST /api/embeddings: {"prompt"} → {"embedding"}, which is [] for an empty text. Raises as `embed` does."""
         body = await self._body(request)
         prompt = text("prompt", body.get("prompt") or "")
-        vectors, _, told = await self._embed(request, body, [prompt] if prompt else [], "prompt")
+        vectors, _, warnings = await self._embed(request, body, [prompt] if prompt else [], "prompt")
         content = f'{{"embedding":{vectors[0] if vectors else "[]"}}}'
-        return warn(Response(content, media_type="application/json"), told)
+        return warn(Response(content, media_type="application/json"), warnings)
 
     async def _embed(
         self, request: Request, body: Mapping[str, Any], prompts: Sequence[Prompt], field: str
     ) -> tuple[list[str], int, list[str]]:
         """(JSON of each vector, tokens of all prompts, sentences about what is not done as asked)."""
         text("model", body.get("model") or "")
-        isolated = {name: body[name] for name in _SAME_NAMES if body.get(name) is not None}
-        options = read_options(isolated, parse_special=self._driver.config.parse_special)
+        cache_fields = {name: body[name] for name in _SAME_NAMES if body.get(name) is not None}
+        options = read_options(cache_fields, parse_special=self._driver.config.parse_special)
         options = self._driver.engine.embedding_options(None, options)
-        options = replace(options, **read_vector_options(asking(body), truncates=True))
-        told = unknown_fields(body, (field, *_OF_VECTORS))
-        return *await vectors_of(request, self._driver, prompts, options, field, told), told
+        options = replace(options, **read_vector_options(requested_fields(body), truncates=True))
+        warnings = unknown_fields(body, (field, *_EMBED_FIELDS))
+        return *await vectors_of(request, self._driver, prompts, options, field, warnings), warnings
 
     async def tags(self, _request: Request) -> Response:
         return JSONResponse({"models": [self._entry]})
 
-    async def running(self, _request: Request) -> Response:
+    async def running_models(self, _request: Request) -> Response:
         on_gpu = (await self._driver.status()).threads is None
         size = self._entry["size"] if on_gpu else 0
-        loaded = {"expires_at": NEVER, "size_vram": size, "context_length": self._driver.engine.context}
-        return JSONResponse({"models": [self._entry | loaded]})
+        state = {"expires_at": NEVER, "size_vram": size, "context_length": self._driver.engine.context}
+        return JSONResponse({"models": [self._entry | state]})
 
     async def show(self, request: Request) -> Response:
         """POST /api/show: the model's template and shape. Raises ApiError or BadRequest."""
         body = await self._body(request)
         text("model", body.get("model") or body.get("name") or "")
         engine = self._driver.engine
-        return JSONResponse(shown(engine.model, engine.context, self._entry))
+        return JSONResponse(show_response(engine.model, engine.context, self._entry))
 
     async def pull(self, request: Request) -> Response:
         """POST /api/pull: success for this server's model, for which it does nothing. Raises ApiError or BadRequest."""
@@ -155,18 +167,18 @@ class _Server(Endpoints):
         if name.removesuffix(":latest") != model:
             raise ApiError(501, f"This server pulls no models: it has {model} alone", "not_supported", "model")
         stream = flag("stream", True if body.get("stream") is None else body["stream"])
-        done = {"status": "success"}
+        success = {"status": "success"}
         if not stream:
-            return JSONResponse(done)
-        return Response(LINES.frame(done), headers=HEADERS, media_type=LINES.media_type)
+            return JSONResponse(success)
+        return Response(LINES.frame(success), headers=HEADERS, media_type=LINES.media_type)
 
     @cached_property
     def _entry(self) -> dict[str, Any]:
         model = self._driver.engine.model
-        return listed(model.name, model.config, model.weights, model.dtype, model.path.is_dir())
+        return list_entry(model.name, model.config, model.weights, model.dtype, model.path.is_dir())
 
 
-def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
+def _shared_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of both endpoints except the prompt, in our own names. Raises BadRequest."""
     ours: dict[str, Any] = {"stream": body.get("stream", True)} | {name: body.get(name) for name in _SAME_NAMES}
     for name, value in members("options", body.get("options", {})).items():
@@ -178,7 +190,7 @@ def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(format, dict):
         ours["response_format"] = {"type": "json_schema", "json_schema": {"schema": format}}
     elif format != "":
-        raise wrong("format", 'a JSON schema or "json"', format)
+        raise wrong_value("format", 'a JSON schema or "json"', format)
     if flag("logprobs", body.get("logprobs", False)):
         ours["logprobs"] = body.get("top_logprobs", 0)
     think = body.get("think")
@@ -187,13 +199,13 @@ def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(think, str):
         ours["reasoning_effort"] = think
     elif think is not None:
-        raise wrong("think", 'true, false, or an effort such as "high"', think)
+        raise wrong_value("think", 'true, false, or an effort such as "high"', think)
     return ours
 
 
 def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
     tools = array("tools", body.get("tools", []))
-    return {"messages": located("messages", body.get("messages"))} | ({"tools": tools} if tools else {})
+    return {"messages": objects_with_paths("messages", body.get("messages"))} | ({"tools": tools} if tools else {})
 
 
 def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,9 +219,9 @@ def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
         return {"prompt": prompt, "suffix": body["suffix"]}
     if is_raw:
         return {"prompt": prompt}
-    places = Places({".images": "images", "": "prompt"})
-    question = {"places": places, "role": "user", "content": prompt, "images": body.get("images")}
-    first = [{"places": Places({"": "system"}), "role": "system", "content": system}] if system else []
+    paths = FieldPaths({".images": "images", "": "prompt"})
+    question = {"paths": paths, "role": "user", "content": prompt, "images": body.get("images")}
+    first = [{"paths": FieldPaths({"": "system"}), "role": "system", "content": system}] if system else []
     return {"messages": [*first, question]}
 
 
@@ -217,17 +229,17 @@ def _as_response(content: dict[str, Any]) -> dict[str, Any]:
     return {("response" if name == "content" else name): value for name, value in content.items()}
 
 
-CHAT = Generating(
-    _conversation, lambda content: {"message": {"role": "assistant", **content}}, {*_OF_BOTH, "messages", "tools"}
+CHAT = GenerateEndpoint(
+    _conversation, lambda content: {"message": {"role": "assistant", **content}}, {*_SHARED_FIELDS, "messages", "tools"}
 )
 """POST /api/chat"""
 
-GENERATE = Generating(_completion, _as_response, {*_OF_BOTH, "prompt", "system", "suffix", "raw", "images"})
+GENERATE = GenerateEndpoint(_completion, _as_response, {*_SHARED_FIELDS, "prompt", "system", "suffix", "raw", "images"})
 """POST /api/generate"""
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    return {"error": error.told("ollama")}
+    return {"error": error.message_for("ollama")}
 
 
 @dataclass
@@ -237,31 +249,31 @@ class LinesWriter(Writer):
     model: str
     content: Callable[[dict[str, Any]], dict[str, Any]]
     logprobs: ChatLogprobs | None
-    _since: float = field(default_factory=time.monotonic)
+    _start_time: float = field(default_factory=time.monotonic)
     _call: Call | None = None  # the current call, which is written when it is complete
     _calls: int = 0
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        calls = [written for call in answer.calls for written in self._written(call)]
+        calls = [entry for call in answer.calls for entry in self._call_entries(call)]
         return self._object(answer, calls) | self._end(answer)
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
         """The lines of a piece; one without text for a piece that is still waited for."""
         calls: list[dict[str, Any]] = []
         if piece.call is not None:
-            calls += self._written(self._call)
+            calls += self._call_entries(self._call)
             self._call = Call(piece.call.id, piece.call.name, "")
         if self._call is not None:
             self._call = Call(self._call.id, self._call.name, self._call.arguments + piece.arguments)
         if piece.finish_reason is not None:
-            calls += self._written(self._call)
+            calls += self._call_entries(self._call)
         if piece.text or piece.reasoning or calls or piece.logprobs or piece.is_waiting:
             yield self._object(piece, calls) | {"done": False}
         if piece.finish_reason is not None:
             yield self._object(Piece(), []) | self._end(piece)
 
-    def _written(self, call: Call | None) -> list[dict[str, Any]]:
+    def _call_entries(self, call: Call | None) -> list[dict[str, Any]]:
         """A list with a whole call; empty for one that was cut off."""
         if call is None or (arguments := arguments_of(call.arguments)) is None:
             return []
@@ -269,13 +281,13 @@ class LinesWriter(Writer):
         function = {"index": self._calls - 1, "name": call.name, "arguments": arguments}
         return [{"id": call.id, "function": function}]
 
-    def _object(self, said: Piece | Answer, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        more = {"thinking": said.reasoning, "tool_calls": calls}
-        content = {"content": said.text, **{name: part for name, part in more.items() if part}}
-        written = head(self.model) | self.content(content)
-        if self.logprobs is not None and said.logprobs:
-            written["logprobs"] = self.logprobs.write(said.logprobs)["content"]
-        return written
+    def _object(self, piece: Piece | Answer, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        more = {"thinking": piece.reasoning, "tool_calls": calls}
+        content = {"content": piece.text, **{name: part for name, part in more.items() if part}}
+        line = line_head(self.model) | self.content(content)
+        if self.logprobs is not None and piece.logprobs:
+            line["logprobs"] = self.logprobs.write(piece.logprobs)["content"]
+        return line
 
     def _end(self, last: Piece | Answer) -> dict[str, Any]:
         usage = last.usage
@@ -283,7 +295,7 @@ class LinesWriter(Writer):
         return {
             "done": True,
             "done_reason": "length" if last.finish_reason == "length" else "stop",
-            "total_duration": nanoseconds(time.monotonic() - self._since),
+            "total_duration": nanoseconds(time.monotonic() - self._start_time),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": nanoseconds(usage.prefill_seconds),

@@ -13,17 +13,17 @@ from polarlm.engine import EngineError
 from polarlm.engine.parsing.pieces import Piece
 from polarlm.engine.sampling.sample import most_tokens
 from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter, read_choice, tools_of
-from polarlm.server.http.dialects._shared import Places, known, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import FieldPaths, known_fields, members, objects_with_paths, read_own, refuse
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
-from polarlm.server.http.generation import About, Endpoint, Generation
+from polarlm.server.http.generation import Endpoint, Generation, ModelInfo
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import HEADERS, NAMED
-from polarlm.server.http.warnings import in_stream, warn
-from polarlm.server.reading.fields import asking
+from polarlm.server.http.warnings import add_to_stream, warn
+from polarlm.server.reading.fields import requested_fields
 from polarlm.server.reading.parameters import ParsedRequest
-from polarlm.server.reading.parts import in_words
+from polarlm.server.reading.parts import list_kinds
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import BadRequest, array, at_most, flag, one_of, text
+from polarlm.server.reading.values import BadRequest, array, check_at_most, flag, one_of, text
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/v1/responses", "/responses")
@@ -64,20 +64,20 @@ error_body = ApiError.body
 
 class Responses(Endpoint):
     framing = NAMED
-    known = known("responses", *_SAME_NAMES, *_OWN_NAMES)
+    known = known_fields("responses", *_SAME_NAMES, *_OWN_NAMES)
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ResponseWriter]:
-        body = asking(body)
-        ours = _own(body)
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, ResponseWriter]:
+        body = requested_fields(body)
+        ours = _in_own_names(body)
         tools = tools_of(body.get("tools", []))
         if tools.tools:
             ours["tools"] = tools.tools
-        asked = read_own(ours, _NAMES, about)
-        params = asked.params
-        logprobs = None if params.logprobs is None else ChatLogprobs(about.model.tokenizer)
-        repeated = {
+        request = read_own(ours, _NAMES, info)
+        params = request.params
+        logprobs = None if params.logprobs is None else ChatLogprobs(info.model.tokenizer)
+        repeated_fields = {
             "instructions": body.get("instructions"),
-            "max_output_tokens": None if (most := most_tokens(params, about.model.generation)) < 0 else most,
+            "max_output_tokens": None if (most := most_tokens(params, info.model.generation)) < 0 else most,
             "metadata": _metadata(body.get("metadata", {})),
             "parallel_tool_calls": flag("parallel_tool_calls", body.get("parallel_tool_calls", True)),
             "temperature": params.temperature,
@@ -85,34 +85,34 @@ class Responses(Endpoint):
             "tool_choice": _choice(ours.get("tool_choice", "auto"), tools),
             "top_p": params.top_p,
         }
-        return asked, ResponseWriter(about.name, about.tells_cached, repeated, logprobs, tools)
+        return request, ResponseWriter(info.name, info.tells_cached, repeated_fields, logprobs, tools)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        cut = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
-        included = body.get("include")
-        names = included if isinstance(included, list) else ()
-        asked = [str(one) for one in names if one not in (None, _LOGPROBS, _ENCRYPTED)]
-        more = [f"include names {in_words(asked)}, which responses here do not have"] if asked else []
-        return [*cut, *more, *super().warnings(body)]
+        truncation = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
+        include = body.get("include")
+        names = include if isinstance(include, list) else ()
+        unsupported = [str(one) for one in names if one not in (None, _LOGPROBS, _ENCRYPTED)]
+        others = [f"include names {list_kinds(unsupported)}, which responses here do not have"] if unsupported else []
+        return [*truncation, *others, *super().warnings(body)]
 
 
 class _Generation(Generation):
     """The endpoint. A stream whose prompt is too long is a response that failed, as at OpenAI: Codex, which would go on
     with a shorter one, takes an error's status for the end."""
 
-    async def respond(self, request: Request, body: dict[str, Any]) -> Response:
+    async def respond(self, raw_request: Request, body: dict[str, Any]) -> Response:
         try:
-            return await super().respond(request, body)
+            return await super().respond(raw_request, body)
         except EngineError as error:
             if error.code != TOO_LONG or not body.get("stream"):
                 raise
-            _, writer, told = await self._asked(body)
+            _, writer, warnings = await self._parse(body)
             events = [*writer.events(0, Piece(), first=True), writer.failure(api_error(error))]
-            failed = b"".join(map(NAMED.frame, in_stream(events, told)))
-            return warn(Response(failed, headers=HEADERS, media_type=NAMED.media_type), told)
+            content = b"".join(map(NAMED.frame, add_to_stream(events, warnings)))
+            return warn(Response(content, headers=HEADERS, media_type=NAMED.media_type), warnings)
 
 
-def _own(body: Mapping[str, Any]) -> dict[str, Any]:
+def _in_own_names(body: Mapping[str, Any]) -> dict[str, Any]:
     refuse(body, "responses")
     one_of("truncation", body.get("truncation", "auto"), ("auto", "disabled"))
     ours = {name: body[name] for name in _SAME_NAMES if name in body}
@@ -128,20 +128,20 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     first: list[dict[str, Any]] = []
     if "instructions" in body and (instructions := text("instructions", body["instructions"])):
-        first.append({"places": Places({"": "instructions"}), "role": "system", "content": instructions})
-    asked = body.get("input")
-    if isinstance(asked, str):
-        return [*first, {"places": Places({"": "input"}), "role": "user", "content": asked}]
-    return first + located("input", array("input", asked, "a string, or an array with at least one item", 1))
+        first.append({"paths": FieldPaths({"": "instructions"}), "role": "system", "content": instructions})
+    items = body.get("input")
+    if isinstance(items, str):
+        return [*first, {"paths": FieldPaths({"": "input"}), "role": "user", "content": items}]
+    return first + objects_with_paths("input", array("input", items, "a string, or an array with at least one item", 1))
 
 
 def _choice(choice: Any, tools: ResponseTools) -> Any:
     if isinstance(choice, str):
         return choice
-    if (allowed := choice.get("allowed_tools")) is not None:
-        functions = [_choice(one, tools) for one in allowed["tools"] if "function" in one]
-        return {"type": "allowed_tools", **allowed, "tools": functions} if functions else "auto"
-    return {"type": "function", **tools.named(choice["function"]["name"])} if "function" in choice else "auto"
+    if (allowed_tools := choice.get("allowed_tools")) is not None:
+        functions = [_choice(one, tools) for one in allowed_tools["tools"] if "function" in one]
+        return {"type": "allowed_tools", **allowed_tools, "tools": functions} if functions else "auto"
+    return {"type": "function", **tools.name_fields(choice["function"]["name"])} if "function" in choice else "auto"
 
 
 def _text_settings(value: Any) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
 def _metadata(value: Any) -> dict[str, str]:
     """The request's metadata, pairs of strings, which a response repeats. Raises BadRequest."""
     pairs = members("metadata", value)
-    at_most(_MOST_PAIRS, "metadata", len(pairs), "pairs")
+    check_at_most(_MOST_PAIRS, "metadata", len(pairs), "pairs")
     for name, one in pairs.items():
         if len(text("metadata", name)) + len(text(f"metadata.{name}", one)) > _LONGEST:
             raise BadRequest("metadata", f"metadata has a pair of more than {_LONGEST} characters")

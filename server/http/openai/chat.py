@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from polarlm.engine.parsing.pieces import Answer, Piece
-from polarlm.server.http.generation import About, Endpoint
+from polarlm.server.http.generation import Endpoint, ModelInfo
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.openai.shapes import ChoicesWriter
 from polarlm.server.reading.parameters import ParsedRequest, read
 
 
 class ChatCompletions(Endpoint):
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ChatWriter]:
-        asked = read(body, about, ("messages",), switched_logprobs=True)
-        logprobs = [ChatLogprobs(about.model.tokenizer) for _ in range(0 if asked.params.logprobs is None else asked.n)]
-        return asked, ChatWriter(about.name, asked.include_usage, logprobs, about.tells_cached, asked.n)
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, ChatWriter]:
+        request = read(body, info, ("messages",), switched_logprobs=True)
+        logprobs = [
+            ChatLogprobs(info.model.tokenizer) for _ in range(0 if request.params.logprobs is None else request.n)
+        ]
+        return request, ChatWriter(info.name, request.include_usage, logprobs, info.tells_cached, request.n)
 
 
 class ChatWriter(ChoicesWriter):
@@ -35,7 +37,7 @@ class ChatWriter(ChoicesWriter):
             message["tool_calls"] = calls
         return {"message": message}
 
-    def added(self, piece: Piece, number: int) -> dict[str, Any]:
+    def piece_fields(self, piece: Piece, number: int) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if piece.reasoning:
             delta["reasoning_content"] = piece.reasoning

@@ -15,16 +15,16 @@ from polarlm.engine import Embedding, PromptOptions, SamplingParams
 from polarlm.engine.limits import POOLINGS
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.http.bodies import Endpoints
-from polarlm.server.http.streams import while_there
-from polarlm.server.http.warnings import of_each, warn
-from polarlm.server.reading.fields import asking, unknown_fields
+from polarlm.server.http.streams import while_connected
+from polarlm.server.http.warnings import warn, warnings_of_items
+from polarlm.server.reading.fields import requested_fields, unknown_fields
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options, spelling
-from polarlm.server.reading.values import BadRequest, Told, one_of, text
+from polarlm.server.reading.values import BadRequest, FieldWarnings, one_of, text
 from polarlm.server.running.driver import Driver
 
 MOST_INPUTS = 2048  # as at OpenAI
 _TEXTS = ("input", "content")  # two spellings
-_KNOWN = (
+_KNOWN_FIELDS = (
     *(*_TEXTS, "model", "encoding_format", "pooling", "embd_normalize", "dimensions", "prompt_name", "user"),
     *("truncate", "truncation", "truncate_prompt_tokens", "parse_special", "cache_prompt", "cache_salt"),
 )
@@ -40,24 +40,24 @@ class Embeddings(Endpoints):
 
     async def openai(self, request: Request) -> Response:
         """{"input"} → {"data": [{"index", "embedding"}], "usage"}, and the "pooling" that was used."""
-        vectors, tokens, options, told = await self._embed(request)
+        vectors, tokens, options, warnings = await self._embed(request)
         parts = (f'{{"object":"embedding","index":{i},"embedding":{vector}}}' for i, vector in enumerate(vectors))
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        about = {"model": self._driver.engine.model.name, "pooling": options.pooling, "usage": usage}
-        content = f'{{"object":"list","data":[{",".join(parts)}],{json.dumps(about)[1:]}'
-        return warn(Response(content, media_type="application/json"), told)
+        members = {"model": self._driver.engine.model.name, "pooling": options.pooling, "usage": usage}
+        content = f'{{"object":"list","data":[{",".join(parts)}],{json.dumps(members)[1:]}'
+        return warn(Response(content, media_type="application/json"), warnings)
 
     async def plain(self, request: Request) -> Response:
         """{"content"} → [{"index", "embedding": [vector]}]"""
-        vectors, _, _, told = await self._embed(request)
+        vectors, _, _, warnings = await self._embed(request)
         parts = (f'{{"index":{index},"embedding":[{vector}]}}' for index, vector in enumerate(vectors))
-        return warn(Response(f"[{','.join(parts)}]", media_type="application/json"), told)
+        return warn(Response(f"[{','.join(parts)}]", media_type="application/json"), warnings)
 
     async def _embed(self, request: Request) -> tuple[list[str], int, PromptOptions, list[str]]:
         """(JSON of each vector, tokens of all texts, options, sentences about what is not done as asked) of a request.
         Raises BadRequest and as `vectors_of`."""
-        sent = await self._body(request)
-        body, fields = asking(sent), Told()
+        fields_sent = await self._body(request)
+        body, fields = requested_fields(fields_sent), FieldWarnings()
         name = spelling(body, _TEXTS, fields)
         prompts = read_prompts(name, body.get(name), MOST_INPUTS)
         if body.get("truncate_prompt_tokens") not in (None, -1):
@@ -71,10 +71,10 @@ class Embeddings(Endpoints):
         options = self._driver.engine.embedding_options(pooling, options)
         options = replace(options, **read_vector_options(body, truncates="truncate_prompt_tokens" in body))
         encoding = one_of("encoding_format", body.get("encoding_format", "float"), ("float", "base64"))
-        told = [*(sentence for _, sentence in fields), *unknown_fields(sent, _KNOWN)]
+        warnings = [*(sentence for _, sentence in fields), *unknown_fields(fields_sent, _KNOWN_FIELDS)]
         as_base64 = encoding == "base64"
-        vectors, tokens = await vectors_of(request, self._driver, prompts, options, name, told, as_base64=as_base64)
-        return vectors, tokens, options, told
+        vectors, tokens = await vectors_of(request, self._driver, prompts, options, name, warnings, as_base64=as_base64)
+        return vectors, tokens, options, warnings
 
 
 async def vectors_of(
@@ -83,21 +83,21 @@ async def vectors_of(
     prompts: Sequence[Prompt],
     options: PromptOptions,
     field: str,
-    told: list[str],
+    warnings: list[str],
     *,
     as_base64: bool = False,
 ) -> tuple[list[str], int]:
-    """(JSON of the vector of each prompt, tokens of all prompts). told: gets sentences about prompts of `field` that
-    are not read as a whole. Raises Refused, EngineError or ClientDisconnect."""
-    cut = dict[int, str]()
+    """(JSON of the vector of each prompt, tokens of all prompts). warnings: gets sentences about prompts of `field`
+    that are not read as a whole. Raises Refused, EngineError or ClientDisconnect."""
+    cuts = dict[int, str]()
 
-    def written(embedding: Embedding) -> tuple[str, int]:
+    def vector_json(embedding: Embedding) -> tuple[str, int]:
         vector, tokens = embedding.vector.astype("<f4"), embedding.usage.prompt_tokens
         if as_base64:
             return json.dumps(base64.b64encode(vector.tobytes()).decode()), tokens
         return json.dumps(vector.tolist(), separators=(",", ":")), tokens
 
     jobs = [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
-    pairs = await while_there(request.receive, driver.each(jobs, written, "embedded", cut.__setitem__))
-    told += of_each(field, cut)
+    pairs = await while_connected(request.receive, driver.embed_all(jobs, vector_json, "embedded", cuts.__setitem__))
+    warnings += warnings_of_items(field, cuts)
     return [vector for vector, _ in pairs], sum(tokens for _, tokens in pairs)

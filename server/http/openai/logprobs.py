@@ -26,8 +26,8 @@ class ChatLogprobs:
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)
-        known = {"id": token_id} if self._with_ids else {}
-        return {**known, "token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+        id_field = {"id": token_id} if self._with_ids else {}
+        return {**id_field, "token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
 
 class TextLogprobs:
@@ -54,10 +54,10 @@ class TextLogprobs:
         }
 
     def _most_likely(self, token: TokenLogprob) -> dict[str, float]:
-        likely: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for token_id, logprob in (*token.top, (token.id, token.logprob)):
-            likely.setdefault(self._text(token_id), logprob)
-        return likely
+            logprobs.setdefault(self._text(token_id), logprob)
+        return logprobs
 
     def _text(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")

@@ -32,7 +32,7 @@ class ChoicesWriter(Writer):
     n: int = 1  # answers to each prompt
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
-    _began: float = field(default_factory=time.monotonic)
+    _start_time: float = field(default_factory=time.monotonic)
     _calls: dict[int, int] = field(default_factory=dict)  # answer → number of the call that began last
 
     @abstractmethod
@@ -40,7 +40,7 @@ class ChoicesWriter(Writer):
         """The fields of a choice for a whole answer."""
 
     @abstractmethod
-    def added(self, piece: Piece, number: int) -> dict[str, Any]:
+    def piece_fields(self, piece: Piece, number: int) -> dict[str, Any]:
         """The fields of a choice for a piece. number: of its call."""
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -57,14 +57,14 @@ class ChoicesWriter(Writer):
         if piece.call is not None:
             self._calls[index] = piece.call.index
         if piece.progress is not None:
-            part = self._part(self._choice(index, self.added(piece, 0)))
-            yield part | {"prompt_progress": prompt_progress(piece.progress, self._began)}
+            part = self._part(self._choice(index, self.piece_fields(piece, 0)))
+            yield part | {"prompt_progress": prompt_progress(piece.progress, self._start_time)}
             return
         number = self._calls.get(index, 0)
         if piece.text or piece.reasoning or piece.call or piece.arguments or piece.logprobs:
-            yield self._part(self._choice(index, self.added(piece, number), tokens=piece.logprobs or None))
+            yield self._part(self._choice(index, self.piece_fields(piece, number), tokens=piece.logprobs or None))
         if piece.finish_reason is not None:
-            yield self._part(self._choice(index, self.added(Piece(), number), piece.finish_reason))
+            yield self._part(self._choice(index, self.piece_fields(Piece(), number), piece.finish_reason))
 
     def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
         if self.with_usage:
@@ -98,13 +98,13 @@ class ChoicesWriter(Writer):
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
-def prompt_progress(progress: Progress, began: float) -> dict[str, Any]:
-    """The progress of a prompt in llama-server's shape. began: when it came, by `time.monotonic`."""
+def prompt_progress(progress: Progress, start_time: float) -> dict[str, Any]:
+    """The progress of a prompt in llama-server's shape. start_time: when it came, by `time.monotonic`."""
     return {
         "total": progress.total,
         "cache": progress.cached,
         "processed": progress.processed,
-        "time_ms": round(1000 * (time.monotonic() - began)),
+        "time_ms": round(1000 * (time.monotonic() - start_time)),
     }
 
 
@@ -120,14 +120,17 @@ def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
         places = sorted({place for answer in least for place in answer.cached_from})
         details["cached_from"] = {place: sum(answer.cached_from.get(place, 0) for answer in least) for place in places}
     completion = sum(answer.completion_tokens for answer in usages)
-    written = {
+    fields = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": details,
     }
-    if drafted := sum(answer.drafted_tokens for answer in usages):
-        accepted = sum(answer.accepted_tokens for answer in usages)
-        counts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
-        written["completion_tokens_details"] = counts
-    return written
+    if drafted_tokens := sum(answer.drafted_tokens for answer in usages):
+        accepted_tokens = sum(answer.accepted_tokens for answer in usages)
+        counts = {
+            "accepted_prediction_tokens": accepted_tokens,
+            "rejected_prediction_tokens": drafted_tokens - accepted_tokens,
+        }
+        fields["completion_tokens_details"] = counts
+    return fields

@@ -19,7 +19,7 @@ from polarlm.engine.storage.tiers.tier_hit import Budget
 from polarlm.engine.storage.tiers.tier_store import Folder
 from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large
 from polarlm.server.http.errors import CLOSE, ApiError
-from polarlm.server.http.streams import send_soon, while_there
+from polarlm.server.http.streams import send_with_timeout, while_connected
 from polarlm.server.running.job import Job, Worker
 
 _MOST_BYTES = 256 << 20  # limit for all blocks being received, and for all being sent; at least one block
@@ -44,13 +44,13 @@ class _Content(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._room, suppress(ClientDisconnect):
-            await while_there(receive, self._send_all(send))
+            await while_connected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for first in range(0, len(self._content), _PIECE):
-            await send_soon(send, bytes(self._content[first : first + _PIECE]))
-        await send_soon(send, b"", last=True)
+            await send_with_timeout(send, bytes(self._content[first : first + _PIECE]))
+        await send_with_timeout(send, b"", last=True)
 
 
 class Blocks:
@@ -59,7 +59,7 @@ class Blocks:
         self._place, self._most = place, most
         self._receiving, self._sending = (Budget(max(_MOST_BYTES, most)) for _ in range(2))
         self._worker = Worker("blocks")  # unlike a pool's thread, it lets the process end even if the disk hangs
-        self._waiting = 0
+        self._waiting_count = 0
 
     def routes(self) -> list[Route]:
         return [Route("/blocks/{name}", self.get, methods=["GET"]), Route("/blocks/{name}", self.put, methods=["PUT"])]
@@ -69,21 +69,21 @@ class Blocks:
         name = _read_name(request)
         size = await self._do(partial(self._place.size, name))
         if size is None:
-            raise _missing()
+            raise _missing_error()
         if request.method == "HEAD":
             return Response(media_type=_TYPE)
         size = min(size, self._most)
         if not self._sending.take(size):
-            raise _busy()
+            raise _busy_error()
         with ExitStack() as room:
             room.callback(self._sending.give_back, size)
             content = await self._do(partial(self._read, name))
             if content is None:
-                raise _missing()
-            wanted = re.fullmatch(r"bytes=(\d{1,12})-(\d{0,12})", request.headers.get("range", ""))
-            if wanted is None:
+                raise _missing_error()
+            range_match = re.fullmatch(r"bytes=(\d{1,12})-(\d{0,12})", request.headers.get("range", ""))
+            if range_match is None:
                 return _Content(memoryview(content), room.pop_all())
-            start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
+            start, stop = int(range_match[1]), min(int(range_match[2] or len(content)) + 1, len(content))
             if start >= stop:
                 whole = {"Content-Range": f"bytes */{len(content)}"}
                 raise ApiError(416, f"The block has {len(content)} bytes", headers=whole)
@@ -98,12 +98,12 @@ class Blocks:
     async def put(self, request: Request) -> Response:
         """Keep a block, whose checksum and name must be right. Sending the same block again changes nothing."""
         name = _read_name(request)
-        announced = announced_bytes(request)
-        if announced is not None and announced > self._most:
+        announced_size = announced_bytes(request)
+        if announced_size is not None and announced_size > self._most:
             raise too_large(self._most)
-        size = self._most if announced is None else announced
+        size = self._most if announced_size is None else announced_size
         if not self._receiving.take(size):
-            raise _busy(CLOSE)  # closes the connection, since the body has not been read
+            raise _busy_error(CLOSE)  # closes the connection, since the body has not been read
         try:
             body = await read_bytes(request, self._most)
             await self._do(partial(self._keep, name, body))
@@ -118,10 +118,10 @@ class Blocks:
         self._place.write(name, b"", memoryview(body))
 
     async def _do(self, work: Callable[[], T]) -> T:
-        if self._waiting >= _MOST_WAITING:
-            raise _busy()
+        if self._waiting_count >= _MOST_WAITING:
+            raise _busy_error()
         job = Job(asyncio.get_running_loop())
-        self._waiting += 1
+        self._waiting_count += 1
         try:
             self._worker.submit(partial(job.do, work))
             result: T = await asyncio.wait_for(job.next(), _SECONDS)
@@ -132,7 +132,7 @@ class Blocks:
             reason = error.strerror or str(error)
             raise ApiError(507, f"The block cannot be read or written: {reason}", "storage") from None
         finally:
-            self._waiting -= 1
+            self._waiting_count -= 1
             job.close()
 
 
@@ -143,10 +143,10 @@ def _read_name(request: Request) -> bytes:
     return bytes.fromhex(name)
 
 
-def _busy(more: Mapping[str, str] | None = None) -> ApiError:
+def _busy_error(more: Mapping[str, str] | None = None) -> ApiError:
     headers = {"Retry-After": "1", **(more or {})}
     return ApiError(503, "Too many blocks are asked for or sent at the same time", "busy", headers=headers)
 
 
-def _missing() -> ApiError:
+def _missing_error() -> ApiError:
     return ApiError(404, "There is no such block here", "unknown_block")

@@ -14,7 +14,7 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.guard import is_here
-from polarlm.server.http.streams import while_there
+from polarlm.server.http.streams import while_connected
 from polarlm.server.mcp.session import READY, McpError, McpServers, Session
 from polarlm.server.reading.values import BadRequest, mapping, text
 
@@ -41,27 +41,27 @@ class McpTools:
     async def servers(self, request: Request) -> Response:
         """{"servers": [{"name", "state", "trouble", "tools"}]}; none for clients who may not use them."""
         sessions = self._sessions.values() if self._refusal(request) is None else ()
-        return JSONResponse({"servers": [_described(session) for session in sessions]})
+        return JSONResponse({"servers": [_session_json(session) for session in sessions]})
 
     async def connect(self, request: Request) -> Response:
         """{"server": NAME} → the server, once it is ready or has failed. Raises ApiError or BadRequest."""
         session = self._session(await self._body(request))
-        await while_there(request.receive, asyncio.gather(session.connect(), return_exceptions=True))
-        return JSONResponse(_described(session))
+        await while_connected(request.receive, asyncio.gather(session.connect(), return_exceptions=True))
+        return JSONResponse(_session_json(session))
 
     async def call(self, request: Request) -> Response:
         """{"server", "tool", "arguments"} → {"text", "is_error"}. A client that disconnects cancels it."""
         body = await self._body(request)
         session = self._session(body)
         tool, arguments = text("tool", body.get("tool", "")), mapping("arguments", body.get("arguments", {}))
-        if session.state == READY and not any(tool == known.name for known in session.tools):
+        if session.state == READY and not any(tool == listed_tool.name for listed_tool in session.tools):
             raise BadRequest("tool", f"{session.name} has no tool called {tool[:100]}")
         if self._running == _AT_ONCE:
             raise ApiError(429, f"{_AT_ONCE} calls of tools are under way: try again when one has ended", "busy")
         self._running += 1
         try:
             work = session.call(tool, arguments, self._config.request_seconds)
-            return JSONResponse(await while_there(request.receive, work))
+            return JSONResponse(await while_connected(request.receive, work))
         except McpError as error:
             raise ApiError(502, str(error), "mcp") from None
         finally:
@@ -85,7 +85,7 @@ class McpTools:
         if not _is_own(request):
             return ApiError(403, "Pages of other origins cannot use MCP servers", "not_allowed", "Origin")
         is_forwarded = bool(_FORWARDED & set(request.headers.keys()))
-        if not self._config.keys.needed and (is_forwarded or not is_here(request.client)):
+        if not self._config.keys.are_required and (is_forwarded or not is_here(request.client)):
             sentence = "MCP servers are for this machine's browsers alone: start this server with an API key"
             return ApiError(403, sentence, "not_allowed")
         return None
@@ -103,6 +103,6 @@ def _is_own(request: Request) -> bool:
     return origin is None or urlsplit(origin).netloc == request.headers.get("host")
 
 
-def _described(session: Session) -> dict[str, Any]:
+def _session_json(session: Session) -> dict[str, Any]:
     tools = [{"name": tool.name, "function": tool.function, "trouble": tool.trouble} for tool in session.tools]
     return {"name": session.name, "state": session.state, "trouble": session.trouble, "tools": tools}

@@ -40,21 +40,21 @@ def page(*metrics: Iterable[Metric]) -> Response:
     return Response(generate_latest(_Page(chain(*metrics))), headers={"Content-Type": _TYPE})
 
 
-def exposition(engine: Engine, done: Totals, now: Status, *, without_cached: bool) -> Response:
+def exposition(engine: Engine, totals: Totals, status: Status, *, without_cached: bool) -> Response:
     """The page of one model. without_cached: whether the number of tokens that were cached is left out."""
     return page(
-        _totals(done, without_cached),
-        _load(done, now),
-        _times(done),
-        _tiers(now.tiers),
-        _experts(now.experts or ExpertStatus(0, 0, 0, 0)),
-        _build(engine, now),
+        _totals(totals, without_cached),
+        _load(totals, status),
+        _times(totals),
+        _tiers(status.tiers),
+        _experts(status.experts or ExpertStatus(0, 0, 0, 0)),
+        _build(engine, status),
         _constraints(engine.grammars.counts()),
-        _for_routers(engine, now),
+        _router_metrics(engine, status),
     )
 
 
-def of_models(pages: Mapping[str, str]) -> Iterable[Metric]:
+def merge_models(pages: Mapping[str, str]) -> Iterable[Metric]:
     """The metrics of several models, by name, each family once; samples have the label `model`."""
     families: dict[str, Metric] = {}
     for model, text in pages.items():
@@ -64,39 +64,41 @@ def of_models(pages: Mapping[str, str]) -> Iterable[Metric]:
     return families.values()
 
 
-def _totals(done: Totals, without_cached: bool) -> Iterator[Metric]:
-    outcomes = dict(sorted(done.requests.items()))
+def _totals(totals: Totals, without_cached: bool) -> Iterator[Metric]:
+    outcomes = dict(sorted(totals.requests.items()))
     yield counters("polarlm_requests", "Requests that have ended, by outcome", "outcome", outcomes)
     for name, meaning, total in (
-        ("prompt_tokens", "Tokens of prompts", done.prompt_tokens),
-        ("cached_tokens", "Tokens of prompts that were in the cache already", done.cached_tokens),
-        ("completion_tokens", "Tokens generated", done.completion_tokens),
-        ("drafted_tokens", "Tokens drafted and verified", done.drafted_tokens),
-        ("accepted_tokens", "Drafted tokens that are part of answers", done.accepted_tokens),
-        ("prefill_seconds", "Time spent on computing prompts", done.prefill_seconds),
-        ("generation_seconds", "Time spent on computing answers, summed over requests", done.generation_seconds),
-        ("request_seconds", "Time from arrival to the end, summed over requests", done.seconds),
+        ("prompt_tokens", "Tokens of prompts", totals.prompt_tokens),
+        ("cached_tokens", "Tokens of prompts that were in the cache already", totals.cached_tokens),
+        ("completion_tokens", "Tokens generated", totals.completion_tokens),
+        ("drafted_tokens", "Tokens drafted and verified", totals.drafted_tokens),
+        ("accepted_tokens", "Drafted tokens that are part of answers", totals.accepted_tokens),
+        ("prefill_seconds", "Time spent on computing prompts", totals.prefill_seconds),
+        ("generation_seconds", "Time spent on computing answers, summed over requests", totals.generation_seconds),
+        ("request_seconds", "Time from arrival to the end, summed over requests", totals.seconds),
     ):
         if name != "cached_tokens" or not without_cached:
             yield CounterMetricFamily(f"polarlm_{name}", meaning, value=total)
     meaning = "Requests that have ended, by the name of the key that the client sent"
-    yield counters("polarlm_key_requests", meaning, "key", done.key_requests)
-    yield counters("polarlm_key_completion_tokens", "Tokens generated, by the name of the key", "key", done.key_tokens)
+    yield counters("polarlm_key_requests", meaning, "key", totals.key_requests)
+    yield counters(
+        "polarlm_key_completion_tokens", "Tokens generated, by the name of the key", "key", totals.key_tokens
+    )
     if not without_cached:
         meaning = "Cached tokens by the place that they came from"
-        yield counters("polarlm_cached_tokens_from", meaning, "place", dict(sorted(done.cached_from.items())))
+        yield counters("polarlm_cached_tokens_from", meaning, "place", dict(sorted(totals.cached_from.items())))
 
 
-def _load(done: Totals, now: Status) -> Iterator[Metric]:
-    state = now.snapshots or SnapshotStatus(0, 0, 0, 0)
+def _load(totals: Totals, status: Status) -> Iterator[Metric]:
+    state = status.snapshots or SnapshotStatus(0, 0, 0, 0)
     for name, meaning, value in (
-        ("requests_active", "Requests under way: waiting, computed, or being sent", done.active),
-        ("requests_running", "Requests that take part in steps", now.running),
-        ("requests_waiting", "Requests in the engine that do not take part in steps yet", now.waiting),
-        ("kv_blocks", "Coded blocks of the KV store, in all groups of layers but recurrent ones", now.blocks),
-        ("kv_blocks_used", "Coded blocks that requests hold", now.blocks_used),
-        ("kv_blocks_kept", "Coded blocks that no request holds, kept for a next turn to find", now.blocks_kept),
-        ("kv_blocks_free", "Coded blocks with nothing in them that a next turn could find", now.blocks_free),
+        ("requests_active", "Requests under way: waiting, computed, or being sent", totals.active),
+        ("requests_running", "Requests that take part in steps", status.running),
+        ("requests_waiting", "Requests in the engine that do not take part in steps yet", status.waiting),
+        ("kv_blocks", "Coded blocks of the KV store, in all groups of layers but recurrent ones", status.blocks),
+        ("kv_blocks_used", "Coded blocks that requests hold", status.blocks_used),
+        ("kv_blocks_kept", "Coded blocks that no request holds, kept for a next turn to find", status.blocks_kept),
+        ("kv_blocks_free", "Coded blocks with nothing in them that a next turn could find", status.blocks_free),
         ("snapshots", "Snapshots of recurrent layers that there is room for", state.snapshots),
         ("snapshots_used", "Snapshots that requests hold", state.used),
         ("snapshots_kept", "Snapshots that no request holds, kept for a next turn to find", state.kept),
@@ -104,14 +106,14 @@ def _load(done: Totals, now: Status) -> Iterator[Metric]:
     ):
         yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
     meaning = "Used and kept blocks by cache type, where they are of two kinds"
-    yield gauges("polarlm_kv_blocks_of_type", meaning, "type", now.types or {})
+    yield gauges("polarlm_kv_blocks_of_type", meaning, "type", status.types or {})
 
 
-def _times(done: Totals) -> Iterator[Metric]:
+def _times(totals: Totals) -> Iterator[Metric]:
     for name, meaning, times in (
-        ("time_to_first_token", "Time from a request's arrival to its first token", done.first_token),
-        ("inter_token_latency", "Time from a token of an answer to the next one", done.gaps),
-        ("request_latency", "Time from a request's arrival to the end of its answer", done.latency),
+        ("time_to_first_token", "Time from a request's arrival to its first token", totals.first_token),
+        ("inter_token_latency", "Time from a token of an answer to the next one", totals.gaps),
+        ("request_latency", "Time from a request's arrival to the end of its answer", totals.latency),
     ):
         yield HistogramMetricFamily(f"polarlm_{name}_seconds", meaning, times.buckets(), times.seconds)
 
@@ -140,11 +142,11 @@ def _experts(experts: ExpertStatus) -> Iterator[Metric]:
     yield CounterMetricFamily("polarlm_expert_bytes_read", meaning, value=experts.bytes)
 
 
-def _build(engine: Engine, now: Status) -> Iterator[Metric]:
+def _build(engine: Engine, status: Status) -> Iterator[Metric]:
     type_k, type_v = stored(engine.config)
-    about = {"version": release(), "backend": now.backend, "model": engine.model.name}
-    about |= {"cache_type_k": type_k, "cache_type_v": type_v}
-    yield InfoMetricFamily("polarlm_build", "This program and what it serves", value=about)
+    labels = {"version": release(), "backend": status.backend, "model": engine.model.name}
+    labels |= {"cache_type_k": type_k, "cache_type_v": type_v}
+    yield InfoMetricFamily("polarlm_build", "This program and what it serves", value=labels)
 
 
 def _constraints(counts: CompilationCounts) -> Iterator[Metric]:
@@ -156,15 +158,15 @@ def _constraints(counts: CompilationCounts) -> Iterator[Metric]:
     yield HistogramMetricFamily("polarlm_constraints_seconds", meaning, counts.took.buckets(), counts.took.seconds)
 
 
-def _for_routers(engine: Engine, now: Status) -> Iterator[Metric]:
-    running, used = now.running + now.prefilling, now.blocks_used / max(1, now.blocks)
+def _router_metrics(engine: Engine, status: Status) -> Iterator[Metric]:
+    running, used_part = status.running + status.prefilling, status.blocks_used / max(1, status.blocks)
     for name, meaning, value in (
-        ("num_requests_waiting", "Requests in the queue", now.waiting - now.prefilling),
+        ("num_requests_waiting", "Requests in the queue", status.waiting - status.prefilling),
         ("num_requests_running", "Requests that are computed: in prefill or in steps", running),
-        ("kv_cache_usage_perc", "Part of the coded blocks that requests hold, 0 to 1", used),
+        ("kv_cache_usage_perc", "Part of the coded blocks that requests hold, 0 to 1", used_part),
     ):
         yield gauges(f"vllm:{name}", meaning, "model_name", {engine.model.name: value})
-    blocks = {"block_size": str(engine.cache_shape.block_size), "num_gpu_blocks": str(now.blocks_of_largest)}
+    blocks = {"block_size": str(engine.cache_shape.block_size), "num_gpu_blocks": str(status.blocks_of_largest)}
     yield InfoMetricFamily("vllm:cache_config", "The KV store: tokens of a block, and blocks", value=blocks)
 
 

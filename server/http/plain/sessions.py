@@ -9,11 +9,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.server.http.bodies import Endpoints
-from polarlm.server.http.streams import while_there
+from polarlm.server.http.streams import while_connected
 from polarlm.server.http.warnings import warn
 from polarlm.server.reading.prompts import read_prompt, read_salt
-from polarlm.server.reading.values import Told
-from polarlm.server.running.sessions import read_name, read_saved
+from polarlm.server.reading.values import FieldWarnings
+from polarlm.server.running.sessions import read_name, read_options_to_save
 
 
 class Sessions(Endpoints):
@@ -29,27 +29,27 @@ class Sessions(Endpoints):
 
     async def all(self, _request: Request) -> Response:
         """{"sessions": [{"name", "bytes", "seconds"}]}; seconds since 1970"""
-        return JSONResponse({"sessions": [asdict(saved) for saved in await self._driver.list_sessions()]})
+        return JSONResponse({"sessions": [asdict(session) for session in await self._driver.list_sessions()]})
 
     async def save(self, request: Request) -> Response:
         """{"name", "messages" or "prompt"} → {"name", "tokens"}: how many tokens of the prompt are in the store."""
         body = await self._body(request)
         name = read_name("name", body.get("name"))
-        options = read_saved(body, self._driver.config, self._driver.engine.adapters.scales)
-        told = Told()
-        prompt = read_prompt(body, told=told, reads_images=self._driver.engine.reads_images)
-        tokens = await while_there(request.receive, self._driver.save_session(name, prompt, options))
-        return warn(self._moved(name, tokens), [sentence for _, sentence in told])
+        options = read_options_to_save(body, self._driver.config, self._driver.engine.adapters.scales)
+        field_warnings = FieldWarnings()
+        prompt = read_prompt(body, field_warnings=field_warnings, reads_images=self._driver.engine.reads_images)
+        tokens = await while_connected(request.receive, self._driver.save_session(name, prompt, options))
+        return warn(self._transfer_response(name, tokens), [sentence for _, sentence in field_warnings])
 
     async def load(self, request: Request) -> Response:
         """{"name"} → {"name", "tokens"}. "cache_salt" is the one it was saved with; only prompts with it find it."""
         body = await self._body(request)
         name, salt = read_name("name", body.get("name")), read_salt(body.get("cache_salt"))
-        return self._moved(name, await self._driver.load_session(name, salt))
+        return self._transfer_response(name, await self._driver.load_session(name, salt))
 
-    def _moved(self, name: str, tokens: int) -> Response:
-        counted = {} if self._driver.config.hide_cached_tokens else {"tokens": tokens}
-        return JSONResponse({"name": name, **counted})
+    def _transfer_response(self, name: str, tokens: int) -> Response:
+        count_fields = {} if self._driver.config.hide_cached_tokens else {"tokens": tokens}
+        return JSONResponse({"name": name, **count_fields})
 
     async def remove(self, request: Request) -> Response:
         await self._driver.remove_session(read_name("name", request.path_params["name"]))

@@ -13,27 +13,27 @@ from polarlm.engine.state.cache_types import in_words, stored
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.counters import Totals
 
-_OF_STATUS = ("blocks", "blocks_used", "blocks_kept", "blocks_free", "running", "waiting")
+_STATUS_FIELDS = ("blocks", "blocks_used", "blocks_kept", "blocks_free", "running", "waiting")
 
 
-def asked_tokens(query: Mapping[str, str]) -> int | None:
+def requested_tokens(query: Mapping[str, str]) -> int | None:
     """`tokens` of a query: the length of a sequence whose memory to report; None if absent. Raises BadRequest."""
-    written = query.get("tokens")
-    if written is None:
+    text = query.get("tokens")
+    if text is None:
         return None
-    if re.fullmatch("[0-9]{1,12}", written) is None:
+    if re.fullmatch("[0-9]{1,12}", text) is None:
         raise BadRequest("tokens", "tokens must be a whole number of tokens, as in /stats?tokens=500")
-    return int(written)
+    return int(text)
 
 
-def _mean_over_blocks(now: Status, finer: float, other: float) -> float:
-    """Return the mean of a number that is `finer` for blocks with more bits and `other` for others: these alone unless
-    blocks have two types. An empty store's next blocks have more bits."""
-    counts = (0, 1) if now.types is None else tuple(now.types.values()) if any(now.types.values()) else (1, 0)
-    return (counts[0] * finer + counts[1] * other) / sum(counts)
+def _mean_over_blocks(status: Status, high_precision: float, other: float) -> float:
+    """Return the mean of a number that is `high_precision` for blocks with more bits and `other` for others: these
+    alone unless blocks have two types. An empty store's next blocks have more bits."""
+    counts = (0, 1) if status.types is None else tuple(status.types.values()) if any(status.types.values()) else (1, 0)
+    return (counts[0] * high_precision + counts[1] * other) / sum(counts)
 
 
-def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict[str, Any]:
+def stats(engine: Engine, totals: Totals, status: Status, tokens: int | None) -> dict[str, Any]:
     """A JSON object; with `tokens`, it has the memory of such a sequence, as stored and if all were half precision."""
     cache = engine.cache_shape
     type_k, type_v = stored(engine.config)
@@ -46,16 +46,16 @@ def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict
         "cache_type_v": type_v,
         "block_size": cache.block_size,
         "window": max(windows, default=None) if len(windows) == len(cache.layers) else None,  # None: all tokens
-        "bits_per_value": _mean_over_blocks(now, cache.finest.bits_per_value, cache.bits_per_value),
-        "bytes_per_token": _mean_over_blocks(now, cache.finest.bytes_per_token, cache.bytes_per_token),
+        "bits_per_value": _mean_over_blocks(status, cache.finest.bits_per_value, cache.bits_per_value),
+        "bytes_per_token": _mean_over_blocks(status, cache.finest.bytes_per_token, cache.bytes_per_token),
         "f16_bytes_per_token": cache.f16_bytes_per_token,
-        **{name: getattr(now, name) for name in _OF_STATUS},
-        "blocks_by_type": now.types,
-        "drafted_tokens": done.drafted_tokens,
-        "accepted_tokens": done.accepted_tokens,
+        **{name: getattr(status, name) for name in _STATUS_FIELDS},
+        "blocks_by_type": status.types,
+        "drafted_tokens": totals.drafted_tokens,
+        "accepted_tokens": totals.accepted_tokens,
     }
     for name in ("snapshots", "experts", "threads"):
-        part = getattr(now, name)
+        part = getattr(status, name)
         numbers[name] = None if part is None else asdict(part)
     for name, length in {"whole_context": engine.context, "sequence": tokens}.items():
         if length is not None:

@@ -15,13 +15,13 @@ from polarlm.engine import EngineError
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.warnings import warn
-from polarlm.server.reading.fields import FIELDS, asking, unknown_fields
+from polarlm.server.reading.fields import FIELDS, requested_fields, unknown_fields
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
-from polarlm.server.reading.values import LARGEST, Body, Told, array, count, flag, is_empty, text
+from polarlm.server.reading.values import LARGEST, Body, FieldWarnings, array, count, flag, is_empty, text
 
 MOST_TOKENS = 1 << 18  # in a response; as JSON, a token takes several times its bytes
 MOST_PIECES = 1 << 15
-_OF_VLLM = {*FIELDS, "return_token_strs"} - {"tools"}  # a chat's body, whose tools are not counted here
+_VLLM_FIELDS = {*FIELDS, "return_token_strs"} - {"tools"}  # a chat's body, whose tools are not counted here
 
 
 class Tokens(Endpoints):
@@ -41,42 +41,44 @@ class Tokens(Endpoints):
         "add_special" adds the token with which every text begins, if the model requires one. With "parse_special",
         names of control tokens become these tokens, as in raw prompts. "with_pieces": {"id", "piece"} in place of ids.
         """
-        sent = await self._body(request)
-        body = asking(sent)
-        if is_empty(body.get("content")) and any(sent.get(name) is not None for name in ("prompt", "messages")):
-            return await self._tokenize_as_vllm(request, sent)
+        fields_sent = await self._body(request)
+        body = requested_fields(fields_sent)
+        if is_empty(body.get("content")) and any(fields_sent.get(name) is not None for name in ("prompt", "messages")):
+            return await self._tokenize_as_vllm(request, fields_sent)
         content = text("content", body.get("content"))
-        usual = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
-        options = {name: flag(name, body.get(name, value)) for name, value in usual.items()}
+        defaults = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
+        options = {name: flag(name, body.get(name, value)) for name, value in defaults.items()}
         work = partial(self._ids, content, **options)
-        tokens = JSONResponse({"tokens": await self._counted(request, "tokenized", work, content)})
-        return warn(tokens, unknown_fields(sent, ("content", "model", *usual)))
+        tokens = JSONResponse({"tokens": await self._run_counted(request, "tokenized", work, content)})
+        return warn(tokens, unknown_fields(fields_sent, ("content", "model", *defaults)))
 
-    async def _tokenize_as_vllm(self, request: Request, sent: Body) -> Response:
+    async def _tokenize_as_vllm(self, request: Request, fields_sent: Body) -> Response:
         """{"prompt": text} or {"messages"} → {"tokens": [ids], "count", "max_model_len", "token_strs"}. Without
         "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs"."""
-        body, fields = asking(sent), Told()
-        named = flag("return_token_strs", body.get("return_token_strs", False))
+        body, fields = requested_fields(fields_sent), FieldWarnings()
+        with_strings = flag("return_token_strs", body.get("return_token_strs", False))
         special = flag("add_special_tokens", body.get("add_special_tokens", True))
-        prompt = read_prompt(body, told=fields, reads_images=self._driver.engine.reads_images)
+        prompt = read_prompt(body, field_warnings=fields, reads_images=self._driver.engine.reads_images)
         options = read_options(body, parse_special=self._driver.config.parse_special)
         options = replace(options, continue_final_message=read_continues(body, prompt))
 
-        told: list[str] = []
+        warnings: list[str] = []
 
         def work() -> dict[str, Any]:
-            engine, most = self._driver.engine, MOST_PIECES if named else MOST_TOKENS
+            engine, most = self._driver.engine, MOST_PIECES if with_strings else MOST_TOKENS
             if isinstance(prompt, str) and not special:
                 ids = engine.tokenize(prompt, control=options.parse_special)
             else:
-                ids = engine.prompt_ids(prompt, options, told.append)
+                ids = engine.prompt_ids(prompt, options, warnings.append)
             if len(ids) > most:
                 raise EngineError(f"the prompt has {len(ids)} tokens, but at most {most} are returned")
-            names = [self._tokenizer.token_name(i) for i in ids] if named else None
+            names = [self._tokenizer.token_name(i) for i in ids] if with_strings else None
             return {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": names}
 
-        counted = JSONResponse(await self._counted(request, "tokenized", work, prompt))
-        return warn(counted, [*(sentence for _, sentence in fields), *unknown_fields(sent, _OF_VLLM), *told])
+        response = JSONResponse(await self._run_counted(request, "tokenized", work, prompt))
+        return warn(
+            response, [*(sentence for _, sentence in fields), *unknown_fields(fields_sent, _VLLM_FIELDS), *warnings]
+        )
 
     def _ids(self, content: str, *, add_special: bool, parse_special: bool, with_pieces: bool) -> list[Any]:
         ids = self._tokenizer.tokenize(content, control=parse_special)
@@ -92,7 +94,7 @@ class Tokens(Endpoints):
         body = await self._body(request)
         tokens = array("tokens", body.get("tokens"), "an array of token ids")
         ids = [count(f"tokens[{index}]", token, 0, LARGEST) for index, token in enumerate(tokens)]
-        content = await self._counted(request, "detokenized", lambda: self._text(ids), ids)
+        content = await self._run_counted(request, "detokenized", lambda: self._text(ids), ids)
         return warn(JSONResponse({"content": content}), unknown_fields(body, ("tokens", "model")))
 
     def _text(self, tokens: Sequence[int]) -> str:

@@ -63,8 +63,8 @@ def parser(format: CallFormat | None = None, tags: Tags | None = None, *, thinks
 @pytest.mark.parametrize("name", FORMS)
 def test_calls_as_each_family_writes_them(name: str) -> None:
     format = FORMS[name]
-    calls = [("weather", ARGUMENTS[2], "aaaaaaaa1"), ("time", "{}", "bbbbbbbb2")][: 2 if format.several else 1]
-    written = replace(format, shown_closing=(format.closing,)).shown(calls)
+    calls = [("weather", ARGUMENTS[2], "aaaaaaaa1"), ("time", "{}", "bbbbbbbb2")][: 2 if format.has_several else 1]
+    written = replace(format, shown_closing=(format.closing,)).write_calls(calls)
     expected = [part for function, arguments, _ in calls for part in (("call", function), ("arguments", arguments))]
     assert parsed(parser(format), written) == expected
     assert parsed(parser(format), *written) == expected
@@ -122,7 +122,7 @@ FRAGMENTS = st.sampled_from(
     [
         *("<think>", "</think>", "<tool_call>", '{"name": "', "weather", "tim", "e", '", "arguments": ', "{}", '{"a"'),
         *("}", "}\n</tool_call>", "[TOOL_CALLS]", " [", "]", ", ", "[ARGS]", "x", " ", "\n", '"', "\\", ": 1"),
-        *('", "parameters": ', FORMS["HERMES"].shown([("time", "{}", "")])),
+        *('", "parameters": ', FORMS["HERMES"].write_calls([("time", "{}", "")])),
         '[TOOL_CALLS] [{"name": "time", "arguments": {}}]',
     ]
 )
@@ -144,7 +144,7 @@ APART_FRAGMENTS = st.sampled_from(
             "(",
         ),
         *("=", ", ", "'", '"', "\\", "x4", "{", "[", "]", ")", "]<|tool_call_end|>", "7", "None", " ", "<think>"),
-        *(format.shown([("time", format.written({"a": "b"}), "")]) for format in APART.values()),
+        *(format.write_calls([("time", format.write({"a": "b"}), "")]) for format in APART.values()),
     ]
 )
 

@@ -15,8 +15,8 @@ from polarlm.engine import Chunk, Engine, Usage
 from polarlm.engine.parsing.answer_parser import AnswerParser
 from polarlm.engine.parsing.pieces import Piece, fold
 from polarlm.engine.requests.prompts import is_chat
-from polarlm.server.answers.answering import _parsed
-from polarlm.server.http.generation import About
+from polarlm.server.answers.answering import _parse_chunk
+from polarlm.server.http.generation import ModelInfo
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest
 from tests.server.apis import API, CONVERSATIONS
@@ -33,12 +33,12 @@ QUESTION: Any = {"role": "user", "content": "How is it?"}
 @pytest.fixture
 def text(hermes_engine: Engine) -> str:
     """What the model writes: a sentence, and two calls."""
-    return "I look.\n" + hermes_engine.model.template.calls.shown(CALLS)
+    return "I look.\n" + hermes_engine.model.template.calls.write_calls(CALLS)
 
 
 @pytest.fixture
-def about(hermes_engine: Engine) -> About:
-    return About(hermes_engine.model, "hermes", parse_special=True, tells_cached=True, context=8192)
+def about(hermes_engine: Engine) -> ModelInfo:
+    return ModelInfo(hermes_engine.model, "hermes", parse_special=True, tells_cached=True, context=8192)
 
 
 def pieces(engine: Engine, texts: list[str], reason: str = "length", stopped_by: str | None = None) -> list[Piece]:
@@ -47,7 +47,7 @@ def pieces(engine: Engine, texts: list[str], reason: str = "length", stopped_by:
     stops = () if stopped_by is None else (stopped_by,)
     chunks = [Chunk(one, ()) for one in texts]
     last = Chunk("", (), finish_reason=reason, usage=USAGE, stopped_by=stopped_by)
-    return [piece for chunk in [*chunks, last] for piece in _parsed(chunk, parser, stops)]
+    return [piece for chunk in [*chunks, last] for piece in _parse_chunk(chunk, parser, stops)]
 
 
 TOOL = {"name": "time", "parameters": SCHEMA}
@@ -58,12 +58,12 @@ def body_of(api: API, **more: Any) -> dict[str, Any]:
     return api.body([QUESTION], tools=[TOOL], **more)
 
 
-def whole_body(api: API, about: About, answer: list[Piece]) -> dict[str, Any]:
+def whole_body(api: API, about: ModelInfo, answer: list[Piece]) -> dict[str, Any]:
     _, writer = api.endpoint.read(body_of(api), about)
     return json.loads(json.dumps(writer.whole([fold(answer)]), allow_nan=False))
 
 
-def streamed_events(api: API, about: About, answer: list[Piece]) -> list[Any]:
+def streamed_events(api: API, about: ModelInfo, answer: list[Piece]) -> list[Any]:
     _, writer = api.endpoint.read(body_of(api, stream=True), about)
     events = [event for i, piece in enumerate(answer) for event in writer.events(0, piece, first=not i)]
     events = json.loads(json.dumps([*events, *writer.ending([USAGE])], allow_nan=False))
@@ -72,7 +72,7 @@ def streamed_events(api: API, about: About, answer: list[Piece]) -> list[Any]:
 
 @EACH
 def test_an_answer_that_is_cut_anywhere_is_the_same_streamed_and_whole_and_is_taken_back(
-    api: API, hermes_engine: Engine, about: About, text: str
+    api: API, hermes_engine: Engine, about: ModelInfo, text: str
 ) -> None:
     for end in range(len(text) + 1):
         written = whole_body(api, about, pieces(hermes_engine, [text[:end]]))
@@ -87,8 +87,8 @@ def test_an_answer_that_is_cut_anywhere_is_the_same_streamed_and_whole_and_is_ta
 
 
 @EACH
-def test_a_number_past_every_float_is_written_as_json(api: API, hermes_engine: Engine, about: About) -> None:
-    shown = hermes_engine.model.template.calls.shown([("time", '{"far": [1e999, -1e999]}', "")])
+def test_a_number_past_every_float_is_written_as_json(api: API, hermes_engine: Engine, about: ModelInfo) -> None:
+    shown = hermes_engine.model.template.calls.write_calls([("time", '{"far": [1e999, -1e999]}', "")])
     answer = pieces(hermes_engine, [shown])
     assert api.whole(whole_body(api, about, answer)).calls
     assert streamed_events(api, about, answer)
@@ -174,7 +174,7 @@ ARGUMENT_TEXTS = ["{", CUT, "[1]", "5", "[" * 9999, r'{"a": "\ud83d"}', '{"a": '
 
 
 @EACH
-def test_arguments_may_be_any_text(api: API, hermes_engine: Engine, about: About) -> None:
+def test_arguments_may_be_any_text(api: API, hermes_engine: Engine, about: ModelInfo) -> None:
     """Other clients and servers write them, too."""
     for arguments in ARGUMENT_TEXTS:
         asked = api.endpoint.read(history(api, arguments), about)[0]
@@ -206,7 +206,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_an_error_in_a_call_names_the_field_of_its_api(name: str, about: About) -> None:
+def test_an_error_in_a_call_names_the_field_of_its_api(name: str, about: ModelInfo) -> None:
     api = CONVERSATIONS[name]
     with pytest.raises(BadRequest, match="a number that JSON does not have") as caught:
         api.endpoint.read(history(api, {"a": math.nan}), about)

@@ -53,7 +53,7 @@ def template_of(name: str) -> ChatTemplate:
 def some_arguments(chance: random.Random, fields: Fields) -> dict[str, Any]:
     """Values of every type. No string holds what ends it where nothing in it is escaped."""
     text = "".join(chance.choices(PIECES, k=chance.randrange(9)))
-    if not fields.quote and (text + fields.after).index(fields.after) < len(text):
+    if not fields.quote and (text + fields.suffix).index(fields.suffix) < len(text):
         text = "<"
     values = {
         "text": text,
@@ -110,7 +110,7 @@ def test_what_a_template_writes_is_described_read_and_in_the_grammar(name: str) 
     before, *texts = template.render_each([conversations[0][:1], *conversations], tools=TOOLS)
     for text, (content, *called) in zip(texts, expected, strict=True):
         assert isinstance(text, str)
-        written = format.shown([(function, format.written(arguments), "") for function, arguments in called])
+        written = format.write_calls([(function, format.write(arguments), "") for function, arguments in called])
         answer = text.removeprefix(str(before)).removesuffix("<|im_end|>\n<|im_start|>assistant\n")
         assert answer.endswith(written)
         assert answer.removesuffix(written).strip() == content
@@ -138,7 +138,7 @@ def test_what_a_template_writes_is_described_read_and_in_the_grammar(name: str) 
 )  # fmt: skip
 def test_what_models_write_otherwise_is_read_as_well(name: str, written: str, expected: Any) -> None:
     format = template_of(name).calls
-    text = format.shown([("write", written, "")])
+    text = format.write_calls([("write", written, "")])
     assert parsed(format, text) == parsed(format, *text) == ["", ("write", expected)]
 
 
@@ -181,7 +181,7 @@ def test_the_grammar_has_the_values_of_the_schema_and_no_others(value: dict[str,
     for name in FORMS:
         format = template_of(name).calls
         rules = Grammar(format, functions_of(tools), {}, calls="must", several=False).text()
-        assert taken(rules, format.shown([("f", format.written(ordered), "")])) is fits
+        assert taken(rules, format.write_calls([("f", format.write(ordered), "")])) is fits
 
 
 @pytest.mark.parametrize("name", ["PARAMETER_TAGS", "KEY_TAGS", "PYTHON"])

@@ -38,10 +38,10 @@ def test_only_a_stop_string_of_the_clients_is_named(
         return [piece async for piece in answer(server.driver, asked)][-1]
 
     forget(tiny)
-    assert server.run(last_piece(read(body | {"stop": stop}, server.driver.about))).stopped_by == stop
+    assert server.run(last_piece(read(body | {"stop": stop}, server.driver.model_info))).stopped_by == stop
     monkeypatch.setattr(tiny.model.template, "stops", (stop,))
     forget(tiny)
-    last = server.run(last_piece(read(body, server.driver.about)))
+    last = server.run(last_piece(read(body, server.driver.model_info)))
     assert (last.finish_reason, last.stopped_by) == ("stop", None)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from polarlm.engine.errors import ConstraintError
 from polarlm.engine.parsing.argument_readers import QuotedArguments
-from polarlm.model_loaders.chat.call_arguments import quoted
+from polarlm.model_loaders.chat.call_arguments import quote_value
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.server.answers.call_grammar import Grammar, functions_of
 from tests.call_templates import GEMMA
@@ -42,7 +42,7 @@ def read(*texts: str) -> tuple[str, str | None]:
 
 @given(st.dictionaries(NAMES, VALUES, max_size=3), st.integers(1, 5))
 def test_json_of_what_a_template_writes(value: dict[str, Any], size: int) -> None:
-    text = quoted(value, QUOTE)
+    text = quote_value(value, QUOTE)
     said, rest = read(text + "<tool_call|>")
     assert (json.loads(said), rest) == (value, "<tool_call|>")
     assert read(*(text[at : at + size] for at in range(0, len(text), size))) == (said, "")
@@ -137,7 +137,7 @@ def test_the_grammar_has_the_values_of_the_schema_and_no_others(value: Any, fits
     format = CallFormat(opening="call:", middle=("",), closing=";", quote=QUOTE)
     rules = Grammar(format, functions_of(tools), {}, calls="must", several=False).text()
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), rules)
-    written = f"call:f{quoted(value, QUOTE)};".encode()
+    written = f"call:f{quote_value(value, QUOTE)};".encode()
     taken = matcher.try_consume_tokens(list(written))
     assert (taken == len(written) and matcher.is_accepting()) is fits
 

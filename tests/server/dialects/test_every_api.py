@@ -12,7 +12,7 @@ import pytest
 
 from polarlm.engine import Engine, Usage
 from polarlm.engine.parsing.pieces import CallStart, Piece, fold
-from polarlm.server.http.generation import About
+from polarlm.server.http.generation import ModelInfo
 from tests.pairs import in_turn
 from tests.server.answers.test_http_tools import WEATHER
 from tests.server.apis import APIS, CALLING, CONVERSATIONS, Reply, alone, breaking, events
@@ -326,7 +326,7 @@ CUT_CALLS = {"chat": '{"word": ', "messages": {}, "responses": '{"word": '}  # O
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_reasoning_text_and_calls_are_told_apart(hermes_engine: Engine, name: str) -> None:
     api = CONVERSATIONS[name]
-    about = About(hermes_engine.model, "hermes", parse_special=True, tells_cached=True, context=8192)
+    about = ModelInfo(hermes_engine.model, "hermes", parse_special=True, tells_cached=True, context=8192)
     for pieces, expected in (
         (PIECES, WHOLE),
         (CUT_OFF, replace(WHOLE, calls=[["look", CUT_CALLS[name]]] if name in CUT_CALLS else [], reason="length")),

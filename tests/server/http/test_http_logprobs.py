@@ -33,7 +33,7 @@ def expected(server: Serving, prompt: Any, count: int, **more: Any) -> Completio
     return server.engine.generate(prompt, SamplingParams(**params))
 
 
-def asked(endpoint: Any, **more: Any) -> list[Any]:
+def logprobs_of(endpoint: Any, **more: Any) -> list[Any]:
     """The only choice of an answer, or its parts in a stream."""
     fields = {"model": "any", "temperature": 0, "max_tokens": TOKENS, **more}
     reply = endpoint.create(**fields, extra_body={"ignore_eos": True})
@@ -55,7 +55,7 @@ def text(server: Serving, token_id: int) -> str:
 def test_log_probabilities_of_a_conversation(server: Serving, top: int | None, stream: bool) -> None:
     more = {} if top is None else {"top_logprobs": top}
     answer = expected(server, MESSAGES, top or 0)
-    parts = asked(server.openai.chat.completions, messages=MESSAGES, logprobs=True, stream=stream, **more)
+    parts = logprobs_of(server.openai.chat.completions, messages=MESSAGES, logprobs=True, stream=stream, **more)
     told = [part.logprobs.content for part in parts if part.logprobs is not None]
     assert len(told) == (TOKENS if stream else 1)  # as they come, also where a token completes no character
     for entry, token in zip([entry for content in told for entry in content], answer.logprobs, strict=True):
@@ -69,7 +69,7 @@ def test_bytes_of_half_a_character_are_exact(server: Serving) -> None:
     euro = server.engine.tokenize("€")
     banned = {str(i): -100000 for i in range(96) if i != euro[0]}
     more = {"messages": MESSAGES, "logprobs": True, "logit_bias": banned, "max_tokens": 1}
-    (choice,) = asked(server.openai.chat.completions, **more)
+    (choice,) = logprobs_of(server.openai.chat.completions, **more)
     (token,) = choice.logprobs.content
     assert (token.token, token.bytes) == ("\ufffd", list("€".encode()[:1]))
 
@@ -89,7 +89,7 @@ def test_log_probabilities_of_a_plain_prompt(server: Serving, count: int, stream
     """Also of the tokens of a stop string, which are told though their text is not."""
     for stop in ((), (expected(server, PROMPT, 0).text[6:9],)):
         answer = expected(server, PROMPT, count, stop=stop)
-        parts = asked(server.openai.completions, prompt=PROMPT, logprobs=count, stream=stream, stop=list(stop))
+        parts = logprobs_of(server.openai.completions, prompt=PROMPT, logprobs=count, stream=stream, stop=list(stop))
         assert "".join(part.text for part in parts) == answer.text
         told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for part in parts:
@@ -110,5 +110,5 @@ def test_log_probabilities_of_a_plain_prompt(server: Serving, count: int, stream
 
 def test_every_number_is_finite(server: Serving) -> None:
     more = {"prompt": PROMPT, "logprobs": 20, "temperature": 100, "seed": 2, "logit_bias": {"7": -100}}
-    (choice,) = asked(server.openai.completions, **more)
+    (choice,) = logprobs_of(server.openai.completions, **more)
     assert all(math.isfinite(p) and p <= 0 for top in choice.logprobs.top_logprobs for p in top.values())

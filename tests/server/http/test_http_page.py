@@ -14,13 +14,13 @@ import pytest
 from polarlm import server as server_package
 from polarlm.engine import Engine
 from polarlm.engine.state.cache_types import TWO_KINDS
-from polarlm.server.http.page import _whole
+from polarlm.server.http.page import _build
 from polarlm.server.running import journal
 from tests.server.http_server import KEY, Serving, serving
 from tests.server.lines import eventually
 from tests.tiny import forget
 
-PAGE = _whole()
+PAGE = _build()
 FOLDER = Path(str(server_package.__file__)).parent / "page"
 OWN = "".join(path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.*")))  # without what is vendored
 SCRIPTS = sorted(FOLDER.rglob("*.js"))
@@ -221,6 +221,6 @@ def test_what_is_asked_all_the_time_has_no_line_in_the_log(
 
     scope = {"type": "http", "method": "GET", "path": path}
     with caplog.at_level(logging.INFO, logger="server.requests"):
-        asyncio.run(journal.Journaled(app)(scope, None, send))
+        asyncio.run(journal.JournalMiddleware(app)(scope, None, send))
     written = [record.line for record in caplog.records]  # type: ignore[attr-defined]
     assert [(line["route"], line["status"]) for line in written] == [(f"GET {path}", status)] * lines

@@ -113,7 +113,7 @@ def test_a_header_is_shorter_than_the_field_and_an_array_has_the_header_alone() 
         assert len(response.headers[HEADER]) < 1300
 
 
-def of_openai(server: Serving) -> Iterator[Any]:
+def openai_answers(server: Serving) -> Iterator[Any]:
     more: Any = {"model": "any", "extra_body": {"temprature": 0}}
     for usage in (False, True):
         chat = server.openai.chat.completions.create(
@@ -129,7 +129,7 @@ def of_openai(server: Serving) -> Iterator[Any]:
         yield [last.response]
 
 
-def of_anthropic(server: Serving) -> Iterator[Any]:
+def anthropic_answers(server: Serving) -> Iterator[Any]:
     more: Any = {"model": "any", "messages": [QUESTION], "max_tokens": 2, "extra_body": {"temprature": 0}}
     with server.anthropic() as client:
         yield [client.messages.create(**more)]
@@ -138,7 +138,7 @@ def of_anthropic(server: Serving) -> Iterator[Any]:
             assert stream.get_final_message().content
 
 
-def of_ollama(server: Serving) -> Iterator[Any]:
+def ollama_answers(server: Serving) -> Iterator[Any]:
     """Its client keeps no field that it does not know."""
     client, options = ollama.Client(server.url), {"num_predict": 2, "temprature": 0}
     assert client.chat("any", [QUESTION], options=options).done
@@ -146,10 +146,10 @@ def of_ollama(server: Serving) -> Iterator[Any]:
     yield []
 
 
-@pytest.mark.parametrize("clients", [of_openai, of_anthropic, of_ollama])
+@pytest.mark.parametrize("clients", [openai_answers, anthropic_answers, ollama_answers])
 def test_the_makers_own_clients_read_an_answer_with_the_field(server: Serving, clients: Any) -> None:
     for answers in clients(server):
-        if clients is not of_ollama:
+        if clients is not ollama_answers:
             (answer,) = answers
             (told,) = answer.model_extra["warnings"]
             assert told.startswith("temprature is unknown and ignored")
@@ -190,19 +190,19 @@ def models(*types: Any) -> set[str]:
     return {name for one in types for name in one.model_fields}
 
 
-def of_messages() -> set[str]:
+def messages_answers() -> set[str]:
     types = anthropic.types.message_create_params, anthropic.types.beta.message_create_params
     return fields(*(one.MessageCreateParamsBase for one in types))
 
 
-def of_responses() -> set[str]:
+def responses_answers() -> set[str]:
     known = fields(openai.types.responses.response_create_params.ResponseCreateParamsBase)
     return known | {"client_metadata"}  # Codex sends it
 
 
 CLIENTS: dict[str, Callable[[], set[str]]] = {  # OpenAI's older endpoints: tests/server/reading/test_fields.py
-    "/v1/responses": of_responses,
-    "/v1/messages": of_messages,
+    "/v1/responses": responses_answers,
+    "/v1/messages": messages_answers,
     "/api/chat": lambda: models(ollama._types.ChatRequest),
     "/api/generate": lambda: models(ollama._types.GenerateRequest),
 }

@@ -11,7 +11,7 @@ import pytest
 from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.server.http.dialects import _shared, anthropic, ollama, responses
 from polarlm.server.http.warnings import HEADER
-from polarlm.server.reading.fields import _MEANT_EMPTY, FIELDS
+from polarlm.server.reading.fields import _MEANINGFUL_EMPTY, FIELDS
 from tests.server.http_server import Serving, serving
 from tests.server.lines import Client
 
@@ -100,7 +100,7 @@ def rounds(base: dict[str, Any], names: set[str], values: dict[str, list[Any]]) 
     """Bodies with all fields at once, each with other values."""
     kept = base.keys() - {"options"}
     asked = {
-        name: [one for one in (None, "", [], {}) if one not in _MEANT_EMPTY.get(name, ())] + values.get(name, [])
+        name: [one for one in (None, "", [], {}) if one not in _MEANINGFUL_EMPTY.get(name, ())] + values.get(name, [])
         for name in names - kept - {"add_special_tokens"}  # which has no such value
     }
     if "options" in base:

@@ -67,7 +67,7 @@ class Household:
         places["PYTHONPATH"] = str(PATIENT)
         self.process, self.url = started(models, self.errors, *FLAGS, *flags, **places)
         self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
-        self._seen: dict[int, psutil.Process] = {}
+        self._processes: dict[int, psutil.Process] = {}
 
     def __enter__(self) -> Household:
         return self
@@ -76,7 +76,7 @@ class Household:
         self.processes()
         self.process.kill()
         self.process.communicate(timeout=PATIENCE)
-        for process in self._seen.values():
+        for process in self._processes.values():
             with suppress(psutil.Error):
                 process.kill()
         self.http.close()
@@ -101,20 +101,20 @@ class Household:
         with suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with suppress(psutil.Error):
-                    self._seen.setdefault(process.pid, process)
+                    self._processes.setdefault(process.pid, process)
                     name = "".join(process.cmdline()[-1:])
                     if process.ppid() == self.process.pid and name in NAMES:  # before exec, it is the server's own flag
                         named[name] = process
         return named
 
-    def left(self) -> list[psutil.Process]:
+    def running(self) -> list[psutil.Process]:
         def runs(process: psutil.Process) -> bool:
             try:
                 return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
             except psutil.NoSuchProcess:
                 return False
 
-        return [process for process in self._seen.values() if runs(process)]
+        return [process for process in self._processes.values() if runs(process)]
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the server; its models' processes of this moment are remembered."""

@@ -21,11 +21,11 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import error_shapes
 from polarlm.server.mcp.session import McpServers
 from polarlm.server.models.app import create_models_app
-from polarlm.server.models.process import Served
+from polarlm.server.models.process import ModelSlot
 from polarlm.server.models.proxy import Proxy
 from polarlm.server.models.registry import Registry
 from polarlm.server.models.supervisor import Supervisor
-from polarlm.server.running.journal import Journaled
+from polarlm.server.running.journal import JournalMiddleware
 from polarlm.server.running.listening import tcp_socket
 from tests.server.http_server import join, quiet_config
 from tests.server.lines import eventually
@@ -60,17 +60,17 @@ class Front:
     def ask(self, model: str, path: str = "/v1/completions", **more: Any) -> httpx.Response:
         return self.http.post(path, json={"model": model, "prompt": "Once", "max_tokens": 4, "temperature": 0} | more)
 
-    def served(self, name: str) -> Served:
+    def slot(self, name: str) -> ModelSlot:
         return self.supervisor.find(name)
 
     def state(self, name: str) -> str:
-        return self.served(name).state
+        return self.slot(name).state
 
     def becomes(self, name: str, state: str) -> None:
         eventually(lambda: self.state(name) == state)
 
     def pid(self, name: str) -> int:
-        process = self.served(name).process
+        process = self.slot(name).process
         return process.pid
 
     def kill(self, name: str) -> None:
@@ -89,7 +89,7 @@ def front(place: Path, *, model: dict[str, Any] | None = None, **settings: Any) 
         supervisor = Supervisor(Registry(common(**(model or {})), place, config.hub_models, config.pin), config)
         proxy = Proxy(supervisor, config, error_shapes())
         mcp = McpServers(config)
-        app = Journaled(create_models_app(supervisor, proxy, config, mcp))
+        app = JournalMiddleware(create_models_app(supervisor, proxy, config, mcp))
         server = uvicorn.Server(quiet_config(app))
         held.extend((supervisor, proxy, server, asyncio.get_running_loop()))
         ready.set()

@@ -54,7 +54,7 @@ def test_a_day_with_a_kill_and_two_restarts(tmp_path: Path) -> None:
         assert {entry["model"] for entry in loaded} == house.loaded()
         assert different(first, everyone(house)) == set()
 
-        killed = house.processes()["plain"]
+        killed = house.running()["plain"]
         with begun(house, "plain", 64) as lost, begun(house, "mixture") as other:
             killed.kill()
             *_, last = events(lost)
@@ -62,7 +62,7 @@ def test_a_day_with_a_kill_and_two_restarts(tmp_path: Path) -> None:
             *_, usage, end = events(other)
             assert (json.loads(usage)["usage"]["completion_tokens"] > 8 * 100, end) == (True, "[DONE]")
         assert different(first, everyone(house)) == set()
-        assert house.processes()["plain"].pid != killed.pid
+        assert house.running()["plain"].pid != killed.pid
         assert starts(house) == {"plain": 2, "hybrid": 2, "mixture": 1, "decoder": 1} | {
             "encoder": starts(house)["encoder"]
         }
@@ -90,7 +90,7 @@ def test_a_day_with_a_kill_and_two_restarts(tmp_path: Path) -> None:
             with pytest.raises(httpx.TransportError):
                 list(events(answer))
         house.process.wait(PATIENCE)
-        eventually(lambda: not house.left())
+        eventually(lambda: not house.running())
 
     with Household(models, tmp_path, *kept) as house:
         assert different(first, everyone(house)) == set()
@@ -115,7 +115,7 @@ def assert_memory(house: Household) -> None:
 
 
 def assert_nothing_is_left(house: Household) -> None:
-    assert house.left() == []
+    assert house.running() == []
     assert list(house.temporary.iterdir()) == []
 
 

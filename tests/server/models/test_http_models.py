@@ -20,7 +20,7 @@ from polarlm.engine.loading.need import PROCESS_BYTES
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.models import proxy
-from polarlm.server.models.app import ASKED, POSTED, create_models_app, spelt
+from polarlm.server.models.app import GET_PATHS, POST_PATHS, create_models_app, expand_v1
 from polarlm.server.models.process import FAILED, LOADING, READY, UNLOADED
 from polarlm.server.running.driver import Driver
 from tests.encoders import make_folder
@@ -154,7 +154,7 @@ def test_one_page_has_the_metrics_of_all_loaded_models(running: Front, monkeypat
     samples = page()
     assert samples["polarlm_key_completion_tokens_total", "anna", "big"] == 3
     assert samples["polarlm_request_latency_seconds_count", "big"] >= 1
-    assert samples["polarlm_model_starts_total", "big"] == running.served("big").starts
+    assert samples["polarlm_model_starts_total", "big"] == running.slot("big").starts
     assert {name: samples["polarlm_model_loaded", name] for name in ("big", "small")} == {"big": 1, "small": 0}
     assert ("polarlm_requests_active", "small") not in samples
     assert (samples["polarlm_model_up", "big"], ("polarlm_model_up", "small") in samples) == (1, False)
@@ -210,7 +210,7 @@ def test_every_path_of_one_model_is_one_of_several(engine: Any, running: Front) 
     )
     paths, known = ({getattr(route, "path", "") for route in app.routes} for app in (one, several))
     assert paths <= known
-    assert {*spelt(POSTED), *spelt(ASKED)} <= paths
+    assert {*expand_v1(POST_PATHS), *expand_v1(GET_PATHS)} <= paths
 
 
 def test_a_killed_process_ends_its_streams_with_an_error_and_nothing_else(running: Front) -> None:
@@ -226,7 +226,7 @@ def test_a_killed_process_ends_its_streams_with_an_error_and_nothing_else(runnin
     assert (running.state("big"), running.state("small")) == (FAILED, READY)
     assert running.http.get("/v1/models/big").json()["status"]["failed"] is True
     assert said(running.ask("small"))
-    assert running.served("big").active == 0
+    assert running.slot("big").active == 0
     assert said(running.ask("big"))  # which starts it again
 
 
@@ -266,7 +266,7 @@ def test_what_a_client_says_about_keeping_a_model_holds(tmp_path: Path) -> None:
         client.generate("small", "Hi", keep_alive=0, options={"num_predict": 2})
         server.becomes("small", UNLOADED)
         assert client.generate("small", keep_alive=0).done_reason == "unload"  # without loading it
-        assert server.served("small").starts == 1
+        assert server.slot("small").starts == 1
 
 
 @pytest.mark.slow
@@ -289,7 +289,7 @@ def test_a_client_that_hangs_up_cancels_its_request_in_the_process(tmp_path: Pat
         server.ask("big")
         with server.http.stream("POST", "/v1/completions", json={"model": "big"} | LONG) as answer:
             next(answer.iter_lines())
-        eventually(lambda: server.served("big").active == 0)
+        eventually(lambda: server.slot("big").active == 0)
 
         def cancelled() -> bool:
             return 'outcome="cancelled"' in server.http.get("/metrics", params={"model": "big"}).text
@@ -318,4 +318,4 @@ def test_a_model_that_cannot_be_loaded_says_why_in_a_stream_that_has_begun(
             answer = server.ask("torn", path, stream=True)
             assert answer.status_code == 200
             assert read([line for line in answer.text.splitlines() if line][-1]) == sentence, path
-        assert server.served("torn").error is not None
+        assert server.slot("torn").error is not None

@@ -56,7 +56,7 @@ def models(folder: Path) -> Path:
 
 def hung(server: Front, name: str) -> None:
     """Stop the process of a model that has begun to be loaded, as on a disk that hangs."""
-    eventually(lambda: server.served(name).process is not None)
+    eventually(lambda: server.slot(name).process is not None)
     os.kill(server.pid(name), signal.SIGSTOP)
     assert server.state(name) == LOADING
 
@@ -65,17 +65,17 @@ def hung(server: Front, name: str) -> None:
 def test_a_process_that_hangs_keeps_no_model_waiting_and_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asking: ThreadPoolExecutor
 ) -> None:
-    monkeypatch.setattr(process, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(process, "_POLL_SECONDS", 0.05)
     with front(two_models(tmp_path)) as server:
         waits = asking.submit(server.ask, "big")
         hung(server, "big")
         assert server.ask("small").status_code == 200
-        monkeypatch.setattr(process, "_STILL_SECONDS", 0.1)
+        monkeypatch.setattr(process, "_IDLE_SECONDS", 0.1)
         answer = waits.result(PATIENCE)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
         assert "neither read nor computed" in answer.json()["error"]["message"]
         assert server.state("big") == FAILED
-        monkeypatch.setattr(process, "_STILL_SECONDS", 120)
+        monkeypatch.setattr(process, "_IDLE_SECONDS", 120)
         assert server.ask("big").status_code == 200
 
         server.http.post("/models/unload", json={"model": "big"})

@@ -48,4 +48,4 @@ def test_no_body_breaks_the_server_of_several_models(tmp_path: Path) -> None:
                 for listed in ("/models", "/v1/models", "/api/tags", "/api/ps", "/metrics", "/health"):
                     assert server.http.get(listed).status_code == 200, where
         assert min(seen[200], seen[400], seen[404]) > 20, seen
-        assert server.served("big").active == server.served("small").active == 0
+        assert server.slot("big").active == server.slot("small").active == 0

@@ -44,7 +44,7 @@ def test_a_model_that_is_pulled_can_be_asked(cached: Hub, small_ggufs: dict[str,
         assert client.generate(REPO, "Hi", options={"num_predict": 2}).done
         assert server.state(names[2]) == READY
         # The beginning of a file says what model it is; whole files are fetched once.
-        assert [of for file in small_ggufs for of in cached.fetched(file)].count(None) == 1
+        assert [of for file in small_ggufs for of in cached.ranges_of(file)].count(None) == 1
 
 
 @pytest.mark.slow
@@ -70,14 +70,14 @@ def test_few_models_are_pulled_at_a_time_and_who_leaves_makes_room(monkeypatch: 
             self.name = model.name
             running.append(self.name)
 
-        async def fetched(self) -> Path:
+        async def fetch(self) -> Path:
             return await asyncio.Event().wait()  # type: ignore[return-value]
 
         async def end_at_once(self) -> None:
             running.remove(self.name)
 
-    monkeypatch.setattr(app, "ModelProcess", lambda model, config, ended: Download(model))
-    monkeypatch.setattr(app, "_TOLD_SECONDS", 0.001)
+    monkeypatch.setattr(app, "ModelProcess", lambda model, config, on_exit: Download(model))
+    monkeypatch.setattr(app, "_PROGRESS_SECONDS", 0.001)
 
     async def main() -> None:
         config = ServerConfig(allow_pull=True)
@@ -85,7 +85,7 @@ def test_few_models_are_pulled_at_a_time_and_who_leaves_makes_room(monkeypatch: 
         async with AsyncExitStack() as ends:
             pulls: list[AsyncGenerator[dict[str, Any], None]] = []
             for name in "abc":
-                pull = front._pulled(f"user/{name}:Q4_K_M")
+                pull = front._pull_lines(f"user/{name}:Q4_K_M")
                 pulls.append(await ends.enter_async_context(aclosing(pull)))
                 assert await anext(pull) == {"status": "pulling manifest"}
             for pull in pulls[:2]:

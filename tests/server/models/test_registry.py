@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import EngineConfig
 from polarlm.server.config import HUB, ServerConfig, read_command_line
-from polarlm.server.models.process import _of_child
+from polarlm.server.models.process import _child_config
 from polarlm.server.models.registry import Registry
 from tests.server.models.running import common
 from tests.tiny import make_model
@@ -165,7 +165,7 @@ def test_each_model_has_a_folder_of_sessions_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "a_b").mkdir()  # as an earlier server has made it for a.b
 
     def folder(name: str) -> str:
-        sessions_of = _of_child(ServerConfig(sessions=str(tmp_path)), name, "key").sessions
+        sessions_of = _child_config(ServerConfig(sessions=str(tmp_path)), name, "key").sessions
         assert sessions_of is not None
         return sessions_of
 

@@ -15,10 +15,10 @@ from polarlm.engine import EngineError
 from polarlm.engine.loading.need import Need
 from polarlm.server.config import ServerConfig
 from polarlm.server.models import supervisor as module
-from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, UNLOADED, WAITING, Served
+from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, UNLOADED, WAITING_FOR_MEMORY, ModelSlot
 from polarlm.server.models.registry import Registry
 from polarlm.server.models.supervisor import Supervisor
-from polarlm.server.running.refused import Refused
+from polarlm.server.running.refusals import Refusal
 from tests.server.models.running import common
 
 GIB = 1 << 30
@@ -44,8 +44,8 @@ class FakeProcess:
 
     fetching = None
 
-    def __init__(self, machine: Machine, name: str, ended: Callable[[int], None]) -> None:
-        self.machine, self.name, self._ended = machine, name, ended
+    def __init__(self, machine: Machine, name: str, on_exit: Callable[[int], None]) -> None:
+        self.machine, self.name, self._on_exit = machine, name, on_exit
         self.has_taken = False  # the memory of its model
         self.size = machine.sizes.get(name, GIB)
         machine.running.append(self)
@@ -55,9 +55,9 @@ class FakeProcess:
             await held.wait()
         await asyncio.sleep(0)
         if self not in self.machine.running:
-            raise Refused("model_ended", "killed")
+            raise Refusal("model_ended", "killed")
 
-    async def fetched(self) -> Path:
+    async def fetch(self) -> Path:
         await self._step("fetched")
         return Path(self.name)
 
@@ -75,7 +75,7 @@ class FakeProcess:
         self.has_taken = True
 
     async def end(self) -> None:
-        with suppress(Refused):  # it has ended already
+        with suppress(Refusal):  # it has ended already
             await self._step("end")
         self.kill()
 
@@ -85,9 +85,9 @@ class FakeProcess:
     def kill(self, code: int = -9) -> None:
         if self in self.machine.running:
             self.machine.running.remove(self)
-            self._ended(code)
+            self._on_exit(code)
 
-    async def ended(self) -> int:
+    async def exit_code(self) -> int:
         return -9
 
 
@@ -109,9 +109,11 @@ def scenario(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
                 await asyncio.wait_for(test(supervisor, machine), 120)
                 await supervisor.close()
                 assert not machine.running
-                assert not [one.model.name for one in supervisor.all() if one.active or one.waiting]
+                assert not [one.model.name for one in supervisor.all() if one.active or one.waiters]
 
-            monkeypatch.setattr(module, "ModelProcess", lambda model, _, ended: FakeProcess(machine, model.name, ended))
+            monkeypatch.setattr(
+                module, "ModelProcess", lambda model, _, on_exit: FakeProcess(machine, model.name, on_exit)
+            )
             monkeypatch.setattr(module, "_SWEEP_SECONDS", 0.005)
             asyncio.run(main())
 
@@ -120,18 +122,18 @@ def scenario(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
     return made
 
 
-async def use(supervisor: Supervisor, name: str, keep: float | None = None) -> Served:
-    served = supervisor.find(name)
-    await supervisor.ready(served)
-    with supervisor.using(served, keep):
+async def use(supervisor: Supervisor, name: str, keep: float | None = None) -> ModelSlot:
+    slot = supervisor.find(name)
+    await supervisor.acquire(slot)
+    with supervisor.use(slot, keep):
         pass
-    return served
+    return slot
 
 
 @asynccontextmanager
-async def busy(supervisor: Supervisor, served: Served, keep: float | None = None) -> AsyncGenerator[None, None]:
-    await supervisor.ready(served)
-    with supervisor.using(served, keep):
+async def busy(supervisor: Supervisor, slot: ModelSlot, keep: float | None = None) -> AsyncGenerator[None, None]:
+    await supervisor.acquire(slot)
+    with supervisor.use(slot, keep):
         yield
 
 
@@ -171,10 +173,10 @@ async def test_a_pinned_model_stays(supervisor: Supervisor, machine: Machine) ->
 
 @scenario(models_memory="1G")
 async def test_a_busy_model_answers_before_it_makes_room(supervisor: Supervisor, machine: Machine) -> None:
-    served = await use(supervisor, "a")
-    async with busy(supervisor, served):
+    slot = await use(supervisor, "a")
+    async with busy(supervisor, slot):
         other = asyncio.create_task(use(supervisor, "b"))
-        await until(lambda: served.state == STOPPING)
+        await until(lambda: slot.state == STOPPING)
         again = asyncio.create_task(use(supervisor, "a"))  # waits: it may not keep b from being loaded
         await asyncio.sleep(0.02)
         assert [one.name for one in machine.running] == ["a", "b"]
@@ -185,8 +187,8 @@ async def test_a_busy_model_answers_before_it_makes_room(supervisor: Supervisor,
 
 @scenario(models_memory="2G")
 async def test_an_idle_model_makes_room_before_a_busy_one(supervisor: Supervisor, machine: Machine) -> None:
-    served = await use(supervisor, "a")
-    async with busy(supervisor, served):
+    slot = await use(supervisor, "a")
+    async with busy(supervisor, slot):
         await use(supervisor, "b")  # later than a
         await use(supervisor, "c")
         assert loaded(supervisor) == "ac"
@@ -202,45 +204,45 @@ async def test_without_others_to_unload_a_model_tries_what_there_is(supervisor: 
 
 @scenario(idle_unload=0.001)
 async def test_idle_models_are_unloaded(supervisor: Supervisor, machine: Machine) -> None:
-    served = await use(supervisor, "a", supervisor.usual_keep(supervisor.find("a")))
-    assert served.expires is not None
+    slot = await use(supervisor, "a", supervisor.default_keep(supervisor.find("a")))
+    assert slot.expires is not None
     await use(supervisor, "b", None)  # as long as there is room
     await use(supervisor, "c", 0)
-    async with busy(supervisor, served, 0.02):
+    async with busy(supervisor, slot, 0.02):
         await asyncio.sleep(0.05)
-        assert served.state == READY
+        assert slot.state == READY
     await until(lambda: loaded(supervisor) == "b")
 
 
 @scenario(pin=("a",))
 async def test_a_pinned_model_is_never_idle(supervisor: Supervisor, machine: Machine) -> None:
-    served = await use(supervisor, "a", 0.0)
+    slot = await use(supervisor, "a", 0.0)
     await use(supervisor, "b", 0.001)
     await until(lambda: supervisor.find("b").state == UNLOADED)
-    assert (served.state, served.expires) == (READY, None)
+    assert (slot.state, slot.expires) == (READY, None)
 
 
 @scenario()
 async def test_a_crash_is_that_of_one_model_and_the_next_request_starts_it_again(
     supervisor: Supervisor, machine: Machine
 ) -> None:
-    served, other = await use(supervisor, "a"), await use(supervisor, "b")
+    slot, other = await use(supervisor, "a"), await use(supervisor, "b")
     machine.running[0].kill()
-    assert (served.state, other.state) == (FAILED, READY)
-    assert "SIGKILL" in str(served.error)
+    assert (slot.state, other.state) == (FAILED, READY)
+    assert "SIGKILL" in str(slot.error)
     await use(supervisor, "a")
-    assert (served.state, served.error, served.starts) == (READY, None, 2)
+    assert (slot.state, slot.error, slot.starts) == (READY, None, 2)
 
 
 @scenario(models_memory="1G")
 async def test_a_crash_ends_the_wait_for_a_busy_model(supervisor: Supervisor, machine: Machine) -> None:
-    served = await use(supervisor, "a")
-    async with busy(supervisor, served):
+    slot = await use(supervisor, "a")
+    async with busy(supervisor, slot):
         other = asyncio.create_task(use(supervisor, "b"))
-        await until(lambda: served.state == STOPPING)
+        await until(lambda: slot.state == STOPPING)
         machine.running[0].kill()
         await other
-    assert (loaded(supervisor), served.state) == ("b", FAILED)
+    assert (loaded(supervisor), slot.state) == ("b", FAILED)
 
 
 @scenario()
@@ -258,28 +260,28 @@ async def test_a_client_that_goes_while_its_model_is_loaded_holds_nothing(
     supervisor: Supervisor, machine: Machine
 ) -> None:
     machine.let.clear()
-    served = supervisor.find("a")
-    one, other = (asyncio.create_task(supervisor.ready(served)) for _ in range(2))
-    await until(lambda: served.state == LOADING and len(machine.running) == 1)
+    slot = supervisor.find("a")
+    one, other = (asyncio.create_task(supervisor.acquire(slot)) for _ in range(2))
+    await until(lambda: slot.state == LOADING and len(machine.running) == 1)
     one.cancel()
     machine.let.set()
     await other
-    assert (served.state, served.active) == (READY, 1)
-    supervisor.release(served)
+    assert (slot.state, slot.active) == (READY, 1)
+    supervisor.release(slot)
 
 
 @scenario()
 async def test_a_process_may_end_before_the_request_that_it_was_started_for_reaches_it(
     supervisor: Supervisor, machine: Machine
 ) -> None:
-    served = supervisor.find("a")
-    await supervisor.ready(served)
+    slot = supervisor.find("a")
+    await supervisor.acquire(slot)
     machine.running[0].kill()
-    with pytest.raises(Refused, match="The process of a has ended"), supervisor.using(served, None):
+    with pytest.raises(Refusal, match="The process of a has ended"), supervisor.use(slot, None):
         pass
-    assert (served.state, served.active) == (FAILED, 0)
+    assert (slot.state, slot.active) == (FAILED, 0)
     await use(supervisor, "a")
-    assert served.starts == 2
+    assert slot.starts == 2
 
 
 # -- what one model waits for, others do not ---------------------------------------------------------------------------
@@ -287,7 +289,7 @@ async def test_a_process_may_end_before_the_request_that_it_was_started_for_reac
 STEPS = ("fetched", "need", "load")
 
 
-async def hang(supervisor: Supervisor, machine: Machine, name: str, step: str) -> asyncio.Task[Served]:
+async def hang(supervisor: Supervisor, machine: Machine, name: str, step: str) -> asyncio.Task[ModelSlot]:
     """A request whose model's process hangs in a step of its load."""
     machine.held[name, step] = asyncio.Event()
     waits = asyncio.create_task(use(supervisor, name))
@@ -306,7 +308,7 @@ def test_a_load_that_hangs_keeps_no_other_from_loading_until_it_is_given_up(
         supervisor.give_up(supervisor.find("a"))
         again = asyncio.create_task(use(supervisor, "a"))  # a request after that loads it
         del machine.held["a", step]
-        with pytest.raises(Refused, match="a was unloaded before it was loaded") as caught:
+        with pytest.raises(Refusal, match="a was unloaded before it was loaded") as caught:
             await waits
         assert (caught.value.code, (await again).starts) == ("model_not_loaded", 2)
 
@@ -315,12 +317,12 @@ def test_a_load_that_hangs_keeps_no_other_from_loading_until_it_is_given_up(
 
 @scenario(models_memory="1G")
 async def test_the_memory_of_a_model_that_is_being_loaded_is_counted(supervisor: Supervisor, machine: Machine) -> None:
-    waits, served = await hang(supervisor, machine, "a", "load"), supervisor.find("b")
+    waits, slot = await hang(supervisor, machine, "a", "load"), supervisor.find("b")
     other = asyncio.create_task(use(supervisor, "b"))
-    await until(lambda: served.state == WAITING)
+    await until(lambda: slot.state == WAITING_FOR_MEMORY)
     supervisor.give_up(supervisor.find("a"))
     await other
-    with pytest.raises(Refused):
+    with pytest.raises(Refusal):
         await waits
 
 
@@ -338,13 +340,13 @@ async def test_of_two_that_see_the_same_room_one_has_it(supervisor: Supervisor, 
 
 @scenario(models_memory="2G")
 async def test_while_a_model_ends_its_answers_others_are_loaded(supervisor: Supervisor, machine: Machine) -> None:
-    served = await use(supervisor, "a")
-    async with busy(supervisor, served, keep=0):
-        supervisor.give_up(served)
+    slot = await use(supervisor, "a")
+    async with busy(supervisor, slot, keep=0):
+        supervisor.give_up(slot)
         again = asyncio.create_task(use(supervisor, "a"))
         await asyncio.sleep(0)
         await use(supervisor, "b")
-        assert served.state == STOPPING
+        assert slot.state == STOPPING
     await again  # which the end of the answer, with keep_alive 0, does not give up
     assert loaded(supervisor) == "ab"
 
@@ -354,10 +356,10 @@ async def test_who_fits_beside_a_model_that_waits_for_a_busy_one_is_loaded(
     supervisor: Supervisor, machine: Machine
 ) -> None:
     machine.sizes = {"a": 2 * GIB, "b": 2 * GIB}
-    served = await use(supervisor, "a")
-    async with busy(supervisor, served):
+    slot = await use(supervisor, "a")
+    async with busy(supervisor, slot):
         large = asyncio.create_task(use(supervisor, "b"))
-        await until(lambda: served.state == STOPPING)
+        await until(lambda: slot.state == STOPPING)
         await use(supervisor, "c")
         assert not large.done()
     await large
@@ -366,15 +368,15 @@ async def test_who_fits_beside_a_model_that_waits_for_a_busy_one_is_loaded(
 
 @scenario(models_memory="1G")
 async def test_room_goes_to_those_who_have_waited_longest(supervisor: Supervisor, machine: Machine) -> None:
-    served, loads = await use(supervisor, "a"), []
-    async with busy(supervisor, served):
+    slot, loads = await use(supervisor, "a"), []
+    async with busy(supervisor, slot):
         for name in "bc":
-            loads.append(supervisor.begin(supervisor.find(name)))
-            await until(lambda name=name: supervisor.find(name).state == WAITING)  # type: ignore[misc]
+            loads.append(supervisor.begin_load(supervisor.find(name)))
+            await until(lambda name=name: supervisor.find(name).state == WAITING_FOR_MEMORY)  # type: ignore[misc]
         machine.held["b", "need"] = asyncio.Event()
-    await until(lambda: served.state == UNLOADED)
+    await until(lambda: slot.state == UNLOADED)
     await asyncio.sleep(0.01)
-    assert supervisor.find("c").state == WAITING  # although its process answers at once
+    assert supervisor.find("c").state == WAITING_FOR_MEMORY  # although its process answers at once
     machine.held["b", "need"].set()
     await loads[0]
     assert loaded(supervisor) == "b"
@@ -390,16 +392,16 @@ async def test_whatever_clients_do_in_the_end_everything_is_loaded_and_unloaded(
 
     async def client() -> None:
         for _ in range(40):
-            served, asked = supervisor.find(chance.choice("abc")), chance.random()
+            slot, asked = supervisor.find(chance.choice("abc")), chance.random()
             if asked < 0.15:
-                supervisor.give_up(served)
+                supervisor.give_up(slot)
             elif asked < 0.25 and machine.running:
                 chance.choice(machine.running).kill()
             else:
-                using = asyncio.create_task(use(supervisor, served.model.name, chance.choice([None, 0, 0.001])))
+                using = asyncio.create_task(use(supervisor, slot.model.name, chance.choice([None, 0, 0.001])))
                 await asyncio.wait([using], timeout=chance.choice([0.001, 10]))
                 using.cancel()
-                with suppress(Refused, asyncio.CancelledError):
+                with suppress(Refusal, asyncio.CancelledError):
                     await using
             assert sum(one.size for one in machine.running if one.has_taken) <= 2 * GIB
             await asyncio.sleep(chance.choice([0, 0.001]))
@@ -416,18 +418,18 @@ def test_closing_ends_those_who_wait_and_all_processes(
 ) -> None:
     @scenario(models_memory="2G")
     async def run(supervisor: Supervisor, machine: Machine) -> None:
-        served = await use(supervisor, "a")
-        async with busy(supervisor, served):
-            supervisor.give_up(served)  # its next load waits for the end of this answer
+        slot = await use(supervisor, "a")
+        async with busy(supervisor, slot):
+            supervisor.give_up(slot)  # its next load waits for the end of this answer
             hangs = await hang(supervisor, machine, "b", step)
             machine.sizes["c"] = 2 * GIB  # it waits for memory
             waits = [hangs, *(asyncio.create_task(use(supervisor, name)) for name in "ac")]
-            await until(lambda: supervisor.find("c").state == WAITING)
+            await until(lambda: supervisor.find("c").state == WAITING_FOR_MEMORY)
             await supervisor.close()
         for waiting in waits:
-            with pytest.raises(Refused, match="about to end"):
+            with pytest.raises(Refusal, match="about to end"):
                 await waiting
-        with pytest.raises(Refused, match="about to end"):
+        with pytest.raises(Refusal, match="about to end"):
             await use(supervisor, "c")
 
     run(tmp_path, monkeypatch)
@@ -439,5 +441,5 @@ async def test_without_a_name_the_model_that_was_used_last_is_meant(supervisor: 
     for name in "cb":
         await use(supervisor, name)
     assert supervisor.find("").model.name == "b"
-    with pytest.raises(Refused, match="no model called d; there are: a, b, c"):
+    with pytest.raises(Refusal, match="no model called d; there are: a, b, c"):
         supervisor.find("d")

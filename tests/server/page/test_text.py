@@ -238,8 +238,8 @@ def test_a_long_answer_costs_as_much_at_its_end_as_in_its_middle(drawing: Page, 
     script = """
         const [unit, tokens] = arguments, target = make("div"), markdown = new Markdown(target);
         let parsed = 0;
-        const real = Words.prototype.flush;
-        Words.prototype.flush = function () { parsed += this.text.length; return real.call(this); };
+        const real = InlineText.prototype.flush;
+        InlineText.prototype.flush = function () { parsed += this.text.length; return real.call(this); };
         const halves = [0, 0];
         for (let token = 0; token < tokens; token += 1) {
             const half = Math.floor(token * 2 / tokens), before = parsed;
@@ -247,7 +247,7 @@ def test_a_long_answer_costs_as_much_at_its_end_as_in_its_middle(drawing: Page, 
             markdown.flush();
             halves[half] = Math.max(halves[half], parsed - before);
         }
-        Words.prototype.flush = real;
+        InlineText.prototype.flush = real;
         return [...halves, target.textContent.length > 0];
     """
     middle, end, there = drawing.run(script, unit, 4000)

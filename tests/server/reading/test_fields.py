@@ -28,7 +28,7 @@ BY_RULE: dict[str, tuple[list[Any], list[Any]]] = {
     "adaptive_target": ([0, 0.5], [-1.0]),
     "add_special_tokens": ([False], [True]),
 }
-REFUSED = [field for field in FIELDS.values() if field.standing == "refused"]
+REFUSED = [field for field in FIELDS.values() if field.treatment == "refused"]
 SAME_NAME: dict[str, tuple[Any, ...]] = {  # as the parameter of sampling
     "temperature": (0, 1.5),
     **dict.fromkeys(("top_p", "min_p", "repeat_penalty", "dry_multiplier"), (0.5,)),
@@ -71,7 +71,7 @@ ELSEWHERE = {  # that have tests of their own
     *("tools", "tool_choice", "parallel_tool_calls", "model", "lora"),
 }
 
-ABOUT = parameters.About(mock.Mock(), "any", parse_special=True, tells_cached=True, context=64)
+ABOUT = parameters.ModelInfo(mock.Mock(), "any", parse_special=True, tells_cached=True, context=64)
 
 
 def read(**body: Any) -> parameters.ParsedRequest:
@@ -119,9 +119,9 @@ def test_every_field_of_openais_client_is_known() -> None:
 
 
 def test_every_field_has_its_example_here() -> None:
-    assert set(BY_RULE) <= set(RULES) <= {*BY_RULE, *(name for name in FIELDS if FIELDS[name].standing != "refused")}
+    assert set(BY_RULE) <= set(RULES) <= {*BY_RULE, *(name for name in FIELDS if FIELDS[name].treatment != "refused")}
     assert {*SAME_NAME, *HONOURED, *ELSEWHERE} == {
-        name for name, field in FIELDS.items() if field.standing == "honoured"
+        name for name, field in FIELDS.items() if field.treatment == "honoured"
     }
 
 
@@ -133,7 +133,7 @@ def test_refused_fields_are_refused_by_name() -> None:
         for value in asking(field):
             refused = refusal(**{field.name: value})
             assert refused is not None, (field.name, value)
-            assert (refused.field, refused.message) == (field.name, f"{field.name}: {field.says}")
+            assert (refused.field, refused.message) == (field.name, f"{field.name}: {field.sentence}")
             assert len(refused.message) < 200
 
 
@@ -153,12 +153,14 @@ def test_add_special_tokens_is_refused_unless_it_is_the_default_of_the_prompt() 
 
 def test_harmless_fields_are_ignored() -> None:
     plain = read()
-    for name in (name for name, field in FIELDS.items() if field.standing in ("harmless", "ignored")):
+    for name in (name for name, field in FIELDS.items() if field.treatment in ("harmless", "ignored")):
         for value in (None, True, 5, "x", ["x"], {"x": 1}):
             asked = read(**{name: value})
             for part in ("prompt", "options", "params", "n"):
                 assert getattr(asked, part) == getattr(plain, part), (name, value)
-            told = [(name, f"{name} is ignored: {FIELDS[name].says}")] if FIELDS[name].standing == "ignored" else []
+            told = (
+                [(name, f"{name} is ignored: {FIELDS[name].sentence}")] if FIELDS[name].treatment == "ignored" else []
+            )
             assert list(asked.warnings) == (told if value else []), (name, value)
     usual = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
     assert read(samplers=usual).warnings == ()

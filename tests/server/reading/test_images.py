@@ -56,7 +56,7 @@ def user(*parts: dict[str, Any]) -> list[Any]:
     return [{"role": "user", "content": list(parts)}]
 
 
-def of_anthropic(server: Serving) -> None:
+def with_anthropic(server: Serving) -> None:
     with server.anthropic() as client:
         client.messages.create(model="any", max_tokens=9, messages=user(ANTHROPIC, TEXT))
 
@@ -67,7 +67,7 @@ CLIENTS: dict[str, Callable[[Serving], Any]] = {
         model="any",
         input=user({"type": "input_image", "image_url": URL, "detail": "auto"}, TEXT | {"type": "input_text"}),
     ),
-    "anthropic": of_anthropic,
+    "anthropic": with_anthropic,
     "ollama": lambda it: ollama.Client(it.url).chat("any", [BESIDE]),
     "generate": lambda it: ollama.Client(it.url).generate("any", TEXT["text"], images=[FILE]),
 }

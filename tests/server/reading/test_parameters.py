@@ -24,7 +24,7 @@ from tests.pairs import in_turn
 
 USER = {"role": "user", "content": "Hi"}
 TOKENIZER = mock.Mock(tokenize=lambda text: [ord(letter) for letter in text])
-ABOUT = parameters.About(mock.Mock(tokenizer=TOKENIZER), "any", parse_special=True, tells_cached=True, context=64)
+ABOUT = parameters.ModelInfo(mock.Mock(tokenizer=TOKENIZER), "any", parse_special=True, tells_cached=True, context=64)
 
 
 def read(body: dict[str, Any], **how: Any) -> parameters.ParsedRequest:

@@ -22,7 +22,7 @@ from polarlm.server.running.counters import Totals
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.job import Job, Worker
 from polarlm.server.running.readers import _THREADS
-from polarlm.server.running.refused import Refused
+from polarlm.server.running.refusals import Refusal
 from tests.server.lines import PATIENCE
 
 PROMPT = [7, 8, 9]
@@ -170,7 +170,7 @@ def test_prompts_are_in_the_journal_only_where_asked(engine: Engine) -> None:
 def test_requests_without_an_answer_do_not_count_in_the_mean_time(engine: Engine) -> None:
     async def test(driver: Driver) -> None:
         await whole(driver)
-        await driver.counted("tokenized", lambda: time.sleep(0.05))
+        await driver.run_counted("tokenized", lambda: time.sleep(0.05))
         assert sum(driver.snapshot().requests.values()) == 2
         assert driver.snapshot().seconds - driver._totals.answer_seconds >= 0.05
         with pytest.raises(EngineError):
@@ -216,7 +216,7 @@ def test_a_client_that_leaves_while_its_prompt_is_tokenized(engine: Engine, monk
 def test_the_time_limit_holds_for_a_client_that_does_not_read(engine: Engine) -> None:
     async def test(driver: Driver) -> None:
         chunks = driver.stream(PROMPT, LONG)
-        with suppress(Refused):  # its first chunk may be late
+        with suppress(Refusal):  # its first chunk may be late
             await anext(chunks)
             begun.append(True)
         await until_idle(driver)
@@ -240,7 +240,7 @@ def test_refused_clients_get_different_times_to_come_back(engine: Engine) -> Non
         await asyncio.sleep(0)
         told = set()
         for _ in range(50):
-            with pytest.raises(Refused) as caught:
+            with pytest.raises(Refusal) as caught:
                 await whole(driver)
             told.add(caught.value.retry_after)
         assert len(told) > 2
@@ -259,7 +259,7 @@ def test_draining_has_an_end(engine: Engine) -> None:
         chunks = driver.stream(PROMPT, LONG)
         await anext(chunks)
         await driver.drain(0)
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(Refusal) as caught:
             async for _ in chunks:
                 pass
         assert caught.value.code == "closing"
@@ -274,7 +274,7 @@ def test_stopping_ends_what_runs(engine: Engine) -> None:
             task = asyncio.create_task(whole(driver, params=LONG))
             while not (await driver.status()).running:
                 await asyncio.sleep(0)
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(Refusal) as caught:
             await task
         return caught.value.code
 
@@ -297,7 +297,7 @@ def test_an_error_of_the_engine_as_a_whole_ends_no_thread(engine: Engine, monkey
     monkeypatch.setattr(engine, "work", broken_once)
 
     async def test(driver: Driver) -> None:
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(Refusal) as caught:
             await whole(driver)
         assert caught.value.code == "internal"
         assert (await whole(driver)).finish_reason == "length"

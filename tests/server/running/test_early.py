@@ -65,7 +65,7 @@ def test_those_that_wait_are_served_when_it_has_loaded(bound: socket.socket) -> 
 
     with EarlyClients(bound) as early:
         first, silent = ask(bound, b"GET /a"), socket.create_connection(bound.getsockname(), timeout=60)
-        eventually(lambda: len(early._kept) == 2)
+        eventually(lambda: len(early._connections) == 2)
         silent.sendall(b"GET /b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         answers = asyncio.run(serve(early))
     for answer, path in zip(answers, (b"/a", b"/b", b"/c"), strict=True):
@@ -79,6 +79,6 @@ def test_who_hangs_up_is_forgotten_and_the_rest_is_closed_at_the_end(bound: sock
         socket.create_connection(bound.getsockname()).close()
         answer = until_closed(ask(bound, b"GET /ping"))  # those before it have been looked at
         assert answer.startswith(b"HTTP/1.1 503 ")
-        eventually(lambda: len(early._kept) == 1)
+        eventually(lambda: len(early._connections) == 1)
     with stays, pytest.raises(ConnectionResetError):  # what it has sent was never read
         stays.recv(1)

@@ -69,7 +69,7 @@ def test_a_line_that_is_removed_withdraws_its_key(file: Path) -> None:
     rewrite(file, f"anna {ANNA}\nanna {BEN}\n")
     assert [keys.name_of(key) for key in (ANNA, BEN, LONE)] == ["anna", "anna", None]
     rewrite(file, "")
-    assert keys.needed
+    assert keys.are_required
     assert [keys.name_of(key) for key in (ANNA, "sk-flag")] == [None, ""]
 
 

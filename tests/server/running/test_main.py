@@ -105,7 +105,7 @@ def test_the_key_may_come_from_the_environment(capsys, monkeypatch) -> None:
     assert read_command_line([], {KEY_VARIABLE: "sk-1"})[1].api_key == "sk-1"
     assert read_command_line(["--api-key", "sk-2"], {KEY_VARIABLE: "sk-1"})[1].api_key == "sk-2"
     monkeypatch.setenv(KEY_VARIABLE, "")
-    assert not read_command_line([])[1].keys.needed
+    assert not read_command_line([])[1].keys.are_required
     main(["--port", "0", "--weights", "/no/such/model"])
     assert f"note: {KEY_VARIABLE} is empty, which is no key" in capsys.readouterr().err
     with pytest.raises(FlagError, match="--api-key"):

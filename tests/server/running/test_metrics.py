@@ -67,9 +67,9 @@ class JobAt:
     entry = Entry("", "")
 
     def __init__(self, started: float):
-        self.started = started
-        self.appended = 0.0
-        self.token_came: float | None = None
+        self.start_time = started
+        self.append_time = 0.0
+        self.last_token_time: float | None = None
 
 
 def test_a_slow_reader_does_not_make_the_gaps_larger() -> None:
@@ -77,7 +77,7 @@ def test_a_slow_reader_does_not_make_the_gaps_larger() -> None:
     job = JobAt(10.0)
     totals = Totals()
     for at, tokens in ((12.0, 0), (13.0, 1), (13.5, 2), (14.5, 1)):
-        job.appended = at
+        job.append_time = at
         totals.count(Chunk("", tuple(range(tokens))), job)
     assert (totals.first_token.seconds, totals.gaps.seconds) == (3.0, 1.5)
     assert (sum(totals.first_token.counts), sum(totals.gaps.counts)) == (1, 3)

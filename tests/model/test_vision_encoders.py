@@ -14,10 +14,10 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.model.towers import ImageReader, ImageRows
-from polarlm.engine.model.towers._qwen import patches
-from polarlm.engine.model.weights import load_tower
-from polarlm.model_loaders import towers
+from polarlm.engine.model.vision_encoders import ImageReader, ImageRows
+from polarlm.engine.model.vision_encoders._qwen import patches
+from polarlm.engine.model.weights import load_vision_encoder
+from polarlm.model_loaders import vision_encoders
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice
 
@@ -31,10 +31,10 @@ BACKENDS: dict[str, tuple[Any, float]] = {
 }
 
 
-def read_tower(path: Path, ops: Ops) -> ImageReader:
-    found = towers.tower_of(path)
+def read_vision_encoder(path: Path, ops: Ops) -> ImageReader:
+    found = vision_encoders.vision_encoder_of(path)
     assert found is not None
-    reader = load_tower(ops, *found)
+    reader = load_vision_encoder(ops, *found)
     found[1].close()
     return reader
 
@@ -54,20 +54,20 @@ def finished(reading: Generator[int, None, ImageRows]) -> tuple[ImageRows, int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_those_of_transformers(name: str, backend: str) -> None:
     make, allowed = BACKENDS[backend]
-    reader, reference = read_tower(FIXTURES / name, ops := make()), np.load(FIXTURES / name / "images.npz")
+    reader, reference = read_vision_encoder(FIXTURES / name, ops := make()), np.load(FIXTURES / name / "images.npz")
     for k in range(reference["images"] if backend != "cuda" else 1):
         pixels, wanted = reference[f"pixels_{k}"], [reference[f"rows_{k}"], *reference[f"added_{k}"]]
-        shape = towers.fit(reader.tower, *pixels.shape[1::-1])
+        shape = vision_encoders.fit(reader.encoder, *pixels.shape[1::-1])
         assert (shape.height, shape.width, shape.rows) == (*pixels.shape[:2], len(wanted[0]))
         rows, pauses = finished(reader.read(pixels, shape))
-        assert pauses == len(towers.tensors(reader.tower).layers)
+        assert pauses == len(vision_encoders.tensors(reader.encoder).layers)
         for ours, theirs in zip((rows.rows, *starmap(ops.linear, rows.added)), wanted, strict=True):
             assert np.abs(ops.to_host(ours) - theirs).max() <= allowed * np.abs(theirs).max()
 
 
 @pytest.mark.parametrize("name", QWEN)
 def test_patches_are_those_of_the_processor(name: str) -> None:
-    reader, reference = read_tower(FIXTURES / name, NumpyOps()), np.load(FIXTURES / name / "images.npz")
+    reader, reference = read_vision_encoder(FIXTURES / name, NumpyOps()), np.load(FIXTURES / name / "images.npz")
     pixels = reference["pixels_1"]
-    shape = towers.fit(reader.tower, *pixels.shape[1::-1])
-    np.testing.assert_allclose(patches(reader.tower, pixels, shape), reference["patches_1"], atol=1e-6)
+    shape = vision_encoders.fit(reader.encoder, *pixels.shape[1::-1])
+    np.testing.assert_allclose(patches(reader.encoder, pixels, shape), reference["patches_1"], atol=1e-6)

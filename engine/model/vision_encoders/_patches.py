@@ -1,4 +1,5 @@
-"""What towers compute alike with patches x (P, C) of an image: attention, LayerNorms, RoPE, a layer of a plain ViT."""
+"""What vision encoders compute alike with patches x (P, C) of an image: attention, LayerNorms, RoPE, a layer of a plain
+ViT."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ import numpy as np
 from polarlm.engine.backends.kv import HeadTransform, Norm
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
-from polarlm.engine.model.towers import parts
+from polarlm.engine.model.vision_encoders import parts
 from polarlm.engine.weight_formats import Linear
-from polarlm.model_loaders.towers import Tower
+from polarlm.model_loaders.vision_encoders import VisionEncoder
 
-AnyTower = TypeVar("AnyTower", bound=Tower)
-W = TypeVar("W")  # the weights of a tower
+AnyVisionEncoder = TypeVar("AnyVisionEncoder", bound=VisionEncoder)
+W = TypeVar("W")  # the weights of a vision encoder
 L = TypeVar("L")  # and of a layer
 
 
@@ -34,12 +35,12 @@ class PlainLayer:
     down: Linear = slot("down", "linear")  # (C, F)
 
 
-class PatchReader(Generic[AnyTower, W, L]):
-    def __init__(self, ops: Ops, tower: AnyTower, weights: W, layers: Sequence[L], nbytes: int):
+class PatchReader(Generic[AnyVisionEncoder, W, L]):
+    def __init__(self, ops: Ops, encoder: AnyVisionEncoder, weights: W, layers: Sequence[L], nbytes: int):
         assert ops.encoder_ops is not None
-        self.tower, self.bytes = tower, nbytes
+        self.encoder, self.bytes = encoder, nbytes
         self._ops, self._encoder_ops, self._weights, self._layers = ops, ops.encoder_ops, weights, layers
-        (self._transform,) = ops.prepare([HeadTransform(tower.heads)])
+        (self._transform,) = ops.prepare([HeadTransform(encoder.heads)])
 
     def _rope(self, *places: np.ndarray, dim: int, theta: float = 10_000.0) -> tuple[Array, Array]:
         """cos and sin (P, D/2): the first half of the pairs of channels is turned by places[0] (P,), the second by
@@ -67,7 +68,7 @@ class PatchReader(Generic[AnyTower, W, L]):
         norm: Norm = None,
     ) -> None:
         """Add to x the attention of its rows, normed in y (P, C) or to be normed by `norm`. weights: qkv, out."""
-        (qkv, out), heads, dim = weights, self.tower.heads, self.tower.hidden_size // self.tower.heads
+        (qkv, out), heads, dim = weights, self.encoder.heads, self.encoder.hidden_size // self.encoder.heads
         mixed = self._ops.linear(y, qkv, norm=norm).reshape(len(x), 3 * heads, dim)
         mixed = self._encoder_ops.self_attention(mixed, rope, self._transform, lengths, dim**-0.5)
         self._ops.linear(mixed.reshape(len(x), heads * dim), out, residual=x)
@@ -75,5 +76,5 @@ class PatchReader(Generic[AnyTower, W, L]):
     def _layer_norm(self, x: Array, norm: Array, bias: Array) -> Array:
         """The LayerNorm of x, a copy."""
         y = x.copy()
-        self._encoder_ops.layer_norm(y, (norm, bias, self.tower.eps))
+        self._encoder_ops.layer_norm(y, (norm, bias, self.encoder.eps))
         return y

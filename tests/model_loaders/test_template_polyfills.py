@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Engine, EngineError, SamplingParams
-from polarlm.model_loaders.chat.otherwise import put_otherwise
+from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from tests import call_templates
 from tests.pairs import mostly_slow
@@ -119,7 +119,7 @@ def test_no_conversation_is_refused_and_no_text_is_lost(name: str) -> None:
     for tools in ((), TOOLS):
         for label, roles in CONVERSATIONS.items():
             messages = said(roles)
-            put = put_otherwise(template, messages, tools, {})
+            put = adapt_conversation(template, messages, tools, {})
             text = rendered(template, put.messages, **put.variables)
             beside = "b" not in roles or template.channels is None  # a template of channels takes it for reasoning
             texts = [m["content"] for m in messages if m["content"] and (beside or "tool_calls" not in m)]
@@ -147,7 +147,7 @@ BECOMES = [
 def test_what_becomes_of_messages() -> None:
     for name, roles, expected in BECOMES:
         messages = said(roles)
-        put = put_otherwise(ChatTemplate(SHORT[name], bos_token="<s>", eos_token="</s>"), messages, (), {})
+        put = adapt_conversation(ChatTemplate(SHORT[name], bos_token="<s>", eos_token="</s>"), messages, (), {})
         places = {message["content"]: str(at) for at, message in enumerate(messages)}
         shown = [
             " ".join([shown["role"], *(places[text] for text in shown["content"].split())]) for shown in put.messages
@@ -157,7 +157,7 @@ def test_what_becomes_of_messages() -> None:
 
 
 @pytest.mark.parametrize("name", ["turns", "no system"])
-def test_an_answer_in_a_conversation_that_was_put_otherwise_is_found_again(name: str, tmp_path: Path) -> None:
+def test_an_answer_in_a_conversation_that_was_adapted_is_found_again(name: str, tmp_path: Path) -> None:
     with tool_engine(tmp_path, SHORT[name]) as engine:
         assert_reuses(engine)
 
@@ -187,6 +187,6 @@ def test_parts_and_developers_are_taken_from_python(tmp_path: Path) -> None:
 
 def test_a_template_that_fails_in_every_way_says_so() -> None:
     template = ChatTemplate("{{ raise_exception('never') }}")
-    put = put_otherwise(template, said("suas"), (), {})
+    put = adapt_conversation(template, said("suas"), (), {})
     assert [one["role"] for one in put.messages] == ["system", "user", "assistant", "system"]
     assert put.warnings == []

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec, TensorTable, slots_of
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.towers import Tower, _qwen
-from polarlm.model_loaders.towers._padded import SIDE, padded
+from polarlm.model_loaders.vision_encoders import VisionEncoder, _qwen
+from polarlm.model_loaders.vision_encoders._padded import SIDE, pad
 
 MODEL_TYPES = ("qwen2_5_vl",)
 PREFIXES = _qwen.PREFIXES
@@ -17,58 +17,58 @@ fit = _qwen.fit
 
 
 @dataclass(frozen=True)
-class WindowTower(_qwen.QwenTower):
+class WindowVisionEncoder(_qwen.QwenVisionEncoder):
     window: int  # rows of a prompt along the side of a window
     whole: tuple[int, ...]  # the layers without windows
 
     @property
-    def padded(self) -> int:
+    def padded_size(self) -> int:
         """`ffn_size` with zeros after it, for GPUs."""
         return -(-self.ffn_size // SIDE) * SIDE
 
 
-def configure(fields: Fields, prepared: Fields) -> Tower:
+def configure(fields: Fields, preprocessor: Fields) -> VisionEncoder:
     vision = fields.section("vision_config")
     assert vision is not None
-    return _tower(vision, prepared, tuple(vision.integers("fullatt_block_indexes") or (7, 15, 23, 31)))
+    return _vision_encoder(vision, preprocessor, tuple(vision.integers("fullatt_block_indexes") or (7, 15, 23, 31)))
 
 
-def _of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Tower:
-    vision = _qwen.of_mmproj(fields, shapes)
+def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> VisionEncoder:
+    vision = _qwen.fields_of_mmproj(fields, shapes)
     layers, every = vision.integer("depth"), vision.integer("n_wa_pattern")
-    return _tower(vision, vision, tuple(range(every - 1, layers, every)))
+    return _vision_encoder(vision, vision, tuple(range(every - 1, layers, every)))
 
 
-PROJECTORS = {"qwen2.5vl_merger": _of_mmproj}
+PROJECTORS = {"qwen2.5vl_merger": _from_mmproj}
 
 
-def _tower(vision: Fields, prepared: Fields, whole: tuple[int, ...]) -> Tower:
+def _vision_encoder(vision: Fields, preprocessor: Fields, whole: tuple[int, ...]) -> VisionEncoder:
     vision.require("hidden_act", "silu")
     settings = _qwen.settings(
         vision,
-        prepared,
+        preprocessor,
         patch=14,
         pixels=(56 * 56, 28 * 28 * 16384),
         mean=[0.48145466, 0.4578275, 0.40821073],
         std=[0.26862954, 0.26130258, 0.27577711],
     )
     window = vision.integer("window_size", 112) // (settings["patch"] * settings["merge"])
-    return WindowTower(kind="qwen2_5_vl", **settings, window=max(1, window), whole=whole)
+    return WindowVisionEncoder(kind="qwen2_5_vl", **settings, window=max(1, window), whole=whole)
 
 
-def tensors(tower: WindowTower) -> TensorTable:
-    c, merged = tower.hidden_size, tower.merged
+def tensors(encoder: WindowVisionEncoder) -> TensorTable:
+    c, merged_channels = encoder.hidden_size, encoder.merged_channels
     top = {
-        **_qwen.patches_slot(tower, has_bias=False),
+        **_qwen.patches_slot(encoder, has_bias=False),
         **slots_of("merger_norm", "visual.merger.ln_q", "v.post_ln", (c,)),
-        **slots_of("merger_in", "visual.merger.mlp.0", "mm.0", (merged, merged), has_bias=True),
-        **slots_of("merger_out", "visual.merger.mlp.2", "mm.2", (tower.outputs, merged), has_bias=True),
+        **slots_of("merger_in", "visual.merger.mlp.0", "mm.0", (merged_channels, merged_channels), has_bias=True),
+        **slots_of("merger_out", "visual.merger.mlp.2", "mm.2", (encoder.outputs, merged_channels), has_bias=True),
     }
-    return TensorTable(top, tuple(_layer(tower, number) for number in range(tower.layers)))
+    return TensorTable(top, tuple(_layer(encoder, number) for number in range(encoder.layers)))
 
 
-def _layer(tower: WindowTower, number: int) -> Slots:
-    theirs, ggml, c, f = f"visual.blocks.{number}", f"v.blk.{number}", tower.hidden_size, tower.padded
+def _layer(encoder: WindowVisionEncoder, number: int) -> Slots:
+    theirs, ggml, c, f = f"visual.blocks.{number}", f"v.blk.{number}", encoder.hidden_size, encoder.padded_size
     slots: dict[str, tuple[TensorSpec, ...]] = {
         **slots_of("norm", f"{theirs}.norm1", f"{ggml}.ln1", (c,)),
         **slots_of("out", f"{theirs}.attn.proj", f"{ggml}.attn_out", (c, c), has_bias=True),
@@ -87,11 +87,11 @@ def _layer(tower: WindowTower, number: int) -> Slots:
     return slots
 
 
-def take_apart(tower: WindowTower, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+def take_apart(encoder: WindowVisionEncoder, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """The tensors of the network, with zeros after their rows, and after the values of a row."""
-    tensors, missing = dict(_qwen.take_apart(tower, stored)), tower.padded - tower.ffn_size
-    for name, tensor in tensors.items() if missing else ():
-        shape = tuple(size + missing * (size == tower.ffn_size) for size in tensor.shape)
+    tensors, padding = dict(_qwen.take_apart(encoder, file_tensors)), encoder.padded_size - encoder.ffn_size
+    for name, tensor in tensors.items() if padding else ():
+        shape = tuple(size + padding * (size == encoder.ffn_size) for size in tensor.shape)
         if ".mlp." in name and shape != tensor.shape:
-            tensors[name] = padded(tensor, shape)
+            tensors[name] = pad(tensor, shape)
     return tensors

@@ -26,30 +26,30 @@ async def ollama_version(_request: Request) -> Response:
     return JSONResponse({"version": _OLLAMA})
 
 
-def listed(name: str, config: ModelConfig, weights: WeightSource, dtype: str, is_folder: bool) -> dict[str, Any]:
+def list_entry(name: str, config: ModelConfig, weights: WeightSource, dtype: str, is_folder: bool) -> dict[str, Any]:
     """A model as an entry of a list. Its digest identifies it, but is not computed from its bytes."""
     status = [file.stat() for file in weights.files()]
     size = sum(one.st_size for one in status)
     modified = datetime.fromtimestamp(max((one.st_mtime for one in status), default=0), timezone.utc)
-    named = f"{name} {size} {modified.timestamp()}"
+    identity = f"{name} {size} {modified.timestamp()}"
     return {
         "name": name,
         "model": name,
         "modified_at": utc(modified),
         "size": size,
-        "digest": hashlib.sha256(named.encode(errors="surrogatepass")).hexdigest(),
+        "digest": hashlib.sha256(identity.encode(errors="surrogatepass")).hexdigest(),
         "details": {
             "parent_model": "",
             "format": "safetensors" if is_folder else "gguf",
             "family": config.family,
             "families": [config.family],
-            "parameter_size": _in_short(_parameters(weights)),
+            "parameter_size": _short_count(_parameters(weights)),
             "quantization_level": dtype,
         },
     }
 
 
-def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
+def show_response(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
     """A model with its template, its shape and what it can do. entry: the model's entry in a list."""
     return {
         "modelfile": "",
@@ -62,7 +62,7 @@ def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def head(model: str) -> dict[str, Any]:
+def line_head(model: str) -> dict[str, Any]:
     """What each line of a model's answer begins with."""
     return {"model": model, "created_at": utc(datetime.now(timezone.utc))}
 
@@ -75,8 +75,8 @@ def _capabilities(model: Model) -> list[str]:
     """What a model can do; "insert" is writing text before a suffix."""
     if model.config.is_encoder:
         return [] if model.config.scores_pairs else ["embedding"]
-    also = {"insert": infill_of(model.tokenizer) is not None, "vision": model.tower is not None}
-    return ["completion", "tools", "embedding", *(name for name, can in also.items() if can)]
+    optional = {"insert": infill_of(model.tokenizer) is not None, "vision": model.vision_encoder is not None}
+    return ["completion", "tools", "embedding", *(name for name, can in optional.items() if can)]
 
 
 def _parameters(weights: WeightSource) -> int:
@@ -84,7 +84,7 @@ def _parameters(weights: WeightSource) -> int:
     return sum(prod(shape) for shape in shapes if len(shape) > 1)
 
 
-def _in_short(count: int) -> str:
+def _short_count(count: int) -> str:
     """A number of parameters as Ollama writes it, such as 134.5M."""
     for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= unit:

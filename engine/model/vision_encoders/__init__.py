@@ -1,10 +1,11 @@
-"""What towers compute: pixels of an image to rows of a prompt. One kind is one file.
+"""What vision encoders compute: pixels of an image to rows of a prompt. One kind is one file.
 
 It defines `Weights` and `LayerWeights`, whose fields are slots (see `engine.model.layers.slot`), and `Reader`, made of
-ops, the tower, its weights, the weights of its layers, and the bytes of both. Files that begin with an underscore are
-helpers.
+ops, the vision encoder, its weights, the weights of its layers, and the bytes of both. Files that begin with an
+underscore are helpers.
 
-Letters: P patches of an image, R its rows of a prompt, E hidden size of the decoder, C hidden size of the tower.
+Letters: P patches of an image, R its rows of a prompt, E hidden size of the decoder, C hidden size of the vision
+encoder.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.weight_formats import Linear
-from polarlm.model_loaders.towers import ImageShape, Tower
+from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
 
 
 class ImageRows(NamedTuple):
@@ -28,9 +29,9 @@ class ImageRows(NamedTuple):
 
 
 class ImageReader(Protocol):
-    """A tower on the device."""
+    """A vision encoder on the device."""
 
-    tower: Tower
+    encoder: VisionEncoder
     bytes: int
     """Of its weights."""
 

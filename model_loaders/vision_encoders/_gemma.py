@@ -1,4 +1,5 @@
-"""What Gemma's towers have in common: patches of an image, of which the mean of merge × merge becomes a row."""
+"""What Gemma's vision encoders have in common: patches of an image, of which the mean of merge × merge becomes a
+row."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.towers import Tower
-from polarlm.model_loaders.towers._padded import SIDE, padded
+from polarlm.model_loaders.vision_encoders import VisionEncoder
+from polarlm.model_loaders.vision_encoders._padded import SIDE, pad
 
 _MAX_SIZE = 2**20
 KEYS = {  # of mmproj files, by the names of config.json
@@ -24,19 +25,19 @@ KEYS = {  # of mmproj files, by the names of config.json
 }
 
 
-class GemmaTower(Tower):
+class GemmaVisionEncoder(VisionEncoder):
     @property
     def patch_values(self) -> int:
         return 3 * self.patch**2
 
     @property
-    def padded(self) -> int:
+    def padded_size(self) -> int:
         """`patch_values` with zeros after them, for GPUs."""
         return -(-self.patch_values // SIDE) * SIDE
 
 
 def settings(vision: Fields, *, merge: int, eps: str) -> dict[str, Any]:
-    """Fields of a `GemmaTower`. merge: the default. eps: its key."""
+    """Fields of a `GemmaVisionEncoder`. merge: the default. eps: its key."""
     return {
         "layers": vision.integer("num_hidden_layers", maximum=4096),
         "hidden_size": vision.integer("hidden_size", maximum=_MAX_SIZE),
@@ -49,16 +50,21 @@ def settings(vision: Fields, *, merge: int, eps: str) -> dict[str, Any]:
 
 
 def parts_of(fields: Fields) -> tuple[Fields, int]:
-    """What config.json says of the tower, and E of the decoder."""
+    """What config.json says of the vision encoder, and E of the decoder."""
     vision = fields.section("vision_config")
     assert vision is not None
     return vision, (fields.section("text_config") or fields).integer("hidden_size", maximum=_MAX_SIZE)
 
 
-def with_padded_patches(tower: GemmaTower, stored: Mapping[str, StoredTensor], name: str) -> dict[str, StoredTensor]:
-    """`stored`, in which the matrix of patches has zeros after its rows."""
-    patches = stored.get(name)
-    if patches is None or math.prod(patches.shape) != tower.hidden_size * tower.patch_values:
-        return dict(stored)
-    flat = replace(patches, shape=(tower.hidden_size, tower.patch_values))
-    return {**stored, name: padded(flat, (tower.hidden_size, tower.padded)) if tower.padded > flat.columns else flat}
+def with_padded_patches(
+    encoder: GemmaVisionEncoder, tensors: Mapping[str, StoredTensor], name: str
+) -> dict[str, StoredTensor]:
+    """`tensors`, in which the matrix of patches has zeros after its rows."""
+    patches = tensors.get(name)
+    if patches is None or math.prod(patches.shape) != encoder.hidden_size * encoder.patch_values:
+        return dict(tensors)
+    flat = replace(patches, shape=(encoder.hidden_size, encoder.patch_values))
+    return {
+        **tensors,
+        name: pad(flat, (encoder.hidden_size, encoder.padded_size)) if encoder.padded_size > flat.columns else flat,
+    }

@@ -1,4 +1,4 @@
-"""Towers in folders and in files of llama.cpp's, and the sizes that images get."""
+"""Vision encoders in folders and in files of llama.cpp's, and the sizes that images get."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.model.weights import load_tower
-from polarlm.model_loaders import LoadError, load, load_weights, towers
+from polarlm.engine.model.weights import load_vision_encoder
+from polarlm.model_loaders import LoadError, load, load_weights, vision_encoders
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.towers import gemma3, gemma4, qwen2_5_vl, qwen3_vl
-from polarlm.model_loaders.towers._qwen import QwenTower
-from polarlm.model_loaders.towers.qwen2_5_vl import WindowTower
-from tests.model.test_towers import finished, read_tower
+from polarlm.model_loaders.vision_encoders import gemma3, gemma4, qwen2_5_vl, qwen3_vl
+from polarlm.model_loaders.vision_encoders._qwen import QwenVisionEncoder
+from polarlm.model_loaders.vision_encoders.qwen2_5_vl import WindowVisionEncoder
+from tests.model.test_vision_encoders import finished, read_vision_encoder
 from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, read_all
 
 WINDOWS, DEEP = "qwen2_5_vl_windows", "qwen3_vl_deepstack_tied"
@@ -55,43 +55,43 @@ GEMMAS_SIZES = [
 ]
 
 
-def of_vision(module: object, **vision: object) -> QwenTower:
+def qwen_encoder(module: object, **vision: object) -> QwenVisionEncoder:
     sizes = {"depth": 2, "hidden_size": 64, "intermediate_size": 8, "out_hidden_size": 32, "num_heads": 4, **vision}
     return module.configure(Fields({"model_type": "qwen3_vl", "vision_config": sizes}, "config.json"), Fields({}, ""))
 
 
-def of_gemma(module: Any, prepared: dict[str, object], more: dict[str, object], **vision: object) -> Any:
+def gemma_encoder(module: Any, prepared: dict[str, object], more: dict[str, object], **vision: object) -> Any:
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 2, **vision}
     fields = {"text_config": {"hidden_size": 16}, "vision_config": {"head_dim": 16, "image_size": 896, **sizes}, **more}
     return module.configure(Fields(fields, "config.json"), Fields(prepared, "preprocessor_config.json"))
 
 
 def test_images_get_the_sizes_that_transformers_gives_them() -> None:
-    deep = of_vision(qwen3_vl, deepstack_visual_indexes=[])
-    small, large = (of_gemma(gemma4, {"max_soft_tokens": rows}, {}) for rows in (70, 280))
-    square = of_gemma(gemma3, {}, {}, patch_size=14)
-    for sizes, of in ((SIZES, (of_vision(qwen2_5_vl), deep)), (GEMMAS_SIZES, (large, small))):
+    deep = qwen_encoder(qwen3_vl, deepstack_visual_indexes=[])
+    small, large = (gemma_encoder(gemma4, {"max_soft_tokens": rows}, {}) for rows in (70, 280))
+    square = gemma_encoder(gemma3, {}, {}, patch_size=14)
+    for sizes, of in ((SIZES, (qwen_encoder(qwen2_5_vl), deep)), (GEMMAS_SIZES, (large, small))):
         for image, *wanted in sizes:
-            for tower, size in zip(of, wanted, strict=True):
-                shape, side = towers.fit(tower, *image), tower.merge * tower.patch
+            for vision_encoder, size in zip(of, wanted, strict=True):
+                shape, side = vision_encoders.fit(vision_encoder, *image), vision_encoder.merge * vision_encoder.patch
                 assert (shape.width, shape.height) == size
                 assert shape.rows == shape.grid[0] * shape.grid[1] == size[0] * size[1] // side**2
-            assert towers.fit(square, *image) == (896, 896, 256, (16, 16))
-    shape = towers.fit(deep, 10**6, 1)  # transformers refuses what is 200 times as long as wide
+            assert vision_encoders.fit(square, *image) == (896, 896, 256, (16, 16))
+    shape = vision_encoders.fit(deep, 10**6, 1)  # transformers refuses what is 200 times as long as wide
     assert deep.pixels[0] <= shape.width * shape.height <= deep.pixels[1]
 
 
-def test_a_folder_without_the_tensors_or_of_another_kind_has_no_tower(tmp_path: Path) -> None:
+def test_a_folder_without_the_tensors_or_of_another_kind_has_no_vision_encoder(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(MODELS / DEEP, folder)
     weights = load_file(folder / "model.safetensors")
     save_file({name: x for name, x in weights.items() if "visual" not in name}, folder / "model.safetensors")
-    assert towers.tower_of(folder) is None
-    assert towers.tower_of(MODELS / "mistral3_with_images") is None
+    assert vision_encoders.vision_encoder_of(folder) is None
+    assert vision_encoders.vision_encoder_of(MODELS / "mistral3_with_images") is None
     del weights["model.visual.blocks.1.norm2.bias"]
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(LoadError, match=r"lacks the tensor visual.blocks.1.norm2.bias, which the part that reads"):
-        towers.tower_of(folder)
+        vision_encoders.vision_encoder_of(folder)
 
 
 PLAIN: dict[str, Any] = {"deepstack_visual_indexes": []}
@@ -100,48 +100,66 @@ PLAIN: dict[str, Any] = {"deepstack_visual_indexes": []}
 @pytest.mark.parametrize(
     ("made", "problem"),
     [
-        (lambda: of_vision(qwen3_vl, **PLAIN, hidden_size=60), "60, which is not a multiple of 4 for each of 4 heads"),
-        (lambda: of_vision(qwen3_vl, **PLAIN, num_position_embeddings=24), "embeddings is 24, which is not a square"),
-        (lambda: of_vision(qwen3_vl, deepstack_visual_indexes=[2]), "but there are 2 layers"),
-        (lambda: of_vision(qwen3_vl, **PLAIN, hidden_act="gelu"), "hidden_act is 'gelu'"),
-        (lambda: of_vision(qwen3_vl, **PLAIN, temporal_patch_size=1), "temporal_patch_size is 1"),
         (
-            lambda: of_gemma(gemma3, {}, {"mm_tokens_per_image": 200}, patch_size=14),
+            lambda: qwen_encoder(qwen3_vl, **PLAIN, hidden_size=60),
+            "60, which is not a multiple of 4 for each of 4 heads",
+        ),
+        (
+            lambda: qwen_encoder(qwen3_vl, **PLAIN, num_position_embeddings=24),
+            "embeddings is 24, which is not a square",
+        ),
+        (lambda: qwen_encoder(qwen3_vl, deepstack_visual_indexes=[2]), "but there are 2 layers"),
+        (lambda: qwen_encoder(qwen3_vl, **PLAIN, hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (lambda: qwen_encoder(qwen3_vl, **PLAIN, temporal_patch_size=1), "temporal_patch_size is 1"),
+        (
+            lambda: gemma_encoder(gemma3, {}, {"mm_tokens_per_image": 200}, patch_size=14),
             "mm_tokens_per_image is 200, but an image has 64 × 64 patches",
         ),
-        (lambda: of_gemma(gemma3, {"image_mean": [0.4] * 3}, {}, patch_size=14), "image_mean is"),
-        (lambda: of_gemma(gemma3, {}, {}, hidden_size=33, patch_size=14), "hidden_size is 33, which is not a multiple"),
-        (lambda: of_gemma(gemma4, {}, {}, head_dim=18, patch_size=16), "head_dim is 18, but must be a multiple of 4"),
+        (lambda: gemma_encoder(gemma3, {"image_mean": [0.4] * 3}, {}, patch_size=14), "image_mean is"),
+        (
+            lambda: gemma_encoder(gemma3, {}, {}, hidden_size=33, patch_size=14),
+            "hidden_size is 33, which is not a multiple",
+        ),
+        (
+            lambda: gemma_encoder(gemma4, {}, {}, head_dim=18, patch_size=16),
+            "head_dim is 18, but must be a multiple of 4",
+        ),
     ],
 )
-def test_a_tower_that_cannot_be_read_is_named(made: Callable[[], object], problem: str) -> None:
+def test_a_vision_encoder_that_cannot_be_read_is_named(made: Callable[[], object], problem: str) -> None:
     with pytest.raises(LoadError, match=problem):
         made()
 
 
 def write_mmproj(path: Path, name: str, **changes: object) -> Path:
-    """The tower of a fixture as llama.cpp's converter writes it, in F32."""
-    found = towers.tower_of(MODELS / name)
+    """The vision encoder of a fixture as llama.cpp's converter writes it, in F32."""
+    found = vision_encoders.vision_encoder_of(MODELS / name)
     assert found is not None
-    (tower, weights), writer = found, gguf.GGUFWriter(path, "clip")
-    numbers = {"embedding_length": tower.hidden_size, "block_count": tower.layers, "patch_size": tower.patch}
-    numbers |= {"attention.head_count": tower.heads, "spatial_merge_size": tower.merge}
-    numbers |= dict(zip(("image_min_pixels", "image_max_pixels"), tower.pixels, strict=True))
-    if isinstance(tower, WindowTower):
+    (vision_encoder, weights), writer = found, gguf.GGUFWriter(path, "clip")
+    numbers = {
+        "embedding_length": vision_encoder.hidden_size,
+        "block_count": vision_encoder.layers,
+        "patch_size": vision_encoder.patch,
+    }
+    numbers |= {"attention.head_count": vision_encoder.heads, "spatial_merge_size": vision_encoder.merge}
+    numbers |= dict(zip(("image_min_pixels", "image_max_pixels"), vision_encoder.pixels, strict=True))
+    if isinstance(vision_encoder, WindowVisionEncoder):
         numbers |= {"n_wa_pattern": 2, "window_size": 8}
     for key, number in numbers.items():
         writer.add_uint32(f"clip.vision.{key}", number)
-    for key, values in (("mean", tower.mean), ("std", tower.std)):
+    for key, values in (("mean", vision_encoder.mean), ("std", vision_encoder.std)):
         writer.add_array(f"clip.vision.image_{key}", list(values))
     writer.add_string("clip.projector_type", PROJECTORS[name])
-    for spec in towers.tensors(tower).specs():
+    for spec in vision_encoders.tensors(vision_encoder).specs():
         x = read_all(weights)[spec.name]
         if ".ffn_" in spec.gguf:  # without the zeros that were added
-            x = x[tuple(slice(tower.ffn_size if size > tower.hidden_size else None) for size in x.shape)]
+            x = x[
+                tuple(slice(vision_encoder.ffn_size if size > vision_encoder.hidden_size else None) for size in x.shape)
+            ]
         if not spec.flat:
             writer.add_tensor(spec.gguf, x)
             continue
-        frames = x.reshape(len(x), 3, 2, tower.patch, tower.patch)
+        frames = x.reshape(len(x), 3, 2, vision_encoder.patch, vision_encoder.patch)
         for frame, suffix in enumerate(("", ".1")):
             writer.add_tensor(spec.gguf + suffix, np.ascontiguousarray(frames[:, :, frame]))
     finish(writer)
@@ -149,12 +167,12 @@ def write_mmproj(path: Path, name: str, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("name", PROJECTORS)
-def test_a_file_of_llama_cpp_has_the_same_tower(name: str, tmp_path: Path) -> None:
-    of_folder = towers.tower_of(MODELS / name)
+def test_a_file_of_llama_cpp_has_the_same_vision_encoder(name: str, tmp_path: Path) -> None:
+    of_folder = vision_encoders.vision_encoder_of(MODELS / name)
     assert of_folder is not None
-    tower, weights = towers.open_mmproj(write_mmproj(tmp_path / "mmproj.gguf", name))
-    assert tower.mean == pytest.approx(of_folder[0].mean)
-    assert replace(tower, mean=of_folder[0].mean, std=of_folder[0].std) == of_folder[0]
+    vision_encoder, weights = vision_encoders.open_mmproj(write_mmproj(tmp_path / "mmproj.gguf", name))
+    assert vision_encoder.mean == pytest.approx(of_folder[0].mean)
+    assert replace(vision_encoder, mean=of_folder[0].mean, std=of_folder[0].std) == of_folder[0]
     expected = read_all(of_folder[1])
     assert weights.names() == expected.keys()
     for key, tensor in read_all(weights).items():
@@ -167,52 +185,56 @@ def write_gguf(path: Path, name: str) -> Path:
     return as_gguf(path, ARCHITECTURES[name], config, read_all(weights), rope__dimension_sections=sections)
 
 
-def test_the_tower_beside_a_gguf_file_is_taken_if_it_belongs_to_the_model(tmp_path: Path) -> None:
-    """The type that is read best comes first; a tower that is named must belong to the model."""
+def test_the_vision_encoder_beside_a_gguf_file_is_taken_if_it_belongs_to_the_model(tmp_path: Path) -> None:
+    """The type that is read best comes first; a vision encoder that is named must belong to the model."""
     model = write_gguf(tmp_path / "model.gguf", DEEP)
-    assert load(model).tower is None
+    assert load(model).vision_encoder is None
     other = write_mmproj(tmp_path / "mmproj-F16.gguf", WINDOWS)
     (tmp_path / "mmproj-damaged-F16.gguf").write_bytes(b"GGUF")
     for label in ("Q8_0", "BF16"):
         write_mmproj(tmp_path / f"tiny-mmproj-{label.lower()}.gguf", DEEP)
     found = load(model)
-    assert found.tower is not None
-    assert found.tower.kind == "qwen3_vl"
-    assert {path.name for path in found.tower_weights.files()} == {"tiny-mmproj-bf16.gguf"}
+    assert found.vision_encoder is not None
+    assert found.vision_encoder.kind == "qwen3_vl"
+    assert {path.name for path in found.vision_weights.files()} == {"tiny-mmproj-bf16.gguf"}
     with pytest.raises(LoadError, match=r"mmproj-F16.gguf is the part of another model.*give the mmproj file of this"):
         load(model, mmproj=str(other))
     with pytest.raises(LoadError, match=r"holds no part that reads images; supported are .*qwen2.5vl_merger, qwen3vl"):
         load(model, mmproj=str(model))
 
 
-def test_a_folder_of_a_model_for_images_has_its_tower() -> None:
+def test_a_folder_of_a_model_for_images_has_its_vision_encoder() -> None:
     assert json.loads((MODELS / WINDOWS / "preprocessor_config.json").read_text())["max_pixels"] == 1024
     model = load(MODELS / WINDOWS)
-    assert model.tower is not None
-    assert model.tower.pixels == (64, 1024)
-    assert model.tower.whole == (1,)
+    assert model.vision_encoder is not None
+    assert model.vision_encoder.pixels == (64, 1024)
+    assert model.vision_encoder.whole == (1,)
 
 
 def write_gemmas(path: Path, name: str, *, is_swapped: bool) -> Path:
-    """The tower of a fixture as llama.cpp's converter writes it. is_swapped: as an older one did."""
-    found = towers.tower_of(MODELS / name)
+    """The vision encoder of a fixture as llama.cpp's converter writes it. is_swapped: as an older one did."""
+    found = vision_encoders.vision_encoder_of(MODELS / name)
     assert found is not None
-    tower, writer = found[0], gguf.GGUFWriter(path, "clip")
+    vision_encoder, writer = found[0], gguf.GGUFWriter(path, "clip")
     found[1].close()
-    numbers = {"embedding_length": tower.hidden_size, "block_count": tower.layers, "patch_size": tower.patch}
-    numbers |= {"attention.head_count": tower.heads, "feed_forward_length": tower.ffn_size}
-    numbers |= {"image_size": 24, "projector.scale_factor": tower.merge}
+    numbers = {
+        "embedding_length": vision_encoder.hidden_size,
+        "block_count": vision_encoder.layers,
+        "patch_size": vision_encoder.patch,
+    }
+    numbers |= {"attention.head_count": vision_encoder.heads, "feed_forward_length": vision_encoder.ffn_size}
+    numbers |= {"image_size": 24, "projector.scale_factor": vision_encoder.merge}
     for key, number in numbers.items():
         writer.add_uint32(f"clip.vision.{key}", number)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
-    writer.add_string("clip.vision.projector_type", "gemma3" if tower.kind == "gemma3" else "gemma4v")
-    labels = {spec.name: spec.gguf for spec in towers.tensors(tower).specs()}
+    writer.add_string("clip.vision.projector_type", "gemma3" if vision_encoder.kind == "gemma3" else "gemma4v")
+    labels = {spec.name: spec.gguf for spec in vision_encoders.tensors(vision_encoder).specs()}
     for key, x in load_file(MODELS / name / "model.safetensors").items():
         label = labels.get(key.removeprefix("model."))
         if label is None:
             continue
-        if label == "v.patch_embd.weight" and tower.kind == "gemma4":
-            x = np.ascontiguousarray(x.reshape(-1, tower.patch, tower.patch, 3).transpose(0, 3, 1, 2))
+        if label == "v.patch_embd.weight" and vision_encoder.kind == "gemma4":
+            x = np.ascontiguousarray(x.reshape(-1, vision_encoder.patch, vision_encoder.patch, 3).transpose(0, 3, 1, 2))
         if is_swapped and ".ffn_" in label:
             label = label.replace("_up", "_").replace("_down", "_up").replace("ffn_.", "ffn_down.")
         writer.add_tensor(label, np.atleast_1d(x.astype(np.float32)) + ("soft_emb_norm" in label))
@@ -230,13 +252,16 @@ def write_gemmas(path: Path, name: str, *, is_swapped: bool) -> Path:
     ],
 )
 def test_a_file_of_llama_cpp_gives_the_same_rows(name: str, tmp_path: Path, is_swapped: bool) -> None:
-    tower, weights = towers.open_mmproj(write_gemmas(tmp_path / "mmproj.gguf", name, is_swapped=is_swapped))
-    of_folder = read_tower(MODELS / name, NumpyOps())
-    assert tower.outputs == of_folder.tower.outputs
+    vision_encoder, weights = vision_encoders.open_mmproj(
+        write_gemmas(tmp_path / "mmproj.gguf", name, is_swapped=is_swapped)
+    )
+    of_folder = read_vision_encoder(MODELS / name, NumpyOps())
+    assert vision_encoder.outputs == of_folder.encoder.outputs
     pixels = np.load(MODELS / name / "images.npz")["pixels_1"]
-    shape = towers.fit(of_folder.tower, *pixels.shape[1::-1])
+    shape = vision_encoders.fit(of_folder.encoder, *pixels.shape[1::-1])
     ours, wanted = (
-        finished(reader.read(pixels, shape))[0].rows for reader in (load_tower(NumpyOps(), tower, weights), of_folder)
+        finished(reader.read(pixels, shape))[0].rows
+        for reader in (load_vision_encoder(NumpyOps(), vision_encoder, weights), of_folder)
     )
     weights.close()
     np.testing.assert_allclose(ours, wanted, atol=1e-5)

@@ -12,7 +12,7 @@ _LOG = logging.getLogger(__name__)
 _COMPILED_SECONDS = 2  # least time in which the waiting constraints may be compiled
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """The server refuses a request or ends it early. The message is a sentence for the client.
 
     `code` is stable: "busy" (try again after `retry_after` seconds), "closing", "timeout", "internal",
@@ -27,32 +27,32 @@ class Refused(Exception):
         self.retry_after = retry_after
 
 
-def unknown_session(name: str) -> Refused:
-    return Refused("unknown_session", f"There is no session called {name}")
+def unknown_session(name: str) -> Refusal:
+    return Refusal("unknown_session", f"There is no session called {name}")
 
 
-def model_ended(name: str, code: int) -> Refused:
+def model_ended(name: str, code: int) -> Refusal:
     sentence = f"The process of {name} {how_ended(code)} while it answered: send the request again, which starts it"
-    return Refused("model_ended", sentence)
+    return Refusal("model_ended", sentence)
 
 
-def closing() -> Refused:
-    return Refused("closing", "The server is about to end and takes no more requests")
+def server_closing() -> Refusal:
+    return Refusal("closing", "The server is about to end and takes no more requests")
 
 
-def busy(message: str, seconds: int) -> Refused:
+def busy(message: str, seconds: int) -> Refusal:
     """A refusal for `seconds` or more, by chance: clients refused together would otherwise come back together."""
-    return Refused("busy", f"{message}: try again a little later", seconds + random.randrange(max(5, seconds)))
+    return Refusal("busy", f"{message}: try again a little later", seconds + random.randrange(max(5, seconds)))
 
 
 def for_clients(error: Exception) -> Exception:
     """`error` if clients may see it; otherwise a generic Refused, and `error` goes to the log."""
     if isinstance(error, EngineError) and error.code == "busy":
         return busy(str(error), _COMPILED_SECONDS)
-    if isinstance(error, (Refused, EngineError)):
+    if isinstance(error, (Refusal, EngineError)):
         return error
     _LOG.error("a request ended with an unexpected error", exc_info=error)
-    return Refused("internal", f"The server could not continue this request: unexpected {type(error).__name__}")
+    return Refusal("internal", f"The server could not continue this request: unexpected {type(error).__name__}")
 
 
 TOO_MANY_CONNECTIONS = "The server has too many connections"

@@ -1,4 +1,4 @@
-"""The tower of Qwen2.5-VL; see `model_loaders/towers/qwen2_5_vl.py`."""
+"""The vision encoder of Qwen2.5-VL; see `model_loaders/vision_encoders/qwen2_5_vl.py`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array
 from polarlm.engine.model.layers import slot
-from polarlm.engine.model.towers import ImageRows, parts
-from polarlm.engine.model.towers._patches import PatchReader
-from polarlm.engine.model.towers._qwen import patches, places
+from polarlm.engine.model.vision_encoders import ImageRows, parts
+from polarlm.engine.model.vision_encoders._patches import PatchReader
+from polarlm.engine.model.vision_encoders._qwen import patches, places
 from polarlm.engine.weight_formats import Linear
-from polarlm.model_loaders.towers import ImageShape
-from polarlm.model_loaders.towers.qwen2_5_vl import WindowTower
+from polarlm.model_loaders.vision_encoders import ImageShape
+from polarlm.model_loaders.vision_encoders.qwen2_5_vl import WindowVisionEncoder
 
 
 @dataclass(frozen=True)
@@ -37,31 +37,31 @@ class LayerWeights:
     down: Linear = slot("down", "linear")  # (C, F)
 
 
-class Reader(PatchReader[WindowTower, Weights, LayerWeights]):
+class Reader(PatchReader[WindowVisionEncoder, Weights, LayerWeights]):
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         """Rows are computed in the order of windows."""
-        ops, tower, w = self._ops, self.tower, self._weights
+        ops, encoder, w = self._ops, self.encoder, self._weights
         order, windows = self._windows(shape)
-        values, where = patches(tower, pixels, shape), places(tower, shape)
+        values, where = patches(encoder, pixels, shape), places(encoder, shape)
         x = ops.linear(ops.to_device(values[order]), w.patches)
-        rope = self._rope(*where[:, order], dim=tower.hidden_size // tower.heads)
+        rope = self._rope(*where[:, order], dim=encoder.hidden_size // encoder.heads)
         for number, layer in enumerate(self._layers):
-            lengths = [len(x)] if number in tower.whole else windows
-            self._attend(x, x, (layer.qkv, layer.out), rope, lengths, (layer.norm, tower.eps))
+            lengths = [len(x)] if number in encoder.whole else windows
+            self._attend(x, x, (layer.qkv, layer.out), rope, lengths, (layer.norm, encoder.eps))
             for part in parts(ops, x):
-                norm = layer.ffn_norm, tower.eps
+                norm = layer.ffn_norm, encoder.eps
                 y = ops.linear(part, layer.gate_up, norm=norm, activation="silu", consumer=layer.down)
                 ops.linear(y, layer.down, residual=part)
             yield 0
-        ops.rms_norm(x, (w.norm, tower.eps))
-        merged = ops.linear(x.reshape(-1, tower.merged), w.first, activation="gelu")
-        of_rows = np.argsort(order[:: tower.merge**2])
+        ops.rms_norm(x, (w.norm, encoder.eps))
+        merged = ops.linear(x.reshape(-1, encoder.merged_channels), w.first, activation="gelu")
+        of_rows = np.argsort(order[:: encoder.merge**2])
         return ImageRows(ops.to_device(ops.to_host(ops.linear(merged, w.second))[of_rows]))
 
     def _windows(self, shape: ImageShape) -> tuple[np.ndarray, list[int]]:
         """The patches in the order of windows, (P,), and how many a window has; those at the edges have fewer."""
         down, right = np.divmod(np.arange(shape.rows), shape.grid[1])
-        window = down // self.tower.window * shape.grid[1] + right // self.tower.window
-        order, count = np.argsort(window, kind="stable"), self.tower.merge**2
+        window = down // self.encoder.window * shape.grid[1] + right // self.encoder.window
+        order, count = np.argsort(window, kind="stable"), self.encoder.merge**2
         lengths = np.unique(window, return_counts=True)[1] * count
         return (order[:, None] * count + np.arange(count)).ravel(), lengths.tolist()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec, TensorTable, slots_of
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.towers import ImageShape, _gemma
+from polarlm.model_loaders.vision_encoders import ImageShape, _gemma
 
 MODEL_TYPES = ("gemma3",)
 PREFIXES = {
@@ -20,35 +20,35 @@ _PATCHES, _PROJECTION = "vision_tower.embeddings.patch_embedding", "multi_modal_
 
 
 @dataclass(frozen=True)
-class Gemma3Tower(_gemma.GemmaTower):
+class Gemma3VisionEncoder(_gemma.GemmaVisionEncoder):
     side: int  # patches along a side of an image
 
 
-def configure(fields: Fields, prepared: Fields) -> Gemma3Tower:
+def configure(fields: Fields, preprocessor: Fields) -> Gemma3VisionEncoder:
     vision, outputs = _gemma.parts_of(fields)
-    tower, rows = _tower(vision, prepared, outputs), fields.integer("mm_tokens_per_image", 256)
-    merge = tower.side // math.isqrt(rows)
-    if not merge or tower.side**2 != rows * merge**2:
-        raise fields.refuse("mm_tokens_per_image", f"but an image has {tower.side} × {tower.side} patches")
-    return replace(tower, merge=merge)
+    encoder, rows = _vision_encoder(vision, preprocessor, outputs), fields.integer("mm_tokens_per_image", 256)
+    merge = encoder.side // math.isqrt(rows)
+    if not merge or encoder.side**2 != rows * merge**2:
+        raise fields.refuse("mm_tokens_per_image", f"but an image has {encoder.side} × {encoder.side} patches")
+    return replace(encoder, merge=merge)
 
 
-def _of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma3Tower:
-    vision = fields.translated(_gemma.KEYS)
-    return _tower(vision, vision, shapes.get("mm.input_projection.weight", (0,))[-1])
+def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma3VisionEncoder:
+    vision = fields.with_file_keys(_gemma.KEYS)
+    return _vision_encoder(vision, vision, shapes.get("mm.input_projection.weight", (0,))[-1])
 
 
-PROJECTORS = {"gemma3": _of_mmproj}
+PROJECTORS = {"gemma3": _from_mmproj}
 
 
-def _tower(vision: Fields, prepared: Fields, outputs: int) -> Gemma3Tower:
+def _vision_encoder(vision: Fields, preprocessor: Fields, outputs: int) -> Gemma3VisionEncoder:
     vision.require("hidden_act", "gelu_pytorch_tanh")
     for key in ("image_mean", "image_std"):
-        prepared.require(key, [0.5] * 3)
+        preprocessor.require(key, [0.5] * 3)
     settings = _gemma.settings(vision, merge=4, eps="layer_norm_eps")
     if settings["hidden_size"] % settings["heads"]:
         raise vision.refuse("hidden_size", f"which is not a multiple of {settings['heads']} heads")
-    return Gemma3Tower(
+    return Gemma3VisionEncoder(
         kind="gemma3",
         outputs=outputs,
         before="\n\n<start_of_image>",
@@ -59,27 +59,27 @@ def _tower(vision: Fields, prepared: Fields, outputs: int) -> Gemma3Tower:
     )
 
 
-def fit(tower: Gemma3Tower, width: int, height: int) -> ImageShape:
-    side = tower.side // tower.merge
-    return ImageShape(tower.side * tower.patch, tower.side * tower.patch, side**2, (side, side))
+def fit(encoder: Gemma3VisionEncoder, width: int, height: int) -> ImageShape:
+    side = encoder.side // encoder.merge
+    return ImageShape(encoder.side * encoder.patch, encoder.side * encoder.patch, side**2, (side, side))
 
 
-def tensors(tower: Gemma3Tower) -> TensorTable:
-    c = tower.hidden_size
-    patches, norm = (c, tower.padded), "multi_modal_projector.mm_soft_emb_norm.weight"
+def tensors(encoder: Gemma3VisionEncoder) -> TensorTable:
+    c = encoder.hidden_size
+    patches, norm = (c, encoder.padded_size), "multi_modal_projector.mm_soft_emb_norm.weight"
     top: Slots = {
         **slots_of("patches", _PATCHES, "v.patch_embd", patches, has_bias=True),
-        **slots_of("positions", "vision_tower.embeddings.position_embedding", "v.position_embd", (tower.side**2, c)),
+        **slots_of("positions", "vision_tower.embeddings.position_embedding", "v.position_embd", (encoder.side**2, c)),
         **slots_of("norm", "vision_tower.post_layernorm", "v.post_ln", (c,), has_bias=True),
         "rows_norm": (TensorSpec(norm, "mm.soft_emb_norm.weight", (c,), offset=1.0),),
-        "projection": (TensorSpec(_PROJECTION, "mm.input_projection.weight", (c, tower.outputs)),),
+        "projection": (TensorSpec(_PROJECTION, "mm.input_projection.weight", (c, encoder.outputs)),),
     }
-    return TensorTable(top, tuple(_layer(tower, number) for number in range(tower.layers)))
+    return TensorTable(top, tuple(_layer(encoder, number) for number in range(encoder.layers)))
 
 
-def _layer(tower: Gemma3Tower, number: int) -> Slots:
+def _layer(encoder: Gemma3VisionEncoder, number: int) -> Slots:
     theirs, ggml = f"vision_tower.encoder.layers.{number}", f"v.blk.{number}"
-    c, f = tower.hidden_size, tower.ffn_size
+    c, f = encoder.hidden_size, encoder.ffn_size
     qkv = [
         slots_of("qkv", f"{theirs}.self_attn.{part}_proj", f"{ggml}.attn_{part}", (c, c), has_bias=True)
         for part in "qkv"
@@ -94,13 +94,13 @@ def _layer(tower: Gemma3Tower, number: int) -> Slots:
     }
 
 
-def take_apart(tower: Gemma3Tower, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+def take_apart(encoder: Gemma3VisionEncoder, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """Patches with zeros after their values; older files of llama.cpp's have the names of up and down swapped."""
-    tensors = _gemma.with_padded_patches(tower, stored, f"{_PATCHES}.weight")
-    c, f = tower.hidden_size, tower.ffn_size
-    for number in range(tower.layers):
+    tensors = _gemma.with_padded_patches(encoder, file_tensors, f"{_PATCHES}.weight")
+    c, f = encoder.hidden_size, encoder.ffn_size
+    for number in range(encoder.layers):
         up, down = (f"vision_tower.encoder.layers.{number}.mlp.fc{i}" for i in (1, 2))
-        if f"{up}.weight" in stored and stored[f"{up}.weight"].shape == (c, f) != (f, c):
+        if f"{up}.weight" in file_tensors and file_tensors[f"{up}.weight"].shape == (c, f) != (f, c):
             swapped = {f"{a}.{kind}": f"{b}.{kind}" for a, b in ((up, down), (down, up)) for kind in ("weight", "bias")}
-            tensors |= {name: stored[other] for name, other in swapped.items() if other in stored}
+            tensors |= {name: file_tensors[other] for name, other in swapped.items() if other in file_tensors}
     return tensors

@@ -1,4 +1,4 @@
-"""Rows of images in a prompt: a tower computes them, and they take the place of embeddings."""
+"""Rows of images in a prompt: a vision encoder computes them, and they take the place of embeddings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.ops import Array
-from polarlm.engine.model.towers import ImageReader
+from polarlm.engine.model.vision_encoders import ImageReader
 from polarlm.engine.state.store import Span
 from polarlm.engine.weight_formats import Linear
-from polarlm.model_loaders.towers import ImageShape
+from polarlm.model_loaders.vision_encoders import ImageShape
 
 
 class PlacedImage(NamedTuple):
@@ -35,7 +35,7 @@ def read_images(
     reader: ImageReader | None, images: Sequence[PlacedImage], span: Span
 ) -> Generator[int, None, list[ImagePart]]:
     """Compute the images that a span has rows of. Yields 0, rows of layers that are done, after each layer of a
-    tower."""
+    vision encoder."""
     parts = []
     for first, shape, pixels in images:
         begin, end = max(first, span.start), min(first + shape.rows, span.start + span.count)

@@ -1,4 +1,4 @@
-"""Gemma 4: a tower of decoder-like layers, for images of any shape. Positions are learned, and in RoPE.
+"""Gemma 4: a vision encoder of decoder-like layers, for images of any shape. Positions are learned, and in RoPE.
 
 In E2B and E4B the inputs and outputs of products in layers are bounded.
 """
@@ -14,7 +14,7 @@ from polarlm.model_loaders.config import Attention
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec, TensorTable, slots_of
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.towers import ImageShape, _gemma
+from polarlm.model_loaders.vision_encoders import ImageShape, _gemma
 
 MODEL_TYPES = ("gemma4",)
 PREFIXES = {f"model.{part}.": f"{part}." for part in ("vision_tower", "embed_vision")}
@@ -29,7 +29,7 @@ _POSITIONS = "vision_tower.patch_embedder.position_embedding_table"
 
 
 @dataclass(frozen=True)
-class Gemma4Tower(_gemma.GemmaTower):
+class Gemma4VisionEncoder(_gemma.GemmaVisionEncoder):
     head_dim: int  # D
     theta: float
     positions: int  # along a side
@@ -39,32 +39,32 @@ class Gemma4Tower(_gemma.GemmaTower):
     channels_first: bool  # of the values of a patch
 
 
-def configure(fields: Fields, prepared: Fields) -> Gemma4Tower:
-    return _tower(*_gemma.parts_of(fields), prepared, channels_first=False)
+def configure(fields: Fields, preprocessor: Fields) -> Gemma4VisionEncoder:
+    return _vision_encoder(*_gemma.parts_of(fields), preprocessor, channels_first=False)
 
 
-def _of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma4Tower:
-    of_tensors = {
+def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma4VisionEncoder:
+    fields_of_tensors = {
         "head_dim": shapes.get("v.blk.0.attn_q_norm.weight", (0,))[0],
         "position_embedding_size": shapes.get("v.position_embd.weight", (0, 0))[-2],
         "standardize": "v.std_bias" in shapes,
         "use_clipped_linears": "v.blk.0.attn_q.input_min" in shapes,
     }
-    vision = fields.translated(_gemma.KEYS).replaced(of_tensors)
-    return _tower(vision, shapes.get("mm.input_projection.weight", (0,))[0], vision, channels_first=True)
+    vision = fields.with_file_keys(_gemma.KEYS).with_values(fields_of_tensors)
+    return _vision_encoder(vision, shapes.get("mm.input_projection.weight", (0,))[0], vision, channels_first=True)
 
 
-PROJECTORS = {"gemma4v": _of_mmproj}
+PROJECTORS = {"gemma4v": _from_mmproj}
 
 
-def _tower(vision: Fields, outputs: int, prepared: Fields, *, channels_first: bool) -> Gemma4Tower:
+def _vision_encoder(vision: Fields, outputs: int, preprocessor: Fields, *, channels_first: bool) -> Gemma4VisionEncoder:
     vision.require("hidden_activation", "gelu_pytorch_tanh")
     settings = _gemma.settings(vision, merge=3, eps="rms_norm_eps")
     vision.require("num_key_value_heads", settings["heads"])
     head_dim, positions = vision.integer("head_dim"), vision.integer("position_embedding_size", 10 * 1024)
     if head_dim % 4:
         raise vision.refuse("head_dim", "but must be a multiple of 4, for RoPE in two dimensions")
-    return Gemma4Tower(
+    return Gemma4VisionEncoder(
         kind="gemma4",
         outputs=outputs,
         before="<|image>",
@@ -74,50 +74,52 @@ def _tower(vision: Fields, outputs: int, prepared: Fields, *, channels_first: bo
         head_dim=head_dim,
         theta=(vision.section("rope_parameters") or vision).positive("rope_theta", 100.0),
         positions=positions,
-        rows=min(prepared.integer("max_soft_tokens", 280), positions // settings["merge"]),  # maybe all along a side
+        rows=min(
+            preprocessor.integer("max_soft_tokens", 280), positions // settings["merge"]
+        ),  # maybe all along a side
         is_standardized=vision.flag("standardize", False),
         is_bounded=vision.flag("use_clipped_linears", False),
         channels_first=channels_first,
     )
 
 
-def fit(tower: Gemma4Tower, width: int, height: int) -> ImageShape:
-    """The largest size with at most `tower.rows` rows that keeps the image's shape as far as it can."""
-    side = tower.patch * tower.merge
-    factor = math.sqrt(tower.rows * side**2 / (width * height))
+def fit(encoder: Gemma4VisionEncoder, width: int, height: int) -> ImageShape:
+    """The largest size with at most `encoder.rows` rows that keeps the image's shape as far as it can."""
+    side = encoder.patch * encoder.merge
+    factor = math.sqrt(encoder.rows * side**2 / (width * height))
     down, across = (math.floor(factor * pixels / side) for pixels in (height, width))
     if not down:
-        down, across = 1, min(width // height, tower.rows)
+        down, across = 1, min(width // height, encoder.rows)
     elif not across:
-        down, across = min(height // width, tower.rows), 1
+        down, across = min(height // width, encoder.rows), 1
     return ImageShape(across * side, down * side, down * across, (down, across))
 
 
-def tensors(tower: Gemma4Tower) -> TensorTable:
-    c = tower.hidden_size
+def tensors(encoder: Gemma4VisionEncoder) -> TensorTable:
+    c = encoder.hidden_size
     top: Slots = {
-        **slots_of("patches", _PATCHES, "v.patch_embd", (c, tower.padded)),
-        "positions": (TensorSpec(_POSITIONS, "v.position_embd.weight", (2 * tower.positions, c)),),
-        **slots_of("projection", "embed_vision.embedding_projection", "mm.input_projection", (tower.outputs, c)),
+        **slots_of("patches", _PATCHES, "v.patch_embd", (c, encoder.padded_size)),
+        "positions": (TensorSpec(_POSITIONS, "v.position_embd.weight", (2 * encoder.positions, c)),),
+        **slots_of("projection", "embed_vision.embedding_projection", "mm.input_projection", (encoder.outputs, c)),
     }
-    for name in ("std_bias", "std_scale") if tower.is_standardized else ():
+    for name in ("std_bias", "std_scale") if encoder.is_standardized else ():
         top = {**top, name: (TensorSpec(f"vision_tower.{name}", f"v.{name}", (c,)),)}
-    return TensorTable(top, tuple(_layer(tower, number) for number in range(tower.layers)))
+    return TensorTable(top, tuple(_layer(encoder, number) for number in range(encoder.layers)))
 
 
-def _layer(tower: Gemma4Tower, number: int) -> Slots:
+def _layer(encoder: Gemma4VisionEncoder, number: int) -> Slots:
     theirs, ggml = f"vision_tower.encoder.layers.{number}", f"v.blk.{number}"
-    c, f, heads, dim = tower.hidden_size, tower.ffn_size, tower.heads, tower.head_dim
+    c, f, heads, dim = encoder.hidden_size, encoder.ffn_size, encoder.heads, encoder.head_dim
     shapes = dict.fromkeys("qkv", (heads * dim, c)) | {"out": (c, heads * dim), "down": (c, f)}
     # Each half of a head is rotated by itself.
-    rotated = partial(replace, attention=Attention(heads, heads, dim, None, rotary_dim=dim // 2))
+    with_rope = partial(replace, attention=Attention(heads, heads, dim, None, rotary_dim=dim // 2))
     slots: dict[str, tuple[TensorSpec, ...]] = {}
     for slot, (name, label) in PRODUCTS.items():
         slots |= slots_of(slot, f"{theirs}.{name}.linear", f"{ggml}.{label}", shapes.get(slot, (f, c)))
     for slot in "qk":
-        slots[slot] = (rotated(slots[slot][0], rotated_heads=heads),)
+        slots[slot] = (with_rope(slots[slot][0], rotated_heads=heads),)
         norm = TensorSpec(f"{theirs}.self_attn.{slot}_norm.weight", f"{ggml}.attn_{slot}_norm.weight", (dim,))
-        slots[f"{slot}_norm"] = (rotated(norm, rotated_heads=1),)
+        slots[f"{slot}_norm"] = (with_rope(norm, rotated_heads=1),)
     for slot, name, label in (
         ("norm", "input", "ln1"),
         ("post_norm", "post_attention", "attn_post_norm"),
@@ -125,7 +127,7 @@ def _layer(tower: Gemma4Tower, number: int) -> Slots:
         ("ffn_post_norm", "post_feedforward", "ffn_post_norm"),
     ):
         slots |= slots_of(slot, f"{theirs}.{name}_layernorm", f"{ggml}.{label}", (c,))
-    if tower.is_bounded:
+    if encoder.is_bounded:
         slots["bounds"] = tuple(
             TensorSpec(f"{theirs}.{name}.{bound}", f"{ggml}.{label}.{bound}", (1,), flat=True)
             for name, label in PRODUCTS.values()
@@ -134,9 +136,12 @@ def _layer(tower: Gemma4Tower, number: int) -> Slots:
     return slots
 
 
-def take_apart(tower: Gemma4Tower, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+def take_apart(encoder: Gemma4VisionEncoder, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """The positions of columns and of rows are one matrix."""
-    tensors, positions = _gemma.with_padded_patches(tower, stored, f"{_PATCHES}.weight"), stored.get(_POSITIONS)
-    if positions is not None and positions.shape == (2, tower.positions, tower.hidden_size):
-        tensors[_POSITIONS] = replace(positions, shape=(2 * tower.positions, tower.hidden_size))
+    tensors, positions = (
+        _gemma.with_padded_patches(encoder, file_tensors, f"{_PATCHES}.weight"),
+        file_tensors.get(_POSITIONS),
+    )
+    if positions is not None and positions.shape == (2, encoder.positions, encoder.hidden_size):
+        tensors[_POSITIONS] = replace(positions, shape=(2 * encoder.positions, encoder.hidden_size))
     return tensors

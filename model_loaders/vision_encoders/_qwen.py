@@ -1,4 +1,4 @@
-"""What Qwen's towers have in common: the sizes of images, and patches of two frames, which an image has alike.
+"""What Qwen's vision encoders have in common: the sizes of images, and patches of two frames, which an image has alike.
 
 The patches of an image are in the order of the rows that they become: those of one row follow each other.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, slots_of
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.towers import ImageShape, Tower
+from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
 
 FRAMES, _CHANNELS = 2, 3
 PREFIXES = {"model.visual.": "visual."}
@@ -36,7 +36,7 @@ _ROWS = {  # sizes that are the numbers of rows of their tensors
 
 
 @dataclass(frozen=True)
-class QwenTower(Tower):
+class QwenVisionEncoder(VisionEncoder):
     pixels: tuple[int, int]  # least and most of an image
     mean: tuple[float, ...]  # of a pixel, between 0 and 1
     std: tuple[float, ...]
@@ -47,21 +47,22 @@ class QwenTower(Tower):
 
 
 def settings(
-    fields: Fields, prepared: Fields, *, patch: int, pixels: tuple[int, int], mean: list[float], std: list[float]
+    fields: Fields, preprocessor: Fields, *, patch: int, pixels: tuple[int, int], mean: list[float], std: list[float]
 ) -> dict[str, Any]:
-    """The fields of a `QwenTower` but its kind. fields: a `vision_config`. The others: the family's defaults."""
+    """The fields of a `QwenVisionEncoder` but its kind. fields: a `vision_config`. The others: the family's
+    defaults."""
     heads = fields.integer("num_heads", 16)
-    hidden = fields.integer("hidden_size", maximum=_MAX_SIZE)
-    if hidden % (4 * heads):
+    hidden_size = fields.integer("hidden_size", maximum=_MAX_SIZE)
+    if hidden_size % (4 * heads):
         raise fields.refuse("hidden_size", f"which is not a multiple of 4 for each of {heads} heads")
     fields.require("temporal_patch_size", FRAMES)
-    size = prepared.section("size") or prepared
+    size = preprocessor.section("size") or preprocessor
     bounds = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
     least, most = (
-        prepared.integer(key, size.integer(key, size.integer(other, default)))
+        preprocessor.integer(key, size.integer(key, size.integer(other, default)))
         for (key, other), default in zip(bounds, pixels, strict=True)
     )
-    colours = prepared.completed({"image_mean": mean, "image_std": std})
+    colours = preprocessor.with_defaults({"image_mean": mean, "image_std": std})
     values = colours.numbers("image_mean", minimum=0.0), colours.numbers("image_std")
     if {len(one) for one in values} != {_CHANNELS}:
         raise colours.refuse("image_mean", f"but it and image_std must have {_CHANNELS} numbers each")
@@ -71,7 +72,7 @@ def settings(
         "after": "<|vision_end|>",
         "filter": "BICUBIC",
         "layers": fields.integer("depth", maximum=4096),
-        "hidden_size": hidden,
+        "hidden_size": hidden_size,
         "heads": heads,
         "ffn_size": fields.integer("intermediate_size", maximum=_MAX_SIZE),
         "patch": fields.integer("patch_size", patch, maximum=256),
@@ -83,16 +84,16 @@ def settings(
     }
 
 
-def of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
+def fields_of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
     """The metadata of an mmproj file with the keys of a `vision_config` and of preprocessor_config.json."""
     sizes = {ours: (shapes.get(label) or (None,))[0] for ours, label in _ROWS.items()}
-    return fields.translated(_KEYS).replaced(sizes)
+    return fields.with_file_keys(_KEYS).with_values(sizes)
 
 
-def fit(tower: QwenTower, width: int, height: int) -> ImageShape:
-    """Both sides become multiples of a row's pixels, and their product stays within `tower.pixels`; otherwise the image
-    keeps its shape as far as it can. One that is extremely long is taken for less long."""
-    side, (least, most) = tower.patch * tower.merge, tower.pixels
+def fit(encoder: QwenVisionEncoder, width: int, height: int) -> ImageShape:
+    """Both sides become multiples of a row's pixels, and their product stays within `encoder.pixels`; otherwise the
+    image keeps its shape as far as it can. One that is extremely long is taken for less long."""
+    side, (least, most) = encoder.patch * encoder.merge, encoder.pixels
     width, height = max(width, -(-height // _MAX_RATIO)), max(height, -(-width // _MAX_RATIO))
     across, down = (round(pixels / side) * side for pixels in (width, height))
     if across * down > most:
@@ -105,18 +106,18 @@ def fit(tower: QwenTower, width: int, height: int) -> ImageShape:
     return ImageShape(across, down, grid[0] * grid[1], grid)
 
 
-def patches_slot(tower: QwenTower, *, has_bias: bool) -> Slots:
-    shape = tower.hidden_size, tower.patch_values
+def patches_slot(encoder: QwenVisionEncoder, *, has_bias: bool) -> Slots:
+    shape = encoder.hidden_size, encoder.patch_values
     return slots_of("patches", "visual.patch_embed.proj", "v.patch_embd", shape, has_bias=has_bias, flat=True)
 
 
-def take_apart(tower: QwenTower, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+def take_apart(encoder: QwenVisionEncoder, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """In mmproj files each frame of patches has a tensor of its own."""
-    second = stored.get("v.patch_embd.weight.1")
-    if second is None or (first := stored.get(PATCHES)) is None or first.shape != second.shape:
-        return stored
-    shape = tower.hidden_size, tower.patch_values
-    return {**stored, PATCHES: _Frames(first.source, first.label, shape, first.dtype, 0, frames=(first, second))}
+    second = tensors.get("v.patch_embd.weight.1")
+    if second is None or (first := tensors.get(PATCHES)) is None or first.shape != second.shape:
+        return tensors
+    shape = encoder.hidden_size, encoder.patch_values
+    return {**tensors, PATCHES: _Frames(first.source, first.label, shape, first.dtype, 0, frames=(first, second))}
 
 
 @dataclass(frozen=True)

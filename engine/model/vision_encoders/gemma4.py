@@ -1,4 +1,4 @@
-"""The tower of Gemma 4; see `model_loaders/towers/gemma4.py`."""
+"""The vision encoder of Gemma 4; see `model_loaders/vision_encoders/gemma4.py`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
-from polarlm.engine.model.towers import ImageRows, _gemma, parts
-from polarlm.engine.model.towers._patches import PatchReader
+from polarlm.engine.model.vision_encoders import ImageRows, _gemma, parts
+from polarlm.engine.model.vision_encoders._patches import PatchReader
 from polarlm.engine.weight_formats import Linear, Matrix
-from polarlm.model_loaders.towers import ImageShape
-from polarlm.model_loaders.towers.gemma4 import PRODUCTS, Gemma4Tower
+from polarlm.model_loaders.vision_encoders import ImageShape
+from polarlm.model_loaders.vision_encoders.gemma4 import PRODUCTS, Gemma4VisionEncoder
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Matrices are (out, in). None for what a tower does not have."""
+    """Matrices are (out, in). None for what a vision encoder does not have."""
 
     patches: Linear = slot("patches", "linear")  # (C, values of a patch)
     positions: Matrix = slot("positions", "matrix")  # (2S, C): of columns, then of rows
@@ -47,32 +47,34 @@ class LayerWeights:
     bounds: Array | None = slot("bounds")  # (28,): of inputs and outputs of each product, least and most
 
 
-class Reader(PatchReader[Gemma4Tower, Weights, LayerWeights]):
-    def __init__(self, ops: Ops, tower: Gemma4Tower, weights: Weights, layers: Sequence[LayerWeights], nbytes: int):
-        super().__init__(ops, tower, weights, layers, nbytes)
-        (self._transform,) = ops.prepare([HeadTransform(tower.heads, value_eps=tower.eps)])
-        self._ones = ops.to_device(np.ones(tower.hidden_size))
+class Reader(PatchReader[Gemma4VisionEncoder, Weights, LayerWeights]):
+    def __init__(
+        self, ops: Ops, encoder: Gemma4VisionEncoder, weights: Weights, layers: Sequence[LayerWeights], nbytes: int
+    ):
+        super().__init__(ops, encoder, weights, layers, nbytes)
+        (self._transform,) = ops.prepare([HeadTransform(encoder.heads, value_eps=encoder.eps)])
+        self._ones = ops.to_device(np.ones(encoder.hidden_size))
         self._bounds = [None if one.bounds is None else ops.to_host(one.bounds).reshape(-1, 2, 2) for one in layers]
         self._standard = [None if one is None else ops.to_host(one) for one in (weights.std_bias, weights.std_scale)]
 
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
-        ops, tower, w, (bias, scale) = self._ops, self.tower, self._weights, self._standard
-        (down, right), merge = shape.grid, tower.merge
+        ops, encoder, w, (bias, scale) = self._ops, self.encoder, self._weights, self._standard
+        (down, right), merge = shape.grid, encoder.merge
         rows, columns = np.indices((down * merge, right * merge)).reshape(2, -1)
-        both = (ops.embed(w.positions, ops.to_device(numbers)) for numbers in (columns, tower.positions + rows))
+        both = (ops.embed(w.positions, ops.to_device(numbers)) for numbers in (columns, encoder.positions + rows))
         x = ops.to_device(sum(map(ops.to_host, both)))
-        patches = _gemma.patches(tower, pixels, channels_first=tower.channels_first)
+        patches = _gemma.patches(encoder, pixels, channels_first=encoder.channels_first)
         ops.linear(ops.to_device(patches), w.patches, residual=x)
-        rope = self._rope(columns, rows, dim=tower.head_dim, theta=tower.theta)
-        for number in range(tower.layers):
+        rope = self._rope(columns, rows, dim=encoder.head_dim, theta=encoder.theta)
+        for number in range(encoder.layers):
             self._add_attention(x, number, rope)
             for part in parts(ops, x):
                 self._add_network(part, number)
             yield 0
-        means = _gemma.means(ops, x, tower, shape) * np.float32(math.sqrt(tower.hidden_size))
+        means = _gemma.means(ops, x, encoder, shape) * np.float32(math.sqrt(encoder.hidden_size))
         if bias is not None:
             means = (means - bias) * scale
-        return ImageRows(ops.linear(ops.to_device(means), w.projection, norm=(self._ones, tower.eps)))
+        return ImageRows(ops.linear(ops.to_device(means), w.projection, norm=(self._ones, encoder.eps)))
 
     def _product(self, x: Array, number: int, name: str) -> Array:
         """A product of a layer, within its bounds."""
@@ -87,18 +89,18 @@ class Reader(PatchReader[Gemma4Tower, Weights, LayerWeights]):
         return y
 
     def _add_attention(self, x: Array, number: int, rope: tuple[Array, Array]) -> None:
-        ops, tower, w, count = self._ops, self.tower, self._layers[number], len(x)
-        y, shape = self._normed(x, w.norm), (count, tower.heads, tower.head_dim)
-        qkv = ops.empty((count, 3 * tower.heads, tower.head_dim))
+        ops, encoder, w, count = self._ops, self.encoder, self._layers[number], len(x)
+        y, shape = self._normed(x, w.norm), (count, encoder.heads, encoder.head_dim)
+        qkv = ops.empty((count, 3 * encoder.heads, encoder.head_dim))
         for place, name in enumerate("qkv"):
-            qkv[:, place * tower.heads : (place + 1) * tower.heads] = self._product(y, number, name).reshape(shape)
-        norms = w.q_norm, w.k_norm, tower.eps
+            qkv[:, place * encoder.heads : (place + 1) * encoder.heads] = self._product(y, number, name).reshape(shape)
+        norms = w.q_norm, w.k_norm, encoder.eps
         mixed = self._encoder_ops.self_attention(qkv, rope, self._transform, [count], 1.0, None, norms)
-        mixed = self._product(mixed.reshape(count, tower.heads * tower.head_dim), number, "out")
-        ops.rms_norm(mixed, (w.post_norm, tower.eps), residual=x)
+        mixed = self._product(mixed.reshape(count, encoder.heads * encoder.head_dim), number, "out")
+        ops.rms_norm(mixed, (w.post_norm, encoder.eps), residual=x)
 
     def _add_network(self, x: Array, number: int) -> None:
-        ops, w, eps = self._ops, self._layers[number], self.tower.eps
+        ops, w, eps = self._ops, self._layers[number], self.encoder.eps
         y = self._normed(x, w.ffn_norm)
         gate, up = (self._product(y, number, name) for name in ("gate", "up"))
         ops.activate(gate, up, "gelu_tanh")
@@ -107,5 +109,5 @@ class Reader(PatchReader[Gemma4Tower, Weights, LayerWeights]):
     def _normed(self, x: Array, norm: Array) -> Array:
         """x over its root mean square, times the norm, a copy."""
         y = x.copy()
-        self._ops.rms_norm(y, (norm, self.tower.eps))
+        self._ops.rms_norm(y, (norm, self.encoder.eps))
         return y

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorTable, slots_of
-from polarlm.model_loaders.towers import Tower, _qwen
+from polarlm.model_loaders.vision_encoders import VisionEncoder, _qwen
 
 _WITHOUT_MORE = ("qwen3_5", "qwen3_5_moe")
 MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", *_WITHOUT_MORE)
@@ -19,63 +19,65 @@ PREFIXES, fit, take_apart = _qwen.PREFIXES, _qwen.fit, _qwen.take_apart
 
 
 @dataclass(frozen=True)
-class DeepTower(_qwen.QwenTower):
+class DeepStackVisionEncoder(_qwen.QwenVisionEncoder):
     side: int  # positions along a side
     deep: tuple[int, ...]  # layers after which rows are made as well
 
 
-def configure(fields: Fields, prepared: Fields) -> Tower:
+def configure(fields: Fields, preprocessor: Fields) -> VisionEncoder:
     vision, default = fields.section("vision_config"), [8, 16, 24]
     assert vision is not None
     if fields.text("model_type") in _WITHOUT_MORE:
-        return _tower(vision, prepared, ())
-    more = vision.completed({"deepstack_visual_indexes": default}).integers("deepstack_visual_indexes")
-    return _tower(vision, prepared, tuple(more))
+        return _vision_encoder(vision, preprocessor, ())
+    more = vision.with_defaults({"deepstack_visual_indexes": default}).integers("deepstack_visual_indexes")
+    return _vision_encoder(vision, preprocessor, tuple(more))
 
 
-def _of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Tower:
-    vision = _qwen.of_mmproj(fields, shapes)
+def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> VisionEncoder:
+    vision = _qwen.fields_of_mmproj(fields, shapes)
     depth = range(vision.integer("depth"))
-    return _tower(vision, vision, tuple(layer for layer in depth if f"v.deepstack.{layer}.fc1.weight" in shapes))
+    return _vision_encoder(
+        vision, vision, tuple(layer for layer in depth if f"v.deepstack.{layer}.fc1.weight" in shapes)
+    )
 
 
-PROJECTORS = {"qwen3vl_merger": _of_mmproj}
+PROJECTORS = {"qwen3vl_merger": _from_mmproj}
 
 
-def _tower(vision: Fields, prepared: Fields, more: tuple[int, ...]) -> Tower:
+def _vision_encoder(vision: Fields, preprocessor: Fields, more: tuple[int, ...]) -> VisionEncoder:
     vision.require("hidden_act", "gelu_pytorch_tanh")
     positions = vision.integer("num_position_embeddings", 2304)
     if (side := math.isqrt(positions)) ** 2 != positions:
         raise vision.refuse("num_position_embeddings", "which is not a square")
     half = [0.5] * 3
-    settings = _qwen.settings(vision, prepared, patch=16, pixels=(1 << 16, 1 << 24), mean=half, std=half)
+    settings = _qwen.settings(vision, preprocessor, patch=16, pixels=(1 << 16, 1 << 24), mean=half, std=half)
     if not all(0 <= layer < settings["layers"] for layer in more):
         raise vision.refuse("deepstack_visual_indexes", f"but there are {settings['layers']} layers")
-    return DeepTower(kind="qwen3_vl", **settings, side=side, deep=more)
+    return DeepStackVisionEncoder(kind="qwen3_vl", **settings, side=side, deep=more)
 
 
-def tensors(tower: DeepTower) -> TensorTable:
+def tensors(encoder: DeepStackVisionEncoder) -> TensorTable:
     top = {
-        **_qwen.patches_slot(tower, has_bias=True),
-        **slots_of("positions", "visual.pos_embed", "v.position_embd", (tower.side**2, tower.hidden_size)),
-        **_merger(tower, "merger", "visual.merger", ("v.post_ln", "mm.0", "mm.2"), tower.hidden_size),
+        **_qwen.patches_slot(encoder, has_bias=True),
+        **slots_of("positions", "visual.pos_embed", "v.position_embd", (encoder.side**2, encoder.hidden_size)),
+        **_merger(encoder, "merger", "visual.merger", ("v.post_ln", "mm.0", "mm.2"), encoder.hidden_size),
     }
-    return TensorTable(top, tuple(_layer(tower, number) for number in range(tower.layers)))
+    return TensorTable(top, tuple(_layer(encoder, number) for number in range(encoder.layers)))
 
 
-def _merger(tower: DeepTower, slot: str, theirs: str, ggml: tuple[str, str, str], normed: int) -> Slots:
+def _merger(encoder: DeepStackVisionEncoder, slot: str, theirs: str, ggml: tuple[str, str, str], normed: int) -> Slots:
     """normed: the values that its norm takes together."""
     norm, first, second = ggml
-    merged = tower.merged
+    merged_channels = encoder.merged_channels
     return {
         **slots_of(f"{slot}_norm", f"{theirs}.norm", norm, (normed,), has_bias=True),
-        **slots_of(f"{slot}_in", f"{theirs}.linear_fc1", first, (merged, merged), has_bias=True),
-        **slots_of(f"{slot}_out", f"{theirs}.linear_fc2", second, (tower.outputs, merged), has_bias=True),
+        **slots_of(f"{slot}_in", f"{theirs}.linear_fc1", first, (merged_channels, merged_channels), has_bias=True),
+        **slots_of(f"{slot}_out", f"{theirs}.linear_fc2", second, (encoder.outputs, merged_channels), has_bias=True),
     }
 
 
-def _layer(tower: DeepTower, number: int) -> Slots:
-    theirs, ggml, c, f = f"visual.blocks.{number}", f"v.blk.{number}", tower.hidden_size, tower.ffn_size
+def _layer(encoder: DeepStackVisionEncoder, number: int) -> Slots:
+    theirs, ggml, c, f = f"visual.blocks.{number}", f"v.blk.{number}", encoder.hidden_size, encoder.ffn_size
     slots: Slots = {
         **slots_of("norm", f"{theirs}.norm1", f"{ggml}.ln1", (c,), has_bias=True),
         **slots_of("qkv", f"{theirs}.attn.qkv", f"{ggml}.attn_qkv", (3 * c, c), has_bias=True),
@@ -84,9 +86,9 @@ def _layer(tower: DeepTower, number: int) -> Slots:
         **slots_of("up", f"{theirs}.mlp.linear_fc1", f"{ggml}.ffn_up", (f, c), has_bias=True),
         **slots_of("down", f"{theirs}.mlp.linear_fc2", f"{ggml}.ffn_down", (c, f), has_bias=True),
     }
-    if number not in tower.deep:
+    if number not in encoder.deep:
         return slots
     ggml = f"v.deepstack.{number}"
     names = f"{ggml}.norm", f"{ggml}.fc1", f"{ggml}.fc2"
-    place = f"visual.deepstack_merger_list.{tower.deep.index(number)}"
-    return {**slots, **_merger(tower, "deep", place, names, tower.merged)}
+    place = f"visual.deepstack_merger_list.{encoder.deep.index(number)}"
+    return {**slots, **_merger(encoder, "deep", place, names, encoder.merged_channels)}

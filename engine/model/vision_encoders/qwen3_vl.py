@@ -1,4 +1,4 @@
-"""The tower of Qwen3-VL, and of Qwen3.5, 3.6 and 3.8; see `model_loaders/towers/qwen3_vl.py`."""
+"""The vision encoder of Qwen3-VL, and of Qwen3.5, 3.6 and 3.8; see `model_loaders/vision_encoders/qwen3_vl.py`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
-from polarlm.engine.model.towers import ImageRows
-from polarlm.engine.model.towers._patches import PatchReader, PlainLayer
-from polarlm.engine.model.towers._qwen import patches, places
+from polarlm.engine.model.vision_encoders import ImageRows
+from polarlm.engine.model.vision_encoders._patches import PatchReader, PlainLayer
+from polarlm.engine.model.vision_encoders._qwen import patches, places
 from polarlm.engine.weight_formats import Linear, Matrix
-from polarlm.model_loaders.towers import ImageShape
-from polarlm.model_loaders.towers.qwen3_vl import DeepTower
+from polarlm.model_loaders.vision_encoders import ImageShape
+from polarlm.model_loaders.vision_encoders.qwen3_vl import DeepStackVisionEncoder
 
 
 @dataclass(frozen=True)
@@ -39,31 +39,33 @@ class LayerWeights(PlainLayer):
     deep_out: Linear | None = slot("deep_out", "linear")  # (E, C · merge²)
 
 
-class Reader(PatchReader[DeepTower, Weights, LayerWeights]):
-    def __init__(self, ops: Ops, tower: DeepTower, weights: Weights, layers: Sequence[LayerWeights], nbytes: int):
-        super().__init__(ops, tower, weights, layers, nbytes)
+class Reader(PatchReader[DeepStackVisionEncoder, Weights, LayerWeights]):
+    def __init__(
+        self, ops: Ops, encoder: DeepStackVisionEncoder, weights: Weights, layers: Sequence[LayerWeights], nbytes: int
+    ):
+        super().__init__(ops, encoder, weights, layers, nbytes)
         self._positions = ops.rows(weights.positions)
 
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
-        ops, tower, w = self._ops, self.tower, self._weights
-        where, added = places(tower, shape), []
+        ops, encoder, w = self._ops, self.encoder, self._weights
+        where, added = places(encoder, shape), []
         x = ops.to_device(self._positions_of(where, shape))
-        ops.linear(ops.to_device(patches(tower, pixels, shape)), w.patches, residual=x)
-        rope = self._rope(*where, dim=tower.hidden_size // tower.heads)
+        ops.linear(ops.to_device(patches(encoder, pixels, shape)), w.patches, residual=x)
+        rope = self._rope(*where, dim=encoder.hidden_size // encoder.heads)
         for layer in self._layers:
             self._add_layer(x, layer, rope)
             if layer.deep_in is not None and layer.deep_out is not None:
-                y = self._layer_norm(x.reshape(-1, tower.merged), layer.deep_norm, layer.deep_norm_bias)
+                y = self._layer_norm(x.reshape(-1, encoder.merged_channels), layer.deep_norm, layer.deep_norm_bias)
                 added.append((ops.linear(y, layer.deep_in, activation="gelu"), layer.deep_out))
             yield 0
-        y = self._layer_norm(x, w.norm, w.norm_bias).reshape(-1, tower.merged)
+        y = self._layer_norm(x, w.norm, w.norm_bias).reshape(-1, encoder.merged_channels)
         return ImageRows(ops.linear(ops.linear(y, w.first, activation="gelu"), w.second), tuple(added))
 
     def _positions_of(self, where: np.ndarray, shape: ImageShape) -> np.ndarray:
         """The positions (P, C) of patches, between the nearest four of the table."""
-        (down, right), side = shape.grid, self.tower.side
-        rows = _stretched(self._positions.reshape(side, side, -1), down * self.tower.merge)
-        return _stretched(rows.swapaxes(0, 1), right * self.tower.merge)[where[1], where[0]]
+        (down, right), side = shape.grid, self.encoder.side
+        rows = _stretched(self._positions.reshape(side, side, -1), down * self.encoder.merge)
+        return _stretched(rows.swapaxes(0, 1), right * self.encoder.merge)[where[1], where[0]]
 
 
 def _stretched(x: np.ndarray, count: int) -> np.ndarray:

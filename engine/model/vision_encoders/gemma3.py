@@ -1,4 +1,4 @@
-"""The tower of Gemma 3; see `model_loaders/towers/gemma3.py`."""
+"""The vision encoder of Gemma 3; see `model_loaders/vision_encoders/gemma3.py`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
-from polarlm.engine.model.towers import ImageRows, _gemma
-from polarlm.engine.model.towers._patches import PatchReader
-from polarlm.engine.model.towers._patches import PlainLayer as LayerWeights
+from polarlm.engine.model.vision_encoders import ImageRows, _gemma
+from polarlm.engine.model.vision_encoders._patches import PatchReader
+from polarlm.engine.model.vision_encoders._patches import PlainLayer as LayerWeights
 from polarlm.engine.weight_formats import Linear, Matrix
-from polarlm.model_loaders.towers import ImageShape
-from polarlm.model_loaders.towers.gemma3 import Gemma3Tower
+from polarlm.model_loaders.vision_encoders import ImageShape
+from polarlm.model_loaders.vision_encoders.gemma3 import Gemma3VisionEncoder
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,22 @@ class Weights:
     projection: Matrix = slot("projection", "matrix")  # (C, E), in × out
 
 
-class Reader(PatchReader[Gemma3Tower, Weights, LayerWeights]):
-    def __init__(self, ops: Ops, tower: Gemma3Tower, weights: Weights, layers: Sequence[LayerWeights], nbytes: int):
-        super().__init__(ops, tower, weights, layers, nbytes)
+class Reader(PatchReader[Gemma3VisionEncoder, Weights, LayerWeights]):
+    def __init__(
+        self, ops: Ops, encoder: Gemma3VisionEncoder, weights: Weights, layers: Sequence[LayerWeights], nbytes: int
+    ):
+        super().__init__(ops, encoder, weights, layers, nbytes)
         # Few rows: their product is computed on the host, where the means of patches are.
         self._rows_norm, self._projection = ops.to_host(weights.rows_norm), ops.rows(weights.projection)
 
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
-        ops, tower, w = self._ops, self.tower, self._weights
-        patches = _gemma.patches(tower, pixels, channels_first=True)
+        ops, encoder, w = self._ops, self.encoder, self._weights
+        patches = _gemma.patches(encoder, pixels, channels_first=True)
         x = ops.embed(w.positions, ops.to_device(np.arange(len(patches))))
         ops.linear(ops.to_device(patches), w.patches, residual=x)
         for layer in self._layers:
             self._add_layer(x, layer, None)
             yield 0
-        means = _gemma.means(ops, self._layer_norm(x, w.norm, w.norm_bias), tower, shape)
-        means /= np.sqrt(np.square(means).mean(axis=-1, keepdims=True) + np.float32(tower.eps))
+        means = _gemma.means(ops, self._layer_norm(x, w.norm, w.norm_bias), encoder, shape)
+        means /= np.sqrt(np.square(means).mean(axis=-1, keepdims=True) + np.float32(encoder.eps))
         return ImageRows(ops.to_device((means * self._rows_norm) @ self._projection))
