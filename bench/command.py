@@ -12,9 +12,9 @@ from polarlm.engine.backends.select import select
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import Check, FlagError
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.loading.placement.wanted import fits_beside
-from polarlm.engine.state.cache_types import TWO_KINDS
+from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
+from polarlm.engine.loading.placement.request import fit_check
+from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.demo import demo_model
 
@@ -35,7 +35,7 @@ class CacheType:
     key: str
     value: str
     key_conditioning: bool
-    encoding: Encoding = field(default=WHOLE, repr=False)
+    encoding: Encoding = field(default=FULL_ENCODING, repr=False)
 
     @classmethod
     def read(cls, text: str) -> CacheType:
@@ -46,7 +46,7 @@ class CacheType:
         CacheType(label='f16/polarquant:plain', key='f16', value='polarquant', key_conditioning=False)
         """
         names = text.removesuffix(_PLAIN)
-        if names in TWO_KINDS:
+        if names in PRESETS_BY_NAME:
             return cls(text, names, names, key_conditioning=not text.endswith(_PLAIN))
         key, _, value = names.partition("/")
         parsed = cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
@@ -65,18 +65,18 @@ class CacheType:
     @property
     def older(self) -> CacheType:
         """The type of the older blocks alone, where blocks are of two kinds."""
-        if self.key not in TWO_KINDS:
+        if self.key not in PRESETS_BY_NAME:
             return self
-        key, value = TWO_KINDS[self.key].coarser
+        key, value = PRESETS_BY_NAME[self.key].low_precision
         return replace(self, key=key, value=value)
 
     @property
     def newest(self) -> tuple[CacheType, int] | None:
         """The type of the newest blocks of a sequence, and how many these are; None where all blocks are alike."""
-        if self.key not in TWO_KINDS:
+        if self.key not in PRESETS_BY_NAME:
             return None
-        kinds = TWO_KINDS[self.key]
-        return replace(self, key=kinds.finer[0], value=kinds.finer[1]), kinds.newest
+        kinds = PRESETS_BY_NAME[self.key]
+        return replace(self, key=kinds.high_precision[0], value=kinds.high_precision[1]), kinds.newest
 
     def check(self, head_dim: int) -> None:
         """Raises FlagError if a codec does not support this head dim."""
@@ -88,14 +88,14 @@ class CacheType:
 
     def names(self) -> list[str]:
         """The names of the codecs of keys and of values in any layer."""
-        if self.key in TWO_KINDS:
-            kinds = TWO_KINDS[self.key]
-            return [*kinds.finer, *kinds.coarser]
+        if self.key in PRESETS_BY_NAME:
+            kinds = PRESETS_BY_NAME[self.key]
+            return [*kinds.high_precision, *kinds.low_precision]
         return [part.partition("@")[0] for part in f"{self.key},{self.value}".split(",")]
 
     def settings(self) -> dict[str, Any]:
         """The fields of EngineConfig that set this cache type."""
-        if self.key in TWO_KINDS:
+        if self.key in PRESETS_BY_NAME:
             return {"cache_type": self.key, "key_conditioning": self.key_conditioning}
         return {"cache_type_k": self.key, "cache_type_v": self.value, "key_conditioning": self.key_conditioning}
 
@@ -112,7 +112,7 @@ def model_files(path: str | None) -> tuple[str, str]:
     where = Path(path)
     if (name := hub.hub_name(path)) is not None:
         ops = select("auto", 0)[0]
-        where = hub.fetch(name, fits_beside(EngineConfig(), ops), note)
+        where = hub.fetch(name, fit_check(EngineConfig(), ops), note)
         return str(where), name.short if where.is_dir() else where.stem
     return path, where.resolve().name if where.is_dir() else where.stem
 

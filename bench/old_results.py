@@ -147,7 +147,7 @@ def _quality(file: Old, result: Result) -> None:
     for row in file["rows"]:
         name, scoring = row["type"], row["scored_as"]
         if file["date"] < _BY_AGE_SINCE and name in PRESETS:
-            name = "/".join(PRESETS[name].alike)
+            name = "/".join(PRESETS[name].uniform)
         who = name if scoring == "as served" else f"{name}, {scoring}"
         types[who] = {"type": name, "pair": row.get("pair", name.removesuffix(":plain")), "scored_as": scoring}
         errors = {**(row["errors"] or {}), "perplexity": row.get("perplexity_error")} if "errors" in row else {}

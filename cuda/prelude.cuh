@@ -185,8 +185,9 @@ struct Span {
     // The ids of the quantized blocks, in order.
     __device__ __forceinline__ const int *ids() const { return &sees + 1; }
 
-    // With two kinds of blocks, `finer` of them have more bits: their places come first, then the other blocks'.
-    __device__ __forceinline__ int finer() const { return ids()[0]; }
+    // With two kinds of blocks, `high_precision` of them have more bits: their places come first, then the other
+    // blocks'.
+    __device__ __forceinline__ int high_precision() const { return ids()[0]; }
     __device__ __forceinline__ const int *places() const { return ids() + 1; }
 
     // The record of block number `block`, which is current_block or a later one.

@@ -23,11 +23,11 @@ from polarlm.engine.sampling.constraints import Constraint
 Params = SamplingParams | None
 Options = PromptOptions | None
 
-_PAUSE = 0.01  # seconds between two units of the rehearsal, so that a request can come in between
+_PAUSE = 0.01  # seconds between two warm-ups, in which a request may come
 
 
 class EngineThread:
-    """A thread that runs an engine's units of work, and sleeps while there is none. After loading it rehearses them."""
+    """A thread that runs an engine's units of work, and sleeps while there is none. After loading it warms them up."""
 
     def __init__(self, engine: Engine, on_failure: Callable[[Exception], None]) -> None:
         """on_failure: called in the thread with errors of the engine itself; an error in a step ends only its
@@ -53,14 +53,14 @@ class EngineThread:
             self._wake.clear()
             if self._is_stopping:  # read after `clear`, so that a call of `stop` is not missed
                 return
-            busy = rehearses = False
+            busy = warms_up = False
             try:
                 busy = self._engine.work()
-                rehearses = not busy and self._engine.rehearse()
+                warms_up = not busy and self._engine.warm_up()
             except Exception as error:
                 self._on_failure(error)
             if not busy:
-                self._wake.wait(_PAUSE if rehearses else None)
+                self._wake.wait(_PAUSE if warms_up else None)
 
 
 class AsyncEngine:

@@ -140,9 +140,8 @@ class EngineConfig(Settings):
         DEFAULT_CACHE_TYPE,
         "--cache-type",
         metavar="TYPE",
-        help="quality, balanced or compact, whose newest tokens have 8 bits and older ones fewer; auto: 8 bits while "
-        "there is room, and then those of compact; or one type such as f16 or ring4, two as KEYS/VALUES such as "
-        "ring5/ring4; q8_0, q4_0 and kivi4 are for measuring on the CPU",
+        help="quality, balanced or compact, whose newest tokens have 8 bits and older ones fewer; or one type such as "
+        "f16 or ring4, two as KEYS/VALUES such as ring5/ring4; q8_0, q4_0 and kivi4 are for measuring on the CPU",
     )
     cache_type_k: str | None = setting(
         None,

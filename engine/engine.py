@@ -37,7 +37,7 @@ from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import identity, sessions
-from polarlm.engine.storage.sessions import Known, Progress, Session, SessionPath
+from polarlm.engine.storage.sessions import KnownAnswers, Progress, Session, SessionPath
 from polarlm.engine.storage.tiers.tiers import Tiers
 
 Chunks = Generator[Chunk, None, None]
@@ -70,7 +70,7 @@ class Engine(Completions):
         keeps = parts.config.kept_sequences > 0
         bits = parts.config.input_bits
         changed_bits = {} if bits == EngineConfig.input_bits else {"input_bits": str(bits)}
-        self._prefixes = PrefixCache(self._store, identity.of_blocks(self._identity, changed_bits), enabled=keeps)
+        self._prefixes = PrefixCache(self._store, identity.hash_root(self._identity, changed_bits), enabled=keeps)
         self._scheduler = Scheduler(parts.config.parallel, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model, parts.model.mtp)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
@@ -186,7 +186,7 @@ class Engine(Completions):
         options = options or PromptOptions()
         salt = self.adapters.salt(options)
         ids_to_save: Sequence[int] | None = None
-        answers: Known = ()
+        answers: KnownAnswers = ()
         if prompt is not None:
             conversation = self._answers.conversation(prompt, options.cache_salt)
             read, answers = conversation.read, conversation.known()
@@ -195,7 +195,7 @@ class Engine(Completions):
         with self._exclusive():
             newest = self._runner.newest
             ids, salt = (newest.ids, newest.salt) if ids_to_save is None else (ids_to_save, salt)
-            contents = sessions.take_out(self._store, self._prefixes, ids, salt)
+            contents = sessions.take_snapshot(self._store, self._prefixes, ids, salt)
         session = Session(tuple(ids[: contents.length]), note, answers)
         sessions.write(path, self._identity, session, contents, salt, progress)
         return contents.length
@@ -214,8 +214,8 @@ class Engine(Completions):
             with self._exclusive():
                 if self._runner.makes_room(contents.length):  # others take steps until there is some
                     continue
-                kv = sessions.put_back(self._store, contents, path)
-                self._runner.release(session.token_ids, self._prefixes.salted(kv, session.salt), session.salt)
+                kv = sessions.restore_snapshot(self._store, contents, path)
+                self._runner.release(session.token_ids, self._prefixes.set_salt(kv, session.salt), session.salt)
             self._answers.restore(session.answers)
             return session
 
@@ -253,10 +253,10 @@ class Engine(Completions):
             self._runner.run_unit()
             return is_busy
 
-    def rehearse(self) -> bool:
+    def warm_up(self) -> bool:
         """Record a part of what requests will compute, unless there are any; False once nothing is left to record."""
         with self._exclusive():
-            return self._runner.rehearse(is_compiled=self._parts.is_compiled)
+            return self._runner.warm_up(is_compiled=self._parts.is_compiled)
 
     def status(self) -> Status:
         """Counts of requests, blocks and threads."""

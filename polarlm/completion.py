@@ -18,7 +18,7 @@ from polarlm.engine import codecs, weight_formats
 from polarlm.engine.cli.commands import command
 from polarlm.engine.cli.flags import parse, parser
 from polarlm.engine.config import AS_STORED, setting
-from polarlm.engine.state.cache_types import TWO_KINDS
+from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 
 _SHELLS = ("bash", "zsh", "fish")
 
@@ -71,10 +71,10 @@ _PLACES: Mapping[Any, Any] = {
 _CODECS = codecs.available()
 _NAMES: Mapping[str, Sequence[str]] = {
     "device": ("auto", "cpu", "cuda"),
-    "cache_type": (*TWO_KINDS, *_CODECS),
+    "cache_type": (*PRESETS_BY_NAME, *_CODECS),
     "cache_type_k": _CODECS,
     "cache_type_v": _CODECS,
-    "types": (*TWO_KINDS, *_CODECS),
+    "types": (*PRESETS_BY_NAME, *_CODECS),
     "weight_type": (AS_STORED, *weight_formats.writable()),
 }
 """Field → values to complete, of flags that take others as well and so have no `choices`."""

@@ -30,12 +30,12 @@ from polarlm.engine.loading.fit import (
     DeviceFit,
     WeightFit,
     advise,
+    context_steps,
     devices,
     fit_device,
     fit_files,
-    steps_to,
 )
-from polarlm.engine.loading.placement.wanted import bytes_beside
+from polarlm.engine.loading.placement.request import companion_bytes
 from polarlm.engine.model.weights import in_words
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import ModelConfig, hub
@@ -109,11 +109,11 @@ def _report(argv: Sequence[str]) -> str:
     else:
         model, source, dtype = model_loaders.load_weights(path, mtp=config.mtp)
         try:
-            steps = numbers or steps_to(model.max_context)
+            asked = numbers or context_steps(model.max_context)
             fits = []
             for name, ops in devices(options.device):
-                more = bytes_beside(config, ops, model, Path(path))
-                fits.append(fit_device(config, name, ops, model, source, contexts=steps, more=more))
+                more = companion_bytes(config, ops, model, Path(path))
+                fits.append(fit_device(config, name, ops, model, source, contexts=asked, other_bytes=more))
         finally:
             source.close()
     advice = advise(fits, config, model)
@@ -137,10 +137,10 @@ def _fit_hub(
 ) -> tuple[ModelConfig, str, list[DeviceFit]]:
     """(configuration, format of the files, what fits) of a model on the hub, whose weights are not fetched."""
     model, files = hub.sizes(name)
-    steps = numbers or steps_to(model.max_context)
+    asked = numbers or context_steps(model.max_context)
     plain = str(replace(name, quantization=None))
     sizes = {f"{plain}:{label}" if label else "": size for label, size in files}
-    fits = [fit_files(config, device, ops, model, sizes, contexts=steps) for device, ops in devices(config.device)]
+    fits = [fit_files(config, device, ops, model, sizes, contexts=asked) for device, ops in devices(config.device)]
     return model, "GGUF" if files[0][0] else "safetensors", fits
 
 
@@ -189,25 +189,25 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
     if device.device != "cpu" and (snapshots := max(cache.snapshot_bytes for cache in usable)):
         lines.append(f"Snapshots of recurrent layers take {format_bytes(snapshots)} of the computer's memory.")
     lines += [cache.problem for cache in weights.caches if cache.problem]
-    lines += _card_lines(next((one for one in usable if one.cache_type == DEFAULT_CACHE_TYPE), usable[0]))
+    lines += _share_lines(next((one for one in usable if one.cache_type == DEFAULT_CACHE_TYPE), usable[0]))
     if max(contexts) > model.max_context:
         lines.append(f"The model was trained on {model.max_context:,} tokens; answers beyond may make no sense.")
     return [*lines, "", *_weight_lines(device, [cache.cache_type for cache in usable])]
 
 
-def _card_lines(cache: CacheFit) -> list[str]:
+def _share_lines(cache: CacheFit) -> list[str]:
     """A table of the GPUs that share the layers, and what each has, with one cache type."""
     if not cache.cards:
         return []
-    least = min(card.left for card in cache.cards)
+    least = min(device.left for device in cache.cards)
     rows = [
         [
-            card.name,
-            " to ".join(dict.fromkeys(map(str, card.layers))),
-            *map(format_bytes, (card.weights, card.store, card.work, card.left)),
-            "the fullest" if card.left == least else "",
+            device.name,
+            " to ".join(dict.fromkeys(map(str, device.layers))),
+            *map(format_bytes, (device.weights, device.store, device.work, device.left)),
+            "the fullest" if device.left == least else "",
         ]
-        for card in cache.cards
+        for device in cache.cards
     ]
     header = ["GPU", "layers", "weights", f"KV cache ({cache.cache_type})", "work", "left", ""]
     return ["", "The GPUs share the layers:", *columns([header, *rows])]

@@ -1,6 +1,6 @@
 """`polarlm pull MODEL`: downloads a model from the Hugging Face hub ahead of its first use, and prepares it if asked.
 
-Standard output gets the model's path. Exit codes: 0; 2 for a bad flag or a model that cannot be fetched; 130 after
+Standard output gets the model's path. Exit codes: 0; 2 for a bad flag or a model that cannot be fetch_model; 130 after
 Ctrl-C.
 """
 
@@ -15,7 +15,7 @@ from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.engine import Engine
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.need import fetched
+from polarlm.engine.loading.need import fetch_model
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.files.gguf_file import part_paths
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     if config.weights is None:
         raise FlagError("MODEL is missing: give user/repo of the Hugging Face hub, or user/repo:Q4_K_M")
     name = hub.parse(config.weights)
-    config = fetched(replace(config, weights=f"{hub.PREFIX}{name}"), note)
+    config = fetch_model(replace(config, weights=f"{hub.PREFIX}{name}"), note)
     path = Path(str(config.weights))
     if path.is_file() and name.quantization is None:
         name = replace(name, quantization=hub.quantization_of(path))

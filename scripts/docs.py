@@ -119,8 +119,10 @@ def presets() -> str:
     """A row for each preset: the types of its blocks, and its bits in texts of some lengths, with heads of 128."""
     rows = []
     for name, kinds in PRESETS.items():
-        keys, values = map(codecs.get, kinds.coarser)
-        shape = CacheShape(BLOCK, (LayerShape(keys, values, 1, 128, MEAN_BITS, finer=kinds.finer_kind),))
+        keys, values = map(codecs.get, kinds.low_precision)
+        shape = CacheShape(
+            BLOCK, (LayerShape(keys, values, 1, 128, MEAN_BITS, high_precision=kinds.high_precision_kind),)
+        )
         bits = [f"{shape.bits_of_text(tokens):.2f}" for tokens in (2048, 8192)]
         newest, older, windows = ("/".join(dict.fromkeys(types)) for types in kinds[:3])
         cells = f"`{name}` | {kinds.newest * BLOCK} as `{newest}`", f"`{older}`", f"`{windows}`", *bits

@@ -12,7 +12,7 @@ from polarlm.bench.quality.tables import small, two_digits
 from polarlm.bench.report import Table, cell_of
 from polarlm.bench.result import Figures, Result, provenance, read, value_of
 from polarlm.engine.errors import counted
-from polarlm.engine.state.cache_types import TWO_KINDS
+from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 from polarlm.engine.state.plan import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,8 +168,11 @@ def _by_type(result: Result) -> dict[str, dict[str, Figures]]:
 def _label(name: str) -> str:
     """A type for a table, with its preset, and "as published" if it is."""
     preset = ""
-    if name in TWO_KINDS:
-        preset, name = f" = **{name}**", " → ".join("/".join(dict.fromkeys(types)) for types in TWO_KINDS[name][:2])
+    if name in PRESETS_BY_NAME:
+        preset, name = (
+            f" = **{name}**",
+            " → ".join("/".join(dict.fromkeys(types)) for types in PRESETS_BY_NAME[name][:2]),
+        )
     published = name.removesuffix(PLAIN)
     return f"`{published}`{preset}" + (", as published" if published != name else "")
 

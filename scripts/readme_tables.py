@@ -18,7 +18,7 @@ from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE
 from polarlm.bench.speed.tables import cache, engine, is_ours, label, place, strongest
 from polarlm.bench.speed.tables import rates as speed_rates
 from polarlm.engine import EngineConfig, codecs
-from polarlm.engine.state.cache_types import TWO_KINDS
+from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
 from scripts.gpu_tables import attention_of, gpu_of, has_llama_cpp, measurements, seconds_of
@@ -228,11 +228,11 @@ def _kl(figures: Figures) -> str:
 
 def _long_bits(name: str, bits: float) -> float:
     """Bits a value of a text of 8,192 tokens. bits: of a shorter one, which is the same for types without ages."""
-    if name not in TWO_KINDS:
+    if name not in PRESETS_BY_NAME:
         return bits
-    kinds = TWO_KINDS[name]
-    keys, values = map(codecs.get, kinds.coarser)
-    layer = LayerShape(keys, values, 1, _HEAD, _MEAN_BITS, finer=kinds.finer_kind)
+    kinds = PRESETS_BY_NAME[name]
+    keys, values = map(codecs.get, kinds.low_precision)
+    layer = LayerShape(keys, values, 1, _HEAD, _MEAN_BITS, high_precision=kinds.high_precision_kind)
     return CacheShape(_BLOCK, (layer,)).bits_of_text(_LONG)
 
 

@@ -1,7 +1,7 @@
 """`make soak`: a server of several models with the clients of every API, while models are unloaded and killed.
 
     make soak ARGS="--minutes 60"
-    make soak ARGS="--minutes 60 --cache-type auto --kv-memory 250K"
+    make soak ARGS="--minutes 60 --cache-type compact --kv-memory 250K"
 
 Every answer is greedy and has to be what it was in the beginning. Now and then a client hangs up in the middle of a
 stream, a model is unloaded, and a model's process is killed: requests that it had may end with an error that says so.

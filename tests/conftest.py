@@ -278,11 +278,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def rehearsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def warmed_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later turns and several requests are warmed up when a model is loaded, not a moment after."""
 
-    def rehearse(later: Sequence[Callable[[], None]], wait: Callable[[], None]) -> None:
+    def warm_up_later(later: Sequence[Callable[[], None]], wait: Callable[[], None]) -> None:
         for warm_up_more in later:
             warm_up_more()
 
-    monkeypatch.setattr(assembly, "rehearse", rehearse)
+    monkeypatch.setattr(assembly, "warm_up_later", warm_up_later)

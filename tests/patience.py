@@ -14,9 +14,9 @@ SECONDS = 120.0
 
 
 TIMES: list[tuple[Any, str, Any]] = [  # modules, names in them, and their values
-    (tiers, "_LEAST", SECONDS),
-    (tiers, "_MOST", SECONDS),
-    (tiers, "_FOR_NAMES", SECONDS),
+    (tiers, "_LEAST_SECONDS", SECONDS),
+    (tiers, "_MOST_SECONDS", SECONDS),
+    (tiers, "_NAMES_SECONDS", SECONDS),
     (tiers, "_LAST_PATIENCE", SECONDS),
     (remote, "_SECONDS", SECONDS),
     (limited_process, "_ANSWER_SECONDS", SECONDS),

@@ -17,7 +17,7 @@ from polarlm.engine.chat.session import ChatSession
 from polarlm.engine.loading import need
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.outputs import Completion
-from polarlm.engine.state.prefix import adapter_of, joined_salt
+from polarlm.engine.state.prefix import join_salt, salt_adapter
 from tests.adapters import ALL, changed_model, random_changes, write_peft
 from tests.tiny import assert_idle, load_tiny, make_model
 
@@ -140,8 +140,8 @@ def test_equal_prompts_with_other_adapters_share_no_kv(engine: Engine) -> None:
         again = engine.generate(prompt, params(1), PromptOptions(lora=name))
         assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, len(prompt) - 1)
     strong = engine.generate(prompt, params(1), PromptOptions(lora="one", lora_scale=2.0))
-    salted = engine.generate(prompt, params(1), PromptOptions(lora="one", cache_salt="mine"))
-    assert strong.usage.cached_tokens == salted.usage.cached_tokens == 0
+    set_salt = engine.generate(prompt, params(1), PromptOptions(lora="one", cache_salt="mine"))
+    assert strong.usage.cached_tokens == set_salt.usage.cached_tokens == 0
 
 
 def test_a_scale_multiplies_what_an_adapter_adds(engine: Engine, base: Path, tmp_path: Path) -> None:
@@ -191,9 +191,9 @@ def test_wrong_names_are_sentences(engine: Engine, base: Path, adapters: dict[st
 def test_salts_of_different_pairs_are_different() -> None:
     texts = ["", "a", "\0", "\0a\0", "a\0b", "b"]
     pairs = [(salt, adapter) for salt in texts for adapter in ("", "a", "b 1.0")]
-    assert len({joined_salt(*pair) for pair in pairs}) == len(pairs)
-    assert all(adapter_of(joined_salt(salt, adapter)) == adapter for salt, adapter in pairs)
-    assert joined_salt("mine", "") == "mine"
+    assert len({join_salt(*pair) for pair in pairs}) == len(pairs)
+    assert all(salt_adapter(join_salt(salt, adapter)) == adapter for salt, adapter in pairs)
+    assert join_salt("mine", "") == "mine"
 
 
 def test_the_memory_of_adapters_is_counted(base: Path, adapters: dict[str, Path]) -> None:

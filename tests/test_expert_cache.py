@@ -25,11 +25,11 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.encoding import WHOLE, stored_layers
+from polarlm.engine.loading.encoding import FULL_ENCODING, encode_layers
 from polarlm.engine.loading.fit import DeviceFit, advise, fit_weights
 from polarlm.engine.loading.placement import experts as placed_experts
 from polarlm.engine.loading.placement.experts import ExpertPlan, expert_plan, fitting_bytes
-from polarlm.engine.loading.placement.wanted import Sizes, Wanted, wanted_of_bytes, wanted_of_source
+from polarlm.engine.loading.placement.request import PlacementRequest, Sizes, request_from_bytes, request_from_source
 from polarlm.engine.model.kv_scales import Variances
 from polarlm.engine.quantization.statistics import neutral
 from polarlm.engine.state.layer_shapes import LayerShape
@@ -59,7 +59,7 @@ def load(path: Path, ops: Ops | None = None, said: list[str] | None = None, **se
 def of(path: Path) -> Sizes:
     model, source, _ = model_loaders.load_weights(path)
     try:
-        return wanted_of_source(EngineConfig(), NativeOps(1), model, source).sizes
+        return request_from_source(EngineConfig(), NativeOps(1), model, source).sizes
     finally:
         source.close()
 
@@ -108,7 +108,7 @@ def plan_for(path: Path, whole: Sizes, **settings: Any) -> ExpertPlan | None:
     config, ops = EngineConfig(**settings), NativeOps(1)
     model, source, _ = model_loaders.load_weights(path)
     source.close()
-    wanted = Wanted(config, model, whole)
+    wanted = PlacementRequest(config, model, whole)
     return expert_plan(wanted, ops, wanted.shape(ops))
 
 
@@ -136,7 +136,7 @@ def test_as_many_experts_as_memory_leaves_are_loaded(
     assert (plan and plan.experts) == experts
     if experts == 5:
         assert plan.bytes == 5 * GIB
-        assert plan.of_token == 8 * GIB // 8 * 4 * 3 // 8  # three of eight are not in memory
+        assert plan.token_bytes == 8 * GIB // 8 * 4 * 3 // 8  # three of eight are not in memory
         assert plan.room == (8 - 2 - 4) * GIB // 2
 
 
@@ -153,7 +153,7 @@ def test_what_fitting_the_cache_takes_is_counted(kv_heads: int, head_dim: int, l
     statistics = {layer: neutral(kv_heads, head_dim, 64) for layer in range(layers)}
     end_of_compilation()
     tracemalloc.start()
-    stored_layers(WHOLE, shape, [Variances(ones, ones)] * layers, statistics)
+    encode_layers(FULL_ENCODING, shape, [Variances(ones, ones)] * layers, statistics)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < fitting_bytes(shape) < 1.5 * most
@@ -165,7 +165,9 @@ def test_fit_says_how_many_experts_are_in_memory(tmp_path: Path, memory: Callabl
     model, source, _ = model_loaders.load_weights(path)
     source.close()
     memory(8 * GIB)
-    stored, q4_0 = (fit_weights(Wanted(config, model, Sizes(size * GIB, ((size - 1) * GIB,))), ops) for size in (10, 4))
+    stored, q4_0 = (
+        fit_weights(PlacementRequest(config, model, Sizes(size * GIB, ((size - 1) * GIB,))), ops) for size in (10, 4)
+    )
     assert stored.experts is not None
     assert q4_0.experts is None
     assert stored.cache("balanced").tokens == model.max_context
@@ -184,7 +186,7 @@ def test_experts_have_their_share_of_a_file_that_is_not_fetched(tmp_path: Path) 
     model, source, _ = model_loaders.load_weights(path)
     source.close()
     whole = of(path)
-    assert wanted_of_bytes(EngineConfig(), NativeOps(1), model, whole.weights).sizes.experts == pytest.approx(
+    assert request_from_bytes(EngineConfig(), NativeOps(1), model, whole.weights).sizes.experts == pytest.approx(
         whole.experts, rel=0.02
     )
 

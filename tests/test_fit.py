@@ -17,7 +17,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.config import AS_STORED
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.encoding import FULL_ENCODING
 from polarlm.engine.loading.fit import (
     Advice,
     CacheFit,
@@ -30,7 +30,7 @@ from polarlm.engine.loading.fit import (
 )
 from polarlm.engine.loading.need import PROCESS_BYTES, need
 from polarlm.engine.loading.placement.place import place
-from polarlm.engine.loading.placement.wanted import Sizes, Wanted, wanted_of_source
+from polarlm.engine.loading.placement.request import PlacementRequest, Sizes, request_from_source
 from polarlm.engine.loading.sizes import cache_shape, weight_format
 from polarlm.engine.model.weights import load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -104,7 +104,7 @@ def test_a_store_of_a_size_may_take_all_that_the_weights_leave(
     """Where no size is named it takes at most half, and the context has to fit."""
     memory(6 * MIB)
     config, source, _ = model_loaders.load_weights(tiny_path)
-    wanted = wanted_of_source(EngineConfig(ctx_size=1_000_000, kv_memory=kv_memory), cpu(), config, source)
+    wanted = request_from_source(EngineConfig(ctx_size=1_000_000, kv_memory=kv_memory), cpu(), config, source)
     source.close()
     assert place(wanted, cpu()).is_met == is_met
 
@@ -166,10 +166,10 @@ def test_a_size_in_bytes_is_enough_for_the_weights(tiny_path: Path, memory) -> N
     config, source, _ = model_loaders.load_weights(tiny_path)
     size = weight_bytes(cpu(), source)
     source.close()
-    assert fit_weights(Wanted(EngineConfig(), config, Sizes(size)), cpu()) == replace(
+    assert fit_weights(PlacementRequest(EngineConfig(), config, Sizes(size)), cpu()) == replace(
         fits(tiny_path, cpu()).weights[0], kept=()
     )
-    assert fit_weights(Wanted(EngineConfig(), config, Sizes(65 * MIB)), cpu()).lacking == MIB
+    assert fit_weights(PlacementRequest(EngineConfig(), config, Sizes(65 * MIB)), cpu()).lacking == MIB
 
 
 def test_without_a_gpu_there_is_one_device() -> None:
@@ -232,7 +232,7 @@ def test_a_store_of_windows_holds_fewer_sequences_than_its_longest_context_would
     """The blocks of a window are for one sequence."""
     layers = (replace(LAYER, mixer=replace(LAYER.mixer, head_dim=64, window=window)) for window in (512, None))
     model = replace(MODEL, layers=tuple(layers))
-    result = fit_weights(Wanted(EngineConfig(), model, Sizes(0)), cpu(), ["balanced"], [4096])
+    result = fit_weights(PlacementRequest(EngineConfig(), model, Sizes(0)), cpu(), ["balanced"], [4096])
     assert result.caches[0].contexts[0].sequences == 1
 
 
@@ -250,7 +250,7 @@ def test_snapshots_are_counted_where_they_lie(hybrid: Path, on_gpu: bool) -> Non
     plans = []
     for size in (1 * MIB, 3 * MIB):
         config = EngineConfig(state_cache=str(size), cache_type="f16")
-        plans.append(plan_for_tokens(cache_shape(config, WHOLE, ops, model), 256, 1))
+        plans.append(plan_for_tokens(cache_shape(config, FULL_ENCODING, ops, model), 256, 1))
         store = KVStore(ops, plans[-1], [Conditioning()] * len(model.layers))
         (state,) = (group for group in store.groups if isinstance(group, DeltaState))
         arrays = [array for of_layer in state._snapshots.values() for array in of_layer.values()]
@@ -278,9 +278,9 @@ def test_the_least_that_a_model_needs_is_the_least_that_it_fits_into(tiny_path: 
     config = settle(tiny_path, None, {"device": "cpu"})
     least = need(config, {"cpu": 1 << 60})
     assert (least.fits, least.store, least.tokens) == (False, 0, 0)
-    assert need(config, most=least.bytes).fits
-    assert not need(config, most=least.bytes - 1).fits
-    tight = need(config, most=least.bytes)
+    assert need(config, limit=least.bytes).fits
+    assert not need(config, limit=least.bytes - 1).fits
+    tight = need(config, limit=least.bytes)
     assert (tight.bytes, tight.tokens) == (least.bytes, 256)
 
 

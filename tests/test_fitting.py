@@ -11,8 +11,8 @@ import pytest
 
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.loading import assembly, fitting, kept_arrays
-from polarlm.engine.loading.encoding import Stored
-from polarlm.engine.loading.kept_arrays import key_of, read, write
+from polarlm.engine.loading.encoding import LayerEncodings
+from polarlm.engine.loading.kept_arrays import digest_key, read, write
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 
 PROMPT = list(range(5, 25))
@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-FITTED: list[Stored] = []
+FITTED: list[LayerEncodings] = []
 
 
 @pytest.fixture(autouse=True)
@@ -52,12 +52,12 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return count
 
-    for name in ("load_or_calibrate", "variances", "stored_layers"):
+    for name in ("load_or_calibrate", "variances", "encode_layers"):
         monkeypatch.setattr(fitting, name, counted(name))
     return calls
 
 
-def start(path: Path, said: list[str] | None = None, **settings) -> tuple[Stored, tuple[int, ...]]:
+def start(path: Path, said: list[str] | None = None, **settings) -> tuple[LayerEncodings, tuple[int, ...]]:
     """Conditioning and metrics of an engine, and the ids of an answer."""
     verbose = None if said is None else said.append
     settings = {"device": "cpu", "block_size": 8, "ctx_size": 64, **settings}
@@ -66,7 +66,7 @@ def start(path: Path, said: list[str] | None = None, **settings) -> tuple[Stored
         return FITTED[-1], tuple(answer.token_ids)
 
 
-def assert_same(a: Stored, b: Stored) -> None:
+def assert_same(a: LayerEncodings, b: LayerEncodings) -> None:
     for one, other in zip(a[0], b[0], strict=True):
         for name in ("keys", "values"):
             np.testing.assert_array_equal(getattr(one.scale, name), getattr(other.scale, name), strict=True)
@@ -85,7 +85,7 @@ def test_later_starts_read_what_the_first_of_the_same_settings_has_computed(
     """Otherwise codes would be made with the scales and metrics of another cache type."""
     settings: list[dict] = [{}, {"cache_type": "compact"}, {"block_size": 4}]
     firsts = [start(tiny_path, **one) for one in settings]
-    assert computed.count("stored_layers") == len(settings)
+    assert computed.count("encode_layers") == len(settings)
     computed.clear()
     for one, (stored, answer) in zip(settings, firsts, strict=True):
         again, ids = start(tiny_path, **one)
@@ -112,8 +112,8 @@ def test_a_folder_that_cannot_be_written_is_told_once(tiny_path: Path, cache: Pa
 
 
 def test_the_files_used_least_recently_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_arrays, "_MOST_BYTES", 500)  # of three files
-    keys = [key_of(number) for number in range(4)]
+    monkeypatch.setattr(kept_arrays, "_LIMIT_BYTES", 500)  # of three files
+    keys = [digest_key(number) for number in range(4)]
     said: list[str] = []
     for age, key in enumerate(keys[:3]):
         write("some", key, {"a": np.ones((2, 3), np.float32)}, said.append)

@@ -11,7 +11,7 @@ from polarlm.engine.chat import terminal
 from polarlm.engine.chat.config import read_command_line as chat_flags
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.placement.wanted import fits_beside
+from polarlm.engine.loading.placement.request import fit_check
 from polarlm.model_loaders import load_weights
 from polarlm.server.config import read_command_line as server_flags
 from tests.model_loaders.checkpoints import MODELS
@@ -53,8 +53,8 @@ def test_the_kv_store_of_the_context_counts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(type(ops), "memory_left", lambda self, weights: 256 * per_token)
     for context, expected in ((64, True), (1 << 20, False)):
         config = EngineConfig(ctx_size=context, parallel=1, kept_sequences=0)
-        assert fits_beside(config, ops)(model, 1000) is expected
-    assert fits_beside(EngineConfig(), ops)(None, 1000)
+        assert fit_check(config, ops)(model, 1000) is expected
+    assert fit_check(EngineConfig(), ops)(None, 1000)
 
 
 def test_the_flag_names_a_model_without_the_prefix() -> None:

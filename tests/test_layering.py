@@ -26,7 +26,7 @@ BEHIND_THE_ENGINE = {
     "loading.encoding",
     "loading.fitting",
     "loading.placement",
-    "loading.rehearsal",
+    "loading.warm_up",
     "loading.tile_cache",
     "model",
     "quantization",
@@ -55,9 +55,8 @@ ROOMS: dict[str, set[str]] = {
     "backends": {"codecs", "jit", "quantization", "records", "sampling", "weight_formats"} | TOLD,
     "storage.payloads": {"backends.transfer", "state", "storage.objects"},
     "storage.copies": {"state", "storage.objects", "storage.payloads"},
-    "storage.waiting": {"state", "storage.copies", "storage.objects", "storage.payloads"},
     "storage.tiers": {"codecs", "state"}
-    | {f"storage.{name}" for name in ("copies", "files", "objects", "payloads", "waiting")}
+    | {f"storage.{name}" for name in ("copies", "files", "objects", "payloads")}
     | TOLD,
     "state": {
         "backends.delta",
@@ -121,7 +120,7 @@ ROOMS["loading.checks"] = {
 } | TOLD
 ROOMS["loading.fit"] = ROOMS["loading.placement"] | {"loading.placement"}
 ROOMS["loading.need"] = ROOMS["loading.placement"] | {"loading.placement"}
-ROOMS["loading.rehearsal"] = ROOMS["loading.sizes"] | {"loading.sizes"}
+ROOMS["loading.warm_up"] = ROOMS["loading.sizes"] | {"loading.sizes"}
 ROOMS["loading.tile_cache"] = ROOMS["model"] | {
     "loading.kept_arrays",
     "model",
@@ -136,7 +135,7 @@ ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "loading.placement",
     "loading.fitting",
     "cli.progress",
-    "loading.rehearsal",
+    "loading.warm_up",
     "loading.sizes",
     "loading.tile_cache",
     "storage.tiers",

@@ -103,7 +103,7 @@ def test_damage_that_no_start_has_noticed_is_not_the_model_s(
     tiny_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, while_loading: bool
 ) -> None:
     """An output that is not finite has all tiles checked: of fitting the cache, or of a request."""
-    monkeypatch.setattr(tile_cache, "_CHECKED", 0)
+    monkeypatch.setattr(tile_cache, "_CHECKED_PIECES", 0)
     settings = {"calibration": True} if while_loading else {}
     expected = answer(tiny_path, **settings)
     (file,) = folder.iterdir()

@@ -78,7 +78,7 @@ def sessions_of(model: str, folder: Path) -> Path:
     "made",
     [
         kernel_file,
-        lambda name, folder: kept_arrays._file("calibration", kept_arrays.key_of(name)).name,
+        lambda name, folder: kept_arrays._file("calibration", kept_arrays.digest_key(name)).name,
         lambda name, folder: names._note(folder / name, folder).name,
         lambda name, folder: f"speed-{slug(name)}-2026-11-24.json",
         lambda name, folder: sessions_of(name, folder).name,

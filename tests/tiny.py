@@ -18,7 +18,7 @@ from polarlm.engine import Engine
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.encoding import WHOLE, Encoding
+from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
 from polarlm.engine.model.weights import FileMatrix
 from polarlm.engine.requests.request import Request
 from tests.conftest import FIXTURES
@@ -62,12 +62,14 @@ def make_model(folder: Path, fixture: str = "llama_gqa_linear") -> Path:
     return folder
 
 
-def load_tiny(path: Path, encoding: Encoding = WHOLE, ops: Ops | None = None, **settings: Any) -> Engine:
+def load_tiny(path: Path, encoding: Encoding = FULL_ENCODING, ops: Ops | None = None, **settings: Any) -> Engine:
     """`Engine.load`, with parts of the encoder turned off, or with a backend of the caller's choice."""
     parts = assembly.assemble(settle(path, None, settings), None, ops)
-    if encoding != WHOLE:
-        other = assembly.with_cache(parts, parts.config, encoding=encoding)
-        parts = replace(other, adapters=parts.adapters, tiers=parts.tiers, draft=parts.draft, rehearsal=parts.rehearsal)
+    if encoding != FULL_ENCODING:
+        other = assembly.replace_cache(parts, parts.config, encoding=encoding)
+        parts = replace(
+            other, adapters=parts.adapters, tiers=parts.tiers, draft=parts.draft, warm_up_timer=parts.warm_up_timer
+        )
     return Engine(parts)
 
 

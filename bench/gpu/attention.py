@@ -48,17 +48,20 @@ def measure_attention(
     `ALLOWED_ERROR` the time is meaningless. Raises EngineError if there is no kernel or too little memory."""
     ops, device = gpu.open()
     format, attention = layer_format(sizes, cache_type.older, None, None), sizes.config.attention
-    count, finer = _quantized(format, context), 0
+    count, high_precision = _quantized(format, context), 0
     if cache_type.newest is not None:
         newest, most = cache_type.newest
-        format, finer = replace(format, finer=layer_format(sizes, newest, None, None)), min(most, count)
-    size, calls = _size_and_calls(ops, format, sizes, (count - finer, finer), batch)
+        format, high_precision = (
+            replace(format, high_precision=layer_format(sizes, newest, None, None)),
+            min(most, count),
+        )
+    size, calls = _size_and_calls(ops, format, sizes, (count - high_precision, high_precision), batch)
     sequences = calls * batch
-    first = _first(ops, format, sizes, sequences * finer)
-    cache = ops.cache(format, first + sequences * (count - finer), sequences * 2)
-    fill(ops, gpu.clock, cache, content, sequences * finer)
+    first = _first(ops, format, sizes, sequences * high_precision)
+    cache = ops.cache(format, first + sequences * (count - high_precision), sequences * 2)
+    fill(ops, gpu.clock, cache, content, sequences * high_precision)
     rng = np.random.default_rng(2)
-    places = _places(rng, context, (first, count - finer, finer), (calls, batch))
+    places = _places(rng, context, (first, count - high_precision, high_precision), (calls, batch))
     n, some = format.block_size, slice(first, first + sizes.blocks)
     spans = [ops.spans([sequence.span(row, n) for row, sequence in enumerate(call)], n) for call in places]
     queries = rng.standard_normal((batch, attention.heads, attention.head_dim), np.float32)
@@ -91,43 +94,43 @@ def _quantized(format: CacheFormat, context: int) -> int:
 def _size_and_calls(
     ops: CudaOps, format: CacheFormat, sizes: Sizes, blocks: tuple[int, int], batch: int
 ) -> tuple[int, int]:
-    """Bytes that a call reads, and the number of calls before bytes are read again. blocks: of a sequence, and finer
-    ones. Raises EngineError without a kernel or enough memory."""
+    """Bytes that a call reads, and the number of calls before bytes are read again. blocks: of a sequence, and
+    high-precision ones. Raises EngineError without a kernel or enough memory."""
     try:
         quantized_bytes, full_bytes = ops.cache_bytes(format)
-        finer_bytes = 0 if format.finer is None else ops.cache_bytes(format.finer)[0]
+        high_precision_bytes = 0 if format.high_precision is None else ops.cache_bytes(format.high_precision)[0]
     except ValueError as error:
         raise EngineError(str(error)) from None
-    of_sequence = blocks[0] * quantized_bytes + blocks[1] * finer_bytes + 2 * full_bytes
+    of_sequence = blocks[0] * quantized_bytes + blocks[1] * high_precision_bytes + 2 * full_bytes
     size, room = batch * of_sequence, ops.memory_left(0)
     if size > room:
         raise EngineError(f"its {format_bytes(size)} do not fit into the {format_bytes(room)} that are free")
     return size, min(_MOST_CALLS, -(-sizes.rotated // size), room // size)
 
 
-def _first(ops: CudaOps, format: CacheFormat, sizes: Sizes, finer: int) -> int:
-    """The id of the first block behind `finer` blocks with more bits, whose content is the first one."""
-    if format.finer is None:
+def _first(ops: CudaOps, format: CacheFormat, sizes: Sizes, high_precision: int) -> int:
+    """The id of the first block behind `high_precision` blocks with more bits, whose content is the first one."""
+    if format.high_precision is None:
         return 0
-    each, finer_each = (ops.cache_bytes(kind)[0] for kind in (format, format.finer))
-    return -(-finer * finer_each // (each * sizes.blocks)) * sizes.blocks
+    each, high_precision_each = (ops.cache_bytes(kind)[0] for kind in (format, format.high_precision))
+    return -(-high_precision * high_precision_each // (each * sizes.blocks)) * sizes.blocks
 
 
 def _places(
     rng: np.random.Generator, context: int, blocks: tuple[int, int, int], shape: tuple[int, int]
 ) -> list[list[StoredSequence]]:
-    """Sequences (calls, B) with random blocks of the pools. blocks: the id of the first one that is not finer, how many
-    of these a sequence has, and finer ones."""
-    first, quantized, finer = blocks
+    """Sequences (calls, B) with random blocks of the pools. blocks: the id of the first one that is not high-precision,
+    how many of these a sequence has, and high-precision ones."""
+    first, quantized, high_precision = blocks
     count = shape[0] * shape[1]
     ids = first + rng.permutation(count * quantized).reshape(*shape, quantized)
-    newest = rng.permutation(count * finer).reshape(*shape, finer)
+    newest = rng.permutation(count * high_precision).reshape(*shape, high_precision)
     slots = rng.permutation(count * 2).reshape(*shape, 2)
 
     def sequence(call: int, row: int) -> StoredSequence:
         sink, current = slots[call, row].tolist()
-        of_finer = newest[call, row].tolist() if finer else None
-        return StoredSequence(context, sink, ids[call, row].tolist(), current, of_finer)
+        own_newest = newest[call, row].tolist() if high_precision else None
+        return StoredSequence(context, sink, ids[call, row].tolist(), current, own_newest)
 
     return [[sequence(call, row) for row in range(shape[1])] for call in range(shape[0])]
 

@@ -38,14 +38,14 @@ class Content:
         return cls(rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32))
 
 
-def fill(ops: Ops, clock: Clock, cache: Any, content: Content, finer: int = 0) -> None:
-    """Fill the quantized and the full-precision pools of one layer's cache with `content`. finer: how many blocks at
-    the beginning of the memory are of the kind with more bits."""
+def fill(ops: Ops, clock: Clock, cache: Any, content: Content, high_precision: int = 0) -> None:
+    """Fill the quantized and the full-precision pools of one layer's cache with `content`. high_precision: how many
+    blocks at the beginning of the memory are of the kind with more bits."""
     n, rows = cache.format.block_size, len(content.k)
     buffer, blocks = ops.buffer(cache.format, rows), rows // n
     span = SpanView(slice(0, rows), 0, KVLocation(buffer, 0), 0, None, (), n)
     ops.append_kv(cache, ops.spans([span], n), ops.to_device(content.k), ops.to_device(content.v))
-    for kind, count in ((cache, len(cache.keys.quantized)), (cache.finer, finer)):
+    for kind, count in ((cache, len(cache.keys.quantized)), (cache.high_precision, high_precision)):
         if count:
             numbers = range(min(blocks, count))
             ops.encode_blocks([FilledBlocks([kind], numbers, [KVLocation(buffer, i) for i in numbers])])
@@ -74,7 +74,7 @@ class StoredSequence:
     sink: int
     quantized: Sequence[int]
     current: int
-    finer: Sequence[int] | None = None
+    high_precision: Sequence[int] | None = None
 
     def span(self, row: int, block_size: int) -> SpanView:
         """The span of a step in which row `row` is the last token of the context."""
@@ -82,7 +82,14 @@ class StoredSequence:
         start = newest // block_size * block_size
         current = KVLocation(None, self.current)
         return SpanView(
-            slice(row, row + 1), newest, current, start, self.sink, self.quantized, block_size, finer=self.finer
+            slice(row, row + 1),
+            newest,
+            current,
+            start,
+            self.sink,
+            self.quantized,
+            block_size,
+            high_precision=self.high_precision,
         )
 
 
@@ -111,7 +118,7 @@ def read_tokens(
         fields, _ = cache.layouts[number].full.unpack(device.to_host(cache.full[number][slot])[head])
         parts.append(codecs.get(codecs.FULL).decode(fields).astype(np.float64))
     for kind, ids, some in (
-        (cache.finer, sequence.finer, slice(0, blocks.stop - blocks.start)),
+        (cache.high_precision, sequence.high_precision, slice(0, blocks.stop - blocks.start)),
         (cache, sequence.quantized, blocks),
     ):
         if ids:

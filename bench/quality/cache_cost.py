@@ -32,9 +32,9 @@ from polarlm.engine.cli.progress import counting
 from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.errors import counted
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.encoding import FULL_ENCODING
 from polarlm.engine.loading.fit import CacheFit, devices, fit_weights
-from polarlm.engine.loading.placement.wanted import Sizes, Wanted
+from polarlm.engine.loading.placement.request import PlacementRequest, Sizes
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.model_loaders.config import ModelConfig
@@ -244,7 +244,7 @@ class _Measurement:
     def _measure_speed(self, ids: Sequence[int]) -> None:
         options = self._options
         settings = {"device": self._device, "threads": options.threads, "weight_type": options.weight_type}
-        whole = [cache_type for cache_type in self._types if cache_type.encoding == WHOLE]
+        whole = [cache_type for cache_type in self._types if cache_type.encoding == FULL_ENCODING]
         if not whole:
             return
         speeds = Speeds(self._path, whole, ids, settings, self._runner.left)
@@ -272,4 +272,4 @@ class _Measurement:
 
 def _fit(cache_type: CacheType, ops: Any, config: ModelConfig, size: int) -> CacheFit:
     settings = EngineConfig(cache_type=cache_type.pair, key_conditioning=cache_type.key_conditioning)
-    return fit_weights(Wanted(settings, config, Sizes(size)), ops, [cache_type.pair]).caches[0]
+    return fit_weights(PlacementRequest(settings, config, Sizes(size)), ops, [cache_type.pair]).caches[0]

@@ -25,7 +25,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.config import AS_STORED
-from polarlm.engine.loading.assembly import assemble, with_cache
+from polarlm.engine.loading.assembly import assemble, replace_cache
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import weight_bytes
@@ -69,7 +69,7 @@ class Survey:
         self._parts = assemble(settle(weights, None, {**settings, "cache_type": "f16"}), say, ops=ops)
         try:
             self._others = [
-                with_cache(
+                replace_cache(
                     self._parts,
                     settle(None, None, {**settings, **cache_type.settings()}),
                     say,

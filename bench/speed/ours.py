@@ -12,7 +12,7 @@ from typing import Any
 
 from polarlm.bench.speed.child import serve
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
-from polarlm.engine.loading.assembly import Parts, assemble, with_cache
+from polarlm.engine.loading.assembly import Parts, assemble, replace_cache
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.layers.experts import ExpertsWeights
 from polarlm.engine.outputs import Chunk
@@ -40,7 +40,7 @@ class Ours:
     def with_settings(self, settings: dict[str, Any]) -> Ours:
         """An engine with the same weights and its own cache. Closing one of the two is enough. Raises EngineError."""
         other = copy(self)
-        other._use(with_cache(self._parts, settle(None, self._parts.config, settings), self._said.append))
+        other._use(replace_cache(self._parts, settle(None, self._parts.config, settings), self._said.append))
         return other
 
     def close(self) -> None:

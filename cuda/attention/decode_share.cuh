@@ -86,7 +86,7 @@ __device__ __forceinline__ void finish(unsigned char *shared, const Plan &plan, 
 __device__ __forceinline__ void clear_unseen(const Plan &plan, TO *out) {
     if (STEP_ROWS > 1) return;  // such a sequence has no rows
 #ifdef TWO_KINDS
-    if (IS_FINER) return;
+    if (IS_HIGH_PRECISION) return;
 #endif
     const int size = plan.kv_heads * GROUP * D;
     for (int sequence = CTA_OF(plan); sequence < plan.sequences; sequence += CTAS_OF(plan)) {

@@ -25,14 +25,14 @@
 // values are used. Half of the warps decode before they multiply, the others after, so that loads overlap with
 // computation.
 //
-// With two kinds of quantized blocks, TWO_KINDS, the parts below are read twice, in the namespaces `finer` and
-// `coarser`, and there are four arguments more. keys, values and their tables belong to the coarser blocks. Finer
-// blocks come first (Span in prelude.cuh); before the first coarser block, tables are replaced. There is no window.
+// With two kinds of quantized blocks, TWO_KINDS, the parts below are read twice, in the namespaces `high_precision` and
+// `low_precision`, and there are four arguments more. keys, values and their tables belong to the low_precision blocks. Finer
+// blocks come first (Span in prelude.cuh); before the first low_precision block, tables are replaced. There is no window.
 // JOINS: attention.cuh, visible_parts.cuh, decode_parts.cuh, prefill_rows.cuh.
 
 #ifdef TWO_KINDS
-using namespace coarser;
-static_assert(finer::Tables::BYTES <= Tables::BYTES, "tables of both kinds have one place");
+using namespace low_precision;
+static_assert(high_precision::Tables::BYTES <= Tables::BYTES, "tables of both kinds have one place");
 #endif
 
 // The two tasks of a warp between two barriers: fetch a part of one side, use a part of the other. Copies are
@@ -61,8 +61,9 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
                          int span_stride, int kv_heads, int heads, long long q_stride, int window, float scale,
                          const float *sink_scores
 #ifdef TWO_KINDS
-                         , const unsigned char *finer_keys, const unsigned char *finer_values,
-                         const unsigned char *finer_key_tables, const unsigned char *finer_value_tables
+                         , const unsigned char *high_precision_keys, const unsigned char *high_precision_values,
+                         const unsigned char *high_precision_key_tables,
+                         const unsigned char *high_precision_value_tables
 #endif
 ) {
     DYNAMIC_SHARED(unsigned char, shared);
@@ -89,16 +90,19 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
     const SidePools key_pools = {keys, full_k, current_k, kv_heads};
     const SidePools value_pools = {values, full_v, current_v, kv_heads};
 #ifdef TWO_KINDS
-    const int finer_end = (span.first_quantized + span.finer()) * N;
-    const auto is_finer = [&](const Part &part) { return part.region == Region::QUANTIZED && part.start < finer_end; };
+    const int high_precision_end = (span.first_quantized + span.high_precision()) * N;
+    const auto is_high_precision = [&](const Part &part) {
+        return part.region == Region::QUANTIZED && part.start < high_precision_end;
+    };
 #endif
     auto fetch_keys = [&](const Part &part) {
 #ifdef TWO_KINDS
-        if (is_finer(part)) {
-            const unsigned char *record = key_pools.record<finer::KeyLayout::STRIDE>(finer_keys, part.block);
+        if (is_high_precision(part)) {
+            using Layout = high_precision::KeyLayout;
+            const unsigned char *record = key_pools.record<Layout::STRIDE>(high_precision_keys, part.block);
             const int thread = decoding_thread();
-            const unsigned char *tables = finer::Tables::keys(shared);
-            finer::decode_keys(shared + KEYS, record, part.number, tables, thread / 32, thread % 32);
+            const unsigned char *tables = high_precision::Tables::keys(shared);
+            high_precision::decode_keys(shared + KEYS, record, part.number, tables, thread / 32, thread % 32);
             return;
         }
 #endif
@@ -109,11 +113,12 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
     };
     auto fetch_values = [&](const Part &part) {
 #ifdef TWO_KINDS
-        if (is_finer(part)) {
-            const unsigned char *record = value_pools.record<finer::ValueLayout::STRIDE>(finer_values, part.block);
+        if (is_high_precision(part)) {
+            using Layout = high_precision::ValueLayout;
+            const unsigned char *record = value_pools.record<Layout::STRIDE>(high_precision_values, part.block);
             const int thread = decoding_thread();
-            const unsigned char *tables = finer::Tables::values(shared);
-            finer::decode_values(shared + VALUES, record, part.number, tables, thread / 32, thread % 32);
+            const unsigned char *tables = high_precision::Tables::values(shared);
+            high_precision::decode_values(shared + VALUES, record, part.number, tables, thread / 32, thread % 32);
             return;
         }
 #endif
@@ -124,7 +129,8 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
     };
 
 #ifdef TWO_KINDS
-    if (span.finer() > 0) finer::Tables::fill<WARPS * 32>(shared, finer_key_tables, finer_value_tables);
+    if (span.high_precision() > 0)
+        high_precision::Tables::fill<WARPS * 32>(shared, high_precision_key_tables, high_precision_value_tables);
     else
 #endif
     if (parts.quantized > 0) Tables::fill<WARPS * 32>(shared, key_tables, value_tables);
@@ -148,7 +154,7 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
             if (part.start + PART - 1 > newest) clear_values(shared + VALUES, part.start, newest);
             __syncthreads();
 #ifdef TWO_KINDS
-            if (is_finer(part) && next.region == Region::QUANTIZED && !is_finer(next)) {
+            if (is_high_precision(part) && next.region == Region::QUANTIZED && !is_high_precision(next)) {
                 Tables::fill<WARPS * 32>(shared, key_tables, value_tables);
                 __syncthreads();
             }

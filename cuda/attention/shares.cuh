@@ -32,7 +32,7 @@ struct Shares {
 };
 
 // The CTA's number among those that share the row of a plan, and how many these are. With two kinds of blocks each kind
-// has its row: the first CTAs of the launch share the row of finer blocks, the others the row of all else.
+// has its row: the first CTAs of the launch share the row of high-precision blocks, the others the row of all else.
 #ifdef TWO_KINDS
 #define CTA_OF(plan) (plan).cta()
 #define CTAS_OF(plan) (plan).ctas_of_kind()
@@ -58,9 +58,10 @@ struct QuantizedBlocks {
     __device__ __forceinline__ QuantizedBlocks() {}
     __device__ __forceinline__ QuantizedBlocks(const Span &span, const Visible &visible) {
 #ifdef TWO_KINDS  // there is no window, and every row sees all blocks: their order says nothing
-        const int finer = span.finer();
-        count = visible.newest < visible.oldest ? 0 : IS_FINER ? finer : span.quantized - finer;
-        number = span.first_quantized, ids = span.places() + (IS_FINER ? 0 : finer);
+        const int high_precision = span.high_precision();
+        const int of_kind = IS_HIGH_PRECISION ? high_precision : span.quantized - high_precision;
+        count = visible.newest < visible.oldest ? 0 : of_kind;
+        number = span.first_quantized, ids = span.places() + (IS_HIGH_PRECISION ? 0 : high_precision);
 #else
         const int skipped = min(max(0, visible.oldest / N - span.first_quantized), span.quantized);
         count = visible.newest < visible.oldest ? 0 : span.quantized - skipped;
@@ -85,7 +86,7 @@ struct FullBlocks {
         current_slices = max(0, visible.newest - start + 16) / 16;
     }
 #ifdef TWO_KINDS
-    __device__ __forceinline__ int units() const { return IS_FINER ? 0 : sink_slices + current_slices; }
+    __device__ __forceinline__ int units() const { return IS_HIGH_PRECISION ? 0 : sink_slices + current_slices; }
 #else
     __device__ __forceinline__ int units() const { return sink_slices + current_slices; }
 #endif
@@ -125,7 +126,7 @@ struct Plan {
 
     const int *spans;
     Turn *turns;          // [WARPS]
-    volatile int *share;  // a CTA's: Shares::base and Shares::extra; with two kinds, how many CTAs have finer blocks
+    volatile int *share;  // a CTA's: Shares::base and Shares::extra; with two kinds, the CTAs of high-precision blocks
     Stretch *stretches;   // [sequences]
     int span_stride, sequences, kv_heads, window;
 
@@ -138,8 +139,8 @@ struct Plan {
     __device__ __forceinline__ const Span &span(int sequence) const { return span_at(spans, span_stride, sequence); }
 
 #ifdef TWO_KINDS
-    __device__ __forceinline__ int cta() const { return IS_FINER ? blockIdx.x : blockIdx.x - share[2]; }
-    __device__ __forceinline__ int ctas_of_kind() const { return IS_FINER ? share[2] : gridDim.x - share[2]; }
+    __device__ __forceinline__ int cta() const { return IS_HIGH_PRECISION ? blockIdx.x : blockIdx.x - share[2]; }
+    __device__ __forceinline__ int ctas_of_kind() const { return IS_HIGH_PRECISION ? share[2] : gridDim.x - share[2]; }
 #endif
 
     __device__ __forceinline__ int units(int sequence) const {

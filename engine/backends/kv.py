@@ -31,7 +31,8 @@ class CacheFormat:
 
     metric_k, metric_v: with None, every value is rounded to the nearest code.
     mean_bits: bits per channel of the block mean that is subtracted from keys, 8 or 16; 0 leaves keys uncentred.
-    finer: the format of blocks that have more bits and the same transforms, if the cache has both kinds in one memory.
+    high_precision: the format of blocks that have more bits and the same transforms, if the cache has both kinds in one
+    memory.
     """
 
     codec_k: Codec
@@ -42,7 +43,7 @@ class CacheFormat:
     block_size: int
     kv_heads: int
     head_dim: int
-    finer: CacheFormat | None = None
+    high_precision: CacheFormat | None = None
 
 
 class KVLocation(NamedTuple):
@@ -117,9 +118,9 @@ class SpanView:
     table: Sequence[int]  # block table: ids of the quantized blocks
     table_start: int  # position of the first token of table[0]
     following: Sequence[int] = ()  # slots of the blocks after `current` that a step's rows extend into
-    # Ids of the blocks with more bits, in a cache that has both kinds. Then there is no window, and `table` and `finer`
-    # have the sequence's blocks in any order: every row sees all of them.
-    finer: Sequence[int] | None = None
+    # Ids of the blocks with more bits, in a cache that has both kinds. Then there is no window, and `table` and
+    # `high_precision` have the sequence's blocks in any order: every row sees all of them.
+    high_precision: Sequence[int] | None = None
     sees: int = 0  # position up to which all of these rows see, if that is later than their own
 
 
@@ -169,7 +170,7 @@ class KVOps(Protocol):
     encoded_at_once: int
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
-        """Bytes of a quantized block (not of the finer kind), and of a full-precision slot, all KV heads.
+        """Bytes of a quantized block (not of the high-precision kind), and of a full-precision slot, all KV heads.
 
         Raises ValueError for a codec that the backend does not support.
         """
@@ -178,10 +179,11 @@ class KVOps(Protocol):
         """Memory for one layer: `quantized` blocks, `full` slots. earlier_caches: the caches of the layers before,
         whose codec tables it may share.
 
-        If the format has a finer one, the cache's attribute `finer` is a cache of that format with the same slots. Its
-        blocks are in the same memory, from the beginning on: blocks in use of both kinds must not overlap. A
-        block of either kind begins at its id times `code_bytes` of its cache, and `move(target, source)` copies one.
-        Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and on the CPU infinity becomes NaN.
+        If the format has a high-precision one, the cache's attribute `high_precision` is a cache of that format with
+        the same slots. Its blocks are in the same memory, from the beginning on: blocks in use of both kinds must not
+        overlap. A block of either kind begins at its id times `code_bytes` of its cache, and `move(target, source)`
+        copies one. Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and on the CPU infinity
+        becomes NaN.
         """
 
     def numpy_fallbacks(self, cache: Cache) -> Mapping[str, str]:

@@ -17,7 +17,7 @@ from polarlm.engine.errors import EngineError, KernelError
 
 NO_DRIVER = "No NVIDIA driver found"
 
-_CARDS = re.compile(r"cuda:\d+(,\d+)*")
+_DEVICES = re.compile(r"cuda:\d+(,\d+)*")
 
 
 def select(device: str, threads: int, compiled: bool = True) -> tuple[Ops, str]:
@@ -43,9 +43,9 @@ def select(device: str, threads: int, compiled: bool = True) -> tuple[Ops, str]:
 
 def gpu_numbers(device: str) -> list[int]:
     """The numbers of the GPUs that a --device names; empty if it names none. Raises EngineError for an unknown one."""
-    if device not in ("auto", "cpu", "cuda") and _CARDS.fullmatch(device) is None:
-        cards = "and GPUs by their numbers, such as cuda:1 or cuda:0,1"
-        raise EngineError(f"device={device}: there are auto, cpu and cuda, {cards}", settings=("device",))
+    if device not in ("auto", "cpu", "cuda") and _DEVICES.fullmatch(device) is None:
+        others = "and GPUs by their numbers, such as cuda:1 or cuda:0,1"
+        raise EngineError(f"device={device}: there are auto, cpu and cuda, {others}", settings=("device",))
     numbers = [int(number) for number in device.partition(":")[2].split(",") if number]
     if len(set(numbers)) < len(numbers):
         raise EngineError(f"device={device}: a GPU is named twice", settings=("device",))
@@ -57,7 +57,7 @@ def with_host(ops: Ops, threads: int) -> tuple[Ops, str]:
 
     Raises EngineError if POLARLM_CPU_LEVEL names no level of this CPU.
     """
-    if len(cards_of(ops, with_others=False)) != 1:
+    if len(ops_per_device(ops, with_others=False)) != 1:
         return ops, ""
     from polarlm.engine.backends.cuda.ops import CudaOps
 
@@ -66,25 +66,25 @@ def with_host(ops: Ops, threads: int) -> tuple[Ops, str]:
     return (ops.with_host(host) if host.backend == "native" else ops), note
 
 
-def cards_of(ops: Ops, with_others: bool) -> Sequence[Ops]:
-    """The ops of each GPU that `ops` run on. with_others: and of the other GPUs of this process."""
+def ops_per_device(ops: Ops, with_others: bool) -> Sequence[Ops]:
+    """The GPUs that these ops run on, each with ops of its own. with_others: and the other GPUs of this process."""
     if ops.backend != "cuda":
         return ()
-    from polarlm.engine.backends.cuda.cards.ops import CardsOps
+    from polarlm.engine.backends.cuda.multi_device.ops import MultiDeviceOps
     from polarlm.engine.backends.cuda.ops import CudaOps
 
     assert isinstance(ops, CudaOps)
-    if isinstance(ops, CardsOps):
-        return ops.cards
+    if isinstance(ops, MultiDeviceOps):
+        return ops.device_ops
     return [ops, *(ops.others() if with_others else ())]
 
 
-def on_cards(cards: Sequence[Ops], counts: Sequence[int] = ()) -> Ops:
+def multi_device_ops(device_ops: Sequence[Ops], counts: Sequence[int] = ()) -> Ops:
     """The ops of several GPUs. counts: how many layers each has; empty before a model is known."""
-    from polarlm.engine.backends.cuda.cards.ops import CardsOps
+    from polarlm.engine.backends.cuda.multi_device.ops import MultiDeviceOps
     from polarlm.engine.backends.cuda.ops import CudaOps
 
-    return CardsOps([card for card in cards if isinstance(card, CudaOps)], counts)
+    return MultiDeviceOps([ops for ops in device_ops if isinstance(ops, CudaOps)], counts)
 
 
 def _cpu(threads: int, compiled: bool) -> tuple[Ops, str]:
@@ -131,22 +131,22 @@ def _cuda(numbers: Sequence[int]) -> Ops:
         raise EngineError(f"CuPy does not find its libraries ({reason}; {install})", "device_unavailable") from error
     if not numbers:
         ops = CudaOps(open_device())
-        ops.others = cache(_other_cards)  # each takes memory of its GPU
+        ops.others = cache(_other_devices)  # each takes memory of its GPU
         return ops
-    cards = [CudaOps(open_device(number)) for number in numbers]
-    return cards[0] if len(cards) == 1 else on_cards(cards)
+    device_ops = [CudaOps(open_device(number)) for number in numbers]
+    return device_ops[0] if len(device_ops) == 1 else multi_device_ops(device_ops)
 
 
-def _other_cards() -> list[Any]:
-    """The ops of each usable GPU but the first."""
+def _other_devices() -> list[Any]:
+    """The ops of each GPU beside the first one, of those that can be used."""
     from polarlm.engine.backends.cuda.device import cupy_device
     from polarlm.engine.backends.cuda.ops import CudaOps
 
-    cards = []
+    found = []
     for number in range(1, cupy_device.device_count()):
         with suppress(EngineError):
-            cards.append(CudaOps(cupy_device.open_device(number)))
-    return cards
+            found.append(CudaOps(cupy_device.open_device(number)))
+    return found
 
 
 def driver_version() -> int | None:

@@ -19,9 +19,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from polarlm.engine.codecs.schema.arrays import NotFinite as NotFinite
-from polarlm.engine.codecs.schema.arrays import checked, destination, slabs
+from polarlm.engine.codecs.schema.arrays import destination, require_finite, slabs
 from polarlm.engine.codecs.schema.streams import Field as Field
-from polarlm.engine.codecs.schema.streams import Schema, leading, unpack
+from polarlm.engine.codecs.schema.streams import Schema, leading_shape, unpack
 
 FULL = "f16"
 """The cache type that does not quantize: half precision."""
@@ -114,7 +114,7 @@ class Codec(ABC):
 
     def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
         """x (..., N, D) float32, rotated → every field, (..., *shape). Raises NotFinite on NaN or infinity."""
-        x = np.ascontiguousarray(checked(x, self.name))
+        x = np.ascontiguousarray(require_finite(x, self.name))
         *lead, block_size, head_dim = x.shape
         self.check(head_dim, block_size)
         schema, blocks = self.schema(block_size, head_dim), x.reshape(-1, block_size, head_dim)
@@ -128,7 +128,7 @@ class Codec(ABC):
         """Fields of `encode` → (..., N, D) float32, C-contiguous, still rotated; in `out` if it is given."""
         block_size, head_dim = self.sizes(fields)
         schema = _schema(self, block_size, head_dim)
-        out = destination(out, (*leading(schema, fields), block_size, head_dim))
+        out = destination(out, (*leading_shape(schema, fields), block_size, head_dim))
         blocks = out.reshape(-1, block_size, head_dim)
         flat = {
             name: np.ascontiguousarray(fields[name]).reshape(len(blocks), *stream.field.shape)

@@ -19,7 +19,7 @@ NAMES = ("f16",)
 
 
 @dataclass(frozen=True)
-class Half(Codec):
+class HalfPrecision(Codec):
     """Half precision. Values beyond ±65504 saturate."""
 
     name: str = "f16"
@@ -37,6 +37,6 @@ class Half(Codec):
         widen(streams["values"], out)
 
 
-def create(name: str, options: tuple[str, ...]) -> Half:
+def create(name: str, options: tuple[str, ...]) -> HalfPrecision:
     check_no_options(name, options)
-    return Half()
+    return HalfPrecision()

@@ -61,7 +61,7 @@ class LinearTable(PairStore):
 
 @dataclass(frozen=True)
 class Linear(RotatedPairs):
-    takes_metric = False  # errors are small, and a block that is coded again soon is coded fast
+    takes_metric = False  # errors are small, and a block that is requantized soon is coded fast
 
     @property
     def points(self) -> np.ndarray:

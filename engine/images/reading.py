@@ -26,7 +26,7 @@ import numpy as np
 from polarlm.engine.data_urls import file_in, is_data_url
 from polarlm.engine.errors import EngineError, counted, shown
 from polarlm.engine.model.vision_encoders._rows import PlacedImage
-from polarlm.engine.state.places import IMAGE_IDS, Places
+from polarlm.engine.state.image_positions import IMAGE_IDS, ImagePositions
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed, TookTooLong
 from polarlm.model_loaders.recent import Recent
@@ -87,8 +87,8 @@ class ReadPrompt:
                 last = self._vision_encoder.after
         return [*texts, last]
 
-    def places(self, ids: Sequence[int], *, sections: bool) -> tuple[Places | None, list[PlacedImage]]:
-        """Return where the images are in the prompt's ids. sections: see `Places.of`."""
+    def place_images(self, ids: Sequence[int], *, sections: bool) -> tuple[ImagePositions | None, list[PlacedImage]]:
+        """Return where the images are in the prompt's ids. sections: see `ImagePositions.from_grids`."""
         by_first = {image.ids[0]: image for image in self.images.values()}
         placed_images: list[PlacedImage] = []
         end = 0
@@ -100,7 +100,8 @@ class ReadPrompt:
         if not placed_images:
             return None, []
         ranges = [range(one.first, one.first + one.shape.rows) for one in placed_images]
-        return Places.of(ranges, [one.shape.grid for one in placed_images], sections=sections), placed_images
+        grids = [one.shape.grid for one in placed_images]
+        return ImagePositions.from_grids(ranges, grids, sections=sections), placed_images
 
 
 class Images:

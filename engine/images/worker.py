@@ -155,7 +155,7 @@ class _Unreadable(Exception):
     """The message is a sentence that says why an image is not read."""
 
 
-@lru_cache(maxsize=1)  # the same image is asked for twice
+@lru_cache(maxsize=1)  # callers need the same image twice
 def _upright(data: bytes, most: int) -> tuple[Image.Image, bytes | None, str]:
     """(image, colour profile, note) of a file: RGB, or what a profile is for, at its own size. Raises _Unreadable, or
     whatever a decoder raises. most: pixels."""
@@ -219,7 +219,7 @@ def _decode(image: Image.Image, data: bytes) -> tuple[Image.Image, str]:
 
 
 def _low_bytes(data: bytes) -> Image.Image:
-    """The lower bytes of a PNG of 16 bits, which Pillow reads if told that they come second."""
+    """The lower bytes of a PNG of 16 bits, which Pillow reads as the upper ones of little-endian values."""
     image = cast(ImageFile.ImageFile, _open(data))
     image.tile = [tile._replace(args="RGB;16L") for tile in image.tile]
     image.load()

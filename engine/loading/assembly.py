@@ -17,22 +17,22 @@ from polarlm.engine.backends.select import select, with_host, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
-from polarlm.engine.loading.encoding import WHOLE, Encoding
+from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
 from polarlm.engine.loading.fitting import load_or_fit
 from polarlm.engine.loading.parts import Parts, fit_line, start_line
 from polarlm.engine.loading.placement.place import Placement, place
-from polarlm.engine.loading.placement.wanted import bytes_beside, draft_config, fits_beside, wanted_of_source
-from polarlm.engine.loading.rehearsal import rehearse, warm_up_first
+from polarlm.engine.loading.placement.request import companion_bytes, draft_config, fit_check, request_from_source
 from polarlm.engine.loading.sizes import (
     check_layers,
     give_back_freed_memory,
     is_calibrated,
+    limit_context,
     no_memory,
     warn_of_context,
     weight_format,
-    within_table,
 )
-from polarlm.engine.loading.tile_cache import MappedTiles, asked_tile_cache
+from polarlm.engine.loading.tile_cache import MappedTiles, open_tile_cache
+from polarlm.engine.loading.warm_up import warm_up_first, warm_up_later
 from polarlm.engine.model.adapters import Adapters, read_adapters
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import ModelWeights, Transformer
@@ -46,7 +46,7 @@ from polarlm.engine.storage.tiers.opening import open_tiers
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-__all__ = ["Parts", "assemble", "fit_line", "start_line", "with_cache"]
+__all__ = ["Parts", "assemble", "fit_line", "replace_cache", "start_line"]
 
 Say = Callable[[str], None]
 
@@ -86,10 +86,10 @@ def _device(config: EngineConfig, say: Say) -> Ops:
 
 def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None) -> Parts:
     try:
-        parts = _Loading(config, ops, verbose).run()
+        parts = _Loader(config, ops, verbose).run()
     except _DamagedTiles as error:
         (verbose or _silent)(f"{error.reason}: weights are packed again.")
-        parts = _Loading(config, ops, verbose).run()
+        parts = _Loader(config, ops, verbose).run()
     if config.model_draft is not None:
         try:
             parts.draft = _draft(parts, verbose)
@@ -102,7 +102,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None) -> Parts:
 def _draft(parts: Parts, verbose: Say | None) -> Parts:
     """Load the draft model; of several GPUs on the last one. Raises EngineError if its vocabulary is another one."""
     say = None if verbose is None else lambda sentence: verbose(f"draft model: {sentence}")
-    ops = parts.model.ops if (split := parts.placement.split) is None else split.shares[-1].card
+    ops = parts.model.ops if (split := parts.placement.split) is None else split.shares[-1].device
     draft, model = _assemble(draft_config(parts.config, parts.plan.tokens), ops, say), parts.source
     ours, theirs = model.tokenizer, draft.source.tokenizer
     if model.vocabulary == draft.source.vocabulary and all(
@@ -125,7 +125,7 @@ class _DamagedTiles(EngineError):
         self.reason = reason
 
 
-class _Loading:
+class _Loader:
     """A model on its way from files to the parts of an engine."""
 
     def __init__(self, config: EngineConfig, ops: Ops, verbose: Say | None) -> None:
@@ -133,31 +133,31 @@ class _Loading:
         self._say = verbose or _silent
         self._weight_format = weight_format(config)
         self._adapters = Adapters()
-        self._mapped: MappedTiles | None = None
+        self._mapped_tiles: MappedTiles | None = None
         self._placement: Placement | None = None
         self._bar: tqdm[Any] | None = None
 
     def run(self) -> Parts:
         """Return the parts, without a draft model. Raises EngineError, LoadError, KernelError or MemoryError."""
         with ExitStack() as bars:
-            self._source = self._opened(bars)
+            self._source = self._open(bars)
             try:
                 parts = self._parts(bars)
             except BaseException as error:
                 self._source.close()
-                if (told := self._told(error)) is not error:
-                    raise told from None
+                if (user_error := self._as_engine_error(error)) is not error:
+                    raise user_error from None
                 raise
         give_back_freed_memory()
         return parts
 
-    def _opened(self, bars: ExitStack) -> model_loaders.Model:
+    def _open(self, bars: ExitStack) -> model_loaders.Model:
         """Open the model's files, and fetch them first if need be. Encoders go to the CPU."""
         config, say = self._config, self._say
         is_here = config.weights is not None and Path(config.weights).exists()
         if config.weights is not None and is_here:
             self._bar = _loading_bar(bars, self._verbose is not None, Path(config.weights).name)
-        fits, template = fits_beside(config, self._ops), config.chat_template_file
+        fits, template = fit_check(config, self._ops), config.chat_template_file
         source = model_loaders.load(
             config.weights,
             verbose=self._verbose,
@@ -166,7 +166,7 @@ class _Loading:
             mmproj=config.mmproj,
             mtp=config.mtp,
         )
-        self._config = within_table(config, source.config, say)
+        self._config = limit_context(config, source.config, say)
         source = replace(source, config=source.config.for_context(self._config.ctx_size))
         if source.config.is_encoder and self._ops.backend == "cuda":
             kind = "a reranker" if source.config.scores_pairs else "an embedding model"
@@ -184,46 +184,48 @@ class _Loading:
         config, source = self._config, self._source
         check_layers(self._ops, source.config, config.block_size)
         self._adapters = read_adapters(config, source.config, source.weights, self._say)
-        self._mapped = self._tiles()
-        placement = self._placement = self._placed()
+        self._mapped_tiles = self._tiles()
+        placement = self._placement = self._place()
         ops, plan = placement.ops, placement.store_plan
         self._warn(placement)
         if why := ops.set_activation_bits(config.input_bits):
             self._say(f"input_bits has no effect here: {why}.")
         tiers = open_tiers(config, plan.shape, ops.name)
         warm = ops.warm_up()
-        on_host = placement.on_host.layers if placement.on_host else 0
+        host_layers = placement.on_host.layers if placement.on_host else 0
         later: list[Callable[[], None]] = []
         if warm is not None:
-            later = warm_up_first(config, warm, source, placement.shape, on_host, self._adapters.all)
-        weights = self._weights(placement, on_host)
+            later = warm_up_first(config, warm, source, placement.shape, host_layers, self._adapters.all)
+        weights = self._weights(placement, host_layers)
         if lost := source.left_out():  # what is wrong with the tokenizer is an error of loading
             self._say(lost)
         bars.close()
         if not source.config.is_encoder:
             ops.reserve_workspace(Load(source.config, plan.shape.widest, plan.tokens, config.parallel))
-        store = _store(config, WHOLE, ops, source, weights, plan, self._verbose)
+        store = _store(config, FULL_ENCODING, ops, source, weights, plan, self._verbose)
         for clause in store.numpy_fallbacks():
             self._say(f"{clause}.")
         if warm is not None:
             what = f"Compiling kernels for this {'CPU' if ops.name == 'cpu' else 'GPU'} (once)"
-            with progress_bar(self._verbose is not None, desc=what, bar_format=SHARE) as compiling:
-                warm.wait(amounts(compiling))
+            with progress_bar(self._verbose is not None, desc=what, bar_format=SHARE) as bar:
+                warm.wait(amounts(bar))
         model = (Encoder if source.config.is_encoder else Transformer)(ops, source.config, weights, store)
-        rehearsal = None if warm is None else rehearse(later, partial(warm.wait, lambda done, count: None))
-        is_mapped = self._mapped is not None
-        return Parts(config, source, placement, model, self._adapters, tiers, None, is_mapped, rehearsal)
+        timer = None if warm is None else warm_up_later(later, partial(warm.wait, lambda done, count: None))
+        is_mapped = self._mapped_tiles is not None
+        return Parts(config, source, placement, model, self._adapters, tiers, None, is_mapped, timer)
 
     def _tiles(self) -> MappedTiles | None:
         """Map the packed weights, if there is a tile cache; what it lacks is packed and written first."""
-        cache = asked_tile_cache(self._config, self._ops, self._source.weights, self._say)
+        cache = open_tile_cache(self._config, self._ops, self._source.weights, self._say)
         return None if cache is None else cache.tiles(lambda kept: self._load(self._ops, kept=kept))
 
-    def _placed(self) -> Placement:
+    def _place(self) -> Placement:
         config, source = self._config, self._source
-        wanted = wanted_of_source(config, self._ops, source.config, source.weights, self._adapters.all)
-        more = bytes_beside(config, self._ops, source.config, source.path)
-        return place(replace(wanted, more=more, is_mapped=self._mapped is not None), self._ops, self._say)
+        request = request_from_source(config, self._ops, source.config, source.weights, self._adapters.all)
+        other_bytes = companion_bytes(config, self._ops, source.config, source.path)
+        return place(
+            replace(request, other_bytes=other_bytes, is_mapped=self._mapped_tiles is not None), self._ops, self._say
+        )
 
     def _warn(self, placement: Placement) -> None:
         config, source = self._config, self._source
@@ -233,12 +235,12 @@ class _Loading:
         if self._weight_format and (warning := left_out(placement.ops, source.weights, self._weight_format)):
             self._say(warning)
 
-    def _weights(self, placement: Placement, on_host: int) -> ModelWeights:
-        if self._mapped is not None:
-            weights = self._load(placement.ops, kept=self._mapped, is_shown=False)
-            return replace(weights, why_damaged=self._mapped.removed_if_damaged)
+    def _weights(self, placement: Placement, host_layers: int) -> ModelWeights:
+        if self._mapped_tiles is not None:
+            weights = self._load(placement.ops, kept=self._mapped_tiles, is_shown=False)
+            return replace(weights, why_damaged=self._mapped_tiles.remove_if_damaged)
         cache = None if placement.experts is None else ExpertCache(placement.experts.experts)
-        return self._load(placement.ops, cache=cache, on_host=on_host)
+        return self._load(placement.ops, cache=cache, on_host=host_layers)
 
     def _load(self, ops: Ops, *, is_shown: bool = True, **options: Any) -> ModelWeights:
         """Load the weights to a device. options: of `load_weights`."""
@@ -251,7 +253,7 @@ class _Loading:
         reader = load_vision_encoder(ops, source.vision_encoder, source.vision_weights, progress)
         return replace(weights, images=reader, bytes=weights.bytes + reader.bytes)
 
-    def _told(self, error: BaseException) -> BaseException:
+    def _as_engine_error(self, error: BaseException) -> BaseException:
         """Return the error that users get for one of loading."""
         if isinstance(error, MemoryError):
             placement = self._placement
@@ -262,7 +264,7 @@ class _Loading:
         is_damaged = isinstance(error, EngineError) and error.code == "model_damaged"
         if not is_damaged and not isinstance(error, np.linalg.LinAlgError):  # squares of damaged weights, or of K/V
             return error
-        if self._mapped is not None and (reason := self._mapped.removed_if_damaged()) is not None:
+        if self._mapped_tiles is not None and (reason := self._mapped_tiles.remove_if_damaged()) is not None:
             return _DamagedTiles(reason)
         return EngineError(NOT_FINITE, "model_damaged")
 
@@ -274,18 +276,19 @@ def _loading_bar(bars: ExitStack, is_shown: bool, name: str) -> tqdm[Any] | None
     )
 
 
-def with_cache(
+def replace_cache(
     parts: Parts,
     config: EngineConfig,
     verbose: Say | None = None,
-    planned: Callable[[CacheShape], StorePlan] | None = None,
-    encoding: Encoding = WHOLE,
+    plan_store: Callable[[CacheShape], StorePlan] | None = None,
+    encoding: Encoding = FULL_ENCODING,
 ) -> Parts:
     """Return parts with the weights of `parts` and a KV store of their own for `config`, which has the same model,
-    weight type and device; see `Placement.loaded`. Closing either closes the files of both. Raises EngineError."""
+    weight type and device; see `Placement.after_loading`. Closing either closes the files of both. Raises
+    EngineError."""
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
     ops.forget()  # or else the memory of stores that are not used any more
-    placement = parts.placement.loaded(config, planned, encoding)
+    placement = parts.placement.after_loading(config, plan_store, encoding)
     store = _store(config, encoding, ops, source, weights, placement.store_plan, verbose)
     return Parts(config, source, placement, Transformer(ops, source.config, weights, store))
 

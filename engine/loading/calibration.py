@@ -62,7 +62,7 @@ def load_or_calibrate(
             )
             for layer, one in config.kv_attentions.items()
         }
-    key = kept_arrays.key_of(_FORMAT, block_size, list(ids), fingerprint(ops, config, weights))
+    key = kept_arrays.digest_key(_FORMAT, block_size, list(ids), fingerprint(ops, config, weights))
     if (arrays := kept_arrays.read(_KIND, key)) is not None:
         return {
             layer: LayerStatistics(*(arrays[f"{layer} {name}"] for name in _NAMES)) for layer in config.kv_attentions
@@ -99,7 +99,7 @@ def calibrate(
     """
     model = _full_precision_model(ops, config, weights, len(ids), block_size)
     _check_finite(model, ids[:8])
-    seen = model.tap = _QueriesAndKeys(model, len(ids))
+    recorder = model.tap = _QueriesAndKeys(model, len(ids))
     span = model.store.open(model.store.new_sequence(), len(ids))
     statistics: Statistics = {}
     rows = 0
@@ -108,13 +108,13 @@ def calibrate(
         progress(rows, len(config.layers) * len(ids))
         layer, rest = rows // len(ids) - 1, rows % len(ids)
         if rest == 0 and layer in config.kv_attentions:  # the layer is complete
-            queries, keys = seen.of(layer)
+            queries, keys = recorder.arrays(layer)
             if not (np.isfinite(queries).all() and np.isfinite(keys).all()):
                 raise EngineError(NOT_FINITE, "model_damaged")
             mixer, keys = config.attentions[layer], np.ascontiguousarray(keys.swapaxes(0, 1))
             output = _output(ops, weights, layer)
             sink_scores = weights.layers[layer].mixer.sink_scores
-            measured = measure(
+            layer_statistics = measure(
                 queries,
                 keys,
                 output,
@@ -126,9 +126,9 @@ def calibrate(
                 sink_scores=None if sink_scores is None else ops.layer_ops(layer).to_host(sink_scores),
             )
             # Squares of large values overflow.
-            if not all(np.isfinite(getattr(measured, field.name)).all() for field in fields(measured)):
+            if not all(np.isfinite(getattr(layer_statistics, field.name)).all() for field in fields(layer_statistics)):
                 raise EngineError(NOT_FINITE, "model_damaged")
-            statistics[layer] = measured
+            statistics[layer] = layer_statistics
     return statistics
 
 
@@ -151,23 +151,23 @@ def _check_finite(model: Transformer, ids: Sequence[int]) -> None:
 
 
 class _QueriesAndKeys:
-    """Keeps the queries (T, H, D) and keys (T, K, D) of the current layer, after RoPE and without the scale, a power of
-    two, so that removing it rounds nothing."""
+    """Records the queries (T, H, D) and keys (T, K, D) of the current layer, after RoPE and without the scale, a power
+    of two, so that removing it rounds nothing."""
 
     def __init__(self, model: Transformer, tokens: int):
         self._ops, self._conditioning = model.ops, model.store.conditioning
         self._mixers = model.config.kv_attentions
         mixers = self._mixers.values()
         shapes = {(heads, mixer.head_dim) for mixer in mixers for heads in (mixer.heads, mixer.kv_heads)}
-        self._kept = {
+        self._arrays = {
             name: {shape: np.empty((tokens, *shape), np.float32) for shape in shapes} for name in ("queries", "keys")
         }
 
-    def of(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    def arrays(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the queries and keys of a layer, which the next layer of the same shape overwrites."""
         mixer = self._mixers[layer]
         shapes = {"queries": (mixer.heads, mixer.head_dim), "keys": (mixer.kv_heads, mixer.head_dim)}
-        queries, keys = (self._kept[name][shape] for name, shape in shapes.items())
+        queries, keys = (self._arrays[name][shape] for name, shape in shapes.items())
         return queries, keys
 
     def __call__(self, layer: int, position: int, queries: Array, keys: Array) -> None:
@@ -176,8 +176,8 @@ class _QueriesAndKeys:
         assert scales is not None
         rows = slice(position, position + len(queries))
         for name, x, first in (("queries", queries, 0), ("keys", keys, heads)):
-            of_heads = scales[first : first + x.shape[1]]
-            self._kept[name][x.shape[1:]][rows] = self._ops.layer_ops(layer).to_host(x) / of_heads
+            head_scales = scales[first : first + x.shape[1]]
+            self._arrays[name][x.shape[1:]][rows] = self._ops.layer_ops(layer).to_host(x) / head_scales
 
 
 def full_precision_shape(config: ModelConfig, block_size: int) -> CacheShape:

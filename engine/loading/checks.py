@@ -12,7 +12,7 @@ from polarlm.engine.backends.select import gpu_numbers
 from polarlm.engine.config import AUTO, EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFT_MODEL, MOST_DRAFTED
-from polarlm.engine.loading.placement.cards import shares_of
+from polarlm.engine.loading.placement.devices import split_shares
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import parse_adapter
 from polarlm.engine.state import cache_types
@@ -34,10 +34,10 @@ def settle(
         config = replace(config, weights=os.fspath(path))
     for name, kind in get_type_hints(EngineConfig).items():
         value = getattr(config, name)
-        allowed = (int, float) if kind is float else get_origin(kind) if get_origin(kind) is dict else kind
-        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-            wanted = getattr(kind, "__name__", kind)
-            raise EngineError(f"{name} is {value!r}, but must be of type {wanted}")
+        types = (int, float) if kind is float else get_origin(kind) if get_origin(kind) is dict else kind
+        if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
+            type_name = getattr(kind, "__name__", kind)
+            raise EngineError(f"{name} is {value!r}, but must be of type {type_name}")
     _check_values(config)
     if config.hf_repo is not None:
         if config.weights is not None:
@@ -78,7 +78,7 @@ def _check_values(config: EngineConfig) -> None:
         raise _wrong("expert_cache", config, "leave it out, since tile_cache maps the experts from the disk already")
     gpu_numbers(config.device)
     if config.tensor_split not in (None, AUTO):
-        shares_of(config)
+        split_shares(config)
     check_settings(config)
     _check_adapters(config)
     weight_format(config)

@@ -9,7 +9,7 @@ import numpy as np
 
 from polarlm.engine.model.kv_scales import Variances, scale
 from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.quantization.metric import by_layer, key_metric, value_metric, without_feedback, without_tilt
+from polarlm.engine.quantization.metric import key_metric, remove_feedback, remove_tilt, split_layers, value_metric
 from polarlm.engine.quantization.statistics import LayerStatistics, smoothing
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
@@ -27,16 +27,16 @@ class Encoding:
     small_means: bool = True  # block means in 8 bits per channel instead of 16
 
 
-WHOLE = Encoding()
-NOT_STORED: tuple[Conditioning, Metrics] = Conditioning(), (None, None)  # for a layer without K/V
-Stored = tuple[list[Conditioning], list[Metrics]]  # one of each for every layer
+FULL_ENCODING = Encoding()
+NO_ENCODING: tuple[Conditioning, Metrics] = Conditioning(), (None, None)  # for a layer without K/V
+LayerEncodings = tuple[list[Conditioning], list[Metrics]]  # one of each for every layer
 
 
-def stored(
+def encode_layer(
     encoding: Encoding, layer: LayerShape, sizes: Sequence[Variances], statistics: Sequence[LayerStatistics]
 ) -> list[tuple[Conditioning, Metrics]]:
-    """Return how layers of one shape store keys and values. sizes: of each layer's; statistics: of each, or none. All
-    metrics are computed together: they take hundreds of small steps, however many layers there are."""
+    """Return how layers of one shape encode keys and values. sizes: the variances of each; statistics: of each, or
+    none. All metrics are computed together: they take hundreds of small steps, however many layers there are."""
     rotations = layer.codec_k.rotation(layer.head_dim), layer.codec_v.rotation(layer.head_dim)
     is_smooth = bool(statistics) and layer.mean_bits > 0 and encoding.smoothing
     smooth = [smoothing(one) for one in statistics] if is_smooth else [None] * len(sizes)
@@ -44,28 +44,31 @@ def stored(
     if not statistics:
         return [(one, (None, None)) for one in conditioning]
     metrics = _metrics(encoding, layer, conditioning, statistics)
-    whole = [[None] * len(sizes) if metric is None else by_layer(metric, len(sizes)) for metric in metrics]
-    return [(one, (k, v)) for one, k, v in zip(conditioning, *whole, strict=True)]
+    sides = [[None] * len(sizes) if metric is None else split_layers(metric, len(sizes)) for metric in metrics]
+    return [(one, (k, v)) for one, k, v in zip(conditioning, *sides, strict=True)]
 
 
-def stored_layers(
+def encode_layers(
     encoding: Encoding, shape: CacheShape, sizes: Sequence[Variances | None], statistics: Mapping[int, LayerStatistics]
-) -> Stored:
-    """Return `stored` of all layers. sizes: of each, None for one without K/V. statistics: of all with K/V, or none."""
-    alike: dict[LayerShape, dict[int, Variances]] = {}
+) -> LayerEncodings:
+    """Return how all layers encode keys and values. sizes: the variances of each, None without K/V. statistics: of all
+    with K/V, or none."""
+    by_shape: dict[LayerShape, dict[int, Variances]] = {}
     for number, size in enumerate(sizes):
         if size is not None:
-            alike.setdefault(shape.kv_layers[number], {})[number] = size
-    by_layer_number: dict[int, tuple[Conditioning, Metrics]] = {}
-    for layer, group in alike.items():
-        measured = [statistics[number] for number in group if number in statistics]
-        by_layer_number |= dict(zip(group, stored(encoding, layer, list(group.values()), measured), strict=True))
-    conditioning, metrics = zip(*(by_layer_number.get(number, NOT_STORED) for number in range(len(sizes))), strict=True)
+            by_shape.setdefault(shape.kv_layers[number], {})[number] = size
+    encodings: dict[int, tuple[Conditioning, Metrics]] = {}
+    for layer, group in by_shape.items():
+        group_statistics = [statistics[number] for number in group if number in statistics]
+        encodings |= dict(
+            zip(group, encode_layer(encoding, layer, list(group.values()), group_statistics), strict=True)
+        )
+    conditioning, metrics = zip(*(encodings.get(number, NO_ENCODING) for number in range(len(sizes))), strict=True)
     return list(conditioning), list(metrics)
 
 
 def _metrics(
-    encoding: Encoding, layer: LayerShape, stored: Sequence[Conditioning], statistics: Sequence[LayerStatistics]
+    encoding: Encoding, layer: LayerShape, conditioning: Sequence[Conditioning], statistics: Sequence[LayerStatistics]
 ) -> Metrics:
     """Return the error metrics of the keys and of the values of all heads of these layers; None for a codec that does
     not round to a table of points, or takes none."""
@@ -75,13 +78,15 @@ def _metrics(
 
     k = v = None
     if layer.codec_k.takes_metric and (rounding := layer.codec_k.rounding) is not None:
-        scales = np.concatenate([one.scale.keys for one in stored if one.scale is not None])
-        k = key_metric(all_heads("query_second"), all_heads("query_mean"), scales, stored[0].key_rotation, rounding)
+        scales = np.concatenate([one.scale.keys for one in conditioning if one.scale is not None])
+        k = key_metric(
+            all_heads("query_second"), all_heads("query_mean"), scales, conditioning[0].key_rotation, rounding
+        )
     if layer.codec_v.takes_metric and (rounding := layer.codec_v.rounding) is not None:
         tokens = np.stack([one.token_correlation for one in statistics]) if encoding.token_feedback else None
-        v = value_metric(all_heads("output_second"), stored[0].value_rotation, rounding, tokens)
+        v = value_metric(all_heads("output_second"), conditioning[0].value_rotation, rounding, tokens)
     if k is not None and not encoding.tilt:
-        k = without_tilt(k)
+        k = remove_tilt(k)
     if not encoding.feedback:
-        k, v = (m and without_feedback(m) for m in (k, v))
+        k, v = (m and remove_feedback(m) for m in (k, v))
     return k, v

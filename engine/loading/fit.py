@@ -17,10 +17,16 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select, with_host
 from polarlm.engine.config import AS_STORED, AUTO, DEFAULT_CACHE_TYPE, EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.placement.cards import CardFit
+from polarlm.engine.loading.placement.devices import ShareFit
 from polarlm.engine.loading.placement.experts import LEAST_CONTEXT, CpuExperts, ExpertPlan
 from polarlm.engine.loading.placement.place import Placement, place
-from polarlm.engine.loading.placement.wanted import More, Wanted, nothing, wanted_of_bytes, wanted_of_source
+from polarlm.engine.loading.placement.request import (
+    ContextBytes,
+    PlacementRequest,
+    no_bytes,
+    request_from_bytes,
+    request_from_source,
+)
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import read_adapters
 from polarlm.engine.model.weights import Kept, kept
@@ -55,7 +61,7 @@ class CacheFit:
     store_bytes: int = 0  # bytes of the KV store for that context, in the device's memory
     snapshot_bytes: int = 0  # bytes of snapshots of recurrent layers, in the computer's memory; see StorePlan
     contexts: tuple[ContextFit, ...] = ()
-    cards: tuple[CardFit, ...] = ()  # what each of several GPUs has
+    cards: tuple[ShareFit, ...] = ()  # what each of several GPUs has; the name is a key of `polarlm fit --json`
     experts: ExpertPlan | None = None  # experts in memory at a time, if not all fit
     cpu_experts: CpuExperts | None = None  # experts in the computer's memory, if not all fit on the GPU
 
@@ -103,15 +109,16 @@ def fit_device(
     source: WeightSource,
     cache_types: Sequence[str] = CACHE_TYPES,
     contexts: Sequence[int] = (),
-    more: More = nothing,
+    other_bytes: ContextBytes = no_bytes,
 ) -> DeviceFit:
     """Return what fits on a device with `config`: first with its weight type, then with every other one. contexts:
-    lengths in tokens; sequences of these lengths are counted with the first weight type. more: as in `Wanted`."""
+    lengths in tokens; sequences of these lengths are counted with the first weight type. other_bytes: as in
+    `PlacementRequest`."""
     rows, adapters = [], read_adapters(config, model, source).all
     for number, weight_type in enumerate(weight_types(config)):
         settings = replace(config, weight_type=weight_type)
-        wanted = replace(wanted_of_source(settings, ops, model, source, adapters), more=more)
-        row = fit_weights(wanted, ops, cache_types, () if number else contexts)
+        request = replace(request_from_source(settings, ops, model, source, adapters), other_bytes=other_bytes)
+        row = fit_weights(request, ops, cache_types, () if number else contexts)
         rows.append(replace(row, kept=kept(ops, source, weight_format(settings))))
     return DeviceFit(device, ops.name, ops.free_memory(), tuple(rows))
 
@@ -132,8 +139,8 @@ def fit_files(
         types = weight_types(config)
         names = {weight_type: (replace(config, weight_type=weight_type), files[""]) for weight_type in types}
     for number, (name, (settings, size)) in enumerate(names.items()):
-        wanted = wanted_of_bytes(settings, ops, model, size)
-        rows.append(replace(fit_weights(wanted, ops, CACHE_TYPES, () if number else contexts), weight_type=name))
+        request = request_from_bytes(settings, ops, model, size)
+        rows.append(replace(fit_weights(request, ops, CACHE_TYPES, () if number else contexts), weight_type=name))
     return DeviceFit(device, ops.name, ops.free_memory(), tuple(rows))
 
 
@@ -149,13 +156,13 @@ def weight_types(config: EngineConfig) -> list[str]:
 
 
 def fit_weights(
-    wanted: Wanted, ops: Ops, cache_types: Sequence[str] = CACHE_TYPES, contexts: Sequence[int] = ()
+    request: PlacementRequest, ops: Ops, cache_types: Sequence[str] = CACHE_TYPES, contexts: Sequence[int] = ()
 ) -> WeightFit:
     """Return what fits in the memory that weights leave, with every cache type."""
-    names = dict.fromkeys((wanted.config.cache_type, *cache_types))
-    placements = {name: _placed(wanted.changed(cache_type=name), ops) for name in names}
+    names = dict.fromkeys((request.config.cache_type, *cache_types))
+    placements = {name: _try_place(request.with_settings(cache_type=name), ops) for name in names}
     caches = tuple(_fit_cache(name, placements[name], contexts) for name in cache_types)
-    weight_type, size = wanted.config.weight_type, wanted.sizes.weights
+    weight_type, size = request.config.weight_type, request.sizes.weights
     first = next((placement for placement in placements.values() if isinstance(placement, Placement)), None)
     if first is None:
         return WeightFit(weight_type, size, 0, 0, caches)
@@ -166,14 +173,14 @@ def fit_weights(
     )
 
 
-def _placed(wanted: Wanted, ops: Ops) -> Placement | EngineError:
+def _try_place(request: PlacementRequest, ops: Ops) -> Placement | EngineError:
     """Return where the model goes, or why it cannot have these settings. With a GPU's host, as many experts as need be
     stay in its memory."""
     try:
-        placement = place(wanted, ops)
-        if placement.split is None and wanted.sizes.experts and ops.host is not None:
-            with_host = place(wanted.changed(cpu_moe=AUTO), ops)
-            return placement if with_host.on_host is None else with_host
+        placement = place(request, ops)
+        if placement.split is None and request.sizes.experts and ops.host is not None:
+            host_placement = place(request.with_settings(cpu_moe=AUTO), ops)
+            return placement if host_placement.on_host is None else host_placement
         return placement
     except EngineError as error:
         return error
@@ -191,14 +198,14 @@ def _fit_cache(cache_type: str, placement: Placement | EngineError, contexts: Se
         store_bytes=plan.bytes if plan else 0,
         snapshot_bytes=plan.snapshot_bytes if plan else 0,
         contexts=tuple(_fit_context(placement, tokens) for tokens in contexts),
-        cards=placement.cards(),
+        cards=placement.devices(),
         experts=placement.experts,
         cpu_experts=placement.on_host,
     )
 
 
 def _fit_context(placement: Placement, tokens: int) -> ContextFit:
-    config = placement.wanted.config
+    config = placement.request.config
 
     def holds(count: int) -> bool:
         """Whether a store for `count` sequences at a time fits, and holds them."""
@@ -210,14 +217,14 @@ def _fit_context(placement: Placement, tokens: int) -> ContextFit:
 
     if placement.lacking or not holds(1):
         return ContextFit(tokens, 0, placement.lacks(tokens, parallel=1))
-    more = range(2, 2 + placement.room // max(1, placement.shape.sequence_bytes(tokens)))
-    return ContextFit(tokens, 1 + bisect_left(more, True, key=lambda count: not holds(count)), 0)
+    counts = range(2, 2 + placement.room // max(1, placement.shape.sequence_bytes(tokens)))
+    return ContextFit(tokens, 1 + bisect_left(counts, True, key=lambda count: not holds(count)), 0)
 
 
-def steps_to(context: int) -> list[int]:
+def context_steps(context: int) -> list[int]:
     """Return the contexts to show: powers of two from 4,096 up to the model's own, which is the last; five at most.
 
-    >>> steps_to(40960)
+    >>> context_steps(40960)
     [4096, 8192, 16384, 32768, 40960]
     """
     steps = [4096]
@@ -252,9 +259,9 @@ def advise(devices: Sequence[DeviceFit], config: EngineConfig, model: ModelConfi
             first = "as the file has them" if first == AS_STORED else f"as {first}"
             sentence = f"{weights.weight_type} is taken: {first}, the weights leave too little room. {sentence}"
         if cache.experts is not None:
-            sentence = f"Not all experts fit. {_of_cache(cache.experts)} {sentence}"
+            sentence = f"Not all experts fit. {_cache_sentence(cache.experts)} {sentence}"
         if cache.cpu_experts is not None:
-            sentence = f"Not all experts fit on the GPU. {_of_host(cache.cpu_experts)} {sentence}"
+            sentence = f"Not all experts fit on the GPU. {_host_sentence(cache.cpu_experts)} {sentence}"
         settings: dict[str, str | int] = {}
         if device is not devices[0]:
             settings["device"] = device.device
@@ -275,14 +282,14 @@ def advise(devices: Sequence[DeviceFit], config: EngineConfig, model: ModelConfi
     return Advice(f"This model does not fit here: {most:,} tokens of context are left with it; {_SMALLEST}.", None)
 
 
-def _of_cache(experts: ExpertPlan) -> str:
+def _cache_sentence(experts: ExpertPlan) -> str:
     return (
         f"{format_bytes(experts.bytes)} of their {format_bytes(experts.whole)} are in memory at a time; if they are "
-        f"chosen equally often, a token reads {format_bytes(experts.of_token)} from the file."
+        f"chosen equally often, a token reads {format_bytes(experts.token_bytes)} from the file."
     )
 
 
-def _of_host(experts: CpuExperts) -> str:
+def _host_sentence(experts: CpuExperts) -> str:
     return (
         f"The experts of the first {experts.layers} layers, {format_bytes(experts.bytes)}, stay in the computer's "
         f"memory; a token reads {format_bytes(experts.of_token)}: {experts.of_token / _HOST_RATE * 1e3:.1f} ms at "

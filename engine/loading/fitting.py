@@ -11,7 +11,7 @@ import numpy as np
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import kept_arrays
 from polarlm.engine.loading.calibration import TOKENS, Progress, can_calibrate, load_or_calibrate, text_ids
-from polarlm.engine.loading.encoding import NOT_STORED, Encoding, Stored, stored_layers
+from polarlm.engine.loading.encoding import NO_ENCODING, Encoding, LayerEncodings, encode_layers
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.kv_scales import variances
@@ -36,7 +36,7 @@ def load_or_fit(
     tokenizer: Tokenizer | None,
     say: Callable[[str], None],
     progress: Progress = lambda done, total: None,
-) -> Stored:
+) -> LayerEncodings:
     """Return how every layer stores keys and values, with scales from the weights, and smoothing and error metrics from
     a calibration: as kept in the user's cache folder, or else computed now and kept there. tokenizer: None leaves the
     calibration out; what is left takes too little time to be kept."""
@@ -44,21 +44,21 @@ def load_or_fit(
     # A calibration on too short a text says so at every start.
     is_kept = can_calibrate(ids, shape.block_size)
     layers = [(number, one.codec_k.name, one.codec_v.name, one.mean_bits) for number, one in shape.kv_layers.items()]
-    key = kept_arrays.key_of(_FORMAT, encoding, shape.block_size, layers, ids, fingerprint(ops, config, weights))
+    key = kept_arrays.digest_key(_FORMAT, encoding, shape.block_size, layers, ids, fingerprint(ops, config, weights))
     if is_kept and (arrays := kept_arrays.read(_KIND, key)) is not None:
-        return _unpacked(shape, arrays)
+        return _unpack(shape, arrays)
     statistics: Mapping[int, LayerStatistics] = {}
     if tokenizer is not None:
         statistics = load_or_calibrate(ops, config, weights, ids, shape.block_size, say, progress)
     centred = {layer for layer, one in shape.kv_layers.items() if one.mean_bits}
     block_sizes = [shape.block_size if layer in centred else None for layer in range(len(shape.layers))]
-    encodings = stored_layers(encoding, shape, variances(ops, config, weights, block_sizes), statistics)
+    encodings = encode_layers(encoding, shape, variances(ops, config, weights, block_sizes), statistics)
     if is_kept:  # if it cannot be kept, neither can the calibration, which has said so
-        kept_arrays.write(_KIND, key, _packed(*encodings), lambda sentence: None)
+        kept_arrays.write(_KIND, key, _pack(*encodings), lambda sentence: None)
     return encodings
 
 
-def _packed(conditioning: Sequence[Conditioning], metrics: Sequence[Metrics]) -> dict[str, np.ndarray]:
+def _pack(conditioning: Sequence[Conditioning], metrics: Sequence[Metrics]) -> dict[str, np.ndarray]:
     """Return the arrays of all layers by names such as "3 v matrix"."""
     arrays: dict[str, np.ndarray] = {}
     for layer, (one, both) in enumerate(zip(conditioning, metrics, strict=True)):
@@ -71,14 +71,14 @@ def _packed(conditioning: Sequence[Conditioning], metrics: Sequence[Metrics]) ->
     return arrays
 
 
-def _unpacked(shape: CacheShape, arrays: Mapping[str, np.ndarray]) -> Stored:
-    """Return the layers whose `_packed` arrays these are."""
+def _unpack(shape: CacheShape, arrays: Mapping[str, np.ndarray]) -> LayerEncodings:
+    """Return the layers whose `_pack` arrays these are."""
 
     def metric(layer: int, side: str) -> Metric | None:
         values = {field.name: arrays.get(f"{layer} {side} {field.name}") for field in fields(Metric)}
         return None if values["matrix"] is None else Metric(**values)  # type: ignore[arg-type]
 
-    layers = [NOT_STORED] * len(shape.layers)
+    layers = [NO_ENCODING] * len(shape.layers)
     for layer, one in shape.kv_layers.items():
         rotations = one.codec_k.rotation(one.head_dim), one.codec_v.rotation(one.head_dim)
         scales = Scale(arrays[f"{layer} k scale"], arrays[f"{layer} v scale"])

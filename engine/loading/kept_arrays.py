@@ -16,10 +16,10 @@ from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 
-_MOST_BYTES = 1 << 30  # of all files of a kind; the most recently used ones stay
+_LIMIT_BYTES = 1 << 30  # of all files of a kind; the most recently used ones stay
 
 
-def key_of(*parts: object) -> str:
+def digest_key(*parts: object) -> str:
     """Return a digest of these values, by their `repr`."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=objects.NAME_BYTES).hexdigest()
 
@@ -30,15 +30,15 @@ def read(kind: str, key: str) -> dict[str, np.ndarray] | None:
     try:
         file = _file(kind, key)
         with file.open("rb") as opened:
-            kept = objects.read(opened, bytes.fromhex(key))
+            stored = objects.read(opened, bytes.fromhex(key))
     except (LoadError, OSError, DamagedObject):
         return None
     with suppress(OSError):
         file.touch()  # marks it as recently used
     arrays, end = {}, 0
-    numbers = kept.payload.view(np.float32)
+    numbers = stored.payload.view(np.float32)
     numbers.flags.writeable = False
-    for name, shape in kept.header["arrays"]:
+    for name, shape in stored.header["arrays"]:
         start, end = end, end + math.prod(shape)
         arrays[name] = numbers[start:end].reshape(shape)
     return arrays
@@ -48,13 +48,13 @@ def write(kind: str, key: str, arrays: Mapping[str, np.ndarray], say: Callable[[
     """Keep arrays (float32), or say why that is not possible."""
     shapes = [(name, array.shape) for name, array in arrays.items()]
     payload = np.concatenate([array.reshape(-1) for array in arrays.values()] or [np.empty(0, np.float32)])
-    made = Object({"kind": kind, "arrays": shapes}, payload)
+    stored = Object({"kind": kind, "arrays": shapes}, payload)
     try:
         file = _file(kind, key)
         file.parent.mkdir(parents=True, exist_ok=True)
-        files.write(file, made.pack(bytes.fromhex(key)))
+        files.write(file, stored.pack(bytes.fromhex(key)))
         names = re.compile(f"{kind}-[0-9a-f]{{32}}")
-        files.remove_oldest(file.parent, names, _MOST_BYTES - file.stat().st_size, file)
+        files.remove_oldest(file.parent, names, _LIMIT_BYTES - file.stat().st_size, file)
     except LoadError as error:
         say(f"What was computed for fitting the KV cache cannot be kept for the next time. {error}")
     except OSError as error:

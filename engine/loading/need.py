@@ -8,11 +8,11 @@ from pathlib import Path
 
 from polarlm import model_loaders
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.backends.select import cards_of, select, with_host
+from polarlm.engine.backends.select import ops_per_device, select, with_host
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.placement.place import Placement, place
-from polarlm.engine.loading.placement.wanted import bytes_beside, fits_beside, wanted_of_source
+from polarlm.engine.loading.placement.request import companion_bytes, fit_check, request_from_source
 from polarlm.engine.model.adapters import read_adapters
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.model_loaders import hub
@@ -34,53 +34,61 @@ class Need:
     free: int  # bytes of the device's memory
 
 
-def fetched(config: EngineConfig, verbose: Callable[[str], None], progress: hub.Progress | None = None) -> EngineConfig:
+def fetch_model(
+    config: EngineConfig, verbose: Callable[[str], None], progress: hub.Progress | None = None
+) -> EngineConfig:
     """Return `config` with the path of its model in place of a name on the hub, from which it is downloaded if need be:
     of several GGUF files the best that fits in memory. Raises EngineError."""
     try:
         if config.weights is None or (name := hub.hub_name(config.weights)) is None:
             return config
         ops, _ = select(config.device, config.threads)
-        file = hub.fetch(name, fits_beside(config, ops), verbose, progress)
+        file = hub.fetch(name, fit_check(config, ops), verbose, progress)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     return replace(config, weights=str(file))
 
 
-def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, most: int | None = None) -> Need:
+def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, limit: int | None = None) -> Need:
     """Return what the model of `config`, settled and with a path, needs, and whether it fits. Raises EngineError.
 
     It fits if all its weights do, and beside them the requested context, or else the model's own, up to 16,384 tokens.
     Experts are left out only if `expert_cache` or `cpu_moe` says so. reserved: bytes that other processes will still
-    take, by `Need.device`. most: bytes that weights, KV store and process may have; None for what is free.
+    take, by `Need.device`. limit: bytes that weights, KV store and process may have; None for what is free.
     """
     ops, _ = select(config.device, config.threads)
     if config.cpu_moe is not None:
         ops, _ = with_host(ops, config.threads)
-    names = [ops.name] if ops.name == "cpu" else [card.name for card in cards_of(ops, with_others=False)]
-    beside = sum(size for device, size in (reserved or {}).items() if any(name in device for name in names))
+    names = [ops.name] if ops.name == "cpu" else [device.name for device in ops_per_device(ops, with_others=False)]
+    other_models = sum(size for device, size in (reserved or {}).items() if any(name in device for name in names))
     process = PROCESS_BYTES if ops.name == "cpu" else 0
-    placement = _placed(config, ops, beside, None if most is None else most - process)
-    wanted, plan, weights = placement.wanted, placement.plan, process + placement.weights
+    placement = _place(config, ops, other_models, None if limit is None else limit - process)
+    request, plan, weights = placement.request, placement.plan, process + placement.weights
     device, free = placement.ops.name, placement.ops.free_memory()
-    if plan is not None and placement.is_met and not (placement.split is not None and beside):
-        store = plan.bytes + wanted.more(plan.tokens)
-        if most is None or weights + store <= most:
+    if plan is not None and placement.is_met and not (placement.split is not None and other_models):
+        store = plan.bytes + request.other_bytes(plan.tokens)
+        if limit is None or weights + store <= limit:
             return Need(device, weights + store, plan.bytes, plan.tokens, True, free)
-    # How much of each of several cards others will take is not known.
-    least = weights + plan_for_tokens(placement.shape, wanted.context, 1).bytes + wanted.more(wanted.context)
+    # How much of each of several GPUs others will take is not known.
+    least = weights + plan_for_tokens(placement.shape, request.context, 1).bytes + request.other_bytes(request.context)
     return Need(device, least, 0, 0, False, free)
 
 
-def _placed(config: EngineConfig, ops: Ops, reserved: int, most: int | None) -> Placement:
+def _place(config: EngineConfig, ops: Ops, reserved_bytes: int, memory_limit: int | None) -> Placement:
     try:
         model, source, _ = model_loaders.load_weights(str(config.weights), mtp=config.mtp)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     try:
         model = model.for_context(config.ctx_size)
-        wanted = wanted_of_source(config, ops, model, source, read_adapters(config, model, source).all)
-        more = bytes_beside(config, ops, model, Path(str(config.weights)))
-        return place(replace(wanted, more=more, reserved=reserved, most=most, caches_experts=False), ops)
+        request = request_from_source(config, ops, model, source, read_adapters(config, model, source).all)
+        request = replace(
+            request,
+            other_bytes=companion_bytes(config, ops, model, Path(str(config.weights))),
+            reserved_bytes=reserved_bytes,
+            memory_limit=memory_limit,
+            caches_experts=False,
+        )
+        return place(request, ops)
     finally:
         source.close()

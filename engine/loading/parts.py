@@ -17,7 +17,7 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import in_words, kept
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes
-from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
+from polarlm.engine.storage.tiers.tier_store import FolderTier, TierStore
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Parts:
     tiers: Sequence[TierStore] = ()
     draft: Parts | None = None  # the parts of the draft model
     is_mapped: bool = False  # whether the weights are mapped from the tile cache
-    rehearsal: threading.Timer | None = None  # warms up for later turns and for several requests
+    warm_up_timer: threading.Timer | None = None  # warms up for later turns and for several requests
 
     @property
     def plan(self) -> StorePlan:
@@ -46,22 +46,22 @@ class Parts:
     @property
     def is_compiled(self) -> bool:
         """Whether all kernels have been compiled that later turns and several requests need."""
-        return self.rehearsal is None or not self.rehearsal.is_alive()
+        return self.warm_up_timer is None or not self.warm_up_timer.is_alive()
 
     @property
     def draft_model(self) -> Transformer | None:
         return None if self.draft is None else self.draft.model
 
     @property
-    def disk(self) -> Folder | None:
+    def disk(self) -> FolderTier | None:
         """The tier on the disk; None if there is none."""
-        folders = (tier for tier in self.tiers if isinstance(tier, Folder))
+        folders = (tier for tier in self.tiers if isinstance(tier, FolderTier))
         return next((folder for folder in folders if folder.label == "disk"), None)
 
     def close(self) -> None:
-        """Close the weights' files, drop what is recorded, and begin no rehearsal."""
-        if self.rehearsal is not None:
-            self.rehearsal.cancel()
+        """Close the weights' files, drop what is recorded, and begin no warm-up."""
+        if self.warm_up_timer is not None:
+            self.warm_up_timer.cancel()
         self.model.ops.forget()
         self.source.close()
         if self.draft is not None:
@@ -74,7 +74,7 @@ def start_line(parts: Parts) -> str:
     if model.config.is_encoder:
         return fit_line(parts)
     smaller = shape.f16_bytes(plan.tokens) / max(1, shape.sequence_bytes(plan.tokens))
-    cache = f"{smaller:.1f}× smaller than f16" if smaller > 1.05 else cache_types.in_words(parts.config, shape)
+    cache = f"{smaller:.1f}× smaller than f16" if smaller > 1.05 else cache_types.describe_types(parts.config, shape)
     return " · ".join(
         [
             model.name,
@@ -88,7 +88,7 @@ def start_line(parts: Parts) -> str:
 def fit_line(parts: Parts) -> str:
     """Return a line for users: the model, how its weights are kept, the memory of weights and KV store, its context."""
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
-    types = cache_types.in_words(parts.config, shape)
+    types = cache_types.describe_types(parts.config, shape)
     weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
     name = f"{model.name} ({model.config.family}, {model.config.depth} layers)"
     where = f", {ops.inputs}" if ops.inputs else ""
@@ -101,10 +101,10 @@ def fit_line(parts: Parts) -> str:
             what = f"reranker: queries and documents of up to {plan.tokens:,} tokens together"
         return f"{name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; {what}"
     snapshots = plan.snapshot_bytes if shape.has_host else 0
-    beside = f" and {format_bytes(snapshots)} of snapshots in the computer's memory" if snapshots else ""
+    snapshot_clause = f" and {format_bytes(snapshots)} of snapshots in the computer's memory" if snapshots else ""
     line = (
         f"{name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; "
-        f"KV store {format_bytes(plan.bytes)}{beside}, "
+        f"KV store {format_bytes(plan.bytes)}{snapshot_clause}, "
         f"{shape.blocks_of_kv(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "
         f"({shape.bits_of_text(plan.tokens):.2f} bits/value): {plan.capacity:,} tokens fit"
     )

@@ -17,7 +17,7 @@ from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.quantization import snapshot_codes
 from polarlm.engine.state import cache_types
-from polarlm.engine.state.cache_types import TwoKinds
+from polarlm.engine.state.cache_types import Preset
 from polarlm.engine.state.layer_shapes import LayerShape, SharedShape, StateShape
 from polarlm.engine.state.plan import StorePlan, format_bytes, parse_size
 from polarlm.engine.state.recurrent.delta import DeltaShape
@@ -71,35 +71,36 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
         sizes = mixer.kv_heads, mixer.head_dim, means, mixer.window
         layers.append(LayerShape(codec_k, codec_v, *sizes, images_whole=mixer.images_whole))
-    if (kinds := cache_types.two_kinds(config)) is not None:
-        layers = _of_two_kinds(kinds, layers)
-    shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
+    if (preset := cache_types.preset(config)) is not None:
+        layers = _apply_preset(preset, layers)
+    shape = _set_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
     try:
         return replace(shape, stored={layer: ops.cache_bytes(shape.format(layer)) for layer in shape.kv_layers})
     except ValueError as error:
         raise EngineError(str(error)) from None
 
 
-def _of_two_kinds(kinds: TwoKinds, layers: Sequence[StateShape]) -> list[StateShape]:
-    """Return the layers with blocks of two kinds in the group that keeps the most of a whole text. In all others,
-    blocks are alike: a window has no more of them, however long the text."""
+def _apply_preset(preset: Preset, layers: Sequence[StateShape]) -> list[StateShape]:
+    """Return the layers with the types of a preset: two kinds of blocks in the group that keeps the most of a whole
+    text, and one kind in all others, whose windows have no more blocks, however long the text."""
     values: Counter[Hashable] = Counter()
     for layer in layers:
         if isinstance(layer, LayerShape) and layer.window is None:
             values[layer.group] += layer.values
     mixed = max(values, key=values.__getitem__, default=None)
-    k, v = map(codecs.get, kinds.alike)
+    k, v = map(codecs.get, preset.uniform)
 
-    def with_types(layer: StateShape) -> StateShape:
+    def layer_shape(layer: StateShape) -> StateShape:
         if not isinstance(layer, LayerShape):
             return layer
-        is_mixed = layer.group == mixed
-        return replace(layer, finer=kinds.finer_kind) if is_mixed else replace(layer, codec_k=k, codec_v=v)
+        if layer.group == mixed:
+            return replace(layer, high_precision=preset.high_precision_kind)
+        return replace(layer, codec_k=k, codec_v=v)
 
-    return [*map(with_types, layers)]
+    return [*map(layer_shape, layers)]
 
 
-def _with_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:
+def _set_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:
     """Return the shape with the snapshots of recurrent layers that `config` asks for. Raises EngineError."""
     codes = snapshot_codes.ALL[config.state_type]
     layers = [replace(one, codes=codes) if isinstance(one, DeltaShape) else one for one in shape.layers]
@@ -118,7 +119,7 @@ def is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:
     return config.calibration and config.key_conditioning and quantized
 
 
-def within_table(config: EngineConfig, model: ModelConfig, say: Callable[[str], None]) -> EngineConfig:
+def limit_context(config: EngineConfig, model: ModelConfig, say: Callable[[str], None]) -> EngineConfig:
     """Return `config` with a context of at most the rows of the model's table of positions, if it has one."""
     most = model.positions - model.first_position
     if model.positions == 0 or config.ctx_size <= most:

@@ -26,7 +26,7 @@ import numpy as np
 
 from polarlm.engine.backends.ops import KeptTiles, Ops
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.loading.kept_arrays import key_of
+from polarlm.engine.loading.kept_arrays import digest_key
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.storage import files, objects
 from polarlm.engine.storage.objects import DamagedObject, Object
@@ -38,27 +38,27 @@ from polarlm.model_loaders.user_dirs import cache_folder, source_digest
 _NAME = re.compile("[0-9a-f]{32}")
 _SUMS = b"polarlm tilesums"  # the name of the object at its end
 _PIECE = 1 << 20  # bytes of tiles that have a checksum
-_CHECKED = 16  # pieces that are checked at each start
-_ALIGNED = 64  # bytes
+_CHECKED_PIECES = 16  # pieces that are checked at each start
+_ALIGNMENT = 64  # bytes
 _PACKAGE = Path(__file__).resolve().parents[2]
 # The code that decides what the tiles are, and in which order matrices are loaded.
 _SOURCES = tuple(
     _PACKAGE / name for name in ("engine/backends/native", "engine/model", "engine/weight_formats", "model_loaders")
 )
 
-Packed = Callable[[], Iterator[np.ndarray]]  # as in `KeptTiles.take`
+PackTiles = Callable[[], Iterator[np.ndarray]]  # as in `KeptTiles.take`
 
 
-class _Listed:
+class _TileList:
     """The matrices that a model loads, in order; nothing is packed."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []  # bytes of each
-        self.packed: list[Packed] = []
+        self.packs: list[PackTiles] = []
 
-    def take(self, nbytes: int, packed: Packed) -> np.ndarray:
+    def take(self, nbytes: int, pack: PackTiles) -> np.ndarray:
         self.sizes.append(nbytes)
-        self.packed.append(packed)
+        self.packs.append(pack)
         return np.broadcast_to(np.uint8(0), nbytes)
 
 
@@ -71,23 +71,25 @@ class MappedTiles:
     sizes: list[int]
     sums: np.ndarray
     _is_damaged: bool | None = field(default=None, init=False)
-    _taken: int = field(default=0, init=False)
+    _next: int = field(default=0, init=False)
     _end: int = field(default=0, init=False)
 
-    def take(self, nbytes: int, packed: Packed) -> np.ndarray | None:
-        if self.sizes[self._taken : self._taken + 1] != [nbytes]:
-            self._taken = len(self.sizes)  # the rest would be in another order, too
+    def take(self, nbytes: int, pack: PackTiles) -> np.ndarray | None:
+        if self.sizes[self._next : self._next + 1] != [nbytes]:
+            self._next = len(self.sizes)  # the rest would be in another order, too
             return None
         first = self._end
-        self._taken += 1
-        self._end += _padded(nbytes)
+        self._next += 1
+        self._end += _align(nbytes)
         return self.memory[first : first + nbytes]
 
     def is_right(self, pieces: Iterable[int]) -> bool:
         starts = (piece * _PIECE for piece in pieces)
-        return all(zlib.crc32(self.memory[at : at + _PIECE].data) == self.sums[at // _PIECE] for at in starts)
+        return all(
+            zlib.crc32(self.memory[start : start + _PIECE].data) == self.sums[start // _PIECE] for start in starts
+        )
 
-    def removed_if_damaged(self) -> str | None:
+    def remove_if_damaged(self) -> str | None:
         """Check all tiles, once. If they are damaged, remove the file and return a clause that says so."""
         if self._is_damaged is None:
             self._is_damaged = not self.is_right(range(len(self.sums)))
@@ -116,9 +118,9 @@ class TileCache:
         """Return the mapped tiles of the matrices that `load` loads, which are packed and written first if need be;
         None if they cannot be written. Raises LoadError."""
         if (mapped := self._open()) is None:
-            listed = _Listed()
-            load(listed)
-            if self._write(listed):
+            tiles = _TileList()
+            load(tiles)
+            if self._write(tiles):
                 mapped = self._open()
         return mapped
 
@@ -128,7 +130,7 @@ class TileCache:
             files.lock(opened, is_shared=True, waits=False)
             head = objects.read(opened, self._name)
             sizes, first = head.header["sizes"], opened.tell()
-            end = first + sum(map(_padded, sizes))
+            end = first + sum(map(_align, sizes))
             opened.seek(end)
             sums = objects.read(opened, _SUMS).payload.view("<u4")
             size = opened.tell()
@@ -136,7 +138,7 @@ class TileCache:
                 return None
             memory = np.frombuffer(mmap.mmap(opened.fileno(), end, access=mmap.ACCESS_READ), np.uint8)[first:]
             mapped = MappedTiles(self.file, memory, sizes, sums)
-            if not mapped.is_right(random.sample(range(len(sums)), min(len(sums), _CHECKED))):
+            if not mapped.is_right(random.sample(range(len(sums)), min(len(sums), _CHECKED_PIECES))):
                 self.say(f"{self.file} is damaged: weights are packed again.")
                 return None
             os.utime(self.file)  # marks it as recently used
@@ -144,10 +146,10 @@ class TileCache:
             return mapped
         return None
 
-    def _write(self, listed: _Listed) -> bool:
-        header, _ = Object({"kind": "tiles", "sizes": listed.sizes}).pack(self._name)
-        sums = _Sums(sum(map(_padded, listed.sizes)))
-        folder, needed = self.file.parent, len(header) + sums.bytes_of_tiles + sum(map(len, sums.pack()))
+    def _write(self, tiles: _TileList) -> bool:
+        header, _ = Object({"kind": "tiles", "sizes": tiles.sizes}).pack(self._name)
+        sums = _Sums(sum(map(_align, tiles.sizes)))
+        folder, needed = self.file.parent, len(header) + sums.tile_bytes + sum(map(len, sums.pack()))
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             files.remove_unfinished(folder)
@@ -155,7 +157,7 @@ class TileCache:
                 return self._refuse(f"they take {format_bytes(needed)}, more than tile_cache allows")
             if (free := shutil.disk_usage(folder).free) < needed:
                 return self._refuse(f"they take {format_bytes(needed)}, and {format_bytes(free)} of the disk are free")
-            files.write(self.file, _parts(header, listed, sums))
+            files.write(self.file, _parts(header, tiles, sums))
             self._make_room(needed)  # other processes may have written files meanwhile
         except OSError as error:
             return self._refuse(error.strerror or str(error))
@@ -169,7 +171,7 @@ class TileCache:
         return False
 
 
-def asked_tile_cache(
+def open_tile_cache(
     config: EngineConfig, ops: Ops, source: WeightSource, say: Callable[[str], None]
 ) -> TileCache | None:
     """Return the tile cache of a model, if there is to be one; say why there is none."""
@@ -184,39 +186,39 @@ def asked_tile_cache(
     except (LoadError, OSError) as error:
         say(f"Packed weights are not kept. {error}")
         return None
-    key = key_of(source_digest(_SOURCES), weights, config.weight_type)
+    key = digest_key(source_digest(_SOURCES), weights, config.weight_type)
     return TileCache(folder / "tiles" / key, parse_size(config.tile_cache, "tile_cache"), say)
 
 
 class _Sums:
     """The CRC-32 of each piece of the tiles that are added."""
 
-    def __init__(self, bytes_of_tiles: int) -> None:
-        self.bytes_of_tiles = bytes_of_tiles
-        self._sums = np.zeros(-(-bytes_of_tiles // _PIECE), "<u4")
-        self._added = 0
+    def __init__(self, tile_bytes: int) -> None:
+        self.tile_bytes = tile_bytes
+        self._sums = np.zeros(-(-tile_bytes // _PIECE), "<u4")
+        self._bytes_added = 0
 
     def add(self, part: bytes | memoryview) -> bytes | memoryview:
         left = memoryview(part)
         while left:
-            piece, inside = divmod(self._added, _PIECE)
-            taken, left = left[: _PIECE - inside], left[_PIECE - inside :]
-            self._sums[piece] = zlib.crc32(taken, int(self._sums[piece]))
-            self._added += len(taken)
+            piece, inside = divmod(self._bytes_added, _PIECE)
+            head, left = left[: _PIECE - inside], left[_PIECE - inside :]
+            self._sums[piece] = zlib.crc32(head, int(self._sums[piece]))
+            self._bytes_added += len(head)
         return part
 
     def pack(self) -> tuple[bytes, memoryview]:
         return Object({"kind": "sums"}, self._sums.view(np.uint8)).pack(_SUMS)
 
 
-def _parts(header: bytes, listed: _Listed, sums: _Sums) -> Iterator[bytes | memoryview]:
+def _parts(header: bytes, tiles: _TileList, sums: _Sums) -> Iterator[bytes | memoryview]:
     yield header
-    for nbytes, packed in zip(listed.sizes, listed.packed, strict=True):
-        for part in packed():
+    for nbytes, pack in zip(tiles.sizes, tiles.packs, strict=True):
+        for part in pack():
             yield sums.add(part.data)
-        yield sums.add(bytes(_padded(nbytes) - nbytes))
+        yield sums.add(bytes(_align(nbytes) - nbytes))
     yield from sums.pack()
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
+def _align(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

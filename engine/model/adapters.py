@@ -14,7 +14,7 @@ from polarlm.engine.backends.ops import Ops, Routing
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.params import PromptOptions
-from polarlm.engine.state.prefix import joined_salt
+from polarlm.engine.state.prefix import join_salt
 from polarlm.engine.state.store import RowAdapter, Span
 from polarlm.engine.weight_formats import Deltas, ExpertLinear, WeightFormat, get
 from polarlm.model_loaders import hub
@@ -55,11 +55,11 @@ class Adapters:
 
     def salt(self, options: PromptOptions) -> str:
         """Return the salt of a request with these options. Raises EngineError for an unknown adapter."""
-        return joined_salt(options.cache_salt, self.choose(options.lora, options.lora_scale)[1])
+        return join_salt(options.cache_salt, self.choose(options.lora, options.lora_scale)[1])
 
     def choose(self, name: str, scale: float) -> tuple[RowAdapter | None, str]:
         """Return the adapter that a request names, times a factor, and what tells its K/V from others, as
-        `joined_salt` takes it; (None, "") for no name. Raises EngineError for an unknown one."""
+        `join_salt` takes it; (None, "") for no name. Raises EngineError for an unknown one."""
         if name and name not in self.by_name:
             there = ", ".join(self.by_name) or "none: give some with --lora NAME=PATH"
             raise EngineError(f"lora is {name!r}, but there is no adapter of this name; there are {there}")

@@ -42,21 +42,21 @@ def _description(value: Any) -> Any:
 
 def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, ...], list[np.ndarray]]]:
     for name, tensor, layer in _tensors(weights):
-        card = ops.layer_ops(layer)
+        device = ops.layer_ops(layer)
         if isinstance(tensor, ExpertLinear):
-            of = ops.host if tensor.on_host and ops.host is not None else card
+            of = ops.host if tensor.on_host and ops.host is not None else device
             tensor = tensor.parts[0]
             first = last = of.rows(tensor, slice(0, 1))
         elif isinstance(tensor, Matrix | Linear):
             count, width = tensor.shape
             rows = -(-_SAMPLE // width)
-            first, last = (card.rows(tensor, end) for end in (slice(0, rows), slice(max(0, count - rows), count)))
+            first, last = (device.rows(tensor, end) for end in (slice(0, rows), slice(max(0, count - rows), count)))
         else:
-            first = last = tensor if isinstance(tensor, np.ndarray) else card.to_host(tensor)
+            first = last = tensor if isinstance(tensor, np.ndarray) else device.to_host(tensor)
         yield name, tuple(tensor.shape), [first.reshape(-1)[:_SAMPLE], last.reshape(-1)[-_SAMPLE:]]
 
 
-_Tensor = tuple[str, Array | Matrix | Linear | ExpertLinear, int]  # with a layer that is on the same card
+_Tensor = tuple[str, Array | Matrix | Linear | ExpertLinear, int]  # with a layer that is on the same device
 
 
 def _tensors(weights: ModelWeights) -> Iterator[_Tensor]:

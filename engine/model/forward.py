@@ -30,9 +30,9 @@ from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.model.vision_encoders import ImageReader
 from polarlm.engine.model.vision_encoders._rows import ImagePart, PlacedImage, read_images
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
+from polarlm.engine.state.image_positions import IMAGE_IDS
 from polarlm.engine.state.kv_blocks import KVBlocks
-from polarlm.engine.state.layer_state import Steady
-from polarlm.engine.state.places import IMAGE_IDS
+from polarlm.engine.state.layer_state import TableVersion
 from polarlm.engine.state.positions import positions, rope_positions
 from polarlm.engine.state.store import KVStore, Span
 from polarlm.engine.weight_formats import Linear, Matrix
@@ -336,14 +336,15 @@ class StepSpans:
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
-        self._last: tuple[int, dict[Steady | None, int], list[Spans]] = 0, {}, [None] * len(store.groups)
+        self._last: tuple[int, dict[TableVersion | None, int], list[Spans]] = 0, {}, [None] * len(store.groups)
 
     def of(self, spans: Sequence[Span]) -> tuple[Spans, ...]:
         """Return what `KVStore.spans` does for all rows."""
         store, at, next_spans, result = self._store, positions(spans), self._store.ops.next_spans, list[Spans]()
         if next_spans is None or len(at) > len(spans):
             return tuple(store.spans(spans, slice(0, len(at))))
-        tables, (changes, rows, last) = [None if s.growth else s.sequence.steady for s in spans], self._last
+        tables = [None if span.reservations else span.sequence.table_version for span in spans]
+        changes, rows, last = self._last
         known = map(rows.get, tables) if changes == store.changes else [None] * len(spans)
         before = [-1 if row is None else row for row in known]
         for group, packed in zip(store.groups, last, strict=True):

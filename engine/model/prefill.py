@@ -32,7 +32,7 @@ class Stage(NamedTuple):
 def stages(ops: Ops, layers: int) -> list[Stage]:
     """Return the stages of a model with this number of layers."""
     runs = itertools.groupby(range(layers), ops.layer_ops)
-    return [Stage(card, [*numbers]) for card, numbers in runs]
+    return [Stage(device, [*numbers]) for device, numbers in runs]
 
 
 def cut(count: int, step: int, whole: Sequence[range] = ()) -> list[slice]:

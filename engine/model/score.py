@@ -61,8 +61,8 @@ def states(
             model.store.abort(span)
             raise
         model.store.commit(span)
-        if model.store.finer is not None:
-            model.store.finer.code_aged()
+        if model.store.mixed_precision is not None:
+            model.store.mixed_precision.requantize_aged()
         yield start, hidden
 
 

@@ -42,12 +42,12 @@ def warm_up(model: Transformer, short: Sequence[int]) -> SequenceKV:
 
 
 def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
-    """Run a prompt that completes blocks and prompts that read them, before and after one is coded again; for recurrent
+    """Run a prompt that completes blocks and prompts that read them, before and after one is requantized; for recurrent
     layers, also a step that completes a block."""
     _prompt(model, sequence, _many_rows(model.store.shape))
     _prompt(model, sequence, _ROWS)
-    if model.store.finer is not None:
-        model.store.finer.code_again()
+    if model.store.mixed_precision is not None:
+        model.store.mixed_precision.requantize()
         _prompt(model, sequence, _ROWS)
     if not any(group.is_sparse for group in model.store.groups):
         return
@@ -101,16 +101,16 @@ def warm_up_drafts(model: Transformer, rows: int) -> None:
     model.store.release(sequence)
 
 
-def rehearsals(model: Transformer, parallel: int) -> list[Callable[[], None]]:
+def recording_warm_ups(model: Transformer, parallel: int) -> list[Callable[[], None]]:
     """Return calls that compute passes and steps as those of requests, and leave the store as it was. The first call
     for a number of rows lets a device allocate, the second one record. parallel: the most sequences that run."""
     passes, steps = model.ops.warm_up_rows
     prompts = [((rows,), False) for rows in passes if rows <= min(model.pass_rows, model.recorded_rows)]
     tokens = [((1,) * rows, True) for rows in steps if rows <= parallel]
-    return [partial(_rehearse, model, *counts) for counts in (*prompts, *tokens) for _ in range(2)]
+    return [partial(_warm_up_new, model, *counts) for counts in (*prompts, *tokens) for _ in range(2)]
 
 
-def _rehearse(model: Transformer, counts: Sequence[int], is_step: bool) -> None:
+def _warm_up_new(model: Transformer, counts: Sequence[int], is_step: bool) -> None:
     """Compute so many tokens of new sequences in a step or a pass, if blocks are free that the prefix cache does not
     know."""
     store, rows = model.store, sum(counts)

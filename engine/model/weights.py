@@ -209,7 +209,7 @@ def load_weights(
     all. kept, cache: see `Ops.load`, `Ops.cache_experts`. on_host: the experts of this many layers, the first ones,
     stay on `Ops.host`. adapters: the adapters that requests choose from.
     """
-    readers: dict[Ops, TensorReader] = {}  # one for each card
+    readers: dict[Ops, TensorReader] = {}  # one for each GPU
 
     def reader(layer: int) -> TensorReader:
         layer_ops = ops.layer_ops(layer)
@@ -241,7 +241,7 @@ def load_weights(
     last_reader = reader(last)
     norm = last_reader.vector(top["norm"], config.logit_scale) if "norm" in top else None
     head = Linear((embedding,))
-    if "head" in top or last_reader is not read:  # a card that lacks the embedding has a copy of it
+    if "head" in top or last_reader is not read:  # a GPU that lacks the embedding has a copy of it
         head = last_reader.linear(top.get("head", top["embedding"]))
     top_reader = LayerReader(read, read, table.top, 0)
     inputs = top_reader.weights(TokenInputs) if "layer_embedding" in top else None

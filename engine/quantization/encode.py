@@ -43,7 +43,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.codecs import Codec, PathRounding, Rounding
-from polarlm.engine.codecs.schema.arrays import checked
+from polarlm.engine.codecs.schema.arrays import require_finite
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.quantization.metric import Metric
 
@@ -67,7 +67,7 @@ def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> di
     rounding = codec.rounding
     if metric is None or rounding is None or x.size == 0:
         return codec.encode(x)
-    x = np.ascontiguousarray(np.clip(checked(x, codec.name), -LARGEST, LARGEST))
+    x = np.ascontiguousarray(np.clip(require_finite(x, codec.name), -LARGEST, LARGEST))
     encoded = []
     step = max(1, _SLAB // (x.size // x.shape[1]))
     for start in range(0, x.shape[1], step):
@@ -75,7 +75,7 @@ def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> di
         if metric.tilt_mean is not None:
             codes, norms = _best_of_norms(rounding, rows, metric)
         else:
-            rounded = _rounded(rounding, rows, metric, np.ones(1, np.float32))
+            rounded = _round_vectors(rounding, rows, metric, np.ones(1, np.float32))
             codes, norms = rounded.codes, _fitted_norms(rounded, metric)
         both = codes.swapaxes(3, 4), norms[..., None]
         encoded.append([_by_block(rows, metric.token_feedback) for rows in both])
@@ -108,8 +108,8 @@ def fill_up(x: np.ndarray, block_size: int) -> np.ndarray:
 
 def decode_centred(codec: Codec, fields: dict[str, np.ndarray], mean: dict[str, np.ndarray]) -> np.ndarray:
     """Decode what `encode_centred` returns to (K, B, N, D) float32."""
-    decoded = codec.decode(fields)
-    return decoded + read_mean(mean)[..., None, :] if mean else decoded
+    values = codec.decode(fields)
+    return values + read_mean(mean)[..., None, :] if mean else values
 
 
 def _by_round(x: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:
@@ -134,7 +134,7 @@ def _by_block(x: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:
     return by_round.reshape(heads, rows // together, rounds * together, dim)
 
 
-class _Rounded(NamedTuple):
+class _RoundedVectors(NamedTuple):
     """Vectors, and the codes that they were rounded to with some norms."""
 
     x: np.ndarray  # (K, G, T, D, R)
@@ -144,19 +144,21 @@ class _Rounded(NamedTuple):
     norms: np.ndarray  # (K, G, T, R)
 
     @property
-    def decoded(self) -> np.ndarray:
+    def values(self) -> np.ndarray:
         return self.x - self.errors
 
 
-def _rounded(rounding: Rounding | PathRounding, x: np.ndarray, metric: Metric, factors: np.ndarray) -> _Rounded:
+def _round_vectors(
+    rounding: Rounding | PathRounding, x: np.ndarray, metric: Metric, factors: np.ndarray
+) -> _RoundedVectors:
     """Round x (K, G, T, R, D). factors (R,) or (1,) float32: norms, over the rms."""
     if isinstance(rounding, PathRounding):
         return _search(rounding, x, metric, factors)
     return _round(rounding, x, metric, factors)
 
 
-def _search(rounding: PathRounding, x: np.ndarray, metric: Metric, factors: np.ndarray) -> _Rounded:
-    """`_rounded` to the best paths, one round of tokens after another."""
+def _search(rounding: PathRounding, x: np.ndarray, metric: Metric, factors: np.ndarray) -> _RoundedVectors:
+    """`_round_vectors` to the best paths, one round of tokens after another."""
     heads, groups, rounds, rows, dim = x.shape
     norms = np.sqrt(np.square(x).mean(axis=-1)) * factors
     inverse = _inverse(norms)
@@ -171,10 +173,10 @@ def _search(rounding: PathRounding, x: np.ndarray, metric: Metric, factors: np.n
         unit = unit.reshape(heads, -1, dim)
         code, points = rounding.best_path(unit, metric.feedback, metric.weights)
         codes.append(code.reshape(heads, groups, rows, -1))
-        decoded = points.reshape(heads, groups, rows, dim) * norms[:, :, number, :, None]
-        errors[:, :, number] = x[:, :, number] - decoded
+        values = points.reshape(heads, groups, rows, dim) * norms[:, :, number, :, None]
+        errors[:, :, number] = x[:, :, number] - values
     by_row = x, target, errors, np.stack(codes, axis=2)
-    return _Rounded._make([*(array.swapaxes(3, 4) for array in by_row), norms])
+    return _RoundedVectors._make([*(array.swapaxes(3, 4) for array in by_row), norms])
 
 
 def _best_of_norms(rounding: Rounding | PathRounding, x: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
@@ -182,7 +184,7 @@ def _best_of_norms(rounding: Rounding | PathRounding, x: np.ndarray, metric: Met
     (K, G, T, P, R) of least cost of each vector, and their norms (K, G, T, R)."""
     count, tried = x.shape[3], PATH_NORM_FACTORS if isinstance(rounding, PathRounding) else NORM_FACTORS
     factors = np.array(tried, np.float32)
-    rounded = _rounded(rounding, np.tile(x, (1, 1, 1, len(factors), 1)), metric, np.repeat(factors, count))
+    rounded = _round_vectors(rounding, np.tile(x, (1, 1, 1, len(factors), 1)), metric, np.repeat(factors, count))
     norms, costs = _tilted_norms(rounded, metric)
     best = costs.reshape(*costs.shape[:3], -1, count).argmin(axis=3)
     chosen = best * count + np.arange(count)
@@ -190,8 +192,8 @@ def _best_of_norms(rounding: Rounding | PathRounding, x: np.ndarray, metric: Met
     return codes, np.take_along_axis(norms, chosen, axis=3)
 
 
-def _round(rounding: Rounding, x: np.ndarray, metric: Metric, factors: np.ndarray) -> _Rounded:
-    """`_rounded` value by value or pair by pair, one token per round, with error feedback between them and tokens.
+def _round(rounding: Rounding, x: np.ndarray, metric: Metric, factors: np.ndarray) -> _RoundedVectors:
+    """`_round_vectors` value by value or pair by pair, a token per round, with error feedback between them and tokens.
 
     Pair j of token t needs the errors of earlier pairs, and errors of pair j of earlier tokens. So all pairs with the
     same t + j form a wavefront and are rounded together, in T + P − 1 steps. The token axis is reversed inside, so that
@@ -227,12 +229,12 @@ def _round(rounding: Rounding, x: np.ndarray, metric: Metric, factors: np.ndarra
         scaled = (aim * inverse[:, :, front.tokens, None]).swapaxes(3, 4)
         code, points = rounding.nearest(np.ascontiguousarray(scaled.reshape(-1, width)))  # one block is a view
         codes[:, :, front.cells] = code.reshape(scaled.shape[:-1])
-        decoded = points.reshape(scaled.shape).swapaxes(3, 4) * norms[:, :, front.tokens, None]
-        error_cells[:, :, front.cells] = x_cells[:, :, front.cells] - decoded
+        values = points.reshape(scaled.shape).swapaxes(3, 4) * norms[:, :, front.tokens, None]
+        error_cells[:, :, front.cells] = x_cells[:, :, front.cells] - values
         if target_errors is not errors:
-            target_error_cells[:, :, front.cells] = target_cells[:, :, front.cells] - decoded
+            target_error_cells[:, :, front.cells] = target_cells[:, :, front.cells] - values
     arrays = x, target, errors, codes.reshape(heads, groups, tokens, pairs, rows), norms
-    return _Rounded._make(array[:, :, ::-1] for array in arrays)
+    return _RoundedVectors._make(array[:, :, ::-1] for array in arrays)
 
 
 class _Wavefront(NamedTuple):
@@ -268,21 +270,21 @@ def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     return np.divide(numerator, denominator, out=np.ones_like(numerator), where=denominator > 0)
 
 
-def _fitted_norms(rounded: _Rounded, metric: Metric) -> np.ndarray:
+def _fitted_norms(rounded: _RoundedVectors, metric: Metric) -> np.ndarray:
     """Return the norms (K, G, T, R) that minimize the cost of errors against the target."""
-    decoded = rounded.decoded
-    weighted = metric.matrix[:, None, None] @ decoded
-    return _ratio(_dot(rounded.target, weighted), _dot(decoded, weighted)) * rounded.norms
+    values = rounded.values
+    weighted = metric.matrix[:, None, None] @ values
+    return _ratio(_dot(rounded.target, weighted), _dot(values, weighted)) * rounded.norms
 
 
-def _tilted_norms(rounded: _Rounded, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+def _tilted_norms(rounded: _RoundedVectors, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
     """Return the norms that minimize the cost for the queries that attend to each key, and that cost, (K, G, T, R).
 
     With the ratio r of a norm to the one that rounded, the error is (1 − r)·x + r·e. Sums over x and e, not over x and
     what is decoded, keep the cost precise.
     """
     assert metric.tilt_mean is not None
-    x, errors, decoded = rounded.x, rounded.errors, rounded.decoded
+    x, errors, values = rounded.x, rounded.errors, rounded.values
     mean = metric.tilt_mean[:, None, None, :, None]
     second = metric.matrix[:, None, None]
     lean = (second - mean * mean.swapaxes(3, 4)) @ x  # (K, G, T, D, R)
@@ -291,7 +293,7 @@ def _tilted_norms(rounded: _Rounded, metric: Metric) -> tuple[np.ndarray, np.nda
     weighted, lean_x, lean_e = second @ errors, _dot(x, lean), _dot(errors, lean)
     xx, xe, ee = _dot(x, second @ x), _dot(x, weighted), _dot(errors, weighted)
     with_x, with_e = xx - xe + lean_x * (lean_x - lean_e), xe - ee + lean_e * (lean_x - lean_e)
-    plain = _ratio(_dot(x, decoded), _dot(decoded, decoded))
+    plain = _ratio(_dot(x, values), _dot(values, values))
     low, high = TILT_RANGE
     ratio = np.clip(_ratio(with_x, with_x - with_e), low * plain, high * plain)
     rest = 1 - ratio

@@ -76,7 +76,7 @@ def value_metric(
     return Metric(_float32(matrix), *_block_ldl(matrix, rounding.width), None, token_feedback)
 
 
-def by_layer(metric: Metric, layers: int) -> list[Metric]:
+def split_layers(metric: Metric, layers: int) -> list[Metric]:
     """Return the metrics of several layers with as many heads each, from the metric of the heads of all layers."""
 
     def part(name: str, layer: int) -> Any:
@@ -132,12 +132,12 @@ def residue_costs(metric: Metric) -> tuple[np.ndarray, np.ndarray]:
     return factor, _float32(costs)
 
 
-def without_feedback(metric: Metric) -> Metric:
+def remove_feedback(metric: Metric) -> Metric:
     """Return the metric without error feedback between pairs: each is rounded alone, and all have the same weight."""
     return replace(metric, feedback=np.zeros_like(metric.feedback), weights=np.ones_like(metric.weights))
 
 
-def without_tilt(metric: Metric) -> Metric:
+def remove_tilt(metric: Metric) -> Metric:
     """Return the metric with norms that minimize the cost, whichever queries attend to a key."""
     if metric.tilt_mean is None:
         return metric

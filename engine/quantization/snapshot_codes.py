@@ -20,7 +20,7 @@ Fields = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Exact:
+class Float32Matrices:
     """The matrices themselves. name: the value of the setting `state_type`."""
 
     name: str
@@ -40,7 +40,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Channels:
-    """Eight bits for each number, and a scale for each value channel; with the methods of `Exact`."""
+    """Eight bits for each number, and a scale for each value channel; with the methods of `Float32Matrices`."""
 
     name: str
 
@@ -58,7 +58,7 @@ class Channels:
         return fields["codes"] * fields["scales"][..., None, :]
 
 
-SnapshotCodes = Exact | Channels
-EXACT, EIGHT_BITS = Exact("f32"), Channels("8bit")
+SnapshotCodes = Float32Matrices | Channels
+EXACT, EIGHT_BITS = Float32Matrices("f32"), Channels("8bit")
 ALL: Mapping[str, SnapshotCodes] = {one.name: one for one in (EIGHT_BITS, EXACT)}
 """By the value of the setting `state_type`."""

@@ -84,12 +84,12 @@ class Layout:
         means = {section.name: stored.pop(section.name) for section in self._means}
         return pack(self.schema, self.record.to_streams(stored)), means
 
-    def without_padding(self, records: np.ndarray) -> np.ndarray:
+    def zero_padding(self, records: np.ndarray) -> np.ndarray:
         """Records (..., nbytes), with zeros in all bytes that no field has."""
-        kept = np.zeros(self.nbytes, np.uint8)
-        for at, section in zip(self._sections.offsets, self._sections.sections, strict=False):
-            kept[at : at + section.nbytes] = 0xFF
-        return records & kept
+        mask = np.zeros(self.nbytes, np.uint8)
+        for offset, section in zip(self._sections.offsets, self._sections.sections, strict=False):
+            mask[offset : offset + section.nbytes] = 0xFF
+        return records & mask
 
     @cached_property
     def _sections(self) -> Sections:

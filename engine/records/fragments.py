@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from polarlm.engine.codecs.schema.planes import Planes
-from polarlm.engine.codecs.schema.sections import Section, Stored, arrange, numbered
+from polarlm.engine.codecs.schema.sections import PackedStreams, Section, arrange, numbered
 from polarlm.engine.codecs.schema.streams import Stream
 
 LANES = 32
@@ -47,7 +47,7 @@ class Record(ABC):
 
     @property
     @abstractmethod
-    def sections(self) -> tuple[Stored, ...]:
+    def sections(self) -> tuple[PackedStreams, ...]:
         """The sections of a record, in order."""
 
     @property
@@ -151,7 +151,7 @@ class LaneWords:
 
     @property
     def count(self) -> int:
-        """Words per lane and part."""
+        """LaneWords per lane and part."""
         return sum(section.vectors for section in self.sections)
 
     @property

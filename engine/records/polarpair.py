@@ -9,7 +9,7 @@ import numpy as np
 
 from polarlm.engine.codecs.polarpair import COSINES, SINES, TANGENTS, PolarPair
 from polarlm.engine.codecs.schema.arrays import SATURATION
-from polarlm.engine.codecs.schema.sections import Section, Stored
+from polarlm.engine.codecs.schema.sections import PackedStreams, Section
 from polarlm.engine.records.fragments import Geometry, LaneWords, Record
 
 
@@ -57,7 +57,7 @@ class PolarPairRecord(Record):
         return np.concatenate([points.astype(np.float16).reshape(-1).view(np.uint8), tangents.view(np.uint8)])
 
     @property
-    def sections(self) -> tuple[Stored, ...]:
+    def sections(self) -> tuple[PackedStreams, ...]:
         schema = self.quantizer.schema(self.geometry.block_size, self.geometry.head_dim)
         cuts = (self.geometry.block_size // self.group,), (self._width, 2, 4)
         names = self.quantizer.scales  # of streams (N/G, D/2) float16

@@ -18,7 +18,7 @@ from typing import Any
 from polarlm.engine.images.reading import Images, ReadPrompt
 from polarlm.engine.requests.prompts import Prompt, is_chat
 from polarlm.engine.sampling.detokenizer import text_of
-from polarlm.engine.storage.sessions import KEY_BYTES, Known
+from polarlm.engine.storage.sessions import KEY_BYTES, KnownAnswers
 from polarlm.engine.storage.tiers.tiers import Tiers
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.recent import Recent
@@ -85,12 +85,12 @@ class Answers:
         if self._tiers is not None:
             self._tiers.keep_answer(key, ids)
 
-    def known(self, keys: Sequence[bytes]) -> Known:
+    def known(self, keys: Sequence[bytes]) -> KnownAnswers:
         """Return the known answers of a conversation. keys: the digests of its messages."""
         each = [either for key in keys for either in (key, _reasoned(key))]
         return tuple((key.hex(), tuple(ids)) for key in each if (ids := self._ids.get(key)) is not None)
 
-    def restore(self, known: Known) -> None:
+    def restore(self, known: KnownAnswers) -> None:
         """Keep the answers of a session file, which is trusted, except answers with control tokens or unknown ids."""
         self._put_all((bytes.fromhex(key), ids) for key, ids in known)
 
@@ -124,7 +124,7 @@ class Conversation:
             key = _key(self.keys[-1], answer)
             self._answers.put(_reasoned(key) if reasoned else key, ids)
 
-    def known(self) -> Known:
+    def known(self) -> KnownAnswers:
         """Return the known answers in it, for a session file."""
         return self._answers.known(self.keys)
 

@@ -289,7 +289,7 @@ class Batches:
         active = batch.active
         with self._aborting(batch):
             kept = self._take_verified(batch) if [rows for rows in active if rows.guesses] else None
-            growing = [rows for rows in active if rows.span is not None and rows.span.growth]
+            growing = [rows for rows in active if rows.span is not None and rows.span.reservations]
             errors = self._store.commit_steps(_spans(active), kept)
         batch.damaged = {rows.request: errors[number] for number, rows in enumerate(active) if number in errors}
         for rows in growing:
@@ -343,7 +343,7 @@ class Batches:
         for rows in prompts:
             rows.request.clock.lap()
         if prompts and self._tiers is not None:
-            self._tiers.computed(sum(len(rows.ids) for rows in prompts), prompts[0].request.clock.prefill)
+            self._tiers.record_prefill(sum(len(rows.ids) for rows in prompts), prompts[0].request.clock.prefill)
         for rows, token in zip(batch.rows, tokens, strict=True):
             request = rows.request
             token = damaged.get(request, token) if damaged else token

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from polarlm.engine.requests.request import Request
-from polarlm.engine.state.finer.blocks import CodingAgain
 from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.requantize.blocks import Requantizer
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage.copies import restore
 
@@ -12,32 +12,32 @@ from polarlm.engine.storage.copies import restore
 class Matcher:
     """Gives requests their sequences in the store."""
 
-    def __init__(self, store: KVStore, prefixes: PrefixCache, coding: CodingAgain) -> None:
-        self._store, self._prefixes, self._coding = store, prefixes, coding
+    def __init__(self, store: KVStore, prefixes: PrefixCache, requantizer: Requantizer) -> None:
+        self._store, self._prefixes, self._requantizer = store, prefixes, requantizer
 
     def missing(self, request: Request) -> int | None:
         """Return how many tokens the store lacks of a request, whose prefix is matched now; None if it has to wait for
-        blocks that are coded again or put back. Raises OutOfBlocks."""
+        blocks that are requantized or put back. Raises OutOfBlocks."""
         if request.kv is None:
             kept = 0 if request.saved is None else request.saved.length
             if request.hit is not None:
                 kept += request.hit.tokens_left
-            if kept and self._coding.must_wait(kept):
+            if kept and self._requantizer.must_wait(kept):
                 return None
             if request.hit is not None and request.hit.put_back():
                 return None  # the next unit puts back the next part
             request.kv = self._restored(request) or self._match(request)
-            request.kv.adapter, request.kv.places = request.adapter, request.places
+            request.kv.adapter, request.kv.image_positions = request.adapter, request.image_positions
             if request.sequence.generated == 0:
                 request.cached = request.kv.length
         missing = request.sequence.computable - request.kv.length
-        waits = request.prefill is None and missing > 0 and self._coding.must_wait(missing)
+        waits = request.prefill is None and missing > 0 and self._requantizer.must_wait(missing)
         return None if waits else missing
 
     def _restored(self, request: Request) -> SequenceKV | None:
         if request.saved is None:
             return None
-        kv = self._prefixes.salted(restore(self._store, request.saved), request.salt)
+        kv = self._prefixes.set_salt(restore(self._store, request.saved), request.salt)
         request.saved = None
         return kv
 

@@ -1,7 +1,7 @@
 """Prefills: a long prompt is computed in chunks, between which other requests take steps; shorter ones in one batch.
 
 A batch has the prompts that wait, oldest first, as many as it has rows for, and a step of the requests that run. It is
-for prompts that are computed for the first time and that no one reads. The CPU, several cards, and models with
+for prompts that are computed for the first time and that no one reads. The CPU, several GPUs, and models with
 recurrent layers compute prompts one by one.
 """
 
@@ -17,7 +17,7 @@ from polarlm.engine.requests.matching import Matcher
 from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import GAP, Scheduler
 from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.finer.blocks import CodingAgain
+from polarlm.engine.state.requantize.blocks import Requantizer
 
 
 class Prefills:
@@ -29,13 +29,13 @@ class Prefills:
         scheduler: Scheduler,
         batches: Batches,
         matcher: Matcher,
-        coding: CodingAgain,
+        requantizer: Requantizer,
         timer: UnitTimer,
         release: Callable[[Request], None],
     ) -> None:
         """release: releases what a request holds."""
         self._model, self._store, self._scheduler, self._batches = model, model.store, scheduler, batches
-        self._matcher, self._coding, self._timer, self._release = matcher, coding, timer, release
+        self._matcher, self._requantizer, self._timer, self._release = matcher, requantizer, timer, release
 
     def compute(self, requests: Sequence[Request], running: Sequence[Request]) -> Batch | None:
         """Compute a chunk of the first request's prompt, or its prompt with those of others and a step of the running
@@ -106,7 +106,7 @@ class Prefills:
                 break
             if missing is not None and self._joins(request, missing):
                 rows += self._rows(request)
-                if rows <= self._most_rows and not self._coding.must_wait(rows):
+                if rows <= self._most_rows and not self._requantizer.must_wait(rows):
                     chosen.append(request)
                     continue
             self._matcher.unmatch(request)

@@ -27,10 +27,10 @@ from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
 from polarlm.engine.sampling.sample import Sampled, Sampling, most_tokens, resolve
-from polarlm.engine.state.places import Places
+from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.store import RowAdapter, SequenceKV, Span
 from polarlm.engine.storage.copies import Snapshot
-from polarlm.engine.storage.tiers.tier_hit import TierHit, cached_from
+from polarlm.engine.storage.tiers.search import TierHit, count_sources
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _EMPTY = Chunk("", ())
@@ -111,7 +111,7 @@ class Request:
     clock: Clock = field(default_factory=Clock)
     adapter: RowAdapter | None = None  # LoRA adapter of this request
     salt: str = ""  # what keeps its K/V apart; see `engine.state.prefix`
-    places: Places | None = None  # of its images; None if it has none
+    image_positions: ImagePositions | None = None  # None: it has no images
     images: Sequence[PlacedImage] = ()
     warnings: Sequence[str] = ()  # see `Ticket`
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
@@ -147,7 +147,7 @@ class Request:
         ids = prompt_ids(conversation.prompt, model, options, context=limit, warn=warnings.append, cut=read.cut)
         ids = within(ids, limit, warnings.append) if options.truncate else ids
         ids = checked_ids(ids, model, context, room, read.ids)
-        places, images_of_rows = read.places(ids, sections=model.config.has_sections)
+        image_positions, images_of_rows = read.place_images(ids, sections=model.config.has_sections)
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))
         is_answer = is_chat(prompt) and not options.continue_final_message
@@ -155,7 +155,7 @@ class Request:
         most = most_tokens(params, model.generation)
         most = room if most < 0 else min(most, room)
         request = cls(
-            TokenSequence(tuple(ids), most, text_from=places.images[-1].stop if places else 0),
+            TokenSequence(tuple(ids), most, text_from=image_positions.images[-1].stop if image_positions else 0),
             params,
             sampling,
             model.tokenizer,
@@ -166,7 +166,7 @@ class Request:
             wants_progress,
             conversation if is_answer else None,
             constraint,
-            places=places,
+            image_positions=image_positions,
             images=images_of_rows,
             warnings=warnings,
         )
@@ -205,7 +205,7 @@ class Request:
         """
         cached, prompt = self.cached or 0, len(self.sequence.prompt)
         if start < prompt:
-            images = () if self.places is None else self.places.images
+            images = () if self.image_positions is None else self.image_positions.images
             cached = next((image.start for image in images if cached in image), cached)  # whose rows may see each other
             return cached if start < cached else prompt
         return min((start // block_size + 1) * block_size, self.sequence.computable)
@@ -344,5 +344,5 @@ class Request:
             generation_seconds=self.clock.generation,
             drafted_tokens=0 if self.drafts is None else self.drafts.drafted,
             accepted_tokens=0 if self.drafts is None else self.drafts.accepted,
-            cached_from=cached_from(self.hit, self.cached or 0),
+            cached_from=count_sources(self.hit, self.cached or 0),
         )

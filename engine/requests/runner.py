@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.errors import DeviceLost
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.warm_up import rehearsals
+from polarlm.engine.model.warm_up import recording_warm_ups
 from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
 from polarlm.engine.requests.batches import Batch, Batches, UnitTimer
 from polarlm.engine.requests.drafts import Drafting
@@ -18,8 +18,8 @@ from polarlm.engine.requests.prefills import Prefills
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence, Unit
 from polarlm.engine.state.blocks import BlockAllocator
-from polarlm.engine.state.finer.blocks import CodingAgain
 from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.requantize.blocks import Requantizer
 from polarlm.engine.state.store import SequenceKV
 from polarlm.engine.storage.copies import export
 from polarlm.engine.storage.tiers.tiers import Tiers
@@ -50,12 +50,12 @@ class Runner:
         self.requests: dict[TokenSequence, Request] = {}
         self._lost: DeviceLost | None = None  # why nothing can be computed any more
         self.newest = StoredSequence()
-        self._rehearsals = rehearsals(model, scheduler.parallel)
-        self._coding = CodingAgain(self._store.finer)
+        self._warm_ups = recording_warm_ups(model, scheduler.parallel)
+        self._requantizer = Requantizer(self._store.mixed_precision)
         self._timer = timer = UnitTimer(scheduler)
         self._batches = Batches(model, prefixes, scheduler, tiers, timer, self._preempt, drafting.seconds)
-        matcher = Matcher(model.store, prefixes, self._coding)
-        self._prefills = Prefills(model, scheduler, self._batches, matcher, self._coding, timer, self._release)
+        matcher = Matcher(model.store, prefixes, self._requantizer)
+        self._prefills = Prefills(model, scheduler, self._batches, matcher, self._requantizer, timer, self._release)
 
     def submit(self, request: Request) -> None:
         request.why_damaged = self._model.weights.why_damaged
@@ -74,7 +74,7 @@ class Runner:
             batch = self._batch(unit)
             if batch is not None:
                 self._batches.finish(batch)
-        self._code_again()
+        self._requantize()
 
     def _batch(self, unit: Unit) -> Batch | None:
         """Return the next batch, computed: the step that has begun, a new one, or complete prompts."""
@@ -106,19 +106,19 @@ class Runner:
             self._timer.end(unit)
             self.sweep()
 
-    def _code_again(self) -> None:
-        """Code blocks again between two units. Without memory for that, it is tried again after the next unit."""
+    def _requantize(self) -> None:
+        """Requantize blocks between two units. Without memory for that, it is tried again after the next unit."""
         try:
-            self._coding.between_units(self._scheduler.usual_step)
+            self._requantizer.run(self._scheduler.usual_step)
         except Exception as error:
             if not self._is_lost() and not isinstance(error, MemoryError):
                 raise
 
     def makes_room(self, tokens: int) -> bool:
-        """Code blocks again for no longer than a step takes if `tokens` lack room; return whether they did."""
-        is_short = self._coding.must_wait(tokens)
+        """Requantize blocks for no longer than a step takes if `tokens` lack room; return whether they did."""
+        is_short = self._requantizer.must_wait(tokens)
         if is_short:
-            self._coding.between_units(self._scheduler.usual_step)
+            self._requantizer.run(self._scheduler.usual_step)
         return is_short
 
     def _affected(self, *, is_prefill: bool) -> list[Request]:
@@ -156,10 +156,10 @@ class Runner:
 
     def _blocks_by_type(self) -> dict[str, int] | None:
         """Return the number of blocks by type; None if all have the same type."""
-        finer = self._store.finer
-        if finer is None:
+        mixed = self._store.mixed_precision
+        if mixed is None:
             return None
-        return dict(zip(self._store.shape.kinds, finer.blocks.places.counts(), strict=True))
+        return dict(zip(self._store.shape.kinds, mixed.blocks.placement.counts(), strict=True))
 
     def cache_stats(self) -> CacheStats:
         newest, shape, context = self.newest, self._store.shape, self._store.plan.tokens
@@ -182,16 +182,16 @@ class Runner:
             self.fail_all(error)
         return self._lost is not None
 
-    def rehearse(self, *, is_compiled: bool) -> bool:
-        """Call the next of `rehearsals`, unless there is a request; return whether there are more. is_compiled: whether
-        their kernels are, for which a request would otherwise wait."""
-        if is_compiled and self._rehearsals and not self.requests:
+    def warm_up(self, *, is_compiled: bool) -> bool:
+        """Call the next of `recording_warm_ups`, unless there is a request; return whether there are more. is_compiled:
+        whether their kernels are, for which a request would otherwise wait."""
+        if is_compiled and self._warm_ups and not self.requests:
             try:
-                self._rehearsals.pop(0)()
+                self._warm_ups.pop(0)()
             except Exception:  # an error of the requests that need it
-                self._rehearsals.clear()
+                self._warm_ups.clear()
                 self._is_lost()
-        return bool(self._rehearsals)
+        return bool(self._warm_ups)
 
     def check(self) -> None:
         """Raise DeviceLost if nothing can be computed any more."""
@@ -259,7 +259,7 @@ class Runner:
         length, root, hashes = kv.length, kv.root, kv.hashes
         self._prefixes.release(kv, ids)
         if self._tiers is not None:
-            self._tiers.released(root, hashes, ids[:length])
+            self._tiers.keep_sequence(root, hashes, ids[:length])
 
 
 def _counts(allocators: Sequence[BlockAllocator]) -> tuple[int, int, int]:

@@ -12,8 +12,8 @@ class OutOfBlocks(Exception):
     """No free block is left."""
 
 
-class CodeAgain(OutOfBlocks):
-    """No free block is left until others are coded again with fewer bits."""
+class NeedsRequantize(OutOfBlocks):
+    """No free block is left until others are requantized with fewer bits."""
 
 
 class BlockAllocator:

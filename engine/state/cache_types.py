@@ -10,62 +10,63 @@ from typing import NamedTuple
 from polarlm.engine import codecs
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.layer_shapes import FinerKind
+from polarlm.engine.state.layer_shapes import HighPrecisionKind
 from polarlm.engine.state.shapes import CacheShape
 
 
-class TwoKinds(NamedTuple):
-    """Types of keys and of values: of blocks with more bits, of those that are coded again, and of layers whose blocks
-    are all alike. is_by_age, newest: see `FinerKind`."""
+class Preset(NamedTuple):
+    """Types of keys and of values: of a sequence's newest blocks, of older ones, and of layers with one kind of blocks.
+    newest: see `HighPrecisionKind`."""
 
-    finer: tuple[str, str]
-    coarser: tuple[str, str]
-    alike: tuple[str, str]
-    is_by_age: bool
+    high_precision: tuple[str, str]
+    low_precision: tuple[str, str]
+    uniform: tuple[str, str]
     newest: int = 3
 
     @property
-    def finer_kind(self) -> FinerKind:
-        k, v = map(codecs.get, self.finer)
-        return FinerKind(k, v, self.is_by_age, self.newest)
+    def high_precision_kind(self) -> HighPrecisionKind:
+        k, v = map(codecs.get, self.high_precision)
+        return HighPrecisionKind(k, v, self.newest)
 
 
 _NEWEST = ("linear8", "linear8")
 
 # Chosen by measurement: see docs/quality.md.
 PRESETS = {
-    "quality": TwoKinds(_NEWEST, ("ring4", "ring4"), ("ring5", "ring4"), is_by_age=True, newest=2),
-    "balanced": TwoKinds(_NEWEST, ("ring3", "ring3"), ("ring4", "ring3.5"), is_by_age=True, newest=4),
-    "compact": TwoKinds(_NEWEST, ("ring3", "ring2.5"), ("ring3", "ring3.5"), is_by_age=True),
+    "quality": Preset(_NEWEST, ("ring4", "ring4"), uniform=("ring5", "ring4"), newest=2),
+    "balanced": Preset(_NEWEST, ("ring3", "ring3"), uniform=("ring4", "ring3.5"), newest=4),
+    "compact": Preset(_NEWEST, ("ring3", "ring2.5"), uniform=("ring3", "ring3.5")),
 }
-TWO_KINDS = {
-    **PRESETS,
-    "auto": PRESETS["compact"]._replace(alike=PRESETS["quality"].alike, is_by_age=False),
-    "by-age": PRESETS["balanced"],
-}
-
+PRESETS_BY_NAME = {**PRESETS, "by-age": PRESETS["balanced"]}
 _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
 
 
-def two_kinds(config: EngineConfig) -> TwoKinds | None:
-    """Return the types of blocks of two kinds; None if all are alike, as they are with a type for one side."""
-    return TWO_KINDS.get(config.cache_type) if config.cache_type_k is config.cache_type_v is None else None
+def preset(config: EngineConfig) -> Preset | None:
+    """Return the preset of a store; None if a type is named, also for one side alone: all blocks have that then."""
+    return PRESETS_BY_NAME.get(config.cache_type) if config.cache_type_k is config.cache_type_v is None else None
 
 
-def chosen(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
+def types_by_side(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
     """Return (setting, types) for keys and for values: cache_type_k and cache_type_v if set, else cache_type. Raises
     EngineError for a cache_type that is neither one type nor two."""
-    if kinds := TWO_KINDS.get(config.cache_type):
-        k, v = kinds.coarser if two_kinds(config) else kinds.alike
+    if config.cache_type == "auto":
+        raise _refusal(
+            "cache_type",
+            "auto",
+            "bits by room are no more: choose compact, which has room for as many tokens, balanced (the default) or "
+            "quality; in all of them the newest tokens of a text have the most bits",
+        )
+    if named := PRESETS_BY_NAME.get(config.cache_type):
+        k, v = named.low_precision if preset(config) else named.uniform
     else:
-        k, v = _both(config.cache_type)
+        k, v = _split_pair(config.cache_type)
     return (
         ("cache_type", k) if config.cache_type_k is None else ("cache_type_k", config.cache_type_k),
         ("cache_type", v) if config.cache_type_v is None else ("cache_type_v", config.cache_type_v),
     )
 
 
-def _both(types: str) -> tuple[str, str]:
+def _split_pair(types: str) -> tuple[str, str]:
     """ "ring5/ring4" → ("ring5", "ring4"), "ring4" → ("ring4", "ring4")."""
     k, slash, v = types.partition("/")
     if slash and not (k.strip() and v.strip() and "/" not in v):
@@ -77,7 +78,7 @@ def layer_codecs(config: EngineConfig, head_dims: Sequence[int | None]) -> list[
     """Return (codec of keys, codec of values) of every layer. head_dims: one per layer; None: its codecs are unchecked.
     Raises an EngineError that names the setting."""
     sides = []
-    for side, (setting, types) in zip("kv", chosen(config), strict=True):
+    for side, (setting, types) in zip("kv", types_by_side(config), strict=True):
         names = _names(setting, types, len(head_dims))
         named = zip(names, head_dims, strict=True)
         sides.append([_codec(side, setting, name, head_dim, config.block_size) for name, head_dim in named])
@@ -86,15 +87,15 @@ def layer_codecs(config: EngineConfig, head_dims: Sequence[int | None]) -> list[
 
 def check_names(config: EngineConfig) -> None:
     """Check the cache types as far as no model is needed. Raises an EngineError that names the setting."""
-    for side, (setting, types) in zip("kv", chosen(config), strict=True):
+    for side, (setting, types) in zip("kv", types_by_side(config), strict=True):
         for part in types.split(","):
             _codec(side, setting, _parse(setting, types, part)["name"], None, config.block_size)
 
 
-def by_layer(names: Sequence[str | None]) -> str:
+def setting_by_layer(names: Sequence[str | None]) -> str:
     """Return the setting that gives each layer its type: the commonest type first, then other layers' types. None: any.
 
-    >>> by_layer(["ring3", "ring4", "ring4", "ring3", "ring5", "ring3"])
+    >>> setting_by_layer(["ring3", "ring4", "ring4", "ring3", "ring5", "ring3"])
     'ring3,ring4@1-2,ring5@4'
     """
     named = [name for name in names if name is not None]
@@ -108,24 +109,23 @@ def by_layer(names: Sequence[str | None]) -> str:
     return ",".join(parts)
 
 
-def stored(config: EngineConfig) -> tuple[str, str]:
+def type_pair(config: EngineConfig) -> tuple[str, str]:
     """Return the types of keys and of values of a store, as cache_type_k and cache_type_v."""
-    (_, k), (_, v) = chosen(config)
+    (_, k), (_, v) = types_by_side(config)
     return k, v
 
 
-def in_words(config: EngineConfig, shape: CacheShape) -> str:
+def describe_types(config: EngineConfig, shape: CacheShape) -> str:
     """Return the types of a store of this shape for people, such as "ring4/ring3.5"."""
-    kinds, layers = two_kinds(config), shape.kv_layers.values()
-    if kinds is None:
-        return "/".join(dict.fromkeys(stored(config)))
-    finer, coarser, alike = ("/".join(dict.fromkeys(types)) for types in kinds[:3])
-    others = sum(layer.finer is None for layer in layers)
+    if (types := preset(config)) is None:
+        return "/".join(dict.fromkeys(type_pair(config)))
+    newest, older, uniform = ("/".join(dict.fromkeys(pair)) for pair in types[:3])
+    layers = shape.kv_layers.values()
+    others = sum(layer.high_precision is None for layer in layers)
     if others == len(layers):
-        return f"{config.cache_type}: {alike}"
-    rest = f"{coarser} for older tokens" if kinds.is_by_age else f"and {coarser} as the store fills"
-    where = f"; {alike} in {others} of {len(layers)} layers" if others else ""
-    return f"{config.cache_type}: {finer}, {rest}{where}"
+        return f"{config.cache_type}: {uniform}"
+    where = f"; {uniform} in {others} of {len(layers)} layers" if others else ""
+    return f"{config.cache_type}: {newest}, {older} for older tokens{where}"
 
 
 def _names(setting: str, types: str, layers: int) -> list[str]:
@@ -175,11 +175,11 @@ def _codec(side: str, setting: str, name: str, head_dim: int | None, block_size:
 
 def _unknown(setting: str, name: str) -> EngineError:
     types = ", ".join(codecs.available())
-    if name in TWO_KINDS:
+    if name in PRESETS_BY_NAME:
         problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"
     elif setting == "cache_type":
         problem = (
-            f"there is no such type; choose {', '.join(TWO_KINDS)}, one of {types}, or two as "
+            f"there is no such type; choose {', '.join(PRESETS_BY_NAME)}, one of {types}, or two as "
             "KEYS/VALUES; cache_type_k and cache_type_v set keys and values by themselves"
         )
     else:

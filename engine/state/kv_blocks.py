@@ -16,12 +16,12 @@ from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.layer_shapes import SharedShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
+from polarlm.engine.state.tables import BlockTable, Reservation, TableGroup
 
 
-class OneKind(NamedTuple):
-    """Blocks that are coded alike: by layer the caches that they are in, their numbers there, and their places among
-    the blocks that were asked for."""
+class BlocksOfKind(NamedTuple):
+    """Blocks of one kind: by layer the caches that they are in, their numbers there, and their indices among the blocks
+    that were given."""
 
     caches: Mapping[int, Cache]
     numbers: Sequence[int]
@@ -47,34 +47,36 @@ class KVBlocks(TableGroup):
     def cache(self, layer: int) -> Cache:
         return self._caches[layer]
 
-    def _by_kind(self, blocks: Sequence[int]) -> Iterable[OneKind]:
-        """Yield quantized blocks that are coded alike together."""
-        yield OneKind(self._caches, blocks, range(len(blocks)))
+    def _split_by_kind(self, blocks: Sequence[int]) -> Iterable[BlocksOfKind]:
+        """Yield the quantized blocks of each kind."""
+        yield BlocksOfKind(self._caches, blocks, range(len(blocks)))
 
     # -- growing -----------------------------------------------------------------------------------------------
 
-    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
-        growth = self.grow(table, start, count)
+    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Reservation:
+        reservation = self.grow(table, start, count)
         try:
             format = self._shape.format(self.layers[0])
             key = format.kv_heads, format.head_dim, self.layers if self._is_shared else ()
             if key not in buffers.by_shape:
-                made = self._ops.buffer(format, buffers.rows, as_slots=as_steps, layers=buffers.together)
-                buffers.by_shape[key] = made
-            growth.buffer, growth.first = buffers.by_shape[key], buffers.first
+                buffer = self._ops.buffer(format, buffers.rows, as_slots=as_steps, layers=buffers.together)
+                buffers.by_shape[key] = buffer
+            reservation.buffer, reservation.first = buffers.by_shape[key], buffers.first
         except BaseException:  # there is no memory for the buffer
-            self.abort(growth)
+            self.abort(reservation)
             raise
-        return growth
+        return reservation
 
-    def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> SpanView:
+    def view(
+        self, layer: int, table: BlockTable, reservation: Reservation, start: int, rows: slice, position: int
+    ) -> SpanView:
         n, first = self.block_size, start // self.block_size
-        if growth.buffer is None:
-            slot, *following = growth.slots.values()
+        if reservation.buffer is None:
+            slot, *following = reservation.slots.values()
             current = KVLocation(None, slot)
         else:
-            current, following = KVLocation(growth.buffer, growth.first), []
-        ids, finer = self._by_place(table.quantized)
+            current, following = KVLocation(reservation.buffer, reservation.first), []
+        ids, high_precision = self._numbers(table.quantized)
         return SpanView(
             rows=rows,
             position=position,
@@ -84,60 +86,62 @@ class KVBlocks(TableGroup):
             table=ids,
             table_start=(1 + table.dropped) * n,
             following=following,
-            finer=finer,
+            high_precision=high_precision,
         )
 
-    def _by_place(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
-        """Return the numbers of blocks in the cache: of all, or of those that are not finer, and of the finer ones."""
+    def _numbers(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
+        """Return the numbers of blocks in the cache: of all, or of low-precision and of high-precision ones."""
         return blocks, None
 
     def spans(self, views: Sequence[SpanView]) -> Spans:
         return self._ops.spans(views, self.block_size)
 
-    def begin(self, layers: Sequence[int], table: BlockTable, growth: Growth, start: int) -> None:
-        """Copy the current block's earlier tokens to the growth's buffer, if it has one."""
+    def begin(self, layers: Sequence[int], table: BlockTable, reservation: Reservation, start: int) -> None:
+        """Copy the current block's earlier tokens to the reservation's buffer, if it has one."""
         filled = start % self.block_size
-        if growth.buffer is not None and filled:
+        if reservation.buffer is not None and filled:
             assert table.current is not None
-            begun = KVLocation(growth.buffer, growth.first)
+            begun = KVLocation(reservation.buffer, reservation.first)
             self._copy(layers, [Move(begun, KVLocation(None, table.current), filled)])
 
-    def seal(self, layers: Sequence[int], growth: Growth, start: int, count: int) -> list[FilledBlocks]:
+    def seal(self, layers: Sequence[int], reservation: Reservation, start: int, count: int) -> list[FilledBlocks]:
         """Copy the tokens that stay in slots, and return the blocks to encode."""
-        if growth.buffer is None:
+        if reservation.buffer is None:
             return []
-        n, buffer = self.block_size, growth.buffer
-        before, moves = start // n - growth.first, list[Move]()  # before: blocks that the buffer lacks
-        for number, slot in growth.slots.items():
+        n, buffer = self.block_size, reservation.buffer
+        before, moves = start // n - reservation.first, list[Move]()  # before: blocks that the buffer lacks
+        for number, slot in reservation.slots.items():
             tokens = min(n, start + count - number * n)
             moves.append(Move(KVLocation(None, slot), KVLocation(buffer, number - before), tokens))
         self._copy(layers, moves)
-        pairs = [(block, KVLocation(buffer, number - before)) for number, block in growth.quantized.items()]
-        return self._filled(layers, pairs)
+        pairs = [(block, KVLocation(buffer, number - before)) for number, block in reservation.quantized.items()]
+        return self._to_encode(layers, pairs)
 
     def _copy(self, layers: Iterable[int], moves: Sequence[Move]) -> None:
         if moves:
             self._ops.copy_full([self._caches[layer] for layer in layers], moves)
 
-    def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
+    def round_trip(self, layer: int, reservation: Reservation, start: int, count: int) -> None:
         if start >= self.block_size:  # a sequence's first block is never encoded
             with _damage_as_error():
                 tokens = start % self.block_size + count
-                self._ops.round_trip(self._cache_of_newest(layer), KVLocation(growth.buffer, growth.first), tokens)
+                self._ops.round_trip(
+                    self._cache_of_newest(layer), KVLocation(reservation.buffer, reservation.first), tokens
+                )
 
     def _cache_of_newest(self, layer: int) -> Cache:
         """Return the cache of a layer's new blocks."""
         return self._caches[layer]
 
-    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> list[FilledBlocks]:
-        slots = [pair for growth, length in growths for pair in self.filled(growth, length)]
-        return self._filled(self.layers, [(block, KVLocation(None, slot)) for block, slot in slots])
+    def filled_blocks(self, reservations: Sequence[tuple[Reservation, int]]) -> list[FilledBlocks]:
+        slots = [pair for reservation, length in reservations for pair in self.filled_slots(reservation, length)]
+        return self._to_encode(self.layers, [(block, KVLocation(None, slot)) for block, slot in slots])
 
-    def _filled(self, layers: Sequence[int], pairs: Sequence[tuple[int, KVLocation]]) -> list[FilledBlocks]:
+    def _to_encode(self, layers: Sequence[int], pairs: Sequence[tuple[int, KVLocation]]) -> list[FilledBlocks]:
         """Return the blocks to encode in `layers`. pairs: quantized blocks, and where their tokens are."""
         return [
             FilledBlocks([kind.caches[layer] for layer in layers], kind.numbers, [pairs[i][1] for i in kind.indices])
-            for kind in self._by_kind([block for block, _ in pairs])
+            for kind in self._split_by_kind([block for block, _ in pairs])
             if kind.numbers
         ]
 
@@ -147,8 +151,8 @@ class KVBlocks(TableGroup):
     # -- blocks on the host ------------------------------------------------------------------------------------
 
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
-        """As in `LayerState`, for blocks that are coded alike."""
-        (kind,) = self._by_kind(blocks)
+        """As in `LayerState`, for blocks of one kind."""
+        (kind,) = self._split_by_kind(blocks)
         return {
             (layer, name): array
             for layer, cache in kind.caches.items()
@@ -156,9 +160,9 @@ class KVBlocks(TableGroup):
         }
 
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
-        (kind,) = self._by_kind(blocks)
+        (kind,) = self._split_by_kind(blocks)
         for layer, cache in kind.caches.items():
-            self._ops.write_blocks(cache, kind.numbers, of_layer(arrays, layer))
+            self._ops.write_blocks(cache, kind.numbers, layer_arrays(arrays, layer))
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
         return {
@@ -172,11 +176,11 @@ class KVBlocks(TableGroup):
             self._ops.write_full(cache, slot, arrays[layer, "k"], arrays[layer, "v"])
 
     def bytes(self, table: BlockTable) -> int:
-        quantized, full = table.held
+        quantized, full = table.counts
         return quantized * self._shape.quantized_bytes(self.layers) + full * self._shape.full_bytes(self.layers)
 
 
-def of_layer(arrays: BlockArrays, layer: int) -> dict[str, np.ndarray]:
+def layer_arrays(arrays: BlockArrays, layer: int) -> dict[str, np.ndarray]:
     """Return the arrays of one layer by their names."""
     return {name: array for (number, name), array in arrays.items() if number == layer}
 

@@ -93,22 +93,21 @@ def _bytes(arrays: Sequence[ArraySpec]) -> int:
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
-class OwnShape(StateShape):
-    """The shape of a state that is not K/V. It makes the state itself; for K/V, which need codecs, the store does."""
+class RecurrentShape(StateShape):
+    """The shape of a recurrent state. It makes the state itself; for K/V, which need codecs, the store does."""
 
     def state(self, ops: Ops, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> LayerState:
         """Return the state of `layers`. blocks: the numbers of quantized blocks and of full-precision slots."""
         raise NotImplementedError
 
 
-class FinerKind(NamedTuple):
-    """The blocks of a layer that have more bits than others. newest: complete blocks at the end of a sequence that have
-    them last, since their errors cost more than the errors of all older blocks together (docs/quality.md, "Deeper in a
-    text")."""
+class HighPrecisionKind(NamedTuple):
+    """The blocks of a layer that have more bits than others: the newest of each sequence. newest: how many complete
+    blocks at its end always have them, since their errors cost more than those of all older blocks together
+    (docs/quality.md, "Deeper in a text")."""
 
     codec_k: Codec
     codec_v: Codec
-    is_by_age: bool  # whether only the newest ones have them, and not as many as there is room for
     newest: int = 3
 
 
@@ -122,40 +121,41 @@ class LayerShape(StateShape):
     head_dim: int  # D
     mean_bits: int = 0  # bits per channel of the block mean that is subtracted from keys: 8, 16, or 0 for none
     window: int | None = None
-    finer: FinerKind | None = None
+    high_precision: HighPrecisionKind | None = None
     images_whole: bool = False
 
     @property
     def types(self) -> str:
-        """The types of keys and of values, one name if they are equal. With two kinds of blocks, of the coarser."""
+        """The types of keys and of values, one name if they are equal; with two kinds of blocks, of low-precision
+        ones."""
         return "/".join(dict.fromkeys((self.codec_k.name, self.codec_v.name)))
 
     @property
-    def finest(self) -> LayerShape:
-        """The shape if all blocks have the most bits that they can have."""
-        if self.finer is None:
+    def high_precision_shape(self) -> LayerShape:
+        """The shape if all blocks were high-precision."""
+        if (kind := self.high_precision) is None:
             return self
-        return replace(self, codec_k=self.finer.codec_k, codec_v=self.finer.codec_v, finer=None)
+        return replace(self, codec_k=kind.codec_k, codec_v=kind.codec_v, high_precision=None)
 
     def needed_blocks(self, tokens: int, block_size: int) -> int:
         complete = super().needed_blocks(tokens, block_size)
-        return complete + self._room_of_finer(min(complete, self._most_finer), block_size)
+        return complete + self._high_precision_room(min(complete, self._most_high_precision), block_size)
 
     def more_blocks(self, full_slots: int, more: int, tokens: int, block_size: int) -> int:
-        shared = max(0, super().needed_blocks(tokens, block_size) - self._most_finer)
-        of_others = min(shared, (full_slots // 2 - 1) * self._most_finer)
-        return self._room_of_finer(of_others, block_size) + (self.finer is not None)  # for one that is coded again
+        shared = max(0, super().needed_blocks(tokens, block_size) - self._most_high_precision)
+        newest = min(shared, (full_slots // 2 - 1) * self._most_high_precision)  # of the other sequences
+        requantized = int(self.high_precision is not None)  # the one that has places of both kinds
+        return self._high_precision_room(newest, block_size) + requantized
 
     @property
-    def _most_finer(self) -> int:
-        """Blocks of a sequence with more bits by age, until the oldest one has been coded again."""
-        return 0 if self.finer is None else (self.finer.newest + 1) * self.finer.is_by_age
+    def _most_high_precision(self) -> int:
+        """High-precision blocks of a sequence, until the oldest one has been requantized."""
+        return 0 if self.high_precision is None else self.high_precision.newest + 1
 
-    def _room_of_finer(self, blocks: int, block_size: int) -> int:
-        """Return how many other blocks have the room that `blocks` of the newest blocks of sequences need beyond
-        theirs."""
-        finer, other = (shape.quantized_bytes(block_size) for shape in (self.finest, self))
-        return -(-blocks * (finer - other) // other)
+    def _high_precision_room(self, blocks: int, block_size: int) -> int:
+        """Return how many low-precision blocks have the room by which `blocks` high-precision ones are larger."""
+        high, low = (shape.quantized_bytes(block_size) for shape in (self.high_precision_shape, self))
+        return -(-blocks * (high - low) // low)
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         arrays = transfer.block_arrays(self.format(block_size), stored_as)
@@ -166,7 +166,9 @@ class LayerShape(StateShape):
 
     def format(self, block_size: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
         """Return the format of this layer's cache, for the ops."""
-        finer = None if self.finer is None else self.finest.format(block_size, metric_k, metric_v)
+        high_precision = (
+            None if self.high_precision is None else self.high_precision_shape.format(block_size, metric_k, metric_v)
+        )
         return CacheFormat(
             codec_k=self.codec_k,
             codec_v=self.codec_v,
@@ -176,7 +178,7 @@ class LayerShape(StateShape):
             block_size=block_size,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            finer=finer,
+            high_precision=high_precision,
         )
 
     @property

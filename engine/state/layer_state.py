@@ -11,7 +11,7 @@ import numpy as np
 
 from polarlm.engine.backends.kv import Buffer, Cache, FilledBlocks
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
-from polarlm.engine.state.tables import BlockTable, Growth
+from polarlm.engine.state.tables import BlockTable, Reservation
 
 
 @dataclass
@@ -33,11 +33,11 @@ class LayerState(Protocol):
     """The state of layers that share block tables. A sequence has one table in each group.
 
     A block of N tokens has a number in its sequence and an id in one of two allocators: `full` for blocks as they were
-    computed, `quantized` for complete blocks as they are stored. New tokens are added by a growth:
+    computed, `quantized` for complete blocks as they are stored. New tokens are added by a reservation:
 
-        growth = state.open(table, start, count, …)      or open_step: reserves blocks, or raises OutOfBlocks
-        state.begin, …, state.seal                       for all layers of a prompt, one by one or some together
-        state.commit(table, growth, length)              or state.abort(growth), which leaves the table as it was
+        reservation = state.open(table, start, count, …)   or open_step: reserves blocks, or raises OutOfBlocks
+        state.begin, …, state.seal                         for all layers of a prompt, one by one or some together
+        state.commit(table, reservation, length)           or state.abort(reservation): the table is as before
     """
 
     layers: tuple[int, ...]
@@ -49,18 +49,20 @@ class LayerState(Protocol):
     def new_table(self) -> BlockTable:
         """Return the table of an empty sequence."""
 
-    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
+    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Reservation:
         """Reserve blocks for a prompt's `count` tokens from position `start`, and a buffer that its layers write to. If
         it raises OutOfBlocks, nothing has changed.
 
         buffers: the span's buffers so far, to use or to add to. as_steps: see `KVStore.open`.
         """
 
-    def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
+    def open_step(self, table: BlockTable, start: int, count: int) -> Reservation:
         """Reserve blocks for the `count` rows of a step. Any number of rows may be kept. Otherwise like `open`. A
         sparse state takes no more rows than fit into the current block."""
 
-    def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> Any:
+    def view(
+        self, layer: int, table: BlockTable, reservation: Reservation, start: int, rows: slice, position: int
+    ) -> Any:
         """Return a view of `rows` of a span, for `spans`. start, position: of the span's first token and first row."""
 
     def spans(self, views: Sequence[Any]) -> Any:
@@ -69,24 +71,25 @@ class LayerState(Protocol):
     def cache(self, layer: int) -> Cache:
         """Return what the ops of one layer read and write."""
 
-    def begin(self, layers: Sequence[int], table: BlockTable, growth: Growth, start: int) -> None:
-        """Prepare a prompt's growth for the rows of layers that are sealed together: one, unless they have K/V."""
+    def begin(self, layers: Sequence[int], table: BlockTable, reservation: Reservation, start: int) -> None:
+        """Prepare a prompt's reservation for the rows of layers that are sealed together: one, unless they have K/V."""
 
-    def seal(self, layers: Sequence[int], growth: Growth, start: int, count: int) -> Sequence[FilledBlocks]:
+    def seal(self, layers: Sequence[int], reservation: Reservation, start: int, count: int) -> Sequence[FilledBlocks]:
         """Keep what these layers of a prompt have appended, and return the blocks to encode."""
 
-    def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
+    def round_trip(self, layer: int, reservation: Reservation, start: int, count: int) -> None:
         """Encode and decode, in place, what a sealed layer attends to."""
 
-    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> Sequence[FilledBlocks]:
-        """Return the blocks that steps have filled, to be encoded before these are committed. growths: with the length
-        that each sequence will have."""
+    def filled_blocks(self, reservations: Sequence[tuple[Reservation, int]]) -> Sequence[FilledBlocks]:
+        """Return the blocks that steps have filled, to be encoded before these are committed. reservations: with the
+        length that each sequence will have."""
 
-    def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
-        """Add `growth` to a table whose sequence now has `length` tokens, and release blocks that are not needed."""
+    def commit(self, table: BlockTable, reservation: Reservation, length: int) -> None:
+        """Add `reservation` to a table whose sequence now has `length` tokens, and release blocks that are not
+        needed."""
 
-    def abort(self, growth: Growth) -> None:
-        """Release what `growth` reserved."""
+    def abort(self, reservation: Reservation) -> None:
+        """Release what `reservation` reserved."""
 
     def release(self, table: BlockTable) -> None:
         """Release everything the table holds."""
@@ -128,21 +131,24 @@ class LayerState(Protocol):
 
 
 @dataclass(eq=False)
-class Steady:
-    """Stands for the block tables of a sequence as long as steps do not change them: until it has `end` tokens."""
+class TableVersion:
+    """A version of a sequence's block tables, which steps do not change until it has `end` tokens. Equal only to
+    itself."""
 
     end: int
 
 
-def steady_after(groups: Sequence[LayerState], n: int, length: int) -> Steady:
-    """Return what stands for the tables after a step that has changed them, of a sequence that has `length` tokens now.
+def table_version_after(groups: Sequence[LayerState], n: int, length: int) -> TableVersion:
+    """Return the version of the tables after a step that has changed them, of a sequence that has `length` tokens now.
     A step changes them again that fills a block of `n` tokens, or with which a block leaves a window."""
-    seen = [group.first_visible(length) for group in groups]
+    visible = [group.first_visible(length) for group in groups]
     ends = range((length // n + 1) * n - 1, length, -1) if length % n else ()
-    return Steady(next((end for end in ends if [group.first_visible(end) for group in groups] == seen), length))
+    return TableVersion(
+        next((end for end in ends if [group.first_visible(end) for group in groups] == visible), length)
+    )
 
 
-def copies_of_full(groups: Sequence[LayerState], slots: Sequence[int], count: int) -> list[int] | None:
+def copy_slots(groups: Sequence[LayerState], slots: Sequence[int], count: int) -> list[int] | None:
     """Return copies of `slots`, one per group, with their first `count` tokens; None if no slot is free."""
     copies: list[int] = []
     try:
@@ -159,7 +165,7 @@ def copies_of_full(groups: Sequence[LayerState], slots: Sequence[int], count: in
     return copies
 
 
-def in_words(layers: Sequence[int], count: int) -> str:
+def describe_layers(layers: Sequence[int], count: int) -> str:
     """Return the name of `layers`, in ascending order, of a model with `count` layers, such as "layers 0 to 3, 7"."""
     if len(layers) == count:
         return "all layers"

@@ -31,12 +31,13 @@ class StorePlan:
         """Bytes of the store in the device's memory."""
         return self.shape.bytes(self.quantized_blocks, self.full_slots, self.more_slots)
 
-    def bytes_of(self, layers: Container[int]) -> int:
+    def layer_bytes(self, layers: Container[int]) -> int:
         return self.shape.bytes(self.quantized_blocks, self.full_slots, self.more_slots, layers)
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of snapshots, which are in the computer's memory: with a GPU, beside `bytes`, and else among them."""
+        """Bytes of snapshots, which are in the computer's memory: with a GPU in addition to `bytes`, and else among
+        them."""
         return self.shape.snapshot_bytes(self.quantized_blocks)
 
     @property
@@ -49,7 +50,7 @@ class StorePlan:
         """The tokens of all sequences that fit, if these are long."""
         return self.tokens + self.more_tokens
 
-    def larger(self, more_slots: int, more_tokens: int) -> StorePlan:
+    def extend(self, more_slots: int, more_tokens: int) -> StorePlan:
         """Return the plan with room for further sequences that are kept."""
         blocks = _quantized_blocks(self.shape, self.tokens, self.full_slots, more_slots, more_tokens)
         return replace(self, quantized_blocks=blocks, more_slots=more_slots, more_tokens=more_tokens)
@@ -65,8 +66,8 @@ def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: i
     """Return the smallest store with quantized blocks for a sequence of `tokens`, and slots for `sequences` sequences
     that have `step_rows` rows each in a step."""
     # Blocks that the rows of a step may touch, the current block included.
-    touched = 1 + (shape.block_size + step_rows - 2) // shape.block_size
-    slots = (1 + touched) * sequences + _SPARE_SLOTS
+    step_blocks = 1 + (shape.block_size + step_rows - 2) // shape.block_size
+    slots = (1 + step_blocks) * sequences + _SPARE_SLOTS
     return StorePlan(shape, tokens, _quantized_blocks(shape, tokens, slots), slots)
 
 
@@ -77,8 +78,8 @@ def _quantized_blocks(
     longer."""
     whole, rest = divmod(more_tokens, max(1, tokens))
     each, last = shape.quantized_blocks(tokens), shape.quantized_blocks(rest)
-    beside = shape.more_blocks(slots, more_slots, tokens)
-    return tuple((1 + whole) * a + b + more for a, b, more in zip(each, last, beside, strict=True))
+    more = shape.more_blocks(slots, more_slots, tokens)
+    return tuple((1 + whole) * a + b + c for a, b, c in zip(each, last, more, strict=True))
 
 
 def plan_for_memory(
@@ -126,14 +127,14 @@ def plan_for_memory(
     return plan(tokens)
 
 
-def smallest(shape: CacheShape, plans: Sequence[StorePlan]) -> StorePlan:
+def common_plan(shape: CacheShape, plans: Sequence[StorePlan]) -> StorePlan:
     """Return the plan for all layers of `shape` that takes no more of any of its parts than `plans`, one for each."""
     tokens, slots = min(plan.tokens for plan in plans), min(plan.full_slots for plan in plans)
     more, more_tokens = min(plan.more_slots for plan in plans), min(plan.more_tokens for plan in plans)
-    return StorePlan(shape, tokens, (), slots).larger(more, more_tokens)
+    return StorePlan(shape, tokens, (), slots).extend(more, more_tokens)
 
 
-def with_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
+def add_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
     """Return `plan` with room for further sequences that are kept, as many as fit into `memory` bytes.
 
     tokens_each: the tokens of each for which there are blocks; 0 if they share the plan's blocks. What is left becomes
@@ -143,31 +144,33 @@ def with_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
     if not plan.shape.kv_layers:  # nothing is kept
         return plan
     most = 1
-    while plan.larger(2 * most, most * tokens_each).bytes <= memory:
+    while plan.extend(2 * most, most * tokens_each).bytes <= memory:
         most *= 2
-    kept = bisect_right(range(1, most), memory, key=lambda kept: plan.larger(2 * kept, kept * tokens_each).bytes)
-    whole, tokens = plan.larger(2 * kept, kept * tokens_each), kept * tokens_each
+    kept = bisect_right(range(1, most), memory, key=lambda kept: plan.extend(2 * kept, kept * tokens_each).bytes)
+    whole, tokens = plan.extend(2 * kept, kept * tokens_each), kept * tokens_each
     if not tokens_each or plan.bytes > memory:
         return whole
-    shorter = plan.larger(2 * (kept + 1), tokens + tokens_each // 2)
-    return with_more_tokens(shorter if shorter.bytes <= memory else whole, memory)
+    shorter = plan.extend(2 * (kept + 1), tokens + tokens_each // 2)
+    return _add_tokens(shorter if shorter.bytes <= memory else whole, memory)
 
 
-def with_more_tokens(plan: StorePlan, memory: int) -> StorePlan:
+def _add_tokens(plan: StorePlan, memory: int) -> StorePlan:
     """Return `plan` with quantized blocks for more tokens, as many as fit into `memory` bytes; `plan` itself if these
     take none."""
-    larger = partial(plan.larger, plan.more_slots)
-    if larger(plan.more_tokens + plan.tokens).bytes == plan.bytes:  # a whole context is in full precision
+    extend = partial(plan.extend, plan.more_slots)
+    if extend(plan.more_tokens + plan.tokens).bytes == plan.bytes:  # a whole context is in full precision
         return plan
     longer = range(plan.more_tokens + 1, (memory + 1) * plan.tokens)  # each context takes a byte at least
-    return larger(plan.more_tokens + bisect_right(longer, memory, key=lambda tokens: larger(tokens).bytes))
+    return extend(plan.more_tokens + bisect_right(longer, memory, key=lambda tokens: extend(tokens).bytes))
 
 
 def f16_tokens(plan: StorePlan) -> int:
     """Return how many tokens, up to the plan's, an f16 cache would hold in the memory of `plan`."""
     half = get(FULL)
     layers = (
-        replace(layer, codec_k=half, codec_v=half, mean_bits=0, finer=None) if isinstance(layer, LayerShape) else layer
+        replace(layer, codec_k=half, codec_v=half, mean_bits=0, high_precision=None)
+        if isinstance(layer, LayerShape)
+        else layer
         for layer in plan.shape.layers
     )
     f16, slots, more = replace(plan.shape, layers=tuple(layers), stored={}), plan.full_slots, plan.more_slots

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polarlm.engine.state.places import Places
+from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.store import Span
 
 
@@ -20,10 +20,11 @@ def positions(spans: Sequence[Span]) -> np.ndarray:
 
 
 def rope_positions(spans: Sequence[Span]) -> np.ndarray:
-    """Return the positions of all rows for RoPE: `positions`, or (3, T) if some are in an image; see `Places`."""
-    if not [span for span in spans if span.sequence.places is not None]:
+    """Return the positions of all rows for RoPE: `positions`, or (3, T) if some are in an image; see
+    `ImagePositions`."""
+    if not [span for span in spans if span.sequence.image_positions is not None]:
         return positions(spans)
-    each = [(span.sequence.places or Places(())).positions(span.start, span.count) for span in spans]
+    each = [(span.sequence.image_positions or ImagePositions(())).positions(span.start, span.count) for span in spans]
     if any(one.ndim > 1 for one in each):
         each = [np.broadcast_to(one, (3, one.shape[-1])) for one in each]
     return np.concatenate(each, axis=-1)
@@ -34,6 +35,6 @@ def whole_images(spans: Sequence[Span]) -> list[range]:
     found, end = list[range](), 0
     for span in spans:
         shift, end = end - span.start, end + span.count
-        parts = span.sequence.places.parts(span.start, span.count) if span.sequence.places else ()
+        parts = span.sequence.image_positions.parts(span.start, span.count) if span.sequence.image_positions else ()
         found += [range(part.start + shift, part.stop + shift) for part, sees in parts if sees]
     return found

@@ -23,14 +23,14 @@ from typing import Protocol
 import numpy as np
 
 from polarlm.engine.state.blocks import Blocks, add_blocks
-from polarlm.engine.state.layer_state import copies_of_full
+from polarlm.engine.state.layer_state import copy_slots
 from polarlm.engine.state.store import KVStore, SequenceKV
 
 _MARK = "\0"  # begins a salt with an adapter
 
 
 @dataclass(eq=False)
-class _Full:
+class _FullBlock:
     """A full-precision block: the hash before it, its token ids (1 to N) and its slots."""
 
     before: bytes
@@ -38,13 +38,13 @@ class _Full:
     slots: Blocks
 
 
-class LastReader(Protocol):
+class ReuseObserver(Protocol):
     """Reads blocks that can be found for the last time. Its methods must not raise."""
 
-    def before_reuse(self, key: bytes, group: int) -> None:
+    def copy_before_reuse(self, key: bytes, group: int) -> None:
         """The quantized block of `group` that is stored under the hash `key` is about to be allocated again."""
 
-    def before_full_reuse(self, before: bytes, ids: Sequence[int]) -> None:
+    def copy_full_before_reuse(self, before: bytes, ids: Sequence[int]) -> None:
         """A slot of the full-precision block with `ids` after the hash `before` is about to be allocated again."""
 
 
@@ -56,15 +56,15 @@ class PrefixCache:
         self._store = store
         self._root = hashlib.blake2b(identity, digest_size=16).digest()
         self._enabled = enabled
-        self._quantized: dict[bytes, Blocks] = {}  # by the hash at the block's end
-        self._full: dict[bytes, list[_Full]] = {}  # by the hash before the block
-        self._reader: LastReader | None = None
+        self._quantized_blocks: dict[bytes, Blocks] = {}  # by the hash at the block's end
+        self._full_blocks: dict[bytes, list[_FullBlock]] = {}  # by the hash before the block
+        self._observer: ReuseObserver | None = None
 
-    def read_before_reuse(self, reader: LastReader | None) -> None:
-        """Let `reader` read blocks before they are allocated again. It is called under the engine's lock."""
-        self._reader = reader
+    def observe_reuse(self, observer: ReuseObserver | None) -> None:
+        """Let `observer` read blocks before they are allocated again. It is called under the engine's lock."""
+        self._observer = observer
 
-    def salted(self, kv: SequenceKV, salt: str) -> SequenceKV:
+    def set_salt(self, kv: SequenceKV, salt: str) -> SequenceKV:
         """Set the root for `salt` on `kv`, none of whose blocks is in the cache yet, and return `kv`."""
         kv.root = self._salted_root(salt)
         return kv
@@ -83,7 +83,7 @@ class PrefixCache:
         while self._enabled and len(kv.hashes) < kv.length // n:
             number = len(kv.hashes)
             blocks = [table.block(number) if number else table.sink for table in kv.tables]
-            before = self._before(root, kv.hashes)
+            before = self._last_hash(root, kv.hashes)
             kv.hashes.append(self.add(root, before, ids[number * n : (number + 1) * n], blocks))
 
     def add(self, root: bytes, before: bytes, ids: Sequence[int], blocks: Blocks) -> bytes:
@@ -101,7 +101,7 @@ class PrefixCache:
         self.insert(kv, ids)
         start = kv.length - kv.length % self._store.shape.block_size
         if self._enabled and start < kv.length:
-            before = self._before(kv.root, kv.hashes)
+            before = self._last_hash(kv.root, kv.hashes)
             self.add_full(before, ids[start : kv.length], [table.current for table in kv.tables])
         elif self._enabled and len(kv.hashes) > 1:
             self._keep_end(kv, ids)
@@ -116,31 +116,31 @@ class PrefixCache:
 
     def discard(self, kv: SequenceKV) -> None:
         """Release a sequence whose K/V are damaged, and remove every block that it may have shared from the cache."""
-        for before in (self._before(kv.root, ()), *kv.hashes):
-            for entry in list(self._full.get(before, ())):
+        for before in (self._last_hash(kv.root, ()), *kv.hashes):
+            for entry in list(self._full_blocks.get(before, ())):
                 self._drop(entry)
         for key in kv.hashes:
-            for index, block in enumerate(self._quantized.pop(key, ())):
+            for index, block in enumerate(self._quantized_blocks.pop(key, ())):
                 if block is not None:
                     self._store.groups[index].quantized.drop(block)
         self._store.release(kv)
 
-    def _before(self, root: bytes, hashes: Sequence[bytes]) -> bytes:
+    def _last_hash(self, root: bytes, hashes: Sequence[bytes]) -> bytes:
         return hashes[-1] if hashes else root or self._root
 
     def _add_quantized(self, key: bytes, blocks: Blocks) -> None:
         allocators = [group.quantized for group in self._store.groups]
-        known = self._quantized.setdefault(key, [None] * len(blocks))
+        known = self._quantized_blocks.setdefault(key, [None] * len(blocks))
         add_blocks(known, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
         if known == [None] * len(blocks):
-            del self._quantized[key]
+            del self._quantized_blocks[key]
 
     def add_full(self, before: bytes, ids: Sequence[int], slots: Blocks) -> None:
         """Make the slots of a block with `ids`, which the caller holds, findable."""
-        entries, ids = self._full.setdefault(before, []), tuple(ids)
+        entries, ids = self._full_blocks.setdefault(before, []), tuple(ids)
         known = next((entry for entry in entries if entry.ids == ids), None)
         if known is None:
-            known = _Full(before, ids, [None] * len(slots))
+            known = _FullBlock(before, ids, [None] * len(slots))
             entries.append(known)
         allocators = [group.full for group in self._store.groups]
         add_blocks(
@@ -153,20 +153,20 @@ class PrefixCache:
         self._remove_if_empty(known)
 
     def _forget_quantized(self, key: bytes, index: int) -> None:
-        if self._reader is not None:
-            self._reader.before_reuse(key, index)
-        blocks = self._quantized[key]
+        if self._observer is not None:
+            self._observer.copy_before_reuse(key, index)
+        blocks = self._quantized_blocks[key]
         blocks[index] = None
         if blocks == [None] * len(blocks):
-            del self._quantized[key]
+            del self._quantized_blocks[key]
 
-    def _forget_full(self, entry: _Full, index: int) -> None:
-        if self._reader is not None:
-            self._reader.before_full_reuse(entry.before, entry.ids)
+    def _forget_full(self, entry: _FullBlock, index: int) -> None:
+        if self._observer is not None:
+            self._observer.copy_full_before_reuse(entry.before, entry.ids)
         entry.slots[index] = None
         self._remove_if_empty(entry)
 
-    def _drop(self, entry: _Full) -> None:
+    def _drop(self, entry: _FullBlock) -> None:
         """Remove a full-precision block from the cache, whether or not a sequence holds it."""
         for index, (group, slot) in enumerate(zip(self._store.groups, entry.slots, strict=True)):
             if slot is not None:
@@ -174,12 +174,12 @@ class PrefixCache:
                 entry.slots[index] = None
         self._remove_if_empty(entry)
 
-    def _remove_if_empty(self, entry: _Full) -> None:
+    def _remove_if_empty(self, entry: _FullBlock) -> None:
         if entry.slots == [None] * len(entry.slots):
-            entries = self._full[entry.before]
+            entries = self._full_blocks[entry.before]
             entries.remove(entry)
             if not entries:
-                del self._full[entry.before]
+                del self._full_blocks[entry.before]
 
     # -- finding -----------------------------------------------------------------------------------------------
 
@@ -187,20 +187,24 @@ class PrefixCache:
         """Return a sequence of the longest prefix of `ids` that is stored under `salt`: complete blocks are shared,
         part of one is copied. Costs the hashes of `ids`, and at most a copy of one block."""
         n, root = self._store.shape.block_size, self._salted_root(salt)
-        hashes, known = self._known(ids, salt)
+        hashes, known = self._stored_blocks(ids, salt)
         runs, reach = self._runs(known), 0
         for count in range(len(known), -1, -1):
             if not reach and self._is_complete(runs[count], count, count * n, sparse=False):
                 reach = count
-            partly, common = self._best_match(self._before(root, hashes[:count]), ids[count * n : (count + 1) * n])
-            for rest in dict.fromkeys((common, 0)):
+            partial_block, shared = self._best_match(
+                self._last_hash(root, hashes[:count]), ids[count * n : (count + 1) * n]
+            )
+            for rest in dict.fromkeys((shared, 0)):
                 if self._is_complete(runs[count], count, count * n + rest):
                     length, is_whole = count * n + rest, False
                     groups = enumerate(self._store.groups)
-                    tables = [group.share([blocks[at] for blocks in known[:count]], length) for at, group in groups]
+                    tables = [
+                        group.share([blocks[index] for blocks in known[:count]], length) for index, group in groups
+                    ]
                     kv = SequenceKV(length, tables, hashes[:count], root)
                     try:
-                        is_whole = rest == 0 or self._set_current(kv, partly, rest)
+                        is_whole = rest == 0 or self._set_current(kv, partial_block, rest)
                         if is_whole:
                             _remember_branch(kv, reach, n)
                             return kv
@@ -217,26 +221,26 @@ class PrefixCache:
             hashes.append(_hash(hashes[-1] if hashes else root, ids[start : start + n]))
         return root, hashes
 
-    def quantized(self, key: bytes) -> Blocks:
+    def find_quantized(self, key: bytes) -> Blocks:
         """Return the quantized blocks that are stored under a hash."""
-        return list(self._quantized.get(key, ())) or [None] * len(self._store.groups)
+        return list(self._quantized_blocks.get(key, ())) or [None] * len(self._store.groups)
 
-    def full(self, before: bytes, ids: Sequence[int]) -> Blocks:
+    def find_full(self, before: bytes, ids: Sequence[int]) -> Blocks:
         """Return the slots of the full-precision block with exactly `ids` after the hash `before`."""
-        slots = (list(entry.slots) for entry in self._full.get(before, ()) if entry.ids == tuple(ids))
+        slots = (list(entry.slots) for entry in self._full_blocks.get(before, ()) if entry.ids == tuple(ids))
         return next(slots, [None] * len(self._store.groups))
 
-    def common(self, before: bytes, ids: Sequence[int]) -> int:
+    def common_length(self, before: bytes, ids: Sequence[int]) -> int:
         """Return how many of `ids`, which follow the hash `before`, one full-precision block begins with."""
         return self._best_match(before, ids)[1]
 
-    def _known(self, ids: Sequence[int], salt: str) -> tuple[list[bytes], list[Blocks]]:
+    def _stored_blocks(self, ids: Sequence[int], salt: str) -> tuple[list[bytes], list[Blocks]]:
         """Return the hashes of the complete blocks of `ids`, and their stored blocks, which are None if not stored."""
         if not self._enabled:
             return [], []
         root, hashes = self.hashes(ids, salt)
-        first = [self.full(root, ids[: self._store.shape.block_size])] if hashes else []
-        return hashes, [*first, *map(self.quantized, hashes[1:])]
+        first = [self.find_full(root, ids[: self._store.shape.block_size])] if hashes else []
+        return hashes, [*first, *map(self.find_quantized, hashes[1:])]
 
     def _runs(self, known: Sequence[Blocks]) -> list[list[int]]:
         """Return, as [i][group], the length of the run of stored blocks that ends with block i − 1."""
@@ -254,16 +258,16 @@ class PrefixCache:
             if sparse or not group.is_sparse
         )
 
-    def _best_match(self, before: bytes, ids: Sequence[int]) -> tuple[_Full | None, int]:
+    def _best_match(self, before: bytes, ids: Sequence[int]) -> tuple[_FullBlock | None, int]:
         """Return the full-precision block after `before` that has the longest prefix of `ids`, and its length, < N."""
-        entries = self._full.get(before, ()) if self._enabled else ()
+        entries = self._full_blocks.get(before, ()) if self._enabled else ()
         n = self._store.shape.block_size
         usable = [entry for entry in entries if None not in entry.slots]
-        best = max(usable, key=lambda entry: common(entry.ids, ids), default=None)
+        best = max(usable, key=lambda entry: common_prefix(entry.ids, ids), default=None)
         # N tokens would be a complete block, which is shared or outside the window.
-        return best, 0 if best is None else min(common(best.ids, ids), n - 1)
+        return best, 0 if best is None else min(common_prefix(best.ids, ids), n - 1)
 
-    def _set_current(self, kv: SequenceKV, entry: _Full | None, count: int) -> bool:
+    def _set_current(self, kv: SequenceKV, entry: _FullBlock | None, count: int) -> bool:
         """Make the first `count` tokens of a full-precision block the current block of `kv`; False if no slot is
         free for a copy."""
         assert entry is not None
@@ -277,7 +281,7 @@ class PrefixCache:
             _set_current_slots(kv, slots)
             return True
         try:
-            copies = copies_of_full(self._store.groups, slots, count)
+            copies = copy_slots(self._store.groups, slots, count)
         finally:
             for allocator, slot in zip(full, slots, strict=True):
                 allocator.release(slot)
@@ -286,7 +290,7 @@ class PrefixCache:
         return copies is not None
 
 
-def joined_salt(cache_salt: str, adapter: str) -> str:
+def join_salt(cache_salt: str, adapter: str) -> str:
     """Return the salt for a `cache_salt` and an adapter, which is text without NUL; each may be empty. Without an
     adapter it is the `cache_salt`, unless that begins with NUL. Different pairs have different salts."""
     if not adapter and not cache_salt.startswith(_MARK):
@@ -294,8 +298,8 @@ def joined_salt(cache_salt: str, adapter: str) -> str:
     return f"{_MARK}{adapter}{_MARK}{cache_salt}"
 
 
-def adapter_of(salt: str) -> str:
-    """Return the adapter in a salt that `joined_salt` made; empty for none."""
+def salt_adapter(salt: str) -> str:
+    """Return the adapter in a salt that `join_salt` made; empty for none."""
     return salt[1:].partition(_MARK)[0] if salt.startswith(_MARK) else ""
 
 
@@ -316,6 +320,6 @@ def _hash(before: bytes, ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(np.asarray(ids, np.int64).tobytes(), key=before, digest_size=16).digest()
 
 
-def common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many ids both begin with."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.quantization.metric import Metric
-from polarlm.engine.state.layer_shapes import FinerKind, LayerShape, SharedShape, StateShape
+from polarlm.engine.state.layer_shapes import HighPrecisionKind, LayerShape, SharedShape, StateShape
 from polarlm.model_loaders.forks import cached_property
 
 
@@ -29,42 +29,41 @@ class CacheShape:
     @property
     def has_two_kinds(self) -> bool:
         """Whether some blocks have more bits than others."""
-        return self.finer is not None
+        return self.high_precision is not None
 
     @cached_property
-    def finer(self) -> FinerKind | None:
+    def high_precision(self) -> HighPrecisionKind | None:
         """The blocks that have more bits than others, in the layers that have two kinds."""
-        return next((layer.finer for layer in self.kv_layers.values() if layer.finer), None)
-
-    @property
-    def is_by_age(self) -> bool:
-        """Whether these are the newest blocks of sequences."""
-        return self.finer is not None and self.finer.is_by_age
+        return next((layer.high_precision for layer in self.kv_layers.values() if layer.high_precision), None)
 
     @property
     def _newest(self) -> int:
-        """How many of a sequence's newest complete blocks have more bits, by age."""
-        return self.finer.newest if self.finer is not None and self.finer.is_by_age else 0
+        """How many of a sequence's newest complete blocks always have more bits."""
+        return 0 if self.high_precision is None else self.high_precision.newest
 
     @property
     def kinds(self) -> tuple[str, str]:
         """The types of blocks with more bits, and of the others, where they are of two kinds."""
-        layer = next(layer for layer in self.kv_layers.values() if layer.finer)
-        return layer.finest.types, layer.types
+        layer = next(layer for layer in self.kv_layers.values() if layer.high_precision)
+        return layer.high_precision_shape.types, layer.types
 
     @property
-    def finest(self) -> CacheShape:
+    def high_precision_shape(self) -> CacheShape:
         """The shape if all blocks have the most bits that they can have, without a backend's padding of these."""
         if not self.has_two_kinds:
             return self
-        finest = (layer.finest if isinstance(layer, LayerShape) else layer for layer in self.layers)
-        return replace(self, layers=tuple(finest), stored={})
+        high_precision_shape = (
+            layer.high_precision_shape if isinstance(layer, LayerShape) else layer for layer in self.layers
+        )
+        return replace(self, layers=tuple(high_precision_shape), stored={})
 
     @property
     def widest(self) -> CacheFormat:
         """The format of a layer with the most K/V values per token, of those one whose blocks are of two kinds."""
         layers = self.kv_layers
-        return self.format(max(layers, key=lambda layer: (layers[layer].values, layers[layer].finer is not None)))
+        return self.format(
+            max(layers, key=lambda layer: (layers[layer].values, layers[layer].high_precision is not None))
+        )
 
     @cached_property
     def kv_layers(self) -> dict[int, LayerShape]:
@@ -112,13 +111,13 @@ class CacheShape:
         return self.quantized_bytes(every_token) / self.block_size
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Return the bytes of a sequence of `tokens`: its quantized blocks, with the fewest bits that depend on room,
-        its sink and its current block. Blocks outside a layer's window do not count."""
+        """Return the bytes of a sequence of `tokens`: its quantized blocks, its sink and its current block. Blocks
+        outside a layer's window do not count."""
         total = 0
         for layers, quantized, full in self._blocks(tokens):
             newest = min(quantized, self._newest)
             total += (quantized - newest) * self.quantized_bytes(layers) + full * self.full_bytes(layers)
-            total += newest * self.finest.quantized_bytes(layers)
+            total += newest * self.high_precision_shape.quantized_bytes(layers)
         return total
 
     def f16_bytes(self, tokens: int) -> int:
@@ -141,8 +140,9 @@ class CacheShape:
         """Return `bits_per_value` of a text of `tokens` without its first block, if the current block is coded, too: it
         is one more of the newest."""
         blocks = max(1, -(-tokens // self.block_size) - 1)
-        finer = min(blocks, self._newest + self.is_by_age)
-        return (finer * self.finest.bits_per_value + (blocks - finer) * self.bits_per_value) / blocks
+        newest = min(blocks, self._newest + self.has_two_kinds)
+        bits = newest * self.high_precision_shape.bits_per_value + (blocks - newest) * self.bits_per_value
+        return bits / blocks
 
     def quantized_blocks(self, tokens: int) -> tuple[int, ...]:
         """Return how many quantized blocks a sequence needs until it has `tokens`, per group."""

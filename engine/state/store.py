@@ -32,14 +32,14 @@ from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric
-from polarlm.engine.state.blocks import CodeAgain, OutOfBlocks
-from polarlm.engine.state.finer.blocks import FinerBlocks
+from polarlm.engine.state.blocks import NeedsRequantize, OutOfBlocks
+from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
-from polarlm.engine.state.layer_shapes import LayerShape, OwnShape
-from polarlm.engine.state.layer_state import Buffers, LayerState, Steady, in_words, steady_after
-from polarlm.engine.state.places import Places
+from polarlm.engine.state.layer_shapes import LayerShape, RecurrentShape
+from polarlm.engine.state.layer_state import Buffers, LayerState, TableVersion, describe_layers, table_version_after
 from polarlm.engine.state.plan import StorePlan
-from polarlm.engine.state.tables import BlockTable, Growth
+from polarlm.engine.state.requantize.blocks import MixedPrecisionBlocks
+from polarlm.engine.state.tables import BlockTable, Reservation
 
 T = TypeVar("T")
 # The error metrics of a layer's keys and of its values; None rounds to the nearest code.
@@ -59,7 +59,7 @@ class SequenceKV:
 
     hashes: the chained hashes of its complete blocks in the prefix cache. root: the hash that the chain starts from,
     for a sequence with a cache salt; see `engine.state.prefix`. adapter: the one that its tokens are computed with.
-    places: where its images are.
+    image_positions: where its images are.
     """
 
     length: int
@@ -67,21 +67,21 @@ class SequenceKV:
     hashes: list[bytes] = field(default_factory=list)
     root: bytes = b""
     adapter: RowAdapter | None = None
-    steady: Steady | None = None  # None: the next step may change a table
-    places: Places | None = None  # None: a sequence without images
+    table_version: TableVersion | None = None  # None: the next step may change a table
+    image_positions: ImagePositions | None = None  # None: a sequence without images
     hidden: Array | None = None  # (E,) float32: of the last token, for `MtpLayer`; None: unknown
 
 
 @dataclass
 class Span:
-    """`count` new tokens of a sequence, from position `start`, or rows of a step. growth: the reserved blocks, for each
-    group; empty after commit or abort, and in a step that changes no table. before: rows of the open span before these,
-    see `part`. round_trip: whether attention reads the K/V encoded and decoded."""
+    """`count` new tokens of a sequence, from position `start`, or rows of a step. reservations: the reserved blocks,
+    for each group; empty after commit or abort, and in a step that changes no table. before: rows of the open span
+    before these, see `part`. round_trip: whether attention reads the K/V encoded and decoded."""
 
     sequence: SequenceKV
     start: int
     count: int
-    growth: list[Growth]
+    reservations: list[Reservation]
     is_step: bool = False
     before: int = 0
     round_trip: bool = False
@@ -125,13 +125,13 @@ class KVStore:
         for (_, layers), shape, blocks in zip(plan.shape.groups, firsts, sizes, strict=True):
             layers = tuple(layer for layer in layers if self._source[layer] == layer)
             if isinstance(shape, LayerShape):
-                kind = KVBlocks if shape.finer is None else FinerBlocks
+                kind = KVBlocks if shape.high_precision is None else MixedPrecisionBlocks
                 self.groups.append(kind(ops, plan.shape, layers, [caches[layer] for layer in layers], blocks))
             else:
-                assert isinstance(shape, OwnShape)
+                assert isinstance(shape, RecurrentShape)
                 self.groups.append(shape.state(ops, plan.shape.block_size, layers, blocks))
         # The group with two kinds of blocks, if there is one.
-        self.finer = next((group for group in self.groups if isinstance(group, FinerBlocks)), None)
+        self.mixed_precision = next((group for group in self.groups if isinstance(group, MixedPrecisionBlocks)), None)
 
     def cache(self, layer: int) -> Cache:
         """Return the cache of one layer, for the ops."""
@@ -145,7 +145,7 @@ class KVStore:
                 layers.setdefault(reason, []).append(layer)
         all_layers = len(self.shape.layers)
         return [
-            f"NumPy computes {what} in {in_words(numbers, all_layers)}, more slowly: {why}"
+            f"NumPy computes {what} in {describe_layers(numbers, all_layers)}, more slowly: {why}"
             for (what, why), numbers in layers.items()
         ]
 
@@ -171,7 +171,7 @@ class KVStore:
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
         sequence.length, sequence.tables, sequence.hashes = 0, self.new_sequence().tables, []
-        sequence.adapter = sequence.steady = sequence.places = sequence.hidden = None
+        sequence.adapter = sequence.table_version = sequence.image_positions = sequence.hidden = None
 
     # -- growing a sequence ------------------------------------------------------------------------------------
 
@@ -209,20 +209,20 @@ class KVStore:
 
     def _open(self, sequence: SequenceKV, count: int, buffers: Buffers, *, as_steps: bool = False, **more: Any) -> Span:
         start, n = sequence.length, self.shape.block_size
-        growth = self._reserve(
+        reservations = self._reserve(
             sequence, lambda group, table: group.open(table, start, count, buffers, as_steps=as_steps)
         )
         buffers.first += -(-(start % n + count) // n)
-        return Span(sequence, start, count, growth, together=buffers.together, **more)
+        return Span(sequence, start, count, reservations, together=buffers.together, **more)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
         """Open a span of `count` ≤ STEP_ROWS rows of a step, or `rows_of_block` if a group is sparse. If it raises
         OutOfBlocks, nothing has changed."""
         assert 1 <= count <= STEP_ROWS
-        if sequence.steady is not None and sequence.length + count <= sequence.steady.end:
+        if sequence.table_version is not None and sequence.length + count <= sequence.table_version.end:
             return Span(sequence, sequence.length, count, [], is_step=True)
-        growth = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
-        return Span(sequence, sequence.length, count, growth, is_step=True)
+        reservations = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
+        return Span(sequence, sequence.length, count, reservations, is_step=True)
 
     def rows_of_block(self, sequence: SequenceKV) -> int:
         """Return the most rows of a step that fit into the current block: later rows must attend to its codes."""
@@ -237,18 +237,20 @@ class KVStore:
         """Discard the tokens from position `length` on, which must be in the current block. Blocks that have left a
         window are not restored: the next token attends to fewer tokens, by at most the number of discarded ones."""
         assert self.first_of_block(sequence) <= length <= sequence.length
-        sequence.length, sequence.steady, sequence.hidden = length, None, None
+        sequence.length, sequence.table_version, sequence.hidden = length, None, None
 
-    def _reserve(self, sequence: SequenceKV, grow: Callable[[LayerState, BlockTable], Growth]) -> list[Growth]:
-        growth: list[Growth] = []
+    def _reserve(
+        self, sequence: SequenceKV, grow: Callable[[LayerState, BlockTable], Reservation]
+    ) -> list[Reservation]:
+        reservations: list[Reservation] = []
         try:
             for group, table in zip(self.groups, sequence.tables, strict=True):
-                growth.append(self.with_room(partial(grow, group, table)))
+                reservations.append(self.with_room(partial(grow, group, table)))
         except BaseException:  # OutOfBlocks, or no memory for a buffer
-            for group, grown in zip(self.groups, growth, strict=False):
-                group.abort(grown)
+            for group, reservation in zip(self.groups, reservations, strict=False):
+                group.abort(reservation)
             raise
-        return growth
+        return reservations
 
     def spans(self, spans: Sequence[Span], rows: slice) -> list[Spans]:
         """Return the parts of `spans` that are in `rows` of all their rows, for the ops: one value for each group."""
@@ -260,7 +262,11 @@ class KVStore:
                 cuts.append((span, slice(first - rows.start, last - rows.start), span.start + first - begin))
         parts = []
         if self.sees_whole_images:
-            parts = [(span, *part) for span, *cut in cuts for part in (span.sequence.places or Places(())).cut(*cut)]
+            parts = [
+                (span, *part)
+                for span, *cut in cuts
+                for part in (span.sequence.image_positions or ImagePositions(())).cut(*cut)
+            ]
         return [
             group.spans([self.view(group.layers[0], *cut) for cut in (parts if whole else cuts)])
             for group, whole in zip(self.groups, self._images_whole, strict=True)
@@ -268,17 +274,17 @@ class KVStore:
 
     def view(self, layer: int, span: Span, rows: slice, position: int, sees: int = 0) -> SpanView:
         """Return a view of `rows` of `span`, which start at `position`. It serves all layers in the layer's group."""
-        group, table, growth = self._of(layer, span)
-        view = group.view(layer, table, growth, span.start - span.before, rows, position)
+        group, table, reservation = self._group_of_span(layer, span)
+        view = group.view(layer, table, reservation, span.start - span.before, rows, position)
         return replace(view, sees=sees) if sees else view
 
     def begin_layer(self, layer: int, span: Span) -> None:
         """Prepare the span of a prompt for a layer's rows, and for the layers that are sealed with it."""
-        with_kv, layers = self.shape.kv_layers, [layer]
-        if layer in with_kv:
-            layers = [] if span.unsealed else [number for number in with_kv if number >= layer][: span.together]
-        for group, table, growth, in_group in self._parts(span, layers):
-            group.begin(in_group, table, growth, span.start)
+        kv_layers, layers = self.shape.kv_layers, [layer]
+        if layer in kv_layers:
+            layers = [] if span.unsealed else [number for number in kv_layers if number >= layer][: span.together]
+        for group, table, reservation, in_group in self._parts(span, layers):
+            group.begin(in_group, table, reservation, span.start)
 
     def seal(self, layer: int, *spans: Span) -> None:
         """Keep the K/V of a layer of a prompt, or of all prompts of a pass, whose rows have all been appended:
@@ -295,29 +301,31 @@ class KVStore:
     def _seal(self, spans: Sequence[Span], layers: list[int]) -> None:
         filled: list[FilledBlocks] = []
         for span in spans:
-            for group, _, growth, in_group in self._parts(span, layers):
-                filled += group.seal(in_group, growth, span.start, span.count)
+            for group, _, reservation, in_group in self._parts(span, layers):
+                filled += group.seal(in_group, reservation, span.start, span.count)
         if filled:
             encode(self.ops, filled)
         layers.clear()
 
-    def _parts(self, span: Span, layers: Sequence[int]) -> Iterator[tuple[LayerState, BlockTable, Growth, list[int]]]:
+    def _parts(
+        self, span: Span, layers: Sequence[int]
+    ) -> Iterator[tuple[LayerState, BlockTable, Reservation, list[int]]]:
         """Yield each group that has a state of `layers`, with the span's part of it and these layers."""
-        for group, table, growth in zip(self.groups, span.sequence.tables, span.growth, strict=False):
+        for group, table, reservation in zip(self.groups, span.sequence.tables, span.reservations, strict=False):
             if in_group := [layer for layer in layers if layer in group.layers]:
-                yield group, table, growth, in_group
+                yield group, table, reservation, in_group
 
     def round_trip(self, layer: int, span: Span) -> None:
         """Encode and decode, in place, the K/V that a sealed span attends to. Raises EngineError as `seal` does."""
-        group, _, growth = self._of(layer, span)
+        group, _, reservation = self._group_of_span(layer, span)
         if self._source[layer] == layer:
-            group.round_trip(layer, growth, span.start, span.count)
+            group.round_trip(layer, reservation, span.start, span.count)
 
-    def _of(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Growth]:
+    def _group_of_span(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Reservation]:
         index = self.group_of(layer)
         table, first = span.sequence.tables[index], span.start // self.shape.block_size
         slots = {} if table.current is None else {first: table.current}  # of a step that changes no table
-        return self.groups[index], table, span.growth[index] if span.growth else Growth(slots, {}, [])
+        return self.groups[index], table, span.reservations[index] if span.reservations else Reservation(slots, {}, [])
 
     def commit(self, span: Span, kept: int | None = None) -> None:
         """Keep the first `kept` tokens of `span` (None: all, as for every prompt) and discard the others.
@@ -335,24 +343,25 @@ class KVStore:
         lengths = [span.start + (span.count if count is None else count) for span, count in both]
         if unsealed := [span for span in spans if span.unsealed]:
             self._seal(unsealed, unsealed[0].unsealed)
-        growing = [step for step in zip(range(len(spans)), spans, lengths, strict=True) if step[1].growth]
+        growing = [step for step in zip(range(len(spans)), spans, lengths, strict=True) if step[1].reservations]
         damaged = self._encode_filled([step for step in growing if step[1].is_step])
         for span, length in zip(spans, lengths, strict=True):
             span.sequence.length = length
             if span.hidden is not None and length > span.start:
                 span.sequence.hidden = span.hidden[length - span.start - span.count - 1]
         for _, span, length in growing:
-            growth, span.growth = span.growth, []
-            for group, table, grown in zip(self.groups, span.sequence.tables, growth, strict=True):
-                group.commit(table, grown, length)
-            span.sequence.steady = steady_after(self.groups, self.shape.block_size, length) if span.is_step else None
+            reservations, span.reservations = span.reservations, []
+            for group, table, reservation in zip(self.groups, span.sequence.tables, reservations, strict=True):
+                group.commit(table, reservation, length)
+            version = table_version_after(self.groups, self.shape.block_size, length) if span.is_step else None
+            span.sequence.table_version = version
         return damaged
 
     def _encode_filled(self, steps: Sequence[_Step]) -> dict[int, EngineError]:
         """Encode the blocks that steps have filled, all at once, and return errors as `commit_steps` does."""
         filled: list[FilledBlocks] = []
         for index, group in enumerate(self.groups):
-            filled += group.filled_blocks([(span.growth[index], length) for _, span, length in steps])
+            filled += group.filled_blocks([(span.reservations[index], length) for _, span, length in steps])
         if not filled:
             return {}
         try:
@@ -365,9 +374,9 @@ class KVStore:
 
     def abort(self, span: Span) -> None:
         """Discard an open span; its sequence is as it was before. Does nothing after `commit`."""
-        growth, span.growth = span.growth, []
-        for group, grown in zip(self.groups, growth, strict=False):
-            group.abort(grown)
+        reservations, span.reservations = span.reservations, []
+        for group, reservation in zip(self.groups, reservations, strict=False):
+            group.abort(reservation)
 
     @contextmanager
     def aborting(self, spans: Iterable[Span]) -> Iterator[None]:
@@ -380,12 +389,12 @@ class KVStore:
             raise
 
     def with_room(self, allocate: Callable[[], T]) -> T:
-        """Return what `allocate` returns, and code blocks again as long as it raises CodeAgain."""
+        """Return what `allocate` returns, and requantize blocks as long as it raises NeedsRequantize."""
         while True:
             try:
                 return allocate()
-            except CodeAgain:
-                if self.finer is None or not self.finer.code_again():
+            except NeedsRequantize:
+                if self.mixed_precision is None or not self.mixed_precision.requantize():
                     raise
 
     # -- memory ------------------------------------------------------------------------------------------------
@@ -393,7 +402,7 @@ class KVStore:
     @property
     def changes(self) -> int:
         """Generation counter of block moves: spans and views from an earlier generation are invalid."""
-        return 0 if self.finer is None else self.finer.blocks.places.changes
+        return 0 if self.mixed_precision is None else self.mixed_precision.blocks.placement.changes
 
     def bytes_held(self, sequence: SequenceKV) -> int:
         """Return the bytes of the blocks and slots that a sequence holds, shared ones included."""

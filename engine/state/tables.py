@@ -30,19 +30,19 @@ class BlockTable:
         return self.quantized[index] if index >= 0 else None
 
     @property
-    def held(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, int]:
         """The numbers of quantized blocks and of slots."""
         return len(self.quantized), (self.sink is not None) + (self.current is not None)
 
 
 @dataclass
-class Growth:
+class Reservation:
     """The blocks and slots that are reserved for new tokens of one block table: number of a block → id. buffer: the K/V
     of a prompt's layer, from the start of the current block on; None for a step. first: its block in the buffer."""
 
     slots: dict[int, int]  # full-precision slots; for a current block that has tokens, the slot that the table holds
     quantized: dict[int, int]  # quantized blocks, for the blocks that become complete and that later tokens see
-    new_slots: list[int]  # the slots that were allocated for this growth
+    new_slots: list[int]  # the slots that were allocated for this reservation
     buffer: Any = None
     first: int = 0
 
@@ -68,7 +68,7 @@ class TableGroup:
     def keep_end(self, table: BlockTable, length: int) -> int | None:
         return None  # the blocks of a sequence's tokens continue it
 
-    def grow(self, table: BlockTable, start: int, count: int) -> Growth:
+    def grow(self, table: BlockTable, start: int, count: int) -> Reservation:
         """Reserve blocks for a prompt's `count` tokens from position `start`; all are kept. If it raises OutOfBlocks,
         nothing has changed."""
         n = self.block_size
@@ -82,7 +82,7 @@ class TableGroup:
         current = table.current if first in kept else None
         return self._reserve(range(max(1, first, oldest // n), complete), kept, current)
 
-    def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
+    def open_step(self, table: BlockTable, start: int, count: int) -> Reservation:
         """As `LayerState.open_step`: slots for all blocks that the rows touch, quantized blocks for those that they may
         fill."""
         n = self.block_size
@@ -90,7 +90,7 @@ class TableGroup:
         quantized = [block for block in range(max(1, first), complete) if self.first_visible((block + 1) * n) <= block]
         return self._reserve(quantized, range(first, last + 1), table.current)
 
-    def _reserve(self, quantized: Sequence[int], kept: Sequence[int], current: int | None) -> Growth:
+    def _reserve(self, quantized: Sequence[int], kept: Sequence[int], current: int | None) -> Reservation:
         """Allocate quantized blocks for the numbers `quantized` and slots for the numbers `kept`; the first number gets
         the slot `current` unless that is None."""
         blocks = self.quantized.allocate(len(quantized))
@@ -100,29 +100,31 @@ class TableGroup:
             self._release(blocks, ())
             raise
         slots = [*([] if current is None else [current]), *new_slots]
-        return Growth(dict(zip(kept, slots, strict=True)), dict(zip(quantized, blocks, strict=True)), new_slots)
+        return Reservation(dict(zip(kept, slots, strict=True)), dict(zip(quantized, blocks, strict=True)), new_slots)
 
-    def abort(self, growth: Growth) -> None:
-        self._release(growth.quantized.values(), growth.new_slots)
+    def abort(self, reservation: Reservation) -> None:
+        self._release(reservation.quantized.values(), reservation.new_slots)
 
-    def filled(self, growth: Growth, length: int) -> list[tuple[int, int]]:
+    def filled_slots(self, reservation: Reservation, length: int) -> list[tuple[int, int]]:
         """Return (quantized block, slot to encode) of each block that a step fills if its sequence gets this length."""
         visible = range(self.first_visible(length), length // self.block_size)
-        return [(block, growth.slots[number]) for number, block in growth.quantized.items() if number in visible]
+        blocks = reservation.quantized.items()
+        return [(block, reservation.slots[number]) for number, block in blocks if number in visible]
 
-    def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
+    def commit(self, table: BlockTable, reservation: Reservation, length: int) -> None:
         complete, rest = divmod(length, self.block_size)
-        if rest and not growth.quantized and not growth.new_slots:  # most steps only append to the current slot
+        # Most steps only append to the current slot.
+        if rest and not reservation.quantized and not reservation.new_slots:
             self.leave_window(table, length)
             return
-        held = {slot for slot in (table.current, *growth.slots.values()) if slot is not None}
-        table.current = growth.slots[complete] if rest else None
-        if complete and 0 in growth.slots:
-            table.sink = growth.slots[0]
-        table.quantized += [block for number, block in growth.quantized.items() if number < complete]
+        slots = {slot for slot in (table.current, *reservation.slots.values()) if slot is not None}
+        table.current = reservation.slots[complete] if rest else None
+        if complete and 0 in reservation.slots:
+            table.sink = reservation.slots[0]
+        table.quantized += [block for number, block in reservation.quantized.items() if number < complete]
         table.dropped = max(0, complete - 1) - len(table.quantized)
-        unused = [block for number, block in growth.quantized.items() if number >= complete]
-        self._release(unused, sorted(held - {table.current, table.sink}))
+        unused = [block for number, block in reservation.quantized.items() if number >= complete]
+        self._release(unused, sorted(slots - {table.current, table.sink}))
         self.leave_window(table, length)
 
     def leave_window(self, table: BlockTable, length: int) -> None:
@@ -133,10 +135,10 @@ class TableGroup:
         if table.sink is not None and first > 0:
             self.full.release(table.sink)
             table.sink = None
-        gone = min(len(table.quantized), max(0, first - 1 - table.dropped))
-        self._release(table.quantized[:gone], ())
-        table.quantized = table.quantized[gone:]
-        table.dropped += gone
+        count = min(len(table.quantized), max(0, first - 1 - table.dropped))
+        self._release(table.quantized[:count], ())
+        table.quantized = table.quantized[count:]
+        table.dropped += count
 
     def first_visible(self, length: int) -> int:
         return self.oldest_visible(length) // self.block_size

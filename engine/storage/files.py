@@ -70,7 +70,7 @@ def write(
     try:
         with os.fdopen(number, "wb") as file:
             for part in parts:
-                _put(file, part, progress, is_durable)
+                _write_part(file, part, progress, is_durable)
             _flush(file, is_durable)
             if fcntl is not None:
                 lock(file, is_shared=True)  # for `remove_unfinished` it is being written, and readers share it
@@ -103,14 +103,14 @@ def remove_unfinished(folder: Path) -> None:
 def remove_oldest(folder: Path, name: re.Pattern[str], limit: int, kept: Path) -> int:
     """Remove the least recently used files with such names, that no process has mapped, until all but `kept` take
     `limit` bytes; return what they take. Files of other users, and other names, stay and do not count."""
-    by_age = []
+    candidates = []
     for file in folder.iterdir():
         with suppress(OSError):
             status = file.lstat()
             if name.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status) and file != kept:
-                by_age.append((last_used(status), status.st_size, file))
-    total = sum(size for _, size, _ in by_age)
-    for _, size, file in sorted(by_age):
+                candidates.append((last_used(status), status.st_size, file))
+    total = sum(size for _, size, _ in candidates)
+    for _, size, file in sorted(candidates):
         if total <= limit:
             break
         with suppress(OSError), file.open("rb") as opened:
@@ -130,7 +130,7 @@ def _new_file(folder: Path) -> tuple[int, str]:
         os.close(number)  # `remove_unfinished` removed it before it was locked
 
 
-def _put(file: BinaryIO, content: bytes | memoryview, progress: Progress, is_durable: bool) -> None:
+def _write_part(file: BinaryIO, content: bytes | memoryview, progress: Progress, is_durable: bool) -> None:
     view = memoryview(content)
     for first in range(0, len(view), _PIECE):
         piece = view[first : first + _PIECE]

@@ -11,7 +11,7 @@ import numpy as np
 
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.state.cache_types import by_layer
+from polarlm.engine.state.cache_types import setting_by_layer
 
 # What determines codes, in the order in which it is checked → what to say if it differs.
 _DIFFERENCES = {
@@ -20,7 +20,7 @@ _DIFFERENCES = {
     "block_size": "was saved with blocks of {there} tokens, and this engine's have {here}: set block_size to {there}",
     "cache_types": "was saved with the cache types {there} (keys/values), and this engine has {here}: "
     "choose them with cache_type, or with cache_type_k and cache_type_v",
-    "conditioning": "has keys and values that were conditioned in another way: give key_conditioning=False and "
+    "conditioning": "has keys and values that were digest in another way: give key_conditioning=False and "
     "calibration=False as when it was saved; if they are, the model has been calibrated anew since, or another version "
     "of this program saved it",
 }
@@ -32,24 +32,24 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
     """Return the model's name, and all that determines codes except token ids, as text for the header of a session."""
     shape = model.store.shape
     bits = " ".join(str(layer.mean_bits) for layer in shape.kv_layers.values())
-    conditioned = hashlib.sha256(json.dumps({"mean_bits": bits}).encode())
+    digest = hashlib.sha256(json.dumps({"mean_bits": bits}).encode())
     for layer, conditioning in enumerate(model.store.conditioning):
         if (scale := conditioning.scale) is not None:
             for side, array in zip(scale._fields, scale, strict=True):
-                conditioned.update(repr((f"{layer}.{side}", array.shape, str(array.dtype))).encode())
-                conditioned.update(np.ascontiguousarray(array).data)
+                digest.update(repr((f"{layer}.{side}", array.shape, str(array.dtype))).encode())
+                digest.update(np.ascontiguousarray(array).data)
     return {
         "name": name,
         "model": fingerprint(model.ops, model.config, model.weights),
         "block_size": str(shape.block_size),
         "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.kv_layers.values())
         + "".join(f" state:{name}" for name in _state_types(shape.layers) if name != _UNNAMED_STATE)
-        + (f" {'by-age' if shape.is_by_age else 'auto'}:{shape.kinds[0]}" if shape.has_two_kinds else ""),
-        "conditioning": conditioned.hexdigest(),
+        + (f" by-age:{shape.kinds[0]}" if shape.has_two_kinds else ""),
+        "conditioning": digest.hexdigest(),
     }
 
 
-def of_blocks(settings: Mapping[str, str], more: Mapping[str, str]) -> bytes:
+def hash_root(settings: Mapping[str, str], more: Mapping[str, str]) -> bytes:
     """Return what stands for these settings in the hashes of blocks, with what a session need not share."""
     return json.dumps({key: value for key, value in settings.items() if key != "name"} | dict(more)).encode()
 
@@ -62,15 +62,15 @@ def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
     """Return the end of a sentence about the first setting in which a session differs from an engine; None if none."""
     for key, sentence in _DIFFERENCES.items():
         if there[key] != here[key]:
-            named = "name" if key == "model" else key
-            old, new = (", ".join(dict.fromkeys(side[named].split(" "))) for side in (there, here))
+            shown = "name" if key == "model" else key
+            old, new = (", ".join(dict.fromkeys(side[shown].split(" "))) for side in (there, here))
             if key == "cache_types" and set(there[key].split(" ")) == set(here[key].split(" ")):  # in other layers
-                old, new = _by_layer(there[key]), _by_layer(here[key])
+                old, new = _types_by_layer(there[key]), _types_by_layer(here[key])
             return sentence.format(there=old, here=new)
     return None
 
 
-def _by_layer(types: str) -> str:
+def _types_by_layer(types: str) -> str:
     """Return the types of keys and of values, each by the number among layers with K/V."""
     pairs = [pair.split("/") for pair in types.split(" ") if "/" in pair]
-    return f"{by_layer([k for k, _ in pairs])}/{by_layer([v for _, v in pairs])}"
+    return f"{setting_by_layer([k for k, _ in pairs])}/{setting_by_layer([v for _, v in pairs])}"

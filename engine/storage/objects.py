@@ -22,13 +22,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 NAME_BYTES = 16
-MOST_HEADER = 2 << 20  # bytes, of an object that is not trusted: enough for an answer of 262,144 tokens
+HEADER_LIMIT = 2 << 20  # bytes, of an object that is not trusted: enough for an answer of 262,144 tokens
 
 _FIELDS = struct.Struct("<8s16sIQ")
 _MAGIC = b"polarkv2"
-NAMED = 24  # bytes up to the end of the name
+NAME_END = 24  # bytes up to the end of the name
 _START = _FIELDS.size + 32  # bytes before the header
-_ALIGNED = 64  # bytes
+_ALIGNMENT = 64  # bytes
 _PIECE = 16 << 20  # bytes that are read at a time
 
 
@@ -48,8 +48,8 @@ class Object:
         return self.header.get("kind") == "full"
 
     @property
-    def is_finer(self) -> bool:
-        """Whether it is a quantized block with more bits than others have."""
+    def is_high_precision(self) -> bool:
+        """Whether it is a high-precision block."""
         return self.header.get("kind") == "finer"
 
     @property
@@ -70,17 +70,17 @@ class Object:
         """Return the bytes before the payload, and the payload. Raises TypeError, ValueError or RecursionError for a
         header that is not JSON."""
         header = json.dumps(self.header, separators=(",", ":")).encode()
-        header += b" " * (-(_START + len(header)) % _ALIGNED)
+        header += b" " * (-(_START + len(header)) % _ALIGNMENT)
         payload = np.ascontiguousarray(self.payload).reshape(-1).view(np.uint8).data
         fields = _FIELDS.pack(_MAGIC, name, len(header), len(payload))
         return fields + _digest(fields, header, payload) + header, payload
 
 
-def unpack(name: bytes, content: bytes | bytearray | memoryview, most: int = MOST_HEADER) -> Object:
-    """Unpack `content`, an object of this name. Raises DamagedObject, also if its header exceeds `most` bytes."""
+def unpack(name: bytes, content: bytes | bytearray | memoryview, limit: int = HEADER_LIMIT) -> Object:
+    """Unpack `content`, an object of this name. Raises DamagedObject, also if its header exceeds `limit` bytes."""
     view = memoryview(content)
     size, end = _sizes(name, view)
-    if len(view) != size or end - _START > most:
+    if len(view) != size or end - _START > limit:
         raise DamagedObject("it has another size")
     if _digest(view[: _FIELDS.size], view[_START:]) != view[_FIELDS.size : _START]:
         raise DamagedObject("its checksum is wrong")
@@ -104,14 +104,14 @@ def read(file: BinaryIO, name: bytes, progress: Callable[[int], None] = lambda d
         raise DamagedObject("it is cut short")
     content = np.empty(size, np.uint8).data
     content[:_START] = start
-    done = _START
-    while done < size and (count := file.readinto(content[done : done + _PIECE])):  # type: ignore[attr-defined]
-        done += count
+    end = _START
+    while end < size and (count := file.readinto(content[end : end + _PIECE])):  # type: ignore[attr-defined]
+        end += count
         progress(count)
-    return unpack(name, content[:done], size)
+    return unpack(name, content[:end], size)
 
 
-def name_of(start: bytes) -> bytes:
+def read_name(start: bytes) -> bytes:
     """Return the name of the object that begins with these bytes; empty if they do not begin an object."""
     return start[8:24] if start.startswith(_MAGIC) else b""
 

@@ -1,7 +1,7 @@
 """Blocks of K/V as objects: the positions of all layers' arrays in a payload, and checks of payloads.
 
     "block"    a quantized block. "stored_as" is the representation of its arrays, see `engine.backends.transfer`
-    "finer"    likewise, with the codes of more bits that blocks have while there is room
+    "finer"    likewise, of a high-precision block
     "full"     a block in full precision with 1 to N tokens, whose ids are "ids"
 
 "groups" says, as bits, which groups of layers have arrays: in other groups, the block has left the window.
@@ -19,10 +19,10 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.state.layer_shapes import ArraySpec, StateShape
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.engine.storage.objects import MOST_HEADER, DamagedObject, Object
+from polarlm.engine.storage.objects import HEADER_LIMIT, DamagedObject, Object
 from polarlm.model_loaders.forks import cached_property
 
-_ALIGNED = 8  # bytes; every array starts at a multiple of it
+_ALIGNMENT = 8  # bytes; every array starts at a multiple of it
 _NOT_FINITE = "not all of its numbers are finite"
 
 
@@ -40,21 +40,23 @@ class Part:
     def stop(self) -> int:
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
-    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+    def view_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return this array of every payload in `rows` (B, bytes) uint8: a view (B, K, …)."""
         return rows[:, self.start : self.stop].view(self.dtype).reshape(len(rows), *self.shape)
 
-    def of_objects(self, objects: Sequence[Object]) -> np.ndarray:
+    def stack(self, objects: Sequence[Object]) -> np.ndarray:
         """Return this array of B objects (B, K, …): a view of a single one, a copy of several."""
         pieces = [one.payload[self.start : self.stop] for one in objects]
-        joined = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return joined.view(self.dtype).reshape(len(objects), *self.shape)
+        content = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return content.view(self.dtype).reshape(len(objects), *self.shape)
 
 
 class Payloads:
+    """The payloads of all kinds of blocks of a store of this shape."""
+
     def __init__(self, shape: CacheShape):
         self.shape = shape
-        self._made: dict[tuple[object, ...], tuple[list[Part], int]] = {}
+        self._layouts: dict[tuple[object, ...], tuple[list[Part], int]] = {}
         self._masks: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
 
     @cached_property
@@ -62,39 +64,39 @@ class Payloads:
         return (1 << len(self.shape.groups)) - 1
 
     @cached_property
-    def finer(self) -> Payloads:
-        """The payloads of blocks that have the most bits that they can have; `self` if all blocks are alike."""
-        return self if not self.shape.has_two_kinds else Payloads(self.shape.finest)
+    def high_precision(self) -> Payloads:
+        """The payloads of high-precision blocks; `self` if there is one kind of blocks."""
+        return self if not self.shape.has_two_kinds else Payloads(self.shape.high_precision_shape)
 
-    def of_blocks(self, stored_as: str, groups: int) -> tuple[list[Part], int]:
+    def quantized_parts(self, stored_as: str, groups: int) -> tuple[list[Part], int]:
         """Return the parts of a quantized block's payload, and its bytes. Raises ValueError if a layer lacks them."""
-        return self._placed(groups, lambda layer: layer.block_arrays(self.shape.block_size, stored_as), stored_as)
+        return self._lay_out(groups, lambda layer: layer.block_arrays(self.shape.block_size, stored_as), stored_as)
 
-    def of_full(self, tokens: int, groups: int) -> tuple[list[Part], int]:
+    def full_parts(self, tokens: int, groups: int) -> tuple[list[Part], int]:
         """Return the parts of a full-precision block's payload, and its size in bytes."""
-        return self._placed(groups, lambda layer: layer.full_arrays(tokens), tokens)
+        return self._lay_out(groups, lambda layer: layer.full_arrays(tokens), tokens)
 
-    def parts_of(self, block: Object) -> list[Part]:
+    def parts(self, block: Object) -> list[Part]:
         """Return the parts of the payload of a block that has been checked."""
         if block.is_full:
-            return self.of_full(len(block.ids), block.groups)[0]
-        of_kind = self.finer if block.is_finer else self
-        return of_kind.of_blocks(block.header["stored_as"], block.groups)[0]
+            return self.full_parts(len(block.ids), block.groups)[0]
+        payloads = self.high_precision if block.is_high_precision else self
+        return payloads.quantized_parts(block.header["stored_as"], block.groups)[0]
 
-    def _placed(
+    def _lay_out(
         self, groups: int, specs: Callable[[StateShape], list[ArraySpec]], kind: object
     ) -> tuple[list[Part], int]:
         """Return the parts of a payload with the arrays `specs` of each layer, and its size; cached by `kind`."""
-        if (kind, groups) not in self._made:
+        if (kind, groups) not in self._layouts:
             parts: list[Part] = []
             start = 0
             for group, (_, layers) in enumerate(self.shape.groups):
                 for layer in layers if groups >> group & 1 else ():
                     for name, shape, dtype in specs(self.shape.layers[layer]):
                         parts.append(Part(layer, name, start, shape, dtype))
-                        start = -(-parts[-1].stop // _ALIGNED) * _ALIGNED
-            self._made[kind, groups] = parts, start
-        return self._made[kind, groups]
+                        start = -(-parts[-1].stop // _ALIGNMENT) * _ALIGNMENT
+            self._layouts[kind, groups] = parts, start
+        return self._layouts[kind, groups]
 
     def _exponents(self, stored_as: str, groups: int) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays with a uint16 for each word of a quantized block's payload: a mask of the bits that are an
@@ -102,14 +104,14 @@ class Payloads:
         which no masked word has."""
         key = stored_as, groups
         if key not in self._masks:
-            parts, size = self.of_blocks(stored_as, groups)
+            parts, size = self.quantized_parts(stored_as, groups)
             mask = np.zeros(size, np.uint8)
             for part in parts:
                 if part.layer in self.shape.kv_layers:
                     bits = transfer.exponents(self.shape.format(part.layer), stored_as)
                     mask[part.start : part.stop] = bits[part.name]
                 elif part.dtype.kind == "f":
-                    part.of_rows(mask[None])[...] = np.inf
+                    part.view_rows(mask[None])[...] = np.inf
             words = mask.view(np.uint16)
             self._masks[key] = words, np.where(words, words, np.uint16(1))
         return self._masks[key]
@@ -117,27 +119,27 @@ class Payloads:
     @cached_property
     def most_bytes(self) -> int:
         """The most bytes of the payload of a quantized or a full-precision block."""
-        sizes = [self.of_full(self.shape.block_size, self.every_group)[1]]
+        sizes = [self.full_parts(self.shape.block_size, self.every_group)[1]]
         for stored_as in transfer.REPRESENTATIONS:
             with suppress(ValueError):  # the layers do not have it
-                sizes.append(self.finer.of_blocks(stored_as, self.every_group)[1])
+                sizes.append(self.high_precision.quantized_parts(stored_as, self.every_group)[1])
         return max(sizes)
 
     @property
     def most_object_bytes(self) -> int:
         """The most bytes that an object can have: a block, or ids of an answer."""
-        return MOST_HEADER + self.most_bytes
+        return HEADER_LIMIT + self.most_bytes
 
     # -- checks ------------------------------------------------------------------------------------------------
 
     def check_block(self, block: Object) -> None:
         """Raises DamagedObject unless `block` is a quantized block of this shape whose numbers are all finite."""
-        if block.is_finer and self.finer is not self:
-            self.finer.check_block(Object({**block.header, "kind": "block"}, block.payload))
+        if block.is_high_precision and self.high_precision is not self:
+            self.high_precision.check_block(Object({**block.header, "kind": "block"}, block.payload))
             return
-        groups, stored_as = self._groups_of(block, "block"), str(block.header.get("stored_as"))
+        groups, stored_as = self._check_groups(block, "block"), str(block.header.get("stored_as"))
         try:
-            _, size = self.of_blocks(stored_as, groups)
+            _, size = self.quantized_parts(stored_as, groups)
         except ValueError as error:
             raise DamagedObject(str(error)) from None
         _check_size(block, size)
@@ -147,16 +149,16 @@ class Payloads:
 
     def check_full(self, block: Object) -> tuple[int, ...]:
         """Return the token ids of `block`, a full-precision block. Raises DamagedObject as `check_block` does."""
-        groups, ids = self._groups_of(block, "full"), block.ids
+        groups, ids = self._check_groups(block, "full"), block.ids
         if not 0 < len(ids) <= self.shape.block_size:
             raise DamagedObject("it has no tokens, or too many")
-        parts, size = self.of_full(len(ids), groups)
+        parts, size = self.full_parts(len(ids), groups)
         _check_size(block, size)
-        if not all(np.isfinite(part.of_objects([block])).all() for part in parts):
+        if not all(np.isfinite(part.stack([block])).all() for part in parts):
             raise DamagedObject(_NOT_FINITE)
         return ids
 
-    def _groups_of(self, block: Object, kind: str) -> int:
+    def _check_groups(self, block: Object, kind: str) -> int:
         """Return the groups of an object. Raises DamagedObject if it is not of this kind."""
         groups = block.header.get("groups")
         if block.header.get("kind") != kind or type(groups) is not int or not 0 < groups <= self.every_group:

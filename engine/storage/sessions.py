@@ -28,8 +28,8 @@ import numpy as np
 
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.places import IMAGE_IDS
-from polarlm.engine.state.prefix import PrefixCache, adapter_of, joined_salt
+from polarlm.engine.state.image_positions import IMAGE_IDS
+from polarlm.engine.state.prefix import PrefixCache, join_salt, salt_adapter
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage import files, identity, objects
@@ -44,7 +44,9 @@ _VERSION = "3"  # the version of the file and of the meaning of all codes
 KEY_BYTES = 32  # size of the digest of a conversation
 
 SessionPath = str | PathLike[str]
-Known = Sequence[tuple[str, Sequence[int]]]  # (hex digest of a conversation that ends with an answer, the answer's ids)
+KnownAnswers = Sequence[
+    tuple[str, Sequence[int]]
+]  # (hex digest of a conversation that ends with an answer, the answer's ids)
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
@@ -54,26 +56,31 @@ class Session:
 
     token_ids: tuple[int, ...]
     note: Any = None  # any JSON value
-    answers: Known = ()  # the known answers of its conversation
+    answers: KnownAnswers = ()  # the known answers of its conversation
     salt: str = ""  # salt of the K/V of a session that was read; see `engine.state.prefix`
 
 
 def write(
-    path: SessionPath, own: Mapping[str, str], session: Session, saved: Snapshot, salt: str, progress: Progress | None
+    path: SessionPath,
+    settings: Mapping[str, str],
+    session: Session,
+    snapshot: Snapshot,
+    salt: str,
+    progress: Progress | None,
 ) -> None:
     """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file; after an
-    EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: the ids, note and
-    answers for `saved`. salt: the sequence's salt, see `engine.state.prefix`; "" for none."""
-    if saved.length == 0:
+    EngineError the earlier file is unchanged. settings: this engine's `identity.settings`. session: the ids, note and
+    answers for `snapshot`. salt: the sequence's salt, see `engine.state.prefix`; "" for none."""
+    if snapshot.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
     header = {
         "kind": "session",
         "version": _VERSION,
-        **own,
+        **settings,
         **({"salt": _salt_hash(salt, session.token_ids)} if salt else {}),
-        **({"adapter": adapter} if (adapter := adapter_of(salt)) else {}),
+        **({"adapter": adapter} if (adapter := salt_adapter(salt)) else {}),
         "ids": session.token_ids,
-        "first": min(saved.blocks, default=saved.length),
+        "first": min(snapshot.blocks, default=snapshot.length),
         "note": session.note,
         "answers": session.answers,
     }
@@ -81,7 +88,7 @@ def write(
         head, _ = Object(header).pack(_NAME)
     except (TypeError, ValueError, RecursionError) as error:
         raise _error(f"The note of a session must be a JSON value: {error}") from None
-    with _sentences(
+    with _errors_as_sentences(
         f"The session cannot be saved as {path}",
         "choose another place, or make room; a file that was there before is unchanged",
     ):
@@ -93,9 +100,9 @@ def write(
                     f"{path} exists and is not a session, so it is not replaced: choose another name", "storage"
                 )
         name = _names(header)
-        blocks = (part for number, block in sorted(saved.blocks.items()) for part in block.pack(name(number)))
-        total = len(head) + sum(block.payload.nbytes for block in saved.blocks.values())
-        files.write(file, chain([head], blocks), _counting(progress, total))
+        blocks = (part for number, block in sorted(snapshot.blocks.items()) for part in block.pack(name(number)))
+        total = len(head) + sum(block.payload.nbytes for block in snapshot.blocks.values())
+        files.write(file, chain([head], blocks), _count_progress(progress, total))
 
 
 def is_session(path: SessionPath) -> bool:
@@ -103,13 +110,13 @@ def is_session(path: SessionPath) -> bool:
     with suppress(OSError):
         if os.path.isfile(path):
             with open(path, "rb") as file:
-                return objects.name_of(file.read(objects.NAMED)) == _NAME
+                return objects.read_name(file.read(objects.NAME_END)) == _NAME
     return False
 
 
 def read(
     path: SessionPath,
-    own: Mapping[str, str],
+    settings: Mapping[str, str],
     shape: CacheShape,
     vocabulary: range,
     context: int,
@@ -120,15 +127,15 @@ def read(
     """Read the session at `path`, and check that it is undamaged, fits this engine and its context, and has this salt.
     knows: whether the engine has the adapter in a salt. Reads no state of the engine, so its lock need not be held.
     Raises EngineError."""
-    with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
+    with _errors_as_sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _check_file(Path(path), path)
-        count = _counting(progress, os.path.getsize(path))
+        count = _count_progress(progress, os.path.getsize(path))
         with open(path, "rb") as file:
             header = objects.read(file, _NAME, count).header
-            session = _parsed(path, header, own, vocabulary)
+            session = _parse(path, header, settings, vocabulary)
             if (adapter := str(header.get("adapter", ""))) and not knows(adapter):
                 raise _error(f"The session {path} was saved with an adapter that this engine lacks: load it with lora")
-            session = replace(session, salt=joined_salt(cache_salt, adapter))
+            session = replace(session, salt=join_salt(cache_salt, adapter))
             _check_salt(path, str(header.get("salt", "")), session.salt, session)
             if (length := len(session.token_ids)) > context:
                 raise _error(
@@ -162,7 +169,7 @@ def _blocks(
         ) from None
 
 
-def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: str) -> Snapshot:
+def take_snapshot(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: str) -> Snapshot:
     """Return a snapshot of the longest stored prefix of `ids`. Raises EngineError if memory runs out."""
     kv = prefixes.match_prefix(ids, salt)
     try:
@@ -173,10 +180,10 @@ def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: st
         prefixes.release(kv, ids)
 
 
-def put_back(store: KVStore, saved: Snapshot, path: SessionPath) -> SequenceKV:
+def restore_snapshot(store: KVStore, snapshot: Snapshot, path: SessionPath) -> SequenceKV:
     """Restore a snapshot in the store and return the sequence. path: the one that errors name."""
     try:
-        return restore(store, saved)
+        return restore(store, snapshot)
     except OutOfBlocks:
         raise _no_memory(
             f"There is no room for the K/V of {path}: other requests hold the blocks; load it later"
@@ -184,10 +191,10 @@ def put_back(store: KVStore, saved: Snapshot, path: SessionPath) -> SequenceKV:
     except MemoryError:
         raise _no_memory(f"There is not enough memory to load {path}: free some") from None
     except ValueError:
-        raise _error(_damaged(path)) from None
+        raise _error(_damaged_sentence(path)) from None
 
 
-def _parsed(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str], vocabulary: range) -> Session:
+def _parse(path: SessionPath, header: Mapping[str, Any], settings: Mapping[str, str], vocabulary: range) -> Session:
     """Return the session that a header describes. Raises EngineError for one of another version or of an engine with
     other settings, and for a header that `write` has not written."""
     try:
@@ -196,7 +203,7 @@ def _parsed(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str]
                 f"The session {path} is from another version of this program (format {header['version']}): load it "
                 "with that one"
             )
-        if (differs := identity.difference(header, own)) is not None:
+        if (differs := identity.difference(header, settings)) is not None:
             raise _error(f"The session {path} {differs}")
         ids = tuple(header["ids"])
         if not all(type(i) is int and (i in vocabulary or IMAGE_IDS <= i < 2 * IMAGE_IDS) for i in ids):
@@ -205,18 +212,18 @@ def _parsed(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str]
             raise ValueError("no first block")
         return Session(ids, header["note"], tuple(map(_answer, header["answers"])))
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise _error(_damaged(path)) from None
+        raise _error(_damaged_sentence(path)) from None
 
 
 def _names(header: Mapping[str, Any]) -> Callable[[int], bytes]:
     """Return a function from the number of a session's block to its name."""
-    of = json.dumps([header["ids"], *(header[key] for key in identity.DETERMINE)]).encode()
-    key = hashlib.sha256(of).digest()
+    content = json.dumps([header["ids"], *(header[key] for key in identity.DETERMINE)]).encode()
+    key = hashlib.sha256(content).digest()
     return lambda number: hashlib.blake2b(b"%d" % number, key=key, digest_size=objects.NAME_BYTES).digest()
 
 
 def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
-    """Return an element of `Known`. Raises TypeError or ValueError for anything else."""
+    """Return an element of `KnownAnswers`. Raises TypeError or ValueError for anything else."""
     key, ids = value
     if not isinstance(key, str) or len(bytes.fromhex(key)) != KEY_BYTES or not isinstance(ids, list):
         raise ValueError("not an answer")
@@ -246,7 +253,7 @@ def _check_file(file: Path, path: SessionPath) -> None:
         raise EngineError(f"{path} is a folder, or not a regular file: give the name of a file", "storage")
 
 
-def _counting(progress: Progress | None, total: int) -> Callable[[int], None]:
+def _count_progress(progress: Progress | None, total: int) -> Callable[[int], None]:
     """Return a function that is called with a number of bytes done, and calls `progress` with the sum so far."""
     done = 0
 
@@ -260,7 +267,7 @@ def _counting(progress: Progress | None, total: int) -> Callable[[int], None]:
 
 
 @contextmanager
-def _sentences(what: str, advice: str) -> Iterator[None]:
+def _errors_as_sentences(what: str, advice: str) -> Iterator[None]:
     """Turn errors of reading and writing files into EngineErrors that say `what` failed, why, and `advice`."""
     try:
         yield
@@ -273,7 +280,7 @@ def _sentences(what: str, advice: str) -> Iterator[None]:
         raise EngineError(f"{what}: {reason}; {advice}", "storage") from None
 
 
-def _damaged(path: SessionPath) -> str:
+def _damaged_sentence(path: SessionPath) -> str:
     return f"The session {path} is damaged: load another copy of it"
 
 

@@ -1,4 +1,4 @@
-"""Arguments of calls: clients send and get them as text, a JSON object; templates may write them otherwise.
+"""Arguments of calls: clients send and get them as text, a JSON object; templates may write them in other forms.
 
 Where a template writes a call as `name{key:<|"|>text<|"|>,count:7}`, strings stand between quotes of its own, in which
 nothing is escaped, and names of fields have none. Where it writes each argument between texts of its own, in tags or as

@@ -91,7 +91,7 @@ def adapt_conversation(
     choice_needed = template.changes.get(shape)
     if choice_needed is None:
         trial, words = _trial(
-            [messages[at] for at in kept_indices], beside_calls=format is None or template.channels is None
+            [messages[at] for at in kept_indices], checks_call_texts=format is None or template.channels is None
         )
         choice_needed = _choose_changes(template, lambda choice: adapt(trial, choice), words, with_tools)
         template.changes.put(shape, choice_needed)
@@ -137,18 +137,18 @@ def _shorten(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[lis
     return kept_indices, [shapes[at] for at in kept_indices]
 
 
-def _trial(messages: Sequence[Mapping[str, Any]], *, beside_calls: bool) -> tuple[Messages, list[str]]:
+def _trial(messages: Sequence[Mapping[str, Any]], *, checks_call_texts: bool) -> tuple[Messages, list[str]]:
     """`messages` with words in place of texts, and the words that must appear.
 
-    beside_calls: whether a text next to calls must appear. Templates with channels leave it out of earlier turns, as
-    they leave out reasoning.
+    checks_call_texts: whether a text next to calls must appear. Templates with channels leave it out of earlier turns,
+    as they leave out reasoning.
     """
     trial, words = [], []
     for at, message in enumerate(messages):
         fields = dict(message)
         if fields["content"].strip():
             fields["content"] = f"alpha{at}text"
-            words += [fields["content"]] if beside_calls or not _calls(fields) else []
+            words += [fields["content"]] if checks_call_texts or not _calls(fields) else []
         if fields.get("reasoning_content"):
             fields["reasoning_content"] = "thought"
         if calls := _calls(fields):

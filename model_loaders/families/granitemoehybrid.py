@@ -1,6 +1,6 @@
 """Granite 4 H, and Granite 3 with experts: Mamba 2 in most layers and attention in the others, or attention in all.
 
-Networks are dense, or experts with a shared network or without. Beside Mamba 2 attention has no RoPE in most models.
+Networks are dense, or experts with a shared network or without. Next to Mamba 2, attention has no RoPE in most models.
 """
 
 from __future__ import annotations

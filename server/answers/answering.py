@@ -128,7 +128,7 @@ def _plan(engine: Engine, request: ParsedRequest, params: SamplingParams, warn: 
         functions = functions_of(request.tools.callable)
         names = {function.name: function.schema for function in functions}
         if not params.is_constrained:
-            initial_tags = reasoning if place == "before" else None  # a constraint begins behind reasoning that is open
+            initial_tags = reasoning if place == "before" else None  # a constraint begins after open reasoning
             calls, several = request.tools.calls, request.tools.several
             text = Grammar(format, functions, control, calls, several, initial_tags, schema, warn).text()
             params = replace(params, grammar=text)

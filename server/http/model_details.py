@@ -1,4 +1,4 @@
-"""What Ollama's clients are told about a model: its files, its shape, what it can do."""
+"""The details of a model that Ollama's clients ask for: its files, its shape, its capabilities."""
 
 from __future__ import annotations
 

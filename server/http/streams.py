@@ -135,7 +135,7 @@ class EventStream(Response):
         failure: Callable[[ApiError], Event] | None = None,
         sign: Callable[[], bytes] | None = None,
     ) -> None:
-        """failure: the event that tells of an error. sign: returns a sign of life; without it there is none."""
+        """failure: the event of an error. sign: returns a sign of life; without it there is none."""
         super().__init__(headers=HEADERS, media_type=framing.media_type)
         del self.headers["content-length"]
         self.silent_seconds = SILENT_SECONDS if sign else 0.0

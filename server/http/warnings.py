@@ -38,7 +38,7 @@ def warn(response: Response, warnings: Iterable[str]) -> Response:
 
 
 def warnings_of_items(field: str, warnings: Mapping[int, str]) -> list[str]:
-    """Sentences about items of an array, told by their numbers: each sentence once, behind the places that it is of."""
+    """Sentences about items of an array, by their indices: each sentence once, after the paths of its items."""
     places: dict[str, list[str]] = {}
     for number, sentence in warnings.items():
         places.setdefault(sentence, []).append(f"{field}[{number}]")

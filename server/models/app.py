@@ -158,7 +158,7 @@ class _SeveralModels(Front):
             raise ApiError(500, str(error), "model_unavailable") from None
 
     def _read_model(self, model: NamedModel, path: Path) -> dict[str, Any]:
-        """What Ollama's clients are told about a model, from its files. Raises LoadError."""
+        """The details of a model for Ollama's clients, from its files. Raises LoadError."""
         files = model_loaders.load(path)
         try:
             return show_response(files, model.config.ctx_size or files.config.max_context, self._entry_of_ollama(model))

@@ -32,7 +32,7 @@ from polarlm.children import Parent
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.loading.need import fetched, need
+from polarlm.engine.loading.need import fetch_model, need
 from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
 from polarlm.server.running.journal import note
@@ -97,7 +97,7 @@ def main() -> int:
 
 def _run(parent: _Server) -> None:
     first = parent.hear()
-    model = fetched(EngineConfig(**first["engine"]), note, parent.fetching)
+    model = fetch_model(EngineConfig(**first["engine"]), note, parent.fetching)
     parent.tell({"fetched": {"path": model.weights}})
     if first["server"] is None:
         return
@@ -114,8 +114,8 @@ def _run(parent: _Server) -> None:
 def _receive_settings(parent: _Server, model: EngineConfig) -> EngineConfig:
     """The settings to load the model with, once the parent says so. Raises EngineError.
 
-    Beside other models the KV store may get less than `kv_memory`. On a CPU it gets exactly what the parent was told,
-    since another model may take memory first. That is 0 for an encoder, and for a model that does not fit.
+    With other models in memory, the KV store may get less than `kv_memory`. On a CPU it gets exactly what the parent
+    was told, since another model may take memory first. That is 0 for an encoder, and for a model that does not fit.
     """
     settings = model
     while not (message := parent.hear())["load"]:

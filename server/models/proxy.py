@@ -26,7 +26,7 @@ from polarlm.server.reading.values import BadRequest, is_empty, is_number, read_
 from polarlm.server.running import journal
 from polarlm.server.running.refusals import Refusal, for_clients, model_ended
 
-# Paths of what is asked all the time: none of them loads a model, nor counts as its use.
+# Paths that monitors poll: a request to them loads no model, and does not count as its use.
 MONITOR_PATHS = ("/stats", "/metrics", "/slots")
 
 SILENT_SECONDS = 2.0  # for which a stream may wait for its model before the first sign of life

@@ -35,7 +35,7 @@ _SWEEP_SECONDS = 1.0  # most between two looks for idle models
 class Supervisor:
     """The processes of all models. All methods belong to one event loop.
 
-    Models are downloaded and loaded beside each other, each in a task. A process says whether its model fits into the
+    Models are downloaded and loaded in parallel, each in a task. A process says whether its model fits into the
     memory that is left (`Memory`), and is asked again if that has changed meanwhile. A model without room queues for it
     and has others unloaded. It waits for these, for models that are being loaded, and for the models before it in the
     queue, so no two wait for each other.

@@ -23,7 +23,7 @@ def read_constraint(body: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]
     for field, read in _FIELDS.items():
         if body.get(field) is not None and (constraint := read(field, body[field])):
             constraints[field] = constraint
-    if len(constraints) > 1:  # any object is what a schema beside it describes
+    if len(constraints) > 1:  # a schema given too says more than 'any object'
         constraints = {field: one for field, one in constraints.items() if one.get("schema") is not _JSON_OBJECT}
     (first, constraint), *others = constraints.items() or [(None, {})]
     for second, other in others:

@@ -37,7 +37,7 @@ Piece = str | Message  # a text, or an image: {"type": "image", "image": bytes}
 
 def read_messages(history: Any, field_warnings: FieldWarnings, *, reads_images: bool = False) -> list[Message]:
     """The messages in an array of messages and items. field_warnings: gets the field, and a sentence for each kind of
-    thing that is left out or put otherwise. reads_images: whether the model does. Raises BadRequest."""
+    thing that is left out or changed. reads_images: whether the model does. Raises BadRequest."""
     question = _question(array("messages", history, "an array with at least one message", 1))
     reader = _Reader(reads_images)
     try:
@@ -269,7 +269,7 @@ class _Reader:
 
 
 def _parts_with_paths(at: str, item: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The parts of a message with their places; first the images that Ollama's clients have beside the content."""
+    """The parts of a message with their places; first the images, which Ollama's clients send next to the content."""
     content, images = item.get("content"), item.get("images")
     image_entries = enumerate(images if isinstance(images, list) else ())
     parts = [(f"{at}.images[{index}]", {"type": "image", "data": one}) for index, one in image_entries]
@@ -279,7 +279,7 @@ def _parts_with_paths(at: str, item: Mapping[str, Any]) -> list[tuple[str, Any]]
 
 
 def _content(pieces: list[Piece]) -> str | list[Message]:
-    """The text of a message; its parts, texts and images, if there are images in it."""
+    """The text of a message; its parts, texts and images, if it has images."""
     if not any(isinstance(piece, dict) for piece in pieces):
         return "".join(map(str, pieces))
     parts: list[Message] = []

@@ -1,4 +1,4 @@
-"""Sockets that listen before a model is loaded, so that a port in use is told at once; clients who come early."""
+"""Sockets that listen before a model is loaded, so that a port in use is an error at once; clients who come early."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from polarlm.engine.backends.numpy import attention as numpy_attention
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.prefill import cut
 from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.layer_shapes import LayerShape
-from polarlm.engine.state.places import Places
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.positions import whole_images
 from polarlm.engine.state.shapes import CacheShape
@@ -60,7 +60,7 @@ def test_rows_of_an_image_see_all_of_it(
     for first, rows in ((0, known), (known, count)):
         if not rows:
             continue
-        kv.places = Places(IMAGES) if first == known else None
+        kv.image_positions = ImagePositions(IMAGES) if first == known else None
         span = store.open(kv, rows)
         units = cut(rows, step, whole_images([span]))
         assert max(unit.stop - unit.start for unit in units) <= max(step, len(IMAGES[1]))

@@ -11,9 +11,9 @@ import pytest
 
 from polarlm.engine.backends import select as module
 from polarlm.engine.backends.cuda import device as devices
-from polarlm.engine.backends.select import cards_of, driver_version, select
+from polarlm.engine.backends.select import driver_version, ops_per_device, select
 from polarlm.engine.errors import EngineError
-from tests.cuda.several_cards import Card
+from tests.cuda.several_devices import LimitedDevice
 
 
 @pytest.fixture
@@ -96,15 +96,17 @@ def test_a_usable_gpu_is_selected(machine, device: str) -> None:
 def test_gpus_are_selected_by_number(machine, device: str, opened: list[int]) -> None:
     """Where none is named, the others help if they can be used."""
 
-    def opens(number: int = 0) -> Card:
+    def opens(number: int = 0) -> LimitedDevice:
         if number == 3:
             raise EngineError("too old", "device_unavailable")
-        return Card(number)
+        return LimitedDevice(number)
 
     machine(driver=13000, opens=opens)
     sys.modules["polarlm.engine.backends.cuda.device.cupy_device"].device_count = lambda: 4
     ops, sentence = select(device, 0)
-    assert [card.name for card in cards_of(ops, with_others=True)] == [Card(number).name for number in opened]
+    assert [device.name for device in ops_per_device(ops, with_others=True)] == [
+        LimitedDevice(number).name for number in opened
+    ]
     assert sentence == ""
 
 

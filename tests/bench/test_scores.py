@@ -20,7 +20,7 @@ from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
-from polarlm.engine.loading.assembly import Parts, assemble, with_cache
+from polarlm.engine.loading.assembly import Parts, assemble, replace_cache
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer
 from polarlm.model_loaders import load_weights
@@ -91,7 +91,7 @@ def parts(tiny_path: Path) -> Iterator[Parts]:
 
 def other(parts: Parts, label: str) -> Transformer:
     settings = {**SETTINGS, **CacheType.read(label).settings()}
-    return with_cache(parts, settle(None, None, settings)).model
+    return replace_cache(parts, settle(None, None, settings)).model
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

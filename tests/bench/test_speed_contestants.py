@@ -33,7 +33,7 @@ def ours(tiny_path: Path) -> Ours:
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, name: str, number: Callable[[tuple[Any, ...]], int]) -> list[int]:
-    """A number of each call of a Transformer's method in this thread: in others, engines of earlier tests rehearse."""
+    """A number of each call of a Transformer's method in this thread: in others, engines of earlier tests warm up."""
     numbers: list[int] = []
     method, here = getattr(Transformer, name), threading.get_ident()
 

@@ -533,13 +533,13 @@ def test_a_model_answers_the_same_recorded_or_not(
 
 
 @pytest.mark.slow
-def test_first_requests_run_what_was_rehearsed(device, tiny_path: Path) -> None:
+def test_first_requests_run_what_was_warmed_up(device, tiny_path: Path) -> None:
     """A prompt and steps of one request record nothing, and the store's pool is as large as before."""
     settings = {"block_size": 16, "ctx_size": 128, "cache_type": "f16", "calibration": False, "parallel": 2}
     with load_tiny(tiny_path, ops=CudaOps(device), **settings) as engine:
-        engine._parts.rehearsal.cancel()
-        engine._parts.rehearsal.join()
-        while engine.rehearse():
+        engine._parts.warm_up_timer.cancel()
+        engine._parts.warm_up_timer.join()
+        while engine.warm_up():
             pass
         recorded = {whole: [*one.parts] for whole, one in device._recordings._recordings_by_key.items()}
         assert all(recorded.values())

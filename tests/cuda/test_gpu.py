@@ -22,13 +22,13 @@ from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, atte
 from polarlm.bench.gpu.setup import CupyClock, Sizes
 from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import Engine, EngineError, SamplingParams
-from polarlm.engine.backends.cuda.cards.ops import CardsOps
 from polarlm.engine.backends.cuda.device import MOST_PASSES, MOST_RECORDINGS
 from polarlm.engine.backends.cuda.kv.cache import HostTable
+from polarlm.engine.backends.cuda.multi_device.ops import MultiDeviceOps
 from polarlm.engine.backends.cuda.ops import _UNCOUNTED_BYTES, CudaOps
 from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.warm_up import rehearsals
+from polarlm.engine.model.warm_up import recording_warm_ups
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders import demo
@@ -162,7 +162,7 @@ def test_devices_share_the_layers_of_a_model(kind: str, counts: tuple[int, int],
     if len({ops.name.split(" (cuda")[0] for ops in (first, *others)}) > 1:
         pytest.skip("the GPUs differ")
     wanted = talk(model_of(first, kind, ("ring4", "ring3.5")))
-    np.testing.assert_equal(talk(model_of(CardsOps(others, counts), kind, ("ring4", "ring3.5"))), wanted)
+    np.testing.assert_equal(talk(model_of(MultiDeviceOps(others, counts), kind, ("ring4", "ring3.5"))), wanted)
 
 
 @pytest.mark.parametrize("kept", [24, 2])
@@ -192,7 +192,7 @@ def test_the_memory_of_graphs_fits_into_what_is_not_counted() -> None:
     config = replace(config, layers=config.layers[:1] * 32)
     ops = CudaOps(open_device())
     model = model_from(ops, config, RandomWeights.of_kind(config, "q4_k"), ("f16", "f16"), room=(1024, 16))
-    calls = rehearsals(model, 8)
+    calls = recording_warm_ups(model, 8)
     assert len(calls) == 2 * (4 + 4)  # passes, then steps, each of four numbers of rows
 
     def taken(calls: Sequence[Callable[[], None]]) -> int:

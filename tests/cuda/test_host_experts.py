@@ -19,7 +19,7 @@ from polarlm.engine.loading import assembly
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.fit import DeviceFit, advise, fit_weights
 from polarlm.engine.loading.placement.experts import CpuExperts
-from polarlm.engine.loading.placement.wanted import Sizes, Wanted, wanted_of_source
+from polarlm.engine.loading.placement.request import PlacementRequest, Sizes, request_from_source
 from polarlm.engine.model import weights as model_weights
 from tests.cuda import test_model_emulated
 from tests.cuda.emulated import EmulatedDevice
@@ -96,7 +96,7 @@ def test_an_engine_says_where_its_experts_are(tmp_path: Path) -> None:
 def sizes_of(path: Path) -> Sizes:
     model, source, _ = model_loaders.load_weights(path)
     try:
-        return wanted_of_source(EngineConfig(), CudaOps(EmulatedDevice(), NativeOps(1)), model, source).sizes
+        return request_from_source(EngineConfig(), CudaOps(EmulatedDevice(), NativeOps(1)), model, source).sizes
     finally:
         source.close()
 
@@ -110,13 +110,13 @@ def test_auto_leaves_no_more_on_the_host_than_it_has_to(tmp_path: Path) -> None:
         plan, ops = engine._store.plan, engine._model.ops
         needed = plan.bytes + ops.work_bytes(Load(engine.model.config, plan.shape.widest, 64, 1))
     for layers in (1, 2):
-        free = -(-(needed + whole.weights - sum(whole.of_layers[:layers])) * 10 // 9) + 100  # a tenth is not counted
+        free = -(-(needed + whole.weights - sum(whole.expert_bytes[:layers])) * 10 // 9) + 100  # a tenth is not counted
         with load(path, CudaOps(Small(free), NativeOps(1)), cpu_moe="auto", **context) as engine:
             held = [layer.ffn.down.on_host for layer in engine._model.weights.layers]
             assert held == [number < layers for number in range(2)]
             assert engine.context == 64
-            assert engine._model.weights.host_bytes == sum(whole.on_host[:layers])
-            assert engine._model.weights.bytes == whole.weights - sum(whole.of_layers[:layers])
+            assert engine._model.weights.host_bytes == sum(whole.host_expert_bytes[:layers])
+            assert engine._model.weights.bytes == whole.weights - sum(whole.expert_bytes[:layers])
 
 
 def test_fit_says_what_stays_in_the_computer_s_memory(tmp_path: Path) -> None:
@@ -125,13 +125,13 @@ def test_fit_says_what_stays_in_the_computer_s_memory(tmp_path: Path) -> None:
     source.close()
     free, config = 700 << 20, EngineConfig()
     ops = CudaOps(Small(free), NativeOps(1))
-    fit = fit_weights(Wanted(config, model, whole), ops)
+    fit = fit_weights(PlacementRequest(config, model, whole), ops)
     assert fit.lacking == 0
     assert fit.cpu_experts == CpuExperts(1, 500 << 20, 400 << 20, 250 << 20)
     advice = advise([DeviceFit("cuda", "a GPU", free, (fit,))], config, model)
     assert advice.settings == {"cpu_moe": "1"}
     assert "a token reads 250.0 MiB: 5.2 ms at 50 GB/s" in advice.sentence
-    alone = fit_weights(Wanted(config, model, whole), CudaOps(Small(free)))
+    alone = fit_weights(PlacementRequest(config, model, whole), CudaOps(Small(free)))
     assert (alone.cpu_experts, alone.lacking) == (None, (1 << 30) - free)
 
 

@@ -20,8 +20,8 @@ from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.ops import CudaOps, FirstRow
 from polarlm.engine.backends.ops import Load
 from polarlm.engine.loading import assembly
-from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.placement.wanted import Sizes, Wanted
+from polarlm.engine.loading.encoding import FULL_ENCODING
+from polarlm.engine.loading.placement.request import PlacementRequest, Sizes
 from polarlm.engine.loading.sizes import cache_shape
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import load_weights
@@ -301,8 +301,8 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int) ->
     for parallel in (1, 8, 64):
         config = EngineConfig(ctx_size=ctx_size, parallel=parallel)
         ops, model = CudaOps(Counting(MEMORY)), LLAMA_8B
-        shape = cache_shape(config, WHOLE, ops, model)
-        plan = Wanted(config, model, Sizes(2 * WEIGHTS)).plan(ops, shape, ops.memory_left(2 * WEIGHTS))
+        shape = cache_shape(config, FULL_ENCODING, ops, model)
+        plan = PlacementRequest(config, model, Sizes(2 * WEIGHTS)).plan(ops, shape, ops.memory_left(2 * WEIGHTS))
         heads, kv_heads, dim = model.attention.heads, model.attention.kv_heads, model.attention.head_dim
         token = 4 * model.hidden_size + 2 * kv_heads * dim * 2 + 4 * dim
         chunk = 2048 * (3 * 4 * model.ffn.size + 2 * 4 * heads * dim)
@@ -318,7 +318,7 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int) ->
 def test_a_short_context_leaves_more_memory_to_the_store() -> None:
     """Memory is kept free only for prompts that the context admits."""
     ops, model = CudaOps(Counting(MEMORY)), LLAMA_8B
-    shape = cache_shape(EngineConfig(), WHOLE, ops, model)
+    shape = cache_shape(EngineConfig(), FULL_ENCODING, ops, model)
     short, long = (ops.work_bytes(Load(model, shape.format(0), tokens, 8)) for tokens in (8192, 131072))
     assert short < 1.1 * GB < 3 * GB < long
 

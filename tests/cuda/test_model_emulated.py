@@ -22,7 +22,7 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
-from polarlm.engine.state.layer_shapes import FinerKind, LayerShape, SharedShape
+from polarlm.engine.state.layer_shapes import HighPrecisionKind, LayerShape, SharedShape
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
@@ -99,7 +99,7 @@ def model_from(
     source: WeightSource,
     types: tuple[str, str],
     *,
-    finer: FinerKind | None = None,
+    high_precision: HighPrecisionKind | None = None,
     room: tuple[int, int] = (256, 4),
     more: int = 0,
 ) -> Transformer:
@@ -109,8 +109,8 @@ def model_from(
     k, v = (codecs.get(name) for name in types)
     mean_bits = 0 if types[0] == "f16" else 8
     layers = tuple(shape_of(layer.mixer, k, v, mean_bits) for layer in config.layers)
-    if finer is not None:
-        layers = tuple(replace(layer, finer=finer) for layer in layers)
+    if high_precision is not None:
+        layers = tuple(replace(layer, high_precision=high_precision) for layer in layers)
     conditioning = []
     for layer in layers:
         if not isinstance(layer, LayerShape | SharedShape):
@@ -121,7 +121,7 @@ def model_from(
         factors = np.exp2(np.arange(kv_heads, dtype=np.float32) - 2)
         scale = Scale(np.concatenate([halves, halves], axis=1), factors) if mean_bits else None
         conditioning.append(Conditioning(k.rotation(d), v.rotation(d), scale))
-    store = KVStore(ops, plan_for_tokens(CacheShape(N, layers), *room, 16).larger(0, more), conditioning)
+    store = KVStore(ops, plan_for_tokens(CacheShape(N, layers), *room, 16).extend(0, more), conditioning)
     return Transformer(ops, config, weights, store)
 
 

@@ -17,7 +17,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.state.cache_types import PRESETS
-from polarlm.engine.state.layer_shapes import FinerKind
+from polarlm.engine.state.layer_shapes import HighPrecisionKind
 from polarlm.engine.weight_formats import Linear, Matrix
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.fake_cupy import Machine
@@ -139,7 +139,7 @@ def fix(model: Transformer) -> None:
         for part in parts:
             part.data.flags.writeable = False
     caches = [model.store.cache(layer) for layer in range(len(weights.layers))]
-    for cache in (*caches, *(cache.finer for cache in caches if cache.finer is not None)):
+    for cache in (*caches, *(cache.high_precision for cache in caches if cache.high_precision is not None)):
         for tables in (cache.keys.tables, cache.values.tables):
             if tables is not None:
                 tables.flags.writeable = False
@@ -158,27 +158,31 @@ def few_words(model: Transformer) -> list[np.ndarray]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "types", "finer"),
+    ("kind", "types", "high_precision"),
     [
         ("llama_gqa_llama3_tied", ("ring4", "ring3.5"), None),
-        ("llama_gqa_llama3_tied", PRESETS["balanced"].coarser, PRESETS["balanced"].finer_kind),
+        ("llama_gqa_llama3_tied", PRESETS["balanced"].low_precision, PRESETS["balanced"].high_precision_kind),
         ("Q4_K_M", ("f16", "f16"), None),
     ],
 )
 def test_a_model_uses_nothing_but_constants_before_it_waits(
-    kind: str, types: tuple[str, str], finer: FinerKind | None
+    kind: str, types: tuple[str, str], high_precision: HighPrecisionKind | None
 ) -> None:
     """Prompts and steps; and its logits are the same."""
 
     def made(device: EmulatedDevice) -> Transformer:
         ops = CudaOps(device)
-        return model_from(ops, *mixed_model(), types) if kind == "Q4_K_M" else model_of(ops, kind, types, finer=finer)
+        return (
+            model_from(ops, *mixed_model(), types)
+            if kind == "Q4_K_M"
+            else model_of(ops, kind, types, high_precision=high_precision)
+        )
 
     device = OverlappingDevice()
     model = made(device)
     fix(model)
     logits = few_words(model)
-    attention = "decode_attention_kernel" if finer is None else "decode_two_kinds_kernel"
+    attention = "decode_attention_kernel" if high_precision is None else "decode_two_kinds_kernel"
     assert {name for name in device.launches if name in WAITING} >= {"place_kv_kernel", attention}
     np.testing.assert_equal(logits, few_words(made(EmulatedDevice(checked=False))))
 

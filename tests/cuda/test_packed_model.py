@@ -19,7 +19,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.placement.place import place
-from polarlm.engine.loading.placement.wanted import Sizes, Wanted
+from polarlm.engine.loading.placement.request import PlacementRequest, Sizes
 from polarlm.engine.loading.sizes import warn_of_context
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, get
@@ -100,7 +100,7 @@ def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
     shapes = RandomWeights.of_kind(LLAMA_8B, "q4_k")
     weights = weight_bytes(ops, shapes)
     assert 4.9 * GB < weights < 5.1 * GB
-    placement = place(Wanted(config, LLAMA_8B, Sizes(weights)), ops)
+    placement = place(PlacementRequest(config, LLAMA_8B, Sizes(weights)), ops)
     warn_of_context(config, LLAMA_8B, placement.store_plan, said.append)
     assert placement.store_plan.tokens == 32768
     assert not said

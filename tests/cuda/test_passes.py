@@ -19,7 +19,7 @@ from polarlm.engine.errors import DeviceLost
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import fold
 from polarlm.engine.requests import batches, prefills
-from polarlm.engine.state.layer_shapes import FinerKind
+from polarlm.engine.state.layer_shapes import HighPrecisionKind
 from polarlm.engine.state.store import KVStore, SequenceKV
 from tests.cuda import test_model_emulated
 from tests.cuda.emulated import EmulatedDevice, open_device
@@ -64,7 +64,7 @@ def blocks(store: KVStore, sequence: SequenceKV) -> list[np.ndarray]:
     return stored
 
 
-BY_AGE = FinerKind(*map(codecs.get, ("ring5", "ring5")), is_by_age=True)
+BY_AGE = HighPrecisionKind(*map(codecs.get, ("ring5", "ring5")))
 CASES = [
     ("qwen2_mixed_windows", ("ring4", "ring3.5"), None, N),
     *(
@@ -80,15 +80,19 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("fixture", "types", "finer", "n"), CASES)
+@pytest.mark.parametrize(("fixture", "types", "high_precision", "n"), CASES)
 def test_prompts_and_steps_of_a_pass_are_computed_as_one_by_one(
-    fixture: str, types: tuple[str, str], finer: FinerKind | None, n: int, monkeypatch: pytest.MonkeyPatch
+    fixture: str,
+    types: tuple[str, str],
+    high_precision: HighPrecisionKind | None,
+    n: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(test_model_emulated, "N", n)
     prompts, running, results = prompts_of(n), steps_of(n), []
     for together in (True, False):
         ops = CudaOps(open_device(checked=False))
-        model = model_of(ops, fixture, types, room=(16 * n, 13), more=13 * 16 * n, finer=finer)
+        model = model_of(ops, fixture, types, room=(16 * n, 13), more=13 * 16 * n, high_precision=high_precision)
         rng, first = np.random.default_rng(3), len(prompts)
         sequences = begun(model, rng, [have for have, _ in [*prompts, *running]])
         ids = [rng.integers(5, 96, count).tolist() for _, count in [*prompts, *running]]
@@ -347,18 +351,18 @@ def test_an_error_that_lasts_ends_all_requests_with_a_sentence(
 
 
 @pytest.mark.parametrize(("types", "most"), [("f16", 128), pytest.param("balanced", 256, marks=pytest.mark.slow)])
-def test_what_is_rehearsed_changes_no_answer_and_leaves_nothing(tiny_path: Path, types: str, most: int) -> None:
+def test_what_is_warmed_up_changes_no_answer_and_leaves_nothing(tiny_path: Path, types: str, most: int) -> None:
     """Each number of rows twice, in passes and in steps of at most as many requests as run: nothing while one waits,
     and nothing for which the prefix cache would forget what it knows, of which a store of f16 has no more beside."""
     settings = {"block_size": N, "ctx_size": 256, "cache_type": types, "calibration": False, "parallel": 3}
     wanted: list[Any] = []
-    for rehearses in (False, True):
+    for warms_up in (False, True):
         with load_tiny(tiny_path, ops=CudaOps(EmulatedDevice(checked=False)), **settings) as engine:
-            if rehearses:
-                assert engine._parts.rehearsal is not None
-                assert engine.rehearse()  # and waits for kernels that are compiled
-                engine._parts.rehearsal.cancel()
-                engine._parts.rehearsal.join()
+            if warms_up:
+                assert engine._parts.warm_up_timer is not None
+                assert engine.warm_up()  # and waits for kernels that are compiled
+                engine._parts.warm_up_timer.cancel()
+                engine._parts.warm_up_timer.join()
                 seen, runs = [], engine._model.ops.run_graph
 
                 def noted(key: Any, work: Any, inputs: Any, seen: Any = seen, runs: Any = runs) -> Any:
@@ -368,13 +372,13 @@ def test_what_is_rehearsed_changes_no_answer_and_leaves_nothing(tiny_path: Path,
                 engine._model.ops.run_graph = noted
                 box: list[Any] = []
                 engine.submit(TOKENS[0], GREEDY, into=box)
-                assert engine.rehearse()
+                assert engine.warm_up()
                 assert not seen
                 while engine.work():
                     pass
                 seen.clear()
                 before = engine.status()
-                while engine.rehearse():
+                while engine.warm_up():
                     pass
                 parts = [("pass", rows) for rows in (16, 64, 128, 256) if rows <= most] + [("step", 1), ("step", 2)]
                 assert seen == [part for part in parts for _ in range(2)]
@@ -430,7 +434,7 @@ def test_coding_again_without_memory_fails_no_request(
         failed.append(step)
         raise MemoryError
 
-    monkeypatch.setattr(engine._runner._coding, "between_units", code)
+    monkeypatch.setattr(engine._runner._requantizer, "run", code)
     assert answers(ask(engine, TOKENS[:2])) == wanted
     assert failed
 

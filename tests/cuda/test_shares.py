@@ -112,65 +112,71 @@ def test_shares_are_equal_and_cover_every_unit_once(
     assert len(np.unique(pairs.sum(1))) == len(pairs)
 
 
-# The units of each CTA, and how many CTAs have finer ones.
+# The units of each CTA, and how many CTAs have high-precision ones.
 PROBE_OF_TWO_KINDS = """
-extern "C" __global__ void probe(int *units, int *finer_ctas, const int *spans, int span_stride, int sequences,
+extern "C" __global__ void probe(int *units, int *high_precision_ctas, const int *spans, int span_stride, int sequences,
                                  int kv_heads) {
     DYNAMIC_SHARED(int, memory);
-    const finer::Plan of_finer(memory, spans, span_stride, sequences, kv_heads, 0);
-    const coarser::Plan of_others(memory, spans, span_stride, sequences, kv_heads, 0);
-    fill_row(of_finer, of_others);
+    const high_precision::Plan high_plan(memory, spans, span_stride, sequences, kv_heads, 0);
+    const low_precision::Plan low_plan(memory, spans, span_stride, sequences, kv_heads, 0);
+    fill_row(high_plan, low_plan);
     __syncthreads();
-    const int number = blockIdx.x, ctas = of_finer.share[2];
+    const int number = blockIdx.x, ctas = high_plan.share[2];
     if (threadIdx.x > 0) return;
-    units[number] = number < ctas ? of_finer.ctas().end(number) - of_finer.ctas().begin(number)
-                                  : of_others.ctas().end(number - ctas) - of_others.ctas().begin(number - ctas);
-    if (number == 0) *finer_ctas = ctas;
+    units[number] = number < ctas ? high_plan.ctas().end(number) - high_plan.ctas().begin(number)
+                                  : low_plan.ctas().end(number - ctas) - low_plan.ctas().begin(number - ctas);
+    if (number == 0) *high_precision_ctas = ctas;
 }
 """
 
 
 def layouts_of(preset: str, dim: int) -> list[Layouts]:
-    """The layouts of coarser and of finer blocks."""
+    """The layouts of low-precision and of high-precision blocks."""
     kinds = PRESETS[preset]
     return [
         records.together(*(records.layout(codecs.get(name), side == 1, N, dim, 8) for side, name in enumerate(types)))
-        for types in (kinds.coarser, kinds.finer)
+        for types in (kinds.low_precision, kinds.high_precision)
     ]
 
 
 @cache
 def probe_of_two_kinds(preset: str) -> tuple[Program, int, int]:
-    """The program, and the bytes of a coarser and of a finer block."""
-    layouts, finer = layouts_of(preset, 128)
-    config = launch_configs.decode_two_kinds(layouts, finer, GROUP)
-    text = source("decode_two_kinds", *layouts, finer, **config.defines)
-    return Program(text + PROBE_OF_TWO_KINDS), layouts[0].stride, finer[0].stride
+    """The program, and the bytes of a low-precision and of a high-precision block."""
+    layouts, high_precision = layouts_of(preset, 128)
+    config = launch_configs.decode_two_kinds(layouts, high_precision, GROUP)
+    text = source("decode_two_kinds", *layouts, high_precision, **config.defines)
+    return Program(text + PROBE_OF_TWO_KINDS), layouts[0].stride, high_precision[0].stride
 
 
 @pytest.mark.parametrize("lengths", [[2048], [8192], [16384], [32768], [300], [100, 40000, 300], [4000] * 16])
 @pytest.mark.parametrize("newest", [2, 4, 10000])
 def test_two_kinds_of_blocks_are_shared_out_by_their_bytes(lengths: list[int], newest: int) -> None:
-    """The busiest of 132 CTAs has a finer block's bytes more than the mean, and a rounding, whatever is finer."""
+    """The busiest of 132 CTAs has a high-precision block's bytes more than the mean, and a rounding, whatever is
+    high-precision."""
     ctas, kv_heads = 132, 8
-    program, coarser_bytes, finer_bytes = probe_of_two_kinds("balanced")
+    program, low_precision_bytes, high_precision_bytes = probe_of_two_kinds("balanced")
     headers = [span(length, 1) for length in lengths]
     spans = np.zeros((len(lengths), HEADER + 1), np.int32)
     spans[:, :HEADER] = headers
     spans[:, HEADER] = [min(newest, header.quantized) for header in headers]
-    units, finer = np.zeros(ctas, np.int32), np.zeros(1, np.int32)
+    units, high_precision = np.zeros(ctas, np.int32), np.zeros(1, np.int32)
     numbers = [np.int32(x) for x in (spans.shape[1], len(lengths), kv_heads)]
-    program.launch("probe", (ctas,), (32,), units, finer, spans, *numbers, shared=4 * (3 + 7 * 12 + 2 * len(lengths)))
-    assert units[: finer[0]].sum() == kv_heads * spans[:, HEADER].sum()
-    assert units[finer[0] :].sum() >= kv_heads * sum(header.quantized for header in headers) - units[: finer[0]].sum()
-    of_cta = units * np.where(np.arange(ctas) < finer[0], finer_bytes, coarser_bytes)
+    program.launch(
+        "probe", (ctas,), (32,), units, high_precision, spans, *numbers, shared=4 * (3 + 7 * 12 + 2 * len(lengths))
+    )
+    assert units[: high_precision[0]].sum() == kv_heads * spans[:, HEADER].sum()
+    assert (
+        units[high_precision[0] :].sum()
+        >= kv_heads * sum(header.quantized for header in headers) - units[: high_precision[0]].sum()
+    )
+    of_cta = units * np.where(np.arange(ctas) < high_precision[0], high_precision_bytes, low_precision_bytes)
     print(f"{of_cta.max():,} bytes, {of_cta.mean():,.0f} in the mean")
-    assert of_cta.max() <= 1.02 * of_cta.mean() + finer_bytes
+    assert of_cta.max() <= 1.02 * of_cta.mean() + high_precision_bytes
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_finer_blocks_leave_the_coarser_ones_all_their_warps(preset: str, dim: int) -> None:
-    """Nearly all bytes are those of coarser blocks."""
-    layouts, finer = layouts_of(preset, dim)
-    assert launch_configs.decode_two_kinds(layouts, finer, GROUP).threads == 12 * 32
+def test_high_precision_blocks_leave_the_others_all_their_warps(preset: str, dim: int) -> None:
+    """Nearly all bytes are those of low-precision blocks."""
+    layouts, high_precision = layouts_of(preset, dim)
+    assert launch_configs.decode_two_kinds(layouts, high_precision, GROUP).threads == 12 * 32

@@ -1,4 +1,4 @@
-"""Two kinds of blocks in one memory of a GPU: what attention reads, what is coded again, and whole engines."""
+"""Two kinds of blocks in one memory of a GPU: what attention reads, what is requantized, and whole engines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from polarlm.engine.backends.transfer import FIELDS, converted
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import Completion
 from polarlm.engine.quantization.encode import encode_centred
-from polarlm.engine.state.cache_types import TWO_KINDS
+from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.store import KVStore
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import Rounded, SameWeights, Talk, close, model_of
 from tests.ops import reference
 from tests.state.fed import HEADS, KV_HEADS, D, Fed
-from tests.state.test_finer_blocks import BY_ROOM, COMPACT, LAYERS, N, contents, decode, make_store
+from tests.state.test_mixed_precision import ALL_NEWEST, COMPACT, LAYERS, N, contents, decode, make_store
 from tests.tiny import assert_idle, load_tiny, make_model
 
 
@@ -44,17 +44,17 @@ class Plain(Fed):
 
 
 def sequences(ops: Ops) -> list[Plain]:
-    """Sequences without quantized blocks, of finer ones alone, of both kinds, and of the others alone."""
-    store = make_store(ops, 800, COMPACT, BY_ROOM)
+    """Sequences without quantized blocks, of high-precision ones alone, of both kinds, and of the others alone."""
+    store = make_store(ops, 800, COMPACT, ALL_NEWEST)
     kept = [Plain(store, seed) for seed in range(4)]
     for fed, tokens in zip(kept, (5, 4 * N, 9 * N + 3, 6 * N), strict=True):
         fed.feed(tokens)
-    places = store.finer.blocks.places
+    placement = store.mixed_precision.blocks.placement
     wanted = [*kept[2].kv.tables[0].quantized[::2], *kept[3].kv.tables[0].quantized]
     for block in wanted:  # whatever their age
-        places.begin(block)
-        store.finer.code_again()
-    kinds = [{store.finer.is_finer(block) for block in fed.kv.tables[0].quantized} for fed in kept]
+        placement.begin(block)
+        store.mixed_precision.requantize()
+    kinds = [{store.mixed_precision.is_high_precision(block) for block in fed.kv.tables[0].quantized} for fed in kept]
     assert kinds == [set(), {True}, {True, False}, {False}]
     return kept
 
@@ -94,9 +94,9 @@ def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> N
 
 
 def test_codes_are_those_of_numpy() -> None:
-    """Codes of finer blocks, and of one that is coded again from what it decodes to; what is between fields reads as
-    zeros, whatever the memory was before."""
-    stores = [make_store(ops, 800, COMPACT, BY_ROOM) for ops in (CudaOps(open_device()), NumpyOps())]
+    """Codes of high-precision blocks, and of one that is requantized from what it decodes to; what is between fields
+    reads as zeros, whatever the memory was before."""
+    stores = [make_store(ops, 800, COMPACT, ALL_NEWEST) for ops in (CudaOps(open_device()), NumpyOps())]
     for layer in range(LAYERS):
         stores[0].cache(layer).blocks[...] = 0xFF
     for store in stores:
@@ -106,7 +106,7 @@ def test_codes_are_those_of_numpy() -> None:
     device, host = stores
     k, v = (x[:, None] for x in decode(device, 1, first))
     for store in stores:
-        assert store.finer.code_again()
+        assert store.mixed_precision.requantize()
     for block in others:
         for name, array in fields_of(device, block).items():
             np.testing.assert_array_equal(array, fields_of(host, block)[name], err_msg=name)
@@ -118,14 +118,14 @@ def test_codes_are_those_of_numpy() -> None:
     for name, array in stored.items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
     cache = device.cache(1)
-    raw = device.ops.read_blocks(cache, [device.finer.blocks.places[first].number])
+    raw = device.ops.read_blocks(cache, [device.mixed_precision.blocks.placement[first].number])
     for name, layout in zip(("keys", "values"), cache.layouts, strict=True):
         np.testing.assert_array_equal(raw[name], layout.pack(*layout.unpack(raw[name])))
 
 
 def fields_of(store: KVStore, block: int) -> dict[str, np.ndarray]:
-    place = store.finer.blocks.places[block]
-    cache = store.cache(1).finer if place.is_finer else store.cache(1)
+    place = store.mixed_precision.blocks.placement[block]
+    cache = store.cache(1).high_precision if place.is_high_precision else store.cache(1)
     return converted(cache.format, 1, store.ops.read_blocks(cache, [place.number]), FIELDS)
 
 
@@ -134,17 +134,14 @@ FIXTURE = "qwen3_qk_norm_tied"
 
 def talk(model: Transformer) -> list[np.ndarray]:
     """A prompt, a second turn, steps over a block's end, and steps in company, some with several rows. In between,
-    blocks are coded again: those that are old, or the next one at times."""
+    blocks are requantized that have become old."""
     ids = np.random.default_rng(4).integers(5, 96, 180).tolist()
-    dialogue, finer = Talk(model, 2), model.store.finer
+    dialogue, high_precision = Talk(model, 2), model.store.mixed_precision
     seen: list[tuple[int, int]] = []
 
     def then() -> None:
-        if finer.blocks.is_by_age:
-            finer.code_aged()
-        elif len(seen) % 4 == 0:
-            finer.code_again()
-        seen.append(finer.blocks.places.counts())
+        high_precision.requantize_aged()
+        seen.append(high_precision.blocks.placement.counts())
 
     dialogue.prompt(ids[:97])
     then()
@@ -164,12 +161,12 @@ def talk(model: Transformer) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["quality", "auto"])
+@pytest.mark.parametrize("name", ["quality", "compact"])
 def test_logits_equal_those_of_numpy(name: str) -> None:
-    device = CudaOps(open_device(checked=False))
-    kinds = TWO_KINDS[name]
+    device, preset = CudaOps(open_device(checked=False)), PRESETS[name]
+    types, newest = preset.low_precision, preset.high_precision_kind
     backends = device, SameWeights(device), Rounded(device)
-    close(*(talk(model_of(ops, FIXTURE, kinds.coarser, finer=kinds.finer_kind)) for ops in backends))
+    close(*(talk(model_of(ops, FIXTURE, types, high_precision=newest)) for ops in backends))
 
 
 GREEDY = SamplingParams(max_tokens=N + 5, temperature=0.0, ignore_eos=True, logprobs=2)
@@ -177,24 +174,24 @@ GREEDY = SamplingParams(max_tokens=N + 5, temperature=0.0, ignore_eos=True, logp
 
 @pytest.mark.slow
 def test_an_engine_answers_alike_after_a_session(tmp_path: Path) -> None:
-    """Blocks are coded again between the steps of an answer; a second turn reads them as they were saved."""
+    """Blocks are requantized between the steps of an answer; a second turn reads them as they were saved."""
     path, ops = make_model(tmp_path, FIXTURE), CudaOps(open_device(checked=False))
     settings: dict[str, Any] = {"block_size": N, "ctx_size": 256, "calibration": False, "cache_type": "by-age"}
     prompt, ids, turns = [5 + 7 * i % 90 for i in range(7 * N + 3)], list[int](), list[Completion]()
     for is_first in (True, False):
         with load_tiny(path, ops=ops, **settings) as engine:
-            places, counts = engine._store.finer.blocks.places, set()
+            placement, counts = engine._store.mixed_precision.blocks.placement, set()
             if is_first:
                 for chunk in engine.stream(prompt, GREEDY):
                     ids += chunk.token_ids
-                    counts.add(places.counts())
+                    counts.add(placement.counts())
                 assert len(counts) > 1
-                saved = places.counts()
+                saved = placement.counts()
                 assert min(saved) > 0
                 engine.save_session(tmp_path / "session")
             else:
                 engine.load_session(tmp_path / "session")
-            assert places.counts() == saved
+            assert placement.counts() == saved
             turns.append(engine.generate([*prompt, *ids, 9, 8, 7, 6], GREEDY))
             assert turns[-1].usage.cached_tokens > len(prompt)
             assert_idle(engine)

@@ -77,7 +77,7 @@ def converse(engine: Engine, length: int) -> None:
     engine.generate([*PROMPT[:length], *answer.token_ids, *PROMPT[:length]], SOME)
 
 
-@pytest.mark.usefixtures("rehearsed_at_once")
+@pytest.mark.usefixtures("warmed_up_at_once")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -109,7 +109,7 @@ def test_a_conversation_launches_nothing_unexpected(
         assert not device.unexpected()
 
 
-@pytest.mark.usefixtures("rehearsed_at_once")
+@pytest.mark.usefixtures("warmed_up_at_once")
 @pytest.mark.parametrize(
     ("fixture", "op"),
     [("qwen3_5_tied", "gated_delta"), ("granite_hybrid_tied", "mamba2"), ("nemotron_h_experts", "mamba2")],
@@ -128,7 +128,7 @@ def test_a_conversation_of_a_hybrid_launches_nothing_unexpected(tmp_path: Path, 
         assert not device.unexpected() - {"copy_full_kernel"}
 
 
-@pytest.mark.usefixtures("rehearsed_at_once")
+@pytest.mark.usefixtures("warmed_up_at_once")
 def test_the_first_prompt_and_steps_are_waited_for_and_further_turns_and_batches_are_expected(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from polarlm.engine.backends.cuda.sampling import SAMPLE
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
-from polarlm.engine.state.cache_types import TWO_KINDS
+from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 from tests.cuda.formats import FORMAT_PAIRS
 from tests.cuda.nvrtc import SHARED_LIMIT
 
@@ -26,15 +26,15 @@ Define = int | float | str
 
 @dataclass(frozen=True)
 class Cache:
-    """The records of a layer: names of codecs, and the shape of a block. mean_bits: 0 without centring, 8 or 16. finer:
-    the codecs of blocks with more bits, of keys and of values, if there are two kinds."""
+    """The records of a layer: names of codecs, and the shape of a block. mean_bits: 0 without centring, 8 or 16.
+    high_precision: the codecs of blocks with more bits, of keys and of values, if there are two kinds."""
 
     keys: str
     values: str
     head_dim: int
     block_size: int = 64
     mean_bits: int = 8
-    finer: tuple[str, str] | None = None
+    high_precision: tuple[str, str] | None = None
 
     def layouts(self) -> tuple[Layout, Layout]:
         keys, values = codecs.get(self.keys), codecs.get(self.values)
@@ -42,14 +42,18 @@ class Cache:
             records.layout(keys, False, self.block_size, self.head_dim, self.mean_bits),
             records.layout(values, True, self.block_size, self.head_dim),
         )
-        return both if self.finer is None else records.together(*both)
+        return both if self.high_precision is None else records.together(*both)
 
-    def finer_layouts(self) -> tuple[Layout, Layout] | None:
-        return None if self.finer is None else replace(self, keys=self.finer[0], values=self.finer[1]).layouts()
+    def high_precision_layouts(self) -> tuple[Layout, Layout] | None:
+        return (
+            None
+            if self.high_precision is None
+            else replace(self, keys=self.high_precision[0], values=self.high_precision[1]).layouts()
+        )
 
     def __str__(self) -> str:
-        finer = "" if self.finer is None else f" and {'/'.join(self.finer)}"
-        return f"{self.keys}/{self.values}{finer} D{self.head_dim} N{self.block_size} mean{self.mean_bits}"
+        high_precision = "" if self.high_precision is None else f" and {'/'.join(self.high_precision)}"
+        return f"{self.keys}/{self.values}{high_precision} D{self.head_dim} N{self.block_size} mean{self.mean_bits}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Variant:
     def text(self) -> str:
         if self.cache is None:
             return source(self.kernel, **self.defines)
-        return source(self.kernel, *self.cache.layouts(), self.cache.finer_layouts(), **self.defines)
+        return source(self.kernel, *self.cache.layouts(), self.cache.high_precision_layouts(), **self.defines)
 
     def overlapping(self) -> Variant:
         """The same for a launch that begins before the one before it has ended."""
@@ -154,7 +158,7 @@ def _decode(kernel: str, caches: list[Cache]) -> list[Variant]:
     """Steps of one row and of several, for groups of several sizes, with and without a rotation."""
     variants, results = [], itertools.cycle(_RESULTS)
     for cache, group in zip(caches, itertools.cycle((4, 8, 1, 12)), strict=False):
-        layouts = cache.layouts() if cache.finer is None else (cache.layouts(), cache.finer_layouts())
+        layouts = cache.layouts() if cache.high_precision is None else (cache.layouts(), cache.high_precision_layouts())
         for rows in (1, STEP_ROWS):
             order = 1 if len(variants) % 4 == 3 else cache.head_dim & -cache.head_dim
             config = getattr(launch_configs, kernel)(*layouts, group, rows, _MOST_SEQUENCES, order)
@@ -163,12 +167,12 @@ def _decode(kernel: str, caches: list[Cache]) -> list[Variant]:
 
 
 # The types of blocks of two kinds in one memory: of the others, and of those with more bits.
-_TWO_KINDS = [(kinds.coarser, kinds.finer) for kinds in TWO_KINDS.values()]
+_TWO_KINDS = [(kinds.low_precision, kinds.high_precision) for kinds in PRESETS_BY_NAME.values()]
 
 
 def _decode_two_kinds() -> list[Variant]:
     variants = _decode(
-        "decode_two_kinds", [Cache(*t, d, finer=f) for (t, f), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)]
+        "decode_two_kinds", [Cache(*t, d, high_precision=f) for (t, f), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)]
     )
     both: dict[str, Define] = {"SOFTCAP": 50.0, "SINK_SCORES": 1}
     return [*variants, *(replace(variant, defines={**variant.defines, **both}) for variant in variants[-2:])]
@@ -176,10 +180,10 @@ def _decode_two_kinds() -> list[Variant]:
 
 def _decode_blocks() -> list[Variant]:
     variants = []
-    for (_, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS):
-        cache = Cache(*finer, d, finer=finer)
+    for (_, high_precision), d in itertools.product(_TWO_KINDS, _HEAD_DIMS):
+        cache = Cache(*high_precision, d, high_precision=high_precision)
         config = launch_configs.decode_blocks(*cache.layouts())
-        variants.append(Variant("decode_blocks", config.defines, replace(cache, finer=None), config.shared))
+        variants.append(Variant("decode_blocks", config.defines, replace(cache, high_precision=None), config.shared))
     return variants
 
 
@@ -195,7 +199,10 @@ def _prefill_attention() -> list[Variant]:
     # Those with the fewest registers to spare.
     caches += [Cache("trellis3.5", "ring3.5", 256), Cache("polarpair-m4n2", "ring4", 256)]
     groups = [*itertools.islice(itertools.cycle((1, 4, 8, 3)), len(caches) - 2), 4, 3]
-    more = [Cache(*types, d, finer=finer) for (types, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)]
+    more = [
+        Cache(*types, d, high_precision=high_precision)
+        for (types, high_precision), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)
+    ]
     more += [Cache("linear8", "ring2.5", 128), Cache("ring2.5", "linear8", 256)]
     caches, groups = [*caches, *more], [*groups, *itertools.islice(itertools.cycle((4, 1, 8)), len(more))]
     variants = []
@@ -438,7 +445,12 @@ def traits(variant: Variant) -> set[tuple[str, str]]:
     if "SECOND" in variant.defines:
         of.add(f"second {weight_formats.get(str(variant.defines['SECOND'])).group}")
     if cache is not None:
-        of |= {cache.keys, cache.values, str(cache.head_dim), "one kind" if cache.finer is None else "two kinds"}
+        of |= {
+            cache.keys,
+            cache.values,
+            str(cache.head_dim),
+            "one kind" if cache.high_precision is None else "two kinds",
+        }
     return {(variant.kernel, trait) for trait in of}
 
 

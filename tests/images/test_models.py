@@ -19,12 +19,12 @@ from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.loading.placement.wanted import bytes_beside
+from polarlm.engine.loading.placement.request import companion_bytes
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.vision_encoders._rows import PlacedImage
 from polarlm.engine.model.weights import load_vision_encoder, load_weights
 from polarlm.engine.sampling.sample import greedy
-from polarlm.engine.state.places import IMAGE_IDS, Places
+from polarlm.engine.state.image_positions import IMAGE_IDS, ImagePositions
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders import load_vision_encoder as open_vision_encoder
 from polarlm.model_loaders import load_weights as open_weights
@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     images: list[PlacedImage]
-    places: Places
+    positions: ImagePositions
     logits: np.ndarray
     greedy: list[int]
 
@@ -67,15 +67,15 @@ def opened(name: str, ops: Any) -> tuple[Transformer, Prompt]:
             ids[first:at] = range(IMAGE_IDS + first, IMAGE_IDS + at)
             images.append(PlacedImage(first, shape, pixels))
         ranges = [range(one.first, one.first + one.shape.rows) for one in images]
-        places = Places.of(ranges, [one.shape.grid for one in images], sections=config.has_sections)
-        prompt = Prompt(ids, images, places, said["logits"], said["greedy"].tolist())
+        positions = ImagePositions.from_grids(ranges, [one.shape.grid for one in images], sections=config.has_sections)
+        prompt = Prompt(ids, images, positions, said["logits"], said["greedy"].tolist())
     return bare_model(config, weights, ops=ops), prompt
 
 
 def fed(model: Transformer, prompt: Prompt, *cuts: int) -> tuple[SequenceKV, np.ndarray]:
     """The sequence of a prompt that is fed in spans, cut at these positions, and its logits (T, V)."""
     kv, logits = model.store.new_sequence(), []
-    kv.places = prompt.places
+    kv.image_positions = prompt.positions
     edges = [0, *cuts, len(prompt.ids)]
     for first, end in pairwise(edges):
         span = model.store.open(kv, end - first)
@@ -198,8 +198,8 @@ def test_no_turn_reads_text_or_images_again(path: Path, tmp_path: Path) -> None:
 
 def test_memory_counts_the_vision_encoder_unless_it_is_left_out(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, model = EngineConfig(weights=str(path)), open_weights(path)[0]
-    assert bytes_beside(config, NumpyOps(), model, path)(64) > 10_000
-    assert bytes_beside(replace(config, mmproj="none"), NumpyOps(), model, path)(64) == 0
+    assert companion_bytes(config, NumpyOps(), model, path)(64) > 10_000
+    assert companion_bytes(replace(config, mmproj="none"), NumpyOps(), model, path)(64) == 0
     with Engine.load(path, mmproj="none", **SETTINGS) as engine:
         assert not engine.reads_images
         with pytest.raises(EngineError, match="takes text alone"):

@@ -131,10 +131,10 @@ def test_a_text_with_marks_is_cut_at_images_of_the_prompt_alone(reader: Images) 
     (content,) = (message["content"] for message in read.prompt)
     assert read.cut(f"<user>{content}<end>") == [f"<user>a {forged}<before>", only(read).ids, "<after>b<end>"]
     ids = [1, 2, *only(read).ids, 3, *only(read).ids]
-    places, of_rows = read.places(ids, sections=True)
+    positions, of_rows = read.place_images(ids, sections=True)
     assert [image.first for image in of_rows] == [2, 18]
-    assert places is not None
-    assert places.images == (range(2, 17), range(18, 33))
+    assert positions is not None
+    assert positions.images == (range(2, 17), range(18, 33))
 
 
 def test_an_image_takes_at_most_half_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:

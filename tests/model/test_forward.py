@@ -132,7 +132,7 @@ def test_every_token_coded_reads_each_block_as_it_is_stored(fixture) -> None:
     def watched(layer, span):
         round_trip(layer, span)
         if layer in config.attentions:
-            seen[layer] = [x[:, :16].copy() for x in span.growth[store.group_of(layer)].buffer]
+            seen[layer] = [x[:, :16].copy() for x in span.reservations[store.group_of(layer)].buffer]
 
     store.round_trip = watched
     feed(model, kv, ids[:32])

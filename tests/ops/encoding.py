@@ -14,7 +14,7 @@ from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Sp
 from polarlm.engine.codecs import PathRounding
 from polarlm.engine.quantization.conditioning import read_mean
 from polarlm.engine.quantization.encode import encode_centred
-from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_tilt
+from polarlm.engine.quantization.metric import Metric, key_metric, remove_tilt, value_metric
 from polarlm.engine.quantization.statistics import output_second
 
 Fields = dict[str, np.ndarray]
@@ -41,7 +41,7 @@ def metrics_of(shape: Shape, seed: int = 5, *, along: bool = True, tilted: bool 
     second, mean, smoothing = queries.swapaxes(1, 2) @ queries / (4 * dim), queries.mean(1), np.ones((heads, dim))
     keys = None if key_rounding is None else key_metric(second, mean, smoothing, None, key_rounding)
     if keys is not None and not tilted and not isinstance(key_rounding, PathRounding):
-        keys = without_tilt(keys)
+        keys = remove_tilt(keys)
     if value_rounding is None:
         return [keys, None]
     outputs, correlation = output_second(output.reshape(3 * dim, -1), heads, dim), 0.6 ** np.arange(size)

@@ -19,7 +19,7 @@ from polarlm.engine.backends.numpy.kv import encoding as numpy_encoding
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.ring import RINGS, points_of
-from polarlm.engine.quantization.metric import without_feedback
+from polarlm.engine.quantization.metric import remove_feedback
 from tests.codecs.data import TABLED
 from tests.cuda.emulated import EmulatedDevice, program_of
 from tests.cuda.programs import Program
@@ -215,7 +215,7 @@ def test_codes_without_either_feedback_on_a_gpu(ops: Any) -> None:
     values, keys = one_sided("ring3.5", True, 32, 32), one_sided("ring4", False, 16, 16, 8)
     for shape, metrics in (
         (values, metrics_of(values, along=False)),
-        *((one, [metric and without_feedback(metric) for metric in metrics_of(one)]) for one in (values, keys)),
+        *((one, [metric and remove_feedback(metric) for metric in metrics_of(one)]) for one in (values, keys)),
     ):
         case_of(ops, shape, metrics=metrics).check_as_good()
 
@@ -348,7 +348,7 @@ def test_codes_with_a_metric_in_compiled_kernels(ops: Any, name: str, along: int
 @backend_cases("ops name", each(FLOAT_LEVELS or [NUMPY], ["ring3", "ring5", "turbo4", "trellis4"]))
 def test_without_feedback_codes_are_equal(ops: Any, name: str) -> None:
     shape = Shape((name, name), 40, 48, 16)
-    metrics = [metric and without_feedback(metric) for metric in metrics_of(shape, along=False)]
+    metrics = [metric and remove_feedback(metric) for metric in metrics_of(shape, along=False)]
     x = vectors(np.random.default_rng(1), shape, 3, bias=3)
     assert [same for same, *_ in compared(case_of(ops, shape, x, metrics))] == [1, 1]
 

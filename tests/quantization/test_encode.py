@@ -16,12 +16,12 @@ from polarlm.engine.quantization import encode
 from polarlm.engine.quantization.encode import encode_with_metric
 from polarlm.engine.quantization.metric import (
     Metric,
-    by_layer,
     key_metric,
+    remove_feedback,
+    remove_tilt,
     residue_costs,
+    split_layers,
     value_metric,
-    without_feedback,
-    without_tilt,
 )
 from polarlm.engine.quantization.statistics import output_second
 from tests.pairs import in_turn
@@ -148,7 +148,7 @@ def test_block_ldl_factors_the_metric(blocks, width, seed):
     second = covariance(3, dim, dim, seed=seed)
     metric = key_metric(second, np.zeros((3, dim)), np.ones((3, dim)), None, WIDTHS[width])
     lower = np.eye(dim) + metric.feedback  # M = lowerᵀ · diagonal blocks · lower
-    solved = np.linalg.solve(lower.swapaxes(1, 2), without_tilt(metric).matrix.astype(np.float64))
+    solved = np.linalg.solve(lower.swapaxes(1, 2), remove_tilt(metric).matrix.astype(np.float64))
     squares = np.linalg.solve(lower.swapaxes(1, 2), solved.swapaxes(1, 2))
     block = np.arange(dim) // width
     inside = block[:, None] == block
@@ -166,8 +166,8 @@ def test_block_ldl_factors_the_metric(blocks, width, seed):
 def test_residues_cost_what_their_errors_cost(width, is_fed_back, is_tilted):
     dim, error = 12, gaussian(3, 5, 12)
     metric = key_metric(covariance(3, dim, dim), np.ones((3, dim)), np.ones((3, dim)), None, WIDTHS[width])
-    metric = metric if is_tilted else without_tilt(metric)
-    factor, costs = residue_costs(metric if is_fed_back else without_feedback(metric))
+    metric = metric if is_tilted else remove_tilt(metric)
+    factor, costs = residue_costs(metric if is_fed_back else remove_feedback(metric))
     np.testing.assert_allclose(factor, metric.feedback, rtol=1e-5, atol=1e-6)
     residues = (error + error @ factor.swapaxes(1, 2)).reshape(3, -1, dim // 2, 2)
     first, both, second, ridge = np.moveaxis(costs, 2, 0)[:, :, None]
@@ -189,7 +189,7 @@ def test_cost_of_a_key_error_is_its_change_of_scores():
     scores = np.square(q @ error.swapaxes(1, 2)).mean((1, 2))
     ridge = 0.05 * np.trace(metric.matrix, axis1=1, axis2=2) / dim
     assert cost(stored_error, metric.matrix) == pytest.approx(scores, rel=1e-4)
-    assert cost(stored_error, without_tilt(metric).matrix) == pytest.approx(
+    assert cost(stored_error, remove_tilt(metric).matrix) == pytest.approx(
         scores + ridge * np.square(stored_error).sum((1, 2))
     )
     as_stored = (q * smoothing[:, None]) @ rotation
@@ -221,7 +221,7 @@ def test_the_metrics_of_several_layers_are_those_of_each():
     for rounding in WIDTHS.values():
         keys = key_metric(second.reshape(*flat, dim), mean.reshape(flat), scale.reshape(flat), rotation, rounding)
         values = value_metric(second.reshape(*flat, dim), rotation, rounding, along)
-        for layer, (k, v) in enumerate(zip(by_layer(keys, layers), by_layer(values, layers), strict=True)):
+        for layer, (k, v) in enumerate(zip(split_layers(keys, layers), split_layers(values, layers), strict=True)):
             single = key_metric(second[layer], mean[layer], scale[layer], rotation, rounding)
             assert_equal_metrics(k, single)
             assert_equal_metrics(v, value_metric(second[layer], rotation, rounding, along[layer]))
@@ -252,14 +252,14 @@ def test_token_feedback_factors_the_correlation_of_attention(rounding, rounds):
 def without(metric, part):
     """The metric with one part switched off: "feedback", "tilt" or "tokens"."""
     if part == "feedback":
-        return without_feedback(metric)
-    return without_tilt(metric) if part == "tilt" else replace(metric, token_feedback=None)
+        return remove_feedback(metric)
+    return remove_tilt(metric) if part == "tilt" else replace(metric, token_feedback=None)
 
 
 def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
     """`encode_with_metric` in float64, one vector at a time → codes (K, B, N, P), norms (K, B, N)."""
     *lead, dim = x.shape
-    size, metric = lead[-1], metric if tilt else without_tilt(metric)
+    size, metric = lead[-1], metric if tilt else remove_tilt(metric)
     codes, norms = np.zeros((*lead, dim // codec.width), int), np.zeros(lead)
     order, along = np.arange(size), np.zeros((size, size))
     if tokens and metric.token_feedback is not None:

@@ -12,7 +12,7 @@ import pytest
 from polarlm import Engine, EngineError, SamplingParams
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.loading.placement.wanted import Sizes, Wanted, bytes_beside
+from polarlm.engine.loading.placement.request import PlacementRequest, Sizes, companion_bytes
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.drafts import ModelDrafter
 from tests.random_model import random_model
@@ -88,10 +88,10 @@ def test_a_draft_store_without_room_drafts_nothing(tiny_path: Path, other: Path)
         wanted = plain(engine, prompts(1)[0])
         made = unpaced(engine)
         slots = engine._parts.draft.model.store.groups[0].full
-        taken = slots.allocate(slots.free)
+        total_bytes = slots.allocate(slots.free)
         assert summary(engine.generate(prompts(1)[0], PARAMS, ANEW)) == summary(wanted)
         assert made[0].drafted == 0
-        for slot in taken:
+        for slot in total_bytes:
             slots.release(slot)
 
 
@@ -134,13 +134,13 @@ def test_the_plan_leaves_room_for_the_draft_model(tiny_path: Path, other: Path) 
     ops = NumpyOps()
     with Engine.load(tiny_path, device="cpu", **SETTINGS) as engine:
         model = engine.model.config
-    wanted, more = Wanted(config, model, Sizes(0)), bytes_beside(config, ops, model, tiny_path)
+    wanted, more = PlacementRequest(config, model, Sizes(0)), companion_bytes(config, ops, model, tiny_path)
     shape = wanted.shape(ops)
     assert more(1000) > more(0) > 100_000  # its weights
     alone = wanted.plan(ops, shape, 1 << 40)
-    room = wanted.taken(ops, alone) + more(alone.tokens) - 50_000
+    room = wanted.total_bytes(ops, alone) + more(alone.tokens) - 50_000
     assert wanted.plan(ops, shape, room).tokens == alone.tokens
-    assert replace(wanted, more=more).plan(ops, shape, room).tokens < alone.tokens
+    assert replace(wanted, other_bytes=more).plan(ops, shape, room).tokens < alone.tokens
 
 
 def test_forgotten_tokens_leave_no_trace(tiny_path: Path) -> None:

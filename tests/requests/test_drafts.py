@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import Completion, Engine, EngineError, SamplingParams
-from polarlm.engine.loading import rehearsal
+from polarlm.engine.loading import warm_up
 from polarlm.engine.model.warm_up import warm_up_drafts
 from polarlm.engine.outputs import fold
 from polarlm.engine.requests.drafts import Drafts, PromptLookup, StepPlan, StepSeconds
@@ -190,7 +190,7 @@ def test_prompt_lookup_finds_what_a_search_finds(size: int) -> None:
                 assert lookup.is_ready(ids[:end]) == bool(wanted)
 
 
-@pytest.mark.usefixtures("rehearsed_at_once")
+@pytest.mark.usefixtures("warmed_up_at_once")
 @pytest.mark.parametrize(
     ("model", "more", "wanted"),
     [
@@ -206,9 +206,7 @@ def test_steps_of_several_rows_are_warmed_up(
     """Otherwise the first short prompts and the first drafts would wait for kernels. With recurrent layers, prompts are
     no steps."""
     seen: list[int] = []
-    monkeypatch.setattr(
-        rehearsal, "warm_up_drafts", lambda model, rows: seen.append(rows) or warm_up_drafts(model, rows)
-    )
+    monkeypatch.setattr(warm_up, "warm_up_drafts", lambda model, rows: seen.append(rows) or warm_up_drafts(model, rows))
     with Engine.load(make_model(tmp_path, model), device="cpu", **{**SETTINGS, "block_size": 16, **more}) as engine:
         assert seen == (wanted if engine._parts.model.ops.warm_up() is not None else [])
 

@@ -21,7 +21,7 @@ from tests.server.lines import PATIENCE, Client
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Steps take their time, and one raises as soon as there is a file named in TROUBLE, unless it is a rehearsal. While one
+# Steps take their time, and one raises as soon as there is a file named in TROUBLE, unless it is a warm-up. While one
 # has ".held" at the end of its name, only as many units of work are computed as it says. Prompts and steps take turns.
 TROUBLED = """
 import os, sys, threading, time
@@ -44,8 +44,8 @@ def held(engine):
     return work(engine)
 def troubled(*arguments):
     time.sleep(float(os.environ.get("STEP_SECONDS", "0.02")))
-    rehearses = isinstance(threading.current_thread(), threading.Timer)
-    if os.path.exists(os.environ["TROUBLE"]) and not rehearses:
+    warms_up = isinstance(threading.current_thread(), threading.Timer)
+    if os.path.exists(os.environ["TROUBLE"]) and not warms_up:
         os.unlink(os.environ["TROUBLE"])
         raise ArithmeticError("secret detail")
     return step(*arguments)

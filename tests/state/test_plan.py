@@ -16,12 +16,12 @@ from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import (
     StorePlan,
+    add_kept,
     f16_tokens,
     format_bytes,
     parse_size,
     plan_for_memory,
     plan_for_tokens,
-    with_kept,
 )
 from polarlm.engine.state.recurrent.conv_inputs import ConvShape
 from polarlm.engine.state.recurrent.delta import DeltaShape
@@ -76,7 +76,7 @@ def test_memory_that_is_left_is_filled_to_the_last_block(more_layers, shape, mem
     """A token more would need a block that does not fit, and so would the slots of half a sequence more."""
     shape = replace(shape, layers=(*shape.layers, *more_layers))
     one = plan_for_tokens(shape, tokens, 1)
-    plan = with_kept(one, memory, each)
+    plan = add_kept(one, memory, each)
     if one.bytes > memory:
         assert plan == one
         return

@@ -155,8 +155,8 @@ def test_the_hash_depends_on_the_identity() -> None:
     one, other = CachedStore(identity=b"ring4"), CachedStore(identity=b"ring5")
     one.prefill(STEM)
     other.prefill(STEM)
-    assert not set(one.prefixes._quantized) & set(other.prefixes._quantized)
-    assert len(one.prefixes._quantized) == 4
+    assert not set(one.prefixes._quantized_blocks) & set(other.prefixes._quantized_blocks)
+    assert len(one.prefixes._quantized_blocks) == 4
 
 
 def test_the_least_recently_used_blocks_are_overwritten_first() -> None:

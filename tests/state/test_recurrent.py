@@ -102,21 +102,21 @@ class Schedules(RuleBasedStateMachine):
         begin, table = len(sequence.rows), sequence.table
         rows = np.concatenate([sequence.rows, self.new_rows(count)])
         try:
-            growth = self.state.open(table, begin, count, Buffers(count), as_steps=False)
+            reservation = self.state.open(table, begin, count, Buffers(count), as_steps=False)
         except OutOfBlocks:
             return
         for layer in self.weights:
-            self.state.begin([layer], table, growth, begin)
+            self.state.begin([layer], table, reservation, begin)
             for first in range(0, count, unit):
                 size = min(unit, count - first)
-                view = self.state.view(layer, table, growth, begin, slice(0, size), begin + first)
+                view = self.state.view(layer, table, reservation, begin, slice(0, size), begin + first)
                 self.add(sequence, view, rows[: begin + first + size], size, layer)
-            self.state.seal([layer], growth, begin, count)
+            self.state.seal([layer], reservation, begin, count)
         if aborts:
-            self.state.abort(growth)
+            self.state.abort(reservation)
             return
         sequence.rows = rows
-        self.state.commit(table, growth, len(rows))
+        self.state.commit(table, reservation, len(rows))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, N + 2), kept=st.integers(0, N + 2))
@@ -126,14 +126,14 @@ class Schedules(RuleBasedStateMachine):
         count = min(count, N - begin % N) if self.state.is_sparse else count
         rows = np.concatenate([sequence.rows, self.new_rows(count)])
         try:
-            growth = self.state.open_step(table, begin, count)
+            reservation = self.state.open_step(table, begin, count)
         except OutOfBlocks:
             return
         for layer in self.weights:
-            view = self.state.view(layer, table, growth, begin, slice(0, count), begin)
+            view = self.state.view(layer, table, reservation, begin, slice(0, count), begin)
             self.add(sequence, view, rows, count, layer)
         sequence.rows = rows[: begin + min(kept, count)]
-        self.state.commit(table, growth, len(sequence.rows))
+        self.state.commit(table, reservation, len(sequence.rows))
 
     @precondition(lambda self: self.running and self.state.is_sparse)
     @rule(data=st.data())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from polarlm.engine.backends import transfer
-from polarlm.engine.state.layer_shapes import FinerKind, LayerShape
+from polarlm.engine.state.layer_shapes import HighPrecisionKind, LayerShape
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage import objects
 from polarlm.engine.storage.objects import DamagedObject, Object, unpack
@@ -32,19 +32,19 @@ def packed(header: dict, payload: np.ndarray) -> bytes:
 
 def block(made: Payloads, groups: int = 3, *, broken: bool = False) -> bytes:
     """A block whose arrays hold random codes and finite floats; one number is NaN if `broken`."""
-    parts, size = made.of_blocks(transfer.FIELDS, groups)
+    parts, size = made.quantized_parts(transfer.FIELDS, groups)
     rows = np.random.default_rng(1).integers(0, 255, (1, size)).astype(np.uint8)
     for part in parts:
         if part.dtype.kind == "f":
-            part.of_rows(rows)[...] = np.nan if broken else 0.5
+            part.view_rows(rows)[...] = np.nan if broken else 0.5
     return packed({"kind": "block", "stored_as": transfer.FIELDS, "groups": groups}, rows)
 
 
 def full(made: Payloads, ids: list[int], value: float = 0.25) -> bytes:
-    parts, size = made.of_full(len(ids), 3)
+    parts, size = made.full_parts(len(ids), 3)
     rows = np.zeros((1, size), np.uint8)
     for part in parts:
-        part.of_rows(rows)[...] = value
+        part.view_rows(rows)[...] = value
     return packed({"kind": "full", "groups": 3, "ids": ids}, rows)
 
 
@@ -80,19 +80,19 @@ def test_a_block_is_checked_for_its_shape(groups: int) -> None:
             other.check_block(unpack(NAME, block(made, groups=3)))
 
 
-def test_a_finer_block_is_checked_for_the_shape_of_its_kind() -> None:
+def test_a_high_precision_block_is_checked_for_the_shape_of_its_kind() -> None:
     ring3, ring5 = codecs.get("ring3"), codecs.get("ring5")
     layer = LayerShape(ring3, ring3, 2, 64, 8)
-    both = Payloads(CacheShape(8, (replace(layer, finer=FinerKind(ring5, ring5, is_by_age=False)),)))
-    alike, finest = Payloads(CacheShape(8, (layer,))), both.finer
-    blocks = [unpack(NAME, block(of, groups=1)) for of in (alike, finest)]
+    both = Payloads(CacheShape(8, (replace(layer, high_precision=HighPrecisionKind(ring5, ring5)),)))
+    alike, high_precision_shape = Payloads(CacheShape(8, (layer,))), both.high_precision
+    blocks = [unpack(NAME, block(of, groups=1)) for of in (alike, high_precision_shape)]
     for kind, read in zip(("block", "finer"), blocks, strict=True):
         right, others = Object({**read.header, "kind": kind}, read.payload), {"block", "finer"} - {kind}
         both.check_block(right)
         assert both.most_object_bytes > len(right.payload)
         with pytest.raises(DamagedObject):
             both.check_block(Object({**read.header, "kind": others.pop()}, read.payload))
-    for of, read in ((alike, blocks[0]), (finest, blocks[1])):
+    for of, read in ((alike, blocks[0]), (high_precision_shape, blocks[1])):
         with pytest.raises(DamagedObject):
             of.check_block(Object({**read.header, "kind": "finer"}, read.payload))
 
@@ -147,7 +147,7 @@ def test_ids_that_do_not_fit_the_block_are_damage() -> None:
 def test_bytes_are_checked_as_fields_are(stored_as: str) -> None:
     codec = codecs.get("ring4+norm16")
     made = Payloads(CacheShape(64, (LayerShape(codec, codec, 2, 64, 8),)))
-    _, size = made.of_blocks(stored_as, 1)
+    _, size = made.quantized_parts(stored_as, 1)
     header = {"kind": "block", "stored_as": stored_as, "groups": 1}
     made.check_block(Object(header, np.zeros(size, np.uint8)))
     with pytest.raises(DamagedObject, match="finite"):  # all float16 numbers are NaN

@@ -41,10 +41,10 @@ def write(folder: Path, point: int) -> None:
         return trace
 
     sys.settrace(trace)  # type: ignore[arg-type]
-    tier = tier_store.Folder(folder, SIZE)
+    tier = tier_store.FolderTier(folder, SIZE)
     for step, number in enumerate([*range(OBJECTS), OBJECTS - 1]):  # the last one again, with other contents
         tier.write(name(number), *Object({}, np.full(600, step + point % 7, np.uint8)).pack(name(number)))
-        tier.used([name(number), name(number - 1)] if number else [])
+        tier.touch([name(number), name(number - 1)] if number else [])
     tier.remove(name(OBJECTS - 1))
 
 

@@ -16,9 +16,8 @@ import pytest
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.transfer import FIELDS
-from polarlm.engine.storage import waiting
 from polarlm.engine.storage.tiers import tiers, writing
-from polarlm.engine.storage.tiers.tier_store import Folder, Memory
+from polarlm.engine.storage.tiers.tier_store import FolderTier, MemoryTier
 from tests.server.lines import PATIENCE
 from tests.storage.arrays import assert_same, stored
 from tests.tiny import assert_idle, blocks_left, forget, load_tiny, make_model
@@ -120,7 +119,7 @@ def test_blocks_that_are_reused_before_they_are_written_are_copied(
     plain_model: Path, tmp_path: Path, may_write: threading.Event, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
     if not room:
-        monkeypatch.setattr(waiting, "_COPIED_BYTES", 0)
+        monkeypatch.setattr(writing, "_COPIED_BYTES", 0)
     with load(plain_model, None) as engine:
         first = engine.generate(PROMPT, PARAMS)
         expected = next_turn(engine, first)
@@ -206,22 +205,22 @@ def test_a_disk_that_hangs_delays_one_request_and_no_other(
     shutil.copytree(written[0], tmp_path / "blocks")
     hangs, asked = threading.Event(), []
 
-    def read(place: Folder, name: bytes) -> None:
+    def read(place: FolderTier, name: bytes) -> None:
         asked.append(name)
         hangs.wait(PATIENCE)
 
     with load(plain_model, tmp_path / "blocks") as engine:
         with monkeypatch.context() as patch:
             patch.setattr(engine._tiers._patience, "seconds", lambda tokens: 0.05)
-            patch.setattr(Folder, "read", read)
+            patch.setattr(FolderTier, "read", read)
             while not asked:  # its thread may begin too late
                 assert engine.generate(PROMPT, PARAMS).token_ids == written[1].token_ids
                 forget(engine)
-            late = engine._tiers._late
+            late = engine._tiers._late_thread
             for _ in range(2):
                 assert engine.generate(PROMPT, PARAMS).token_ids == written[1].token_ids
                 forget(engine)
-                assert engine._tiers._late is late  # no other one has begun
+                assert engine._tiers._late_thread is late  # no other one has begun
             hangs.set()
             late.join(PATIENCE)
         assert engine.generate(PROMPT, PARAMS).usage.cached_tokens == HIT  # it is asked again
@@ -238,7 +237,7 @@ def test_a_disk_that_takes_no_writes_delays_only_the_end(
         begun.set()
         hangs.wait(PATIENCE)
 
-    monkeypatch.setattr(Folder, "write", write)
+    monkeypatch.setattr(FolderTier, "write", write)
     engine = load(plain_model, tmp_path)
     engine.generate(PROMPT, PARAMS)
     assert begun.wait(PATIENCE)
@@ -257,15 +256,15 @@ def test_a_full_disk_is_told_once_and_written_again_when_it_has_room(
 ) -> None:
     from polarlm.engine.storage.tiers import circuit_breaker
 
-    monkeypatch.setattr(circuit_breaker, "_TROUBLED", 0.0)
-    write, full = Folder.write, [True]
+    monkeypatch.setattr(circuit_breaker, "_SUSPENSION", 0.0)
+    write, full = FolderTier.write, [True]
 
-    def may_fail(place: Folder, name: bytes, header: bytes, payload: memoryview) -> None:
+    def may_fail(place: FolderTier, name: bytes, header: bytes, payload: memoryview) -> None:
         if full[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(place, name, header, payload)
 
-    monkeypatch.setattr(Folder, "write", may_fail)
+    monkeypatch.setattr(FolderTier, "write", may_fail)
     for is_full in (True, False):
         full[0] = is_full
         with load(plain_model, tmp_path) as engine:
@@ -333,12 +332,12 @@ def test_a_forked_child_does_not_wait_for_the_digest_of_its_parent(
     plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed = threading.Event()
-    monkeypatch.setattr(tiers, "known_digest", lambda *_: None)
+    monkeypatch.setattr(tiers, "stored_digest", lambda *_: None)
     monkeypatch.setattr(tiers, "digest", lambda *_: bytes(hashed.wait(PATIENCE)))
     with load(plain_model, tmp_path) as engine:
         child = os.fork()
         if child == 0:
-            monkeypatch.setattr(tiers, "_FOR_NAMES", 2 * PATIENCE)
+            monkeypatch.setattr(tiers, "_NAMES_SECONDS", 2 * PATIENCE)
             signal.alarm(int(PATIENCE))
             try:
                 os._exit(0 if len(engine.generate(PROMPT, PARAMS).token_ids) == 13 else 1)
@@ -368,8 +367,8 @@ def test_no_descriptor_and_no_thread_is_left(plain_model: Path, tmp_path: Path) 
 
 def memory_of(engine: Engine) -> Callable[[], int]:
     place = engine._tiers._tiers[0]._tier
-    assert isinstance(place, Memory)
-    return lambda: place.held.bytes
+    assert isinstance(place, MemoryTier)
+    return lambda: place.contents.bytes
 
 
 def test_host_memory_keeps_what_the_store_has_lost(plain_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,10 +386,10 @@ def test_host_memory_keeps_what_the_store_has_lost(plain_model: Path, monkeypatc
 def test_requests_that_look_for_blocks_go_before_the_writer(
     plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "_LONGEST_REST", 60.0)
+    monkeypatch.setattr(writing, "_LONGEST_PAUSE", 60.0)
     with load(plain_model, tmp_path) as engine:
         writer = engine._tiers._writer
-        with writer.resting():
+        with writer.pause():
             engine.generate(PROMPT, PARAMS)
             assert not writer.flush(0.2)
             assert not [*tmp_path.glob("[0-9a-f]*")]

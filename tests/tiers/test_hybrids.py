@@ -67,7 +67,7 @@ def test_a_snapshot_that_cannot_be_used_costs_the_tokens_since_the_one_before_it
         engine = load(**on_disk(folder))
         answer(engine, PROMPT, tokens=2)
         _, hashes = engine._prefixes.hashes(PROMPT)
-        names = engine._tiers._named_soon()
+        names = engine._tiers._wait_for_names()
         engine.close()
         files = [folder / names.state(key).hex() for key in hashes]
         assert [number for number, file in enumerate(files) if file.exists()] == [4, 8]

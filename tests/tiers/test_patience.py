@@ -20,13 +20,13 @@ ONE = SamplingParams(temperature=0, max_tokens=1)
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "_LEAST", 0.1)
-    monkeypatch.setattr(tiers, "_MOST", 30.0)
+    monkeypatch.setattr(tiers, "_LEAST_SECONDS", 0.1)
+    monkeypatch.setattr(tiers, "_MOST_SECONDS", 30.0)
 
 
 def test_waiting_takes_half_as_long_as_computing() -> None:
     patience = Patience()
-    patience.computed(1000, 20.0)
+    patience.record_prefill(1000, 20.0)
     assert patience.seconds(500) == pytest.approx(5.0)
     assert patience.seconds(100) == pytest.approx(1.0)
 
@@ -35,15 +35,15 @@ def test_there_is_a_most_and_a_least() -> None:
     """A place that hangs holds no request for ever; a thread has time to begin."""
     for seconds, expected in ((1e6, 30.0), (1e-6, 0.1)):
         patience = Patience()
-        patience.computed(1000, seconds)
+        patience.record_prefill(1000, seconds)
         assert patience.seconds(1000) == expected
 
 
 def test_short_prefills_say_little_of_long_ones() -> None:
     patience = Patience()
-    patience.computed(1000, 1.0)
+    patience.record_prefill(1000, 1.0)
     for _ in range(100):
-        patience.computed(2, 1.0)
+        patience.record_prefill(2, 1.0)
     assert patience.seconds(1000) == pytest.approx(0.5)
 
 
@@ -52,9 +52,9 @@ def test_patience_follows_the_machine_as_it_gets_busy_and_idle() -> None:
     patience = Patience()
     for seconds in (1.0, 50.0, 1.0):
         for _ in range(50):
-            patience.computed(500, seconds)
+            patience.record_prefill(500, seconds)
         assert patience.seconds(500) == pytest.approx(seconds / 2, rel=0.01)
-    patience.computed(500, 50.0)
+    patience.record_prefill(500, 50.0)
     assert patience.seconds(500) > 10
 
 
@@ -66,9 +66,9 @@ def test_an_engine_measures_its_prefills_and_waits_for_what_the_store_lacks(
     monkeypatch.setattr(request, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     with load(make_model(tmp_path), tmp_path / "blocks") as engine:
         waits: list[float] = []
-        in_time = engine._tiers._in_time
+        run_within = engine._tiers._run_within
         monkeypatch.setattr(
-            engine._tiers, "_in_time", lambda seconds, work: waits.append(seconds) or in_time(seconds, work)
+            engine._tiers, "_run_within", lambda seconds, work: waits.append(seconds) or run_within(seconds, work)
         )
         usage = engine.generate(ids(1, 80), ONE).usage
         per_token = (usage.prefill_seconds - 1) / 80  # in the last second the token is taken

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from polarlm.engine.storage.tiers import remote as remote_module
-from polarlm.engine.storage.tiers.remote import Remote
+from polarlm.engine.storage.tiers.remote import RemoteTier
 from tests.tiers.test_engine import PARAMS, PROMPT, N, load, next_turn
 from tests.tiny import make_model
 
@@ -102,7 +102,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_put_is_found(store: Store) -> None:
-    place = Remote(store.url, MOST)
+    place = RemoteTier(store.url, MOST)
     assert not place.has(NAME)
     assert place.read(NAME) is None
     place.write(NAME, b"head", memoryview(b"payload"))
@@ -113,9 +113,9 @@ def test_what_is_put_is_found(store: Store) -> None:
 
 def test_what_was_there_a_moment_ago_is_not_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn asks for all blocks before it. Most have just been read or written."""
-    place = Remote(store.url, MOST)
+    place = RemoteTier(store.url, MOST)
     place.write(NAME, b"head", memoryview(b"payload"))
-    other = Remote(store.url, MOST)
+    other = RemoteTier(store.url, MOST)
     assert other.has(NAME)
     del store.asked[:]
     assert place.has(NAME)
@@ -124,12 +124,12 @@ def test_what_was_there_a_moment_ago_is_not_asked_for(store: Store, monkeypatch:
     store.kept.clear()
     assert place.read(NAME) is None
     assert not place.has(NAME)
-    monkeypatch.setattr(remote_module, "_SURE", 0.0)
+    monkeypatch.setattr(remote_module, "_PRESENT_SECONDS", 0.0)
     assert not other.has(NAME)
 
 
 def test_an_answer_that_breaks_off_is_taken_up_again(store: Store) -> None:
-    place = Remote(store.url, MOST)
+    place = RemoteTier(store.url, MOST)
     place.write(NAME, b"", memoryview(bytes(range(200))))
     cuts = [50, 30]
 
@@ -175,11 +175,11 @@ def gibberish(handler: _Handler) -> bool:
 def test_answers_that_cannot_be_are_errors_of_the_system(store: Store, trouble) -> None:
     store.trouble = trouble
     with pytest.raises(OSError):
-        Remote(store.url, MOST).read(NAME)
+        RemoteTier(store.url, MOST).read(NAME)
 
 
 def test_a_connection_that_the_store_has_closed_is_opened_again(store: Store) -> None:
-    place = Remote(store.url, MOST)
+    place = RemoteTier(store.url, MOST)
     place.write(NAME, b"", memoryview(b"abc"))
 
     def close(handler: _Handler) -> bool:
@@ -193,7 +193,7 @@ def test_a_connection_that_the_store_has_closed_is_opened_again(store: Store) ->
 def test_the_key_is_sent(store: Store) -> None:
     keys = []
     store.trouble = lambda handler: keys.append(handler.headers.get("Authorization")) is not None
-    Remote(store.url, MOST, "secret").has(NAME)
+    RemoteTier(store.url, MOST, "secret").has(NAME)
     assert keys == ["Bearer secret"]
 
 

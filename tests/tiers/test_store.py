@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker, Trip
-from polarlm.engine.storage.tiers.names import Names
-from polarlm.engine.storage.tiers.search import Search
-from polarlm.engine.storage.tiers.tier_hit import Budget, Stored, TierHit
-from polarlm.engine.storage.tiers.tier_store import Memory
-from polarlm.engine.storage.tiers.writing import Writer
-from polarlm.engine.storage.waiting import WaitingBlocks
+from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker, TierQuery
+from polarlm.engine.storage.tiers.names import ObjectNames
+from polarlm.engine.storage.tiers.search import Budget, Search, StoreAccess, TierHit
+from polarlm.engine.storage.tiers.tier_store import MemoryTier
+from polarlm.engine.storage.tiers.writing import WaitingBlocks, Writer
 from tests.state import test_prefix
 from tests.state.fed import N, overwrite
 from tests.state.test_prefix import CachedSequence, CachedStore, words
@@ -36,7 +34,7 @@ class NoLock:
 class AtOnce(Writer):
     """Writes without a thread."""
 
-    def _put(self, work) -> None:
+    def _queue(self, work) -> None:
         names = self._names()
         assert names is not None
         self._write_all([work], names)
@@ -45,10 +43,13 @@ class AtOnce(Writer):
 class Kept(CachedStore):
     def __init__(self, *arguments, size: int = 1 << 24, **more):
         super().__init__(*arguments, **more)
-        names = Names(b"root", b"weights")
-        self.place, payloads = Memory(size), Payloads(self.store.shape)
+        names = ObjectNames(b"root", b"weights")
+        self.place, payloads = MemoryTier(size), Payloads(self.store.shape)
         self.names = names
-        self.stored, self.trip = Stored(self.store, self.prefixes, payloads), Trip([CircuitBreaker(self.place)])
+        self.stored, self.trip = (
+            StoreAccess(self.store, self.prefixes, payloads),
+            TierQuery([CircuitBreaker(self.place)]),
+        )
         waiting = WaitingBlocks(self.store, self.prefixes, payloads)
         self.writer = AtOnce(waiting, [CircuitBreaker(self.place)], lambda: names, NoLock())
 
@@ -66,7 +67,7 @@ class Kept(CachedStore):
         """Release a sequence and write its blocks."""
         length, hashes = sequence.kv.length, sequence.kv.hashes
         sequence.end()
-        self.writer.released(self.prefixes.hashes(())[0], hashes, sequence.ids[:length])
+        self.writer.keep_sequence(self.prefixes.hashes(())[0], hashes, sequence.ids[:length])
 
 
 STEM = words(0, 44)  # five blocks and four tokens
@@ -170,7 +171,7 @@ class Schedules(test_prefix.Schedules):
     @invariant()
     def a_place_keeps_to_its_size(self) -> None:
         if hasattr(self, "cached"):
-            assert self.cached.place.held.bytes <= self.cached.place._size
+            assert self.cached.place.contents.bytes <= self.cached.place._size
 
 
 def test_schedules() -> None:

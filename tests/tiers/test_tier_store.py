@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from polarlm.engine.storage.objects import unpack
-from polarlm.engine.storage.tiers.tier_store import Folder, Memory, TierStore
+from polarlm.engine.storage.tiers.tier_store import FolderTier, MemoryTier, TierStore
 from tests.small_disk import small_disk
 from tests.tiers import killed_writer
 from tests.tiers.killed_writer import name
@@ -31,14 +31,14 @@ def put(place: TierStore, number: int, size: int = 100) -> None:
 @pytest.fixture
 def place(tmp_path: Path) -> TierStore:
     """On a disk; `Against` has memory."""
-    return Folder(tmp_path / "folder", 1000 + 16)  # its counts take 16 bytes
+    return FolderTier(tmp_path / "folder", 1000 + 16)  # its counts take 16 bytes
 
 
 def test_a_full_place_forgets_what_was_used_longest_ago(place: TierStore) -> None:
     for number in range(10):
         put(place, number)
         time.sleep(0.02)  # times of modification differ, also where the system's clock has ticks of 10 ms
-    place.used([name(0), name(1)])
+    place.touch([name(0), name(1)])
     put(place, 10)
     kept = [number for number in range(11) if place.has(name(number))]
     assert 10 in kept
@@ -50,7 +50,7 @@ def test_a_full_place_forgets_what_was_used_longest_ago(place: TierStore) -> Non
 def test_of_the_names_that_were_used_the_first_stays_longest(place: TierStore) -> None:
     for number in range(9):
         put(place, number)
-    place.used([name(number) for number in range(9)])
+    place.touch([name(number) for number in range(9)])
     for number in range(20, 26):
         put(place, number)
     kept = [number for number in range(9) if place.has(name(number))]
@@ -70,7 +70,7 @@ def objects_in(folder: Path) -> list[str]:
 
 
 def test_files_are_their_owners_only(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "a" / "b", 1000)
+    folder = FolderTier(tmp_path / "a" / "b", 1000)
     put(folder, 1)
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     files = list((tmp_path / "a" / "b").iterdir())
@@ -81,7 +81,7 @@ def test_files_are_their_owners_only(tmp_path: Path) -> None:
 def test_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".unfinished-ab12_xyz").write_bytes(b"x" * 950)
     (tmp_path / ".unfinished-symphony.txt").write_bytes(b"x" * 950)  # a user's own
-    put(Folder(tmp_path, 1000), 1)
+    put(FolderTier(tmp_path, 1000), 1)
     assert objects_in(tmp_path) == [".unfinished-symphony.txt", name(1).hex()]
 
 
@@ -96,7 +96,7 @@ def test_folders_links_and_files_of_others_stay_and_do_not_count(tmp_path: Path)
     before = set(tmp_path.iterdir())
     for entry in before:
         os.utime(entry, (1, 1), follow_symlinks=False)
-    folder = Folder(tmp_path, 500)
+    folder = FolderTier(tmp_path, 500)
     for number in range(9):
         put(folder, number)
     assert set(tmp_path.iterdir()) > before
@@ -105,7 +105,7 @@ def test_folders_links_and_files_of_others_stay_and_do_not_count(tmp_path: Path)
 
 def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
     """As users forget everything while the engine runs; it has the owner's rights alone, as before."""
-    folder = Folder(tmp_path / "a" / "b", 1000)
+    folder = FolderTier(tmp_path / "a" / "b", 1000)
     put(folder, 1)
     for gone in (tmp_path / "a" / "b", tmp_path / "a"):
         shutil.rmtree(gone)
@@ -118,18 +118,18 @@ def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
     with small_disk(tmp_path, 1 << 16):
-        folder = Folder(tmp_path, 1 << 20)
+        folder = FolderTier(tmp_path, 1 << 20)
         put(folder, 1)
         with pytest.raises(OSError) as raised:
             put(folder, 2, size=1 << 17)
         assert raised.value.errno == errno.ENOSPC
         assert objects_in(tmp_path) == [name(1).hex()]
-        assert folder.held == (100, 1)
+        assert folder.contents == (100, 1)
 
 
 def test_two_places_share_a_folder(tmp_path: Path) -> None:
     """Each writes while the other does; what is read is whole, and the size limits both together."""
-    here, there = Folder(tmp_path, 1000), Folder(tmp_path, 1000)
+    here, there = FolderTier(tmp_path, 1000), FolderTier(tmp_path, 1000)
     for number in range(60):
         put((here, there)[number % 2], number)
         for place in (here, there):
@@ -153,7 +153,7 @@ def bytes_in(folder: Path) -> int:
 _MANY_WRITERS = """
 import os, sys, threading
 from pathlib import Path
-from polarlm.engine.storage.tiers.tier_store import Folder
+from polarlm.engine.storage.tiers.tier_store import FolderTier
 from tests.tiers.test_tier_store import bytes_in, put
 path, size, first = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 held, replace = [], os.replace
@@ -161,9 +161,9 @@ def measured(*names):
     held.append(bytes_in(path))
     replace(*names)
 os.replace = measured
-shared = Folder(path, size)
+shared = FolderTier(path, size)
 def write(thread):
-    place = shared if thread % 2 else Folder(path, size)
+    place = shared if thread % 2 else FolderTier(path, size)
     for number in range(40):
         put(place, first + (100 * thread + number) % 150, 400 + 7 * number)
 threads = [threading.Thread(target=write, args=(thread,)) for thread in range(4)]
@@ -189,20 +189,20 @@ def test_the_limit_holds_at_every_moment_with_many_writers(tmp_path: Path) -> No
 
 
 def test_what_a_place_holds_is_counted(place: TierStore) -> None:
-    assert place.held == (0, 0)
+    assert place.contents == (0, 0)
     for number in range(4):
         put(place, number)
     put(place, 1, size=60)
     place.remove(name(2))
     place.remove(name(2))
-    assert place.held == (100 + 60 + 100, 3)
+    assert place.contents == (100 + 60 + 100, 3)
 
 
 def test_files_that_others_put_there_or_removed_are_counted_when_a_place_is_opened(tmp_path: Path) -> None:
-    put(Folder(tmp_path, 1000), 1)
+    put(FolderTier(tmp_path, 1000), 1)
     (tmp_path / name(2).hex()).write_bytes(b"x" * 700)
-    folder = Folder(tmp_path, 1000)
-    assert folder.held == (100, 1)  # as the last writer left it
+    folder = FolderTier(tmp_path, 1000)
+    assert folder.contents == (100, 1)  # as the last writer left it
     put(folder, 3, size=250)
     assert bytes_in(tmp_path) <= 1000
     assert folder.has(name(3))
@@ -224,14 +224,14 @@ def test_a_process_killed_at_any_line_of_writing_leaves_whole_objects_only(tmp_p
     for point in range(points):
         folder = tmp_path / str(point)
         unfinished += any(file.name.startswith(".unfinished-") for file in folder.iterdir()) if folder.exists() else 0
-        reader = Folder(folder, killed_writer.SIZE)
+        reader = FolderTier(folder, killed_writer.SIZE)
         for number in range(killed_writer.OBJECTS):
             content = reader.read(name(number))
             if content is not None:
                 assert len(set(unpack(name(number), content).payload.tolist())) == 1
         put(reader, 99)
         assert reader.has(name(99))
-        assert reader.held == (bytes_in(folder) - 16, len(objects_in(folder)))
+        assert reader.contents == (bytes_in(folder) - 16, len(objects_in(folder)))
         assert bytes_in(folder) <= killed_writer.SIZE
     assert unfinished
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
@@ -244,7 +244,7 @@ class Against(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = Memory(500)
+        self.place = MemoryTier(500)
         self.expected: dict[int, int] = {}
 
     @rule(number=st.integers(0, 9), size=st.integers(4, 600))
@@ -259,7 +259,7 @@ class Against(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(st.integers(0, 9), unique=True))
     def use(self, numbers: list[int]) -> None:
-        self.place.used([name(number) for number in numbers])
+        self.place.touch([name(number) for number in numbers])
         for number in reversed(numbers):
             if number in self.expected:
                 self.expected[number] = self.expected.pop(number)

@@ -13,7 +13,7 @@ import pytest
 
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.tiers import writing
-from polarlm.engine.storage.tiers.names import Names
+from polarlm.engine.storage.tiers.names import ObjectNames
 from polarlm.engine.storage.tiers.writing import Writer
 from tests.state.fed import overwrite
 from tests.state.test_prefix import words
@@ -33,8 +33,8 @@ class Busy:
     def __init__(self, times: Sequence[float]):
         self.now, self.held, self.due = 0.0, 0.0, deque(times)
         self.kept: dict[bytes, float] = {}
-        self.writer = Writer(self, [self], lambda: Names(b"root", b"weights"), self)  # type: ignore[arg-type,list-item]
-        self.writer._changed = self  # type: ignore[assignment]
+        self.writer = Writer(self, [self], lambda: ObjectNames(b"root", b"weights"), self)  # type: ignore[arg-type,list-item]
+        self.writer._condition = self  # type: ignore[assignment]
         self.writer._readers, self.writer._thread = 1, threading.current_thread()
         self.count = 0
 
@@ -54,7 +54,7 @@ class Busy:
         while self.due and self.due[0] <= self.now:
             self.due.popleft()
             self.count += 1
-            self.writer.released(b"root", [b"%d %d" % (self.count, block) for block in range(BLOCKS)], [0] * 300)
+            self.writer.keep_sequence(b"root", [b"%d %d" % (self.count, block) for block in range(BLOCKS)], [0] * 300)
 
     def __exit__(self, *error: object) -> None:
         pass
@@ -69,7 +69,7 @@ class Busy:
             self.now = max(self.now, self.due[0])
             self.__enter__()
         elif not is_done():
-            self.writer._closing = True
+            self.writer._is_closing = True
 
     def notify_all(self) -> None:
         pass
@@ -79,7 +79,7 @@ class Busy:
     def add(self, keys: object) -> None:
         pass
 
-    remove = used = add
+    remove = touch = add
 
     def renew(self) -> None:
         pass
@@ -87,11 +87,11 @@ class Busy:
     def has_state(self, key: bytes) -> bool:
         return key.endswith(b" %d" % (BLOCKS - 1))
 
-    def quantized(self, hashes: Sequence[bytes], groups: int) -> list[tuple[bytes, Object]]:
+    def read_quantized(self, hashes: Sequence[bytes], groups: int) -> list[tuple[bytes, Object]]:
         self.now += COPY
         return [(key, Object({})) for key in hashes]
 
-    def full(self, before: bytes, ids: Sequence[int]) -> Object:
+    def read_full(self, before: bytes, ids: Sequence[int]) -> Object:
         self.now += COPY
         return Object({})
 
@@ -108,7 +108,7 @@ def test_sixty_sequences_a_second_are_kept_within_ten_seconds(monkeypatch: pytes
     busy = Busy(times)
     monkeypatch.setattr(writing, "time", busy)
     busy.writer._run()
-    names = Names(b"root", b"weights")
+    names = ObjectNames(b"root", b"weights")
     late = max(busy.kept[names.tail(b"%d %d" % (number + 1, BLOCKS - 1))] - at for number, at in enumerate(times))
     assert len(busy.kept) == len(times) * (BLOCKS + 2)  # with a snapshot and an incomplete block of each
     assert late < 10
@@ -119,7 +119,7 @@ def test_no_more_memory_is_held_than_is_counted(monkeypatch: pytest.MonkeyPatch)
     """By sequences that wait, and copies of their blocks, whose memory has been used again."""
     monkeypatch.setattr(writing, "_QUEUED_BYTES", 40_000)
     kept = Kept("polarquant", tokens=256)
-    kept.writer._put = lambda work: Writer._put(kept.writer, work)  # type: ignore[method-assign]
+    kept.writer._queue = lambda work: Writer._queue(kept.writer, work)  # type: ignore[method-assign]
     kept.writer._thread = threading.current_thread()
     tracemalloc.start()
     try:
@@ -127,13 +127,13 @@ def test_no_more_memory_is_held_than_is_counted(monkeypatch: pytest.MonkeyPatch)
             kept.end(kept.begin(words(seed, 44)).prompt())
             overwrite(kept.store)
         filled = tracemalloc.get_traced_memory()[0]
-        blocks, queued = kept.writer._blocks, kept.writer._queued
+        blocks, queued = kept.writer._blocks, kept.writer._queued_bytes
         counted = blocks._bytes + queued
         assert 0 < len(kept.writer._work) < 12  # the oldest have been dropped, and their copies
         assert len(blocks._copies) == 6 * len(kept.writer._work)
         while kept.writer._work:
             kept.writer._forget(kept.writer._work.popleft())
-        assert (blocks._waiting, blocks._copies, blocks._bytes, kept.writer._queued) == (set(), {}, 0, 0)
+        assert (blocks._waiting, blocks._copies, blocks._bytes, kept.writer._queued_bytes) == (set(), {}, 0, 0)
         assert filled - tracemalloc.get_traced_memory()[0] <= counted
     finally:
         tracemalloc.stop()

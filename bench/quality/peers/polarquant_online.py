@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, chosen_preconditioning, level_count, rows_of
-from polarlm.engine.codecs.schema.arrays import checked
+from polarlm.engine.codecs.schema.arrays import require_finite
 from polarlm.engine.codecs.schema.joined import split
 
 NAMES = ("polarquant-online",)
@@ -43,7 +43,7 @@ class OnlinePolarQuant(PolarQuant):
     __eq__, __hash__ = object.__eq__, object.__hash__
 
     def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        x = checked(x, self.name)
+        x = require_finite(x, self.name)
         self.check(x.shape[-1], x.shape[-2])
         if not self.codebook and x.any():
             self.codebook.update(_learn(x.reshape(-1, x.shape[-1])))

@@ -90,7 +90,7 @@ class AttentionOps(HeadOps):
         heads, kv_heads = q.shape[1], cache.format.kv_heads
         for has_codes in spans.kinds():
             # Without quantized blocks, as in the first prompt of a sequence, the kernel for f16 records is faster.
-            layouts, finer = (cache.layouts, cache.finer) if has_codes else (cache.full_layouts, None)
+            layouts, high_precision = (cache.layouts, cache.high_precision) if has_codes else (cache.full_layouts, None)
             config, size = launch_configs.prefill_attention(*layouts, heads // kv_heads)
             tiles = spans.tiles(self._device, has_codes, heads // kv_heads, size)
             self._launch(
@@ -101,9 +101,9 @@ class AttentionOps(HeadOps):
                 *(spans.device_table(self._device), tiles, cache.keys.tables, cache.values.tables),
                 *(parameters.scale_back, spans.table.shape[1], kv_heads, heads),
                 *(row_stride(q), parameters.window, parameters.scale, parameters.sink_scores),
-                *(() if finer is None else _kind_arguments(finer)),
+                *(() if high_precision is None else _kind_arguments(high_precision)),
                 layouts=layouts,
-                finer=None if finer is None else finer.layouts,
+                high_precision=None if high_precision is None else high_precision.layouts,
             )
 
     def _decode(
@@ -122,13 +122,13 @@ class AttentionOps(HeadOps):
         (_, heads, _), kv_heads, count = q.shape, cache.format.kv_heads, len(spans.table)
         group, most = heads // kv_heads, spans.most_rows
         chunks, columns = launch_configs.decode_cells(group, most)
-        cells, blocks, finer = count * kv_heads * chunks, self._device.processors, cache.finer
+        cells, blocks, high_precision = count * kv_heads * chunks, self._device.processors, cache.high_precision
         shape = group, most, count, inverse.order
-        if finer is None:
+        if high_precision is None:
             kernel, kinds, config = "decode_attention", 1, launch_configs.decode_attention(*cache.layouts, *shape)
         else:
             kernel, kinds, blocks = "decode_two_kinds", 2, max(2, blocks)
-            config = launch_configs.decode_two_kinds(cache.layouts, finer.layouts, *shape)
+            config = launch_configs.decode_two_kinds(cache.layouts, high_precision.layouts, *shape)
         sums = kinds * (2 * cells + blocks), columns
         counts = self._launch.counts((2 * kinds - 1) * cells * columns)
         self._launch(
@@ -148,9 +148,9 @@ class AttentionOps(HeadOps):
                 chunks,
             ),
             *(parameters.window, parameters.scale, parameters.sink_scores),
-            *(() if finer is None else _kind_arguments(finer)),
+            *(() if high_precision is None else _kind_arguments(high_precision)),
             layouts=cache.layouts,
-            finer=None if finer is None else finer.layouts,
+            high_precision=None if high_precision is None else high_precision.layouts,
         )
 
 

@@ -93,11 +93,11 @@ def decode_attention(
 
 @cache
 def decode_two_kinds(
-    layouts: Layouts, finer: Layouts, group: int, most: int = 1, sequences: int = 1, order: int = 1
+    layouts: Layouts, high_precision: Layouts, group: int, most: int = 1, sequences: int = 1, order: int = 1
 ) -> LaunchConfig:
     """The launch for two kinds of blocks, of these layouts of keys and values; the rest as for `decode_attention`."""
-    warps = min(_decode_warps(*both, most) for both in (layouts, finer))
-    kinds = [decode_attention_by(warps, *kind, group, most, sequences, order) for kind in (layouts, finer)]
+    warps = min(_decode_warps(*both, most) for both in (layouts, high_precision))
+    kinds = [decode_attention_by(warps, *kind, group, most, sequences, order) for kind in (layouts, high_precision)]
     config = max(kinds, key=lambda kind: kind.shared)
     return config._replace(shared=config.shared + 4)
 

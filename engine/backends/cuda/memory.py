@@ -180,7 +180,7 @@ def _sum_bytes(load: Load, device: Device) -> int:
     for mixer in set(load.model.attentions.values()):
         chunks, columns = launch_configs.decode_cells(mixer.heads // mixer.kv_heads)
         sums = 2 * load.rows * mixer.kv_heads * chunks + device.processors
-        sums *= 1 if load.format.finer is None else 2
+        sums *= 1 if load.format.high_precision is None else 2
         most = max(most, sums * columns * (-(-mixer.head_dim // 16) * 16 + 2))
     return _FLOAT * most
 

@@ -139,10 +139,10 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
 def blocks_of(cache: AnyCache, span: SpanView) -> list[tuple[AnyCache, np.ndarray]]:
     """The quantized blocks of a sequence: of each kind its cache, and the ids of the blocks."""
     ids = np.asarray(span.table, np.intp)
-    if span.finer is None:
+    if span.high_precision is None:
         return [(cache, ids)]
-    assert cache.finer is not None
-    return [(cast(AnyCache, cache.finer), np.asarray(span.finer, np.intp)), (cache, ids)]
+    assert cache.high_precision is not None
+    return [(cast(AnyCache, cache.high_precision), np.asarray(span.high_precision, np.intp)), (cache, ids)]
 
 
 def _full_tile(start: int, full: Buffer, tokens: slice) -> _Tile:

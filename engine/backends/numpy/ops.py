@@ -238,11 +238,11 @@ class NumpyOps(ExpertOps, RecurrentOps):
         self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[LayerCache] = ()
     ) -> LayerCache:
         """See `Ops.cache`. On systems with overcommit, pages that are never written take no memory."""
-        blocks, finer_blocks = stored_blocks(format, quantized, transfer.FIELDS)
-        slots, finer = full_slots(format, full), None
-        if format.finer is not None and finer_blocks is not None:
-            finer = LayerCache(format.finer, *finer_blocks, *slots)
-        return LayerCache(format, *blocks, *slots, finer=finer)
+        blocks, high_precision_blocks = stored_blocks(format, quantized, transfer.FIELDS)
+        slots, high_precision = full_slots(format, full), None
+        if format.high_precision is not None and high_precision_blocks is not None:
+            high_precision = LayerCache(format.high_precision, *high_precision_blocks, *slots)
+        return LayerCache(format, *blocks, *slots, high_precision=high_precision)
 
     def numpy_fallbacks(self, cache: LayerCache) -> dict[str, str]:
         return {}

@@ -26,7 +26,7 @@ class NotFinite(ValueError):
         super().__init__(f"{name} cannot encode NaN or infinity: the keys or values of this block are not finite.")
 
 
-def checked(x: np.ndarray, name: str) -> np.ndarray:
+def require_finite(x: np.ndarray, name: str) -> np.ndarray:
     """x (..., N, D) as a float32 array. Raises ValueError for fewer dimensions, NotFinite for NaN or infinity."""
     x = np.asarray(x, np.float32)
     if x.ndim < 2:

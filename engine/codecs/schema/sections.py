@@ -32,7 +32,7 @@ def arrange(x: np.ndarray, cuts: Sequence[tuple[int, ...]], order: Sequence[int]
     return np.pad(x, ends).reshape(*itertools.chain(*cuts)).transpose(order)
 
 
-class Stored(Protocol):
+class PackedStreams(Protocol):
     """The bytes of one or more streams of a block."""
 
     @property
@@ -113,7 +113,7 @@ class Section:
 class Sections:
     """Consecutive sections, each aligned to `alignment` bytes, padded with zeros to a multiple of `line` bytes."""
 
-    sections: tuple[Stored, ...]
+    sections: tuple[PackedStreams, ...]
     alignment: int
     line: int
 

@@ -91,7 +91,7 @@ def unpack(schema: Schema, fields: Mapping[str, np.ndarray]) -> dict[str, np.nda
     return {name: stream.unpack(fields[name]) for name, stream in schema.items()}
 
 
-def leading(schema: Schema, fields: Mapping[str, np.ndarray]) -> tuple[int, ...]:
+def leading_shape(schema: Schema, fields: Mapping[str, np.ndarray]) -> tuple[int, ...]:
     """The leading dimensions that all fields share."""
     name, stream = next(iter(schema.items()))
     return fields[name].shape[: fields[name].ndim - len(stream.field.shape)]

@@ -10,7 +10,7 @@ from itertools import accumulate
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import AUTO
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.placement.wanted import Wanted
+from polarlm.engine.loading.placement.request import PlacementRequest
 from polarlm.engine.loading.sizes import is_calibrated
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.state.shapes import CacheShape
@@ -24,7 +24,8 @@ _UNIT_BYTES = 128 * _MIB
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """Experts that are read from the file when they are chosen, and those that are in memory at a time."""
+    """Experts that are read from the file when they are chosen, and those that are in memory at a time. The fields are
+    keys of `polarlm fit --json`, as those of `CpuExperts`."""
 
     experts: int  # how many of each layer's experts are in memory at a time
     count: int  # experts that a layer has
@@ -40,7 +41,7 @@ class ExpertPlan:
         )
 
     @property
-    def of_token(self) -> int:
+    def token_bytes(self) -> int:
         """Bytes that a token reads from the file if all experts are chosen equally often."""
         return self.whole * self.chosen * (self.count - self.experts) // self.count**2
 
@@ -61,16 +62,18 @@ class CpuExperts:
         return f"experts of the first {self.layers} layers in the computer's memory: {format_bytes(self.bytes)}"
 
 
-def cpu_experts(wanted: Wanted, ops: Ops, shape: CacheShape, say: Callable[[str], None]) -> CpuExperts | None:
+def cpu_experts(
+    request: PlacementRequest, ops: Ops, shape: CacheShape, say: Callable[[str], None]
+) -> CpuExperts | None:
     """Return which experts stay in the computer's memory, as cpu_moe says; None for none, and a sentence if it has no
     effect. Raises EngineError if the CPU has no compiled kernels, or too little memory."""
-    asked, sizes, layers = wanted.config.cpu_moe, wanted.sizes, wanted.model.layers
-    if asked is None:
+    cpu_moe, sizes, layers = request.config.cpu_moe, request.sizes, request.model.layers
+    if cpu_moe is None:
         return None
     if ops.backend != "cuda":
         say("cpu_moe has no effect on a CPU: all experts are in its memory.")
         return None
-    if not _mixtures(wanted.model):
+    if not _mixtures(request.model):
         say("cpu_moe has no effect on this model: it has no experts.")
         return None
     if ops.host is None:
@@ -79,63 +82,63 @@ def cpu_experts(wanted: Wanted, ops: Ops, shape: CacheShape, say: Callable[[str]
             "model if the GPU has not enough memory",
             settings=("cpu_moe",),
         )
-    saved, held = [0, *accumulate(sizes.of_layers)], [0, *accumulate(sizes.on_host)]
+    saved, held = [0, *accumulate(sizes.expert_bytes)], [0, *accumulate(sizes.host_expert_bytes)]
 
     def fit(count: int) -> bool:
         """Whether the rest fits on the GPU, with a KV store for the context, or for 16,384 tokens of it."""
-        return wanted.fits(ops, shape, sizes.weights - saved[count], wanted.context)
+        return request.fits(ops, shape, sizes.weights - saved[count], request.context)
 
-    count = bisect_left(range(len(layers) + 1), True, key=fit) if asked == AUTO else int(asked)
+    count = bisect_left(range(len(layers) + 1), True, key=fit) if cpu_moe == AUTO else int(cpu_moe)
     count = min(len(layers), count)
     if not held[count]:
         return None
     ops.host.memory_left(held[count])
     chosen = (
         size * layer.ffn.top_k // layer.ffn.count
-        for size, layer in zip(sizes.on_host, layers[:count], strict=False)
+        for size, layer in zip(sizes.host_expert_bytes, layers[:count], strict=False)
         if isinstance(layer.ffn, Experts)
     )
     return CpuExperts(count, held[count], saved[count], sum(chosen))
 
 
 def expert_plan(
-    wanted: Wanted, ops: Ops, shape: CacheShape, say: Callable[[str], None] = lambda sentence: None
+    request: PlacementRequest, ops: Ops, shape: CacheShape, say: Callable[[str], None] = lambda sentence: None
 ) -> ExpertPlan | None:
     """Return how many experts to keep in memory; None to load all, and a sentence if expert_cache has no effect.
 
     By default all are loaded if that leaves room for the context, or for 4,096 tokens of it; otherwise what fits beside
     the other weights and the KV store. Raises EngineError if there is no room for the experts of one token.
     """
-    sizes, mixtures = wanted.sizes, _mixtures(wanted.model)
+    sizes, mixtures = request.sizes, _mixtures(request.model)
     if not mixtures or ops.cache_experts is None:
-        if wanted.config.expert_cache is not None:
+        if request.config.expert_cache is not None:
             why = "on this model: it has no experts"
             if mixtures:
                 why = f"with {ops.backend}: the compiled kernels of a CPU read experts when they are chosen"
             say(f"expert_cache has no effect {why}.")
         return None
-    if wanted.is_mapped or not sizes.experts:  # the system reads them, or their sizes are not known
+    if request.is_mapped or not sizes.experts:  # the system reads them, or their sizes are not known
         return None
     count, chosen = max(ffn.count for ffn in mixtures), max(ffn.top_k for ffn in mixtures)
     other, least = sizes.weights - sizes.experts, sizes.experts * chosen // count
-    if wanted.config.expert_cache is not None:
-        experts = _asked(wanted.config.expert_cache, sizes.experts, count, chosen)
-        room = wanted.room(ops, other + sizes.experts * min(experts, count) // count)
-    elif not wanted.caches_experts or _all_fit(wanted, ops, shape):
+    if request.config.expert_cache is not None:
+        experts = _experts_that_fit(request.config.expert_cache, sizes.experts, count, chosen)
+        room = request.room(ops, other + sizes.experts * min(experts, count) // count)
+    elif not request.caches_experts or _all_fit(request, ops, shape):
         return None
     else:
         free = ops.free_memory() - other
         if free <= least:
-            wanted.room(ops, sizes.weights)  # raises the error that says how much all weights lack
+            request.room(ops, sizes.weights)  # raises the error that says how much all weights lack
             return None
-        room = wanted.room(ops, other + least)
-        experts = max(chosen, int(_SHARE * (free - _beside_experts(wanted, ops, shape, room))) * count // sizes.experts)
+        room = request.room(ops, other + least)
+        experts = max(chosen, int(_SHARE * (free - _store_bytes(request, ops, shape, room))) * count // sizes.experts)
     if experts >= count:
         return None
     return ExpertPlan(experts, count, chosen, sizes.experts * experts // count, sizes.experts, room)
 
 
-def _asked(size: str, whole: int, count: int, chosen: int) -> int:
+def _experts_that_fit(size: str, whole: int, count: int, chosen: int) -> int:
     experts = parse_size(size, "expert_cache") * count // whole
     if experts < chosen:
         least = whole * chosen // count
@@ -147,18 +150,18 @@ def _asked(size: str, whole: int, count: int, chosen: int) -> int:
     return experts
 
 
-def _all_fit(wanted: Wanted, ops: Ops, shape: CacheShape) -> bool:
+def _all_fit(request: PlacementRequest, ops: Ops, shape: CacheShape) -> bool:
     """Return whether all weights fit into memory, with a KV store for 4,096 tokens or a shorter context."""
-    weights = wanted.sizes.weights
-    context = min(wanted.config.ctx_size or wanted.model.max_context, LEAST_CONTEXT)
-    return weights < ops.free_memory() and wanted.fits(ops, shape, weights, context)
+    weights = request.sizes.weights
+    context = min(request.config.ctx_size or request.model.max_context, LEAST_CONTEXT)
+    return weights < ops.free_memory() and request.fits(ops, shape, weights, context)
 
 
-def _beside_experts(wanted: Wanted, ops: Ops, shape: CacheShape, room: int) -> int:
+def _store_bytes(request: PlacementRequest, ops: Ops, shape: CacheShape, room: int) -> int:
     """Return the bytes of the KV store, and of the larger of what fitting it and the longest prompt take."""
-    plan = wanted.plan(ops, shape, room)
-    fitting = fitting_bytes(shape) if is_calibrated(wanted.config, shape) else 0
-    return plan.bytes + max(fitting, _prompt_bytes(wanted.model, plan.tokens)) + wanted.more(plan.tokens)
+    plan = request.plan(ops, shape, room)
+    fitting = fitting_bytes(shape) if is_calibrated(request.config, shape) else 0
+    return plan.bytes + max(fitting, _prompt_bytes(request.model, plan.tokens)) + request.other_bytes(plan.tokens)
 
 
 def _prompt_bytes(model: ModelConfig, tokens: int) -> int:

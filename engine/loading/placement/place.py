@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.loading.placement.cards import CardFit, Split, split_model
+from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
+from polarlm.engine.loading.placement.devices import ShareFit, Split, split_model
 from polarlm.engine.loading.placement.experts import CpuExperts, ExpertPlan, cpu_experts, expert_plan
-from polarlm.engine.loading.placement.wanted import Wanted, nothing
+from polarlm.engine.loading.placement.request import PlacementRequest, no_bytes
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 
@@ -20,8 +20,8 @@ from polarlm.engine.state.shapes import CacheShape
 class Placement:
     """Where a model's weights go, and the KV store that fits beside them; or what is lacking for that."""
 
-    wanted: Wanted
-    ops: Ops  # the device's, or all cards together
+    request: PlacementRequest
+    ops: Ops  # the device's, or all GPUs together
     shape: CacheShape
     weights: int  # bytes in the device's memory
     room: int = 0  # bytes beside them for the KV store and activations; 0 if the weights alone do not fit
@@ -47,62 +47,67 @@ class Placement:
     @property
     def is_met(self) -> bool:
         """Whether the KV store has what was asked for."""
-        return self.plan is not None and self.wanted.is_met(self.ops, self.plan, self.weights, self.room)
+        return self.plan is not None and self.request.is_met(self.ops, self.plan, self.weights, self.room)
 
     def store(self, config: EngineConfig) -> StorePlan:
         """Return the plan of another KV store beside the same weights, of the same types. Raises EngineError."""
         if self.room == 0 and self.error is not None:
             raise self.error
-        wanted = replace(self.wanted, config=config)
+        request = replace(self.request, config=config)
         if self.split is not None:
-            return self.split.plan(wanted, self.shape)
-        return wanted.plan(self.ops, self.shape, self.room)
+            return self.split.plan(request, self.shape)
+        return request.plan(self.ops, self.shape, self.room)
 
     def lacks(self, tokens: int, parallel: int) -> int:
         """Return the bytes that are lacking for a store of `tokens`, and for the work on a prompt of as many, with this
         many requests at a time."""
-        wanted = self.wanted.changed(parallel=parallel)
-        plan = plan_for_tokens(self.shape, tokens, parallel + wanted.config.kept_sequences)
+        request = self.request.with_settings(parallel=parallel)
+        plan = plan_for_tokens(self.shape, tokens, parallel + request.config.kept_sequences)
         if self.split is not None:
-            return sum(max(0, -card.left) for card in self.split.cards(wanted, plan))
-        return self.lacking + plan.bytes + wanted.work(self.ops, self.shape, tokens) - self.room
+            return sum(max(0, -device.left) for device in self.split.devices(request, plan))
+        return self.lacking + plan.bytes + request.work(self.ops, self.shape, tokens) - self.room
 
-    def cards(self) -> tuple[CardFit, ...]:
+    def devices(self) -> tuple[ShareFit, ...]:
         """Return what each of several GPUs has; nothing of one device."""
-        return () if self.split is None or self.plan is None else self.split.cards(self.wanted, self.plan)
+        return () if self.split is None or self.plan is None else self.split.devices(self.request, self.plan)
 
-    def loaded(
-        self, config: EngineConfig, planned: Callable[[CacheShape], StorePlan] | None = None, encoding: Encoding = WHOLE
+    def after_loading(
+        self,
+        config: EngineConfig,
+        plan_store: Callable[[CacheShape], StorePlan] | None = None,
+        encoding: Encoding = FULL_ENCODING,
     ) -> Placement:
         """Return the placement of the same weights, which are there already, with a KV store for other settings.
-        planned: returns the plan of the store for its shape; None for the plan of `config`. Raises EngineError."""
-        wanted = replace(self.wanted, config=config, encoding=encoding, more=nothing, is_mapped=False)
-        split, shape = None if self.split is None else self.split.loaded(), wanted.shape(self.ops)
-        placement = replace(self, wanted=wanted, shape=shape, room=self.ops.memory_left(0), split=split, error=None)
-        return replace(placement, plan=planned(shape) if planned else placement.store(config))
+        plan_store: returns the plan of the store for its shape; None for the plan of `config`. Raises EngineError."""
+        request = replace(self.request, config=config, encoding=encoding, other_bytes=no_bytes, is_mapped=False)
+        split, shape = None if self.split is None else self.split.without_weights(), request.shape(self.ops)
+        placement = replace(self, request=request, shape=shape, room=self.ops.memory_left(0), split=split, error=None)
+        return replace(placement, plan=plan_store(shape) if plan_store else placement.store(config))
 
 
-def place(wanted: Wanted, ops: Ops, say: Callable[[str], None] = lambda sentence: None) -> Placement:
+def place(request: PlacementRequest, ops: Ops, say: Callable[[str], None] = lambda sentence: None) -> Placement:
     """Return where a model goes on a device, and beside other GPUs where one is too small.
 
     say: is called with sentences such as which settings have no effect. Raises EngineError for settings that do not
     suit the model or the device; of too little memory the placement tells.
     """
-    shape = wanted.shape(ops)
-    placed = Placement(wanted, ops, shape, wanted.sizes.weights)
+    shape = request.shape(ops)
+    placement = Placement(request, ops, shape, request.sizes.weights)
     try:
-        if (split := split_model(wanted, ops, shape, say)) is not None:
-            placed = replace(placed, ops=split.ops, weights=split.weights, split=split)
-        if (on_host := cpu_experts(wanted, placed.ops, shape, say)) is not None:
-            placed = replace(placed, on_host=on_host, weights=placed.weights - on_host.saved)
-        if (experts := expert_plan(wanted, placed.ops, shape, say)) is not None:
-            placed = replace(placed, experts=experts, weights=placed.weights - experts.saved, room=experts.room)
+        if (split := split_model(request, ops, shape, say)) is not None:
+            placement = replace(placement, ops=split.ops, weights=split.weights, split=split)
+        if (on_host := cpu_experts(request, placement.ops, shape, say)) is not None:
+            placement = replace(placement, on_host=on_host, weights=placement.weights - on_host.saved)
+        if (experts := expert_plan(request, placement.ops, shape, say)) is not None:
+            placement = replace(
+                placement, experts=experts, weights=placement.weights - experts.saved, room=experts.room
+            )
         elif split is not None:
-            placed = replace(placed, room=sum(split.rooms()))
+            placement = replace(placement, room=sum(split.rooms()))
         else:
-            placed = replace(placed, room=wanted.room(placed.ops, placed.weights))
-        return replace(placed, plan=placed.store(wanted.config))
+            placement = replace(placement, room=request.room(placement.ops, placement.weights))
+        return replace(placement, plan=placement.store(request.config))
     except EngineError as error:
         if error.code != "out_of_memory":
             raise
-        return replace(placed, error=error)
+        return replace(placement, error=error)

@@ -14,7 +14,7 @@ from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights
 from polarlm.engine.model.layers.mamba2 import Mamba2
 from polarlm.engine.model.layers.short_conv import ShortConv
-from polarlm.engine.state.layer_shapes import OwnShape
+from polarlm.engine.state.layer_shapes import RecurrentShape
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 
@@ -30,7 +30,7 @@ class Mixer(Protocol):
         HeadTransform, prepared by `Ops.prepare`."""
 
     @staticmethod
-    def state_shape(shape: Any) -> OwnShape:
+    def state_shape(shape: Any) -> RecurrentShape:
         """Return how the state of a layer is stored. Not called for attention, whose codecs the settings choose."""
 
     def project(self, x: Array, inputs: LayerInputs, tap: Tap | None = None) -> Any:

@@ -27,7 +27,7 @@ from polarlm.model_loaders.config import ModelConfig
 
 
 class MtpLayer:
-    """The layer of `ModelConfig.mtp`, on the card that has the model's head."""
+    """The layer of `ModelConfig.mtp`, on the GPU that has the model's head."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class MtpLayer:
         choice: InputChoice,
         embed: Callable[..., tuple[Array, Array | None]],
     ) -> None:
-        """ops: of the first card, if there are several. last_norm, head: the model's. embed: as `Transformer`'s."""
+        """ops: of the first GPU, if there are several. last_norm, head: the model's. embed: as `Transformer`'s."""
         self._number, self._size, self._head = config.depth, config.hidden_size, head
         self._first, self._ops, self.store, self._layer = ops, layer.ops, choice.store, layer
         self._choice, self._embed = choice, embed

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.state.layer_shapes import ArraySpec, OwnShape
+from polarlm.engine.state.layer_shapes import ArraySpec, RecurrentShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.recurrent.slots import F32, RecurrentState, RowsOp
-from polarlm.engine.state.tables import BlockTable, Growth
+from polarlm.engine.state.tables import BlockTable, Reservation
 
 
 @dataclass(frozen=True)
-class ConvShape(OwnShape):
+class ConvShape(RecurrentShape):
     """How one layer stores its inputs: `channels` float32 numbers a token, which sees `width` tokens. Every complete
     block is kept, so that a stored prefix can end with it."""
 
@@ -39,22 +39,22 @@ class ConvShape(OwnShape):
 
 @dataclass
 class _Prompt:
-    """See `PromptRows`. last: the inputs of the newest tokens that the next one sees (before, channels). targets:
+    """See `PromptRows`. last_inputs: of the newest tokens that the next one sees (before, channels). targets:
     number of a block → the arrays that keep inputs which its tokens see, beginning with the inputs of the tokens before
     the block."""
 
     block_size: int
-    last: Array
+    last_inputs: Array
     targets: Mapping[int, Sequence[Array]] = field(default_factory=dict)
     rows: Array | None = None  # as `Ops.short_conv` takes them, of the longest part until now
 
     def add(self, ops: Ops, op: RowsOp, inputs: Array, weights: Sequence[Any], position: int) -> Array:
-        before, count = len(self.last), len(inputs)
+        before, count = len(self.last_inputs), len(inputs)
         if self.rows is None or len(self.rows) < count:
             numbers = np.arange(count, dtype=np.int32)
             self.rows = ops.to_device(np.stack([np.ones_like(numbers), numbers, np.zeros_like(numbers), numbers], 1))
-        memory = ops.empty((1, before + count, self.last.shape[1]))
-        ops.assign(memory[0][:before], self.last)
+        memory = ops.empty((1, before + count, self.last_inputs.shape[1]))
+        ops.assign(memory[0][:before], self.last_inputs)
         results = op(inputs, *weights, memory, self.rows[:count])
         first, end = position - before, position + count  # positions of the tokens in `memory`
         for number in range(position // self.block_size, (end + before - 1) // self.block_size + 1):
@@ -63,7 +63,7 @@ class _Prompt:
                 low, high = max(first, begin), min(end, begin + len(target))
                 if low < high:
                     ops.assign(target[low - begin : high - begin], memory[0][low - first : high - first])
-        ops.assign(self.last, memory[0][count:])
+        ops.assign(self.last_inputs, memory[0][count:])
         return results
 
 
@@ -74,10 +74,10 @@ class ConvInputs(RecurrentState):
         self, ops: Ops, shape: ConvShape, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]
     ) -> None:
         super().__init__(ops, shape, block_size, layers, blocks)
-        nothing = np.zeros((self._before, shape.channels), np.float32)
-        ends = blocks[0], *nothing.shape
+        zeros = np.zeros((self._inputs_before, shape.channels), np.float32)
+        ends = blocks[0], *zeros.shape
         self._ends = {layer: ops.layer_ops(layer).to_device(np.zeros(ends, np.float32)) for layer in layers}
-        self._nothing = {card: card.to_device(nothing) for card in dict.fromkeys(map(ops.layer_ops, layers))}
+        self._zeros = {device: device.to_device(zeros) for device in dict.fromkeys(map(ops.layer_ops, layers))}
 
     def cache(self, layer: int) -> Array:
         """The slots of one layer, float32 (slots, before + block size, channels)."""
@@ -85,28 +85,28 @@ class ConvInputs(RecurrentState):
 
     # -- growing -----------------------------------------------------------------------------------------------
 
-    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
-        prompts = {ops: _Prompt(self.block_size, ops.empty(none.shape)) for ops, none in self._nothing.items()}
-        growth = self.grow(table, start, count)
-        growth.buffer = prompts
-        return growth
+    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Reservation:
+        prompts = {ops: _Prompt(self.block_size, ops.empty(inputs.shape)) for ops, inputs in self._zeros.items()}
+        reservation = self.grow(table, start, count)
+        reservation.buffer = prompts
+        return reservation
 
-    def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
+    def open_step(self, table: BlockTable, start: int, count: int) -> Reservation:
         """Reserve slots, and copy to new ones what their first rows see of the block before."""
-        growth, before = super().open_step(table, start, count), None
-        for number, slot in growth.slots.items():
+        reservation, before = super().open_step(table, start, count), None
+        for number, slot in reservation.slots.items():
             if slot != table.current:
                 for layer in self.layers:
                     slots = self.cache(layer)
                     last = self._end(layer, table, number) if before is None else slots[before][self.block_size :]
-                    self._ops.layer_ops(layer).assign(slots[slot][: self._before], last)
+                    self._ops.layer_ops(layer).assign(slots[slot][: self._inputs_before], last)
             before = slot
-        return growth
+        return reservation
 
     def _end(self, layer: int, table: BlockTable, number: int) -> Array:
         """Return the inputs that the first token of block `number` sees, where the block before it is complete."""
         if number == 0:
-            return self._nothing[self._ops.layer_ops(layer)]
+            return self._zeros[self._ops.layer_ops(layer)]
         if number == 1:
             assert table.sink is not None
             return self.cache(layer)[table.sink][self.block_size :]
@@ -114,46 +114,46 @@ class ConvInputs(RecurrentState):
         assert block is not None
         return self._ends[layer][block]
 
-    def _view_of_step(self, growth: Growth, start: int, rows: slice, position: int) -> np.ndarray:
+    def _step_view(self, reservation: Reservation, start: int, rows: slice, position: int) -> np.ndarray:
         count, n = rows.stop - rows.start, self.block_size
-        places = np.arange(position, position + count)
-        slots = np.array([growth.slots.get(number, -1) for number in range(start // n, places[-1] // n + 2)])
-        block = places // n - start // n
+        positions = np.arange(position, position + count)
+        slots = np.array([reservation.slots.get(number, -1) for number in range(start // n, positions[-1] // n + 2)])
+        block = positions // n - start // n
         index = np.empty((count, 4), np.int32)
-        index[:, 0], index[:, 1] = 1 + slots[block], places % n
+        index[:, 0], index[:, 1] = 1 + slots[block], positions % n
         index[:, 2], index[:, 3] = 1 + slots[block + 1], range(count)
         return index
 
-    def _of_step(self, views: Sequence[np.ndarray]) -> np.ndarray:
+    def _step_rows(self, views: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate([np.empty((0, 4), np.int32), *views])
 
-    def begin(self, layers: Sequence[int], table: BlockTable, growth: Growth, start: int) -> None:
-        if growth.buffer is None:
+    def begin(self, layers: Sequence[int], table: BlockTable, reservation: Reservation, start: int) -> None:
+        if reservation.buffer is None:
             return
         (layer,) = layers
         (number, filled), slots = divmod(start, self.block_size), self.cache(layer)
         if filled:
             assert table.current is not None
-            last = slots[table.current][filled : filled + self._before]
+            last = slots[table.current][filled : filled + self._inputs_before]
         else:
             last = self._end(layer, table, number)
-        targets = {number + 1: [self._ends[layer][block]] for number, block in growth.quantized.items()}
-        for number, slot in growth.slots.items():
+        targets = {number + 1: [self._ends[layer][block]] for number, block in reservation.quantized.items()}
+        for number, slot in reservation.slots.items():
             targets.setdefault(number, []).append(slots[slot])
         ops = self._ops.layer_ops(layer)
-        ops.assign(growth.buffer[ops].last, last)
-        growth.buffer[ops].targets = targets
+        ops.assign(reservation.buffer[ops].last_inputs, last)
+        reservation.buffer[ops].targets = targets
 
-    def seal(self, layers: Sequence[int], growth: Growth, start: int, count: int) -> tuple[()]:
+    def seal(self, layers: Sequence[int], reservation: Reservation, start: int, count: int) -> tuple[()]:
         """Nothing: what blocks keep is written as it is computed."""
         return ()
 
-    def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
-        if growth.buffer is None:
-            for block, slot in self.filled(growth, length):
+    def commit(self, table: BlockTable, reservation: Reservation, length: int) -> None:
+        if reservation.buffer is None:
+            for block, slot in self.filled_slots(reservation, length):
                 for layer, ends in self._ends.items():
                     self._ops.layer_ops(layer).assign(ends[block], self.cache(layer)[slot][self.block_size :])
-        super().commit(table, growth, length)
+        super().commit(table, reservation, length)
 
     # -- blocks on the host ------------------------------------------------------------------------------------
 

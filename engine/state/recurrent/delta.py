@@ -1,7 +1,7 @@
 """The state of recurrent layers: a slot for each running sequence, and snapshots at the ends of some blocks.
 
 A slot has the matrices at the start of the current block, and what each of its tokens adds (`backends.delta`). When a
-block is complete, its slot advances to the next one. A snapshot is a quantized block: it stands for all tokens before
+block is complete, its slot advances to the next mixer. A snapshot is a quantized block: it stands for all tokens before
 its end.
 """
 
@@ -17,10 +17,10 @@ from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, Fetc
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes
 from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.layer_shapes import ArraySpec, OwnShape
+from polarlm.engine.state.layer_shapes import ArraySpec, RecurrentShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.recurrent.slots import F32, RecurrentState, RowsOp, Slot, assign_each, first_tokens
-from polarlm.engine.state.tables import BlockTable, Growth
+from polarlm.engine.state.tables import BlockTable, Reservation
 from polarlm.model_loaders.config import Recurrent
 
 _SNAPSHOTS = 2  # for each slot
@@ -28,7 +28,7 @@ _STEP = 4  # factor between the distances, in blocks, from the end of a prompt t
 
 
 @dataclass(frozen=True)
-class DeltaShape(OwnShape):
+class DeltaShape(RecurrentShape):
     """How one layer stores its state. codes: how snapshots keep its matrices. snapshots: their number; None: two for
     each slot."""
 
@@ -55,21 +55,21 @@ class DeltaShape(OwnShape):
         return _SNAPSHOTS * self.slots(full_slots + more, 0) if self.snapshots is None else self.snapshots
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
-        one = self.mixer
-        fields = self.codes.fields(one.key_dim, one.value_dim).items()
+        mixer = self.mixer
+        fields = self.codes.fields(mixer.key_dim, mixer.value_dim).items()
         return [
-            *(ArraySpec(name, (one.value_heads, *shape), dtype) for name, (shape, dtype) in fields),
-            ArraySpec("inputs", (one.width - 1, one.channels), np.dtype(np.float32)),
+            *(ArraySpec(name, (mixer.value_heads, *shape), dtype) for name, (shape, dtype) in fields),
+            ArraySpec("inputs", (mixer.width - 1, mixer.channels), np.dtype(np.float32)),
         ]
 
     def full_arrays(self, tokens: int) -> list[ArraySpec]:
-        one = self.mixer
+        mixer = self.mixer
         shapes = DeltaSlots(
-            matrices=(one.value_heads, one.key_dim, one.value_dim),
-            keys=(one.key_heads, one.key_dim, tokens),
-            updates=(one.value_heads, tokens, one.value_dim),
-            decays=(one.value_heads, tokens),
-            inputs=(one.width - 1 + tokens, one.channels),
+            matrices=(mixer.value_heads, mixer.key_dim, mixer.value_dim),
+            keys=(mixer.key_heads, mixer.key_dim, tokens),
+            updates=(mixer.value_heads, tokens, mixer.value_dim),
+            decays=(mixer.value_heads, tokens),
+            inputs=(mixer.width - 1 + tokens, mixer.channels),
         )
         return [ArraySpec(name, shape, F32) for name, shape in shapes._asdict().items()]
 
@@ -80,7 +80,7 @@ class DeltaShape(OwnShape):
 @dataclass
 class DeltaTable(BlockTable):
     """The state of one sequence. `current` is its slot, from its first token on, unless it begins with a snapshot.
-    snapshots: number of a block → the snapshot of its end; only the newest growth's snapshots."""
+    snapshots: number of a block → the snapshot of its end; only the newest reservation's snapshots."""
 
     snapshots: dict[int, int] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class DeltaTable(BlockTable):
         return self.snapshots.get(number)
 
     @property
-    def held(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, int]:
         return len(self.snapshots), int(self.current is not None)
 
     @property
@@ -98,13 +98,13 @@ class DeltaTable(BlockTable):
 
 
 class _Prompt(NamedTuple):
-    """See `PromptRows`. ends: the states to keep, with the numbers of their blocks in the sequence. kept: the snapshots
-    of the layers before it, of all cards."""
+    """See `PromptRows`. ends: the states to keep, with the numbers of their blocks in the sequence. fetches: the
+    snapshots of the layers before it, of all GPUs."""
 
     block_size: int
     slot: DeltaSlots  # one
     ends: DeltaEnds
-    kept: dict[int, FetchStates]
+    fetches: dict[int, FetchStates]
 
     def add(self, ops: Ops, op: RowsOp, inputs: Array, weights: Sequence[Any], position: int) -> Array:
         number, place = divmod(position, self.block_size)
@@ -123,9 +123,9 @@ class DeltaState(RecurrentState):
     ) -> None:
         super().__init__(ops, shape, block_size, layers, blocks)
         self._shape = shape
-        self._of_cards: dict[Ops, list[DeltaSlots]] = {}
+        self._caches_by_ops: dict[Ops, list[DeltaSlots]] = {}
         for layer in layers:
-            self._of_cards.setdefault(ops.layer_ops(layer), []).append(self.cache(layer))
+            self._caches_by_ops.setdefault(ops.layer_ops(layer), []).append(self.cache(layer))
         self._snapshots = {
             layer: {
                 name: np.zeros((blocks[0], *shape), dtype) for name, shape, dtype in shape.block_arrays(block_size, "")
@@ -141,46 +141,46 @@ class DeltaState(RecurrentState):
 
     # -- growing -----------------------------------------------------------------------------------------------
 
-    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
+    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Reservation:
         """Reserve a slot, and snapshots where there is room for them; as in steps, none in an answer."""
         assert isinstance(table, DeltaTable)
         n, end = self.block_size, start + count
         current = table.current if end // n == start // n else None
         new = [] if current is not None else self.full.allocate()
-        growth = Growth({end // n: new[0] if current is None else current}, {}, new)
+        reservation = Reservation({end // n: new[0] if current is None else current}, {}, new)
         try:
             numbers = [] if as_steps else ends_to_keep(start // n, end // n, table.branch)
             numbers = numbers[max(0, len(numbers) - self.quantized.free) :]
-            growth.quantized = dict(zip(numbers, self.quantized.allocate(len(numbers)), strict=True))
-            growth.buffer = self._prompts(numbers)
+            reservation.quantized = dict(zip(numbers, self.quantized.allocate(len(numbers)), strict=True))
+            reservation.buffer = self._prompts(numbers)
         except BaseException:  # there is no memory for the buffer
-            self.abort(growth)
+            self.abort(reservation)
             raise
-        return growth
+        return reservation
 
     def _prompts(self, numbers: Sequence[int]) -> dict[Ops, _Prompt]:
-        """Return the buffers of a prompt on each card, which keeps the states at the ends of blocks `numbers`."""
-        kept: dict[int, FetchStates] = {}
+        """Return the buffers of a prompt on each GPU, which keeps the states at the ends of blocks `numbers`."""
+        fetches: dict[int, FetchStates] = {}
         ends = {spec.name: (len(numbers), *spec.shape) for spec in self._specs(0)}
         return {
             ops: _Prompt(
                 self.block_size,
                 DeltaSlots(*(ops.empty((1, *spec.shape)) for spec in self._specs(self.block_size))),
                 DeltaEnds(numbers, ops.empty(ends["matrices"]), ops.empty(ends["inputs"])),
-                kept,
+                fetches,
             )
-            for ops in self._of_cards
+            for ops in self._caches_by_ops
         }
 
-    def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
+    def open_step(self, table: BlockTable, start: int, count: int) -> Reservation:
         """Reserve a slot, if the sequence has none yet; it then begins with the snapshot that the sequence has."""
         assert start % self.block_size + count <= self.block_size
         if table.current is not None:
-            return Growth({start // self.block_size: table.current}, {}, [])
+            return Reservation({start // self.block_size: table.current}, {}, [])
         new = self.full.allocate()
         for layer in self.layers:
             self._begin(layer, table, start, self._slot(layer, new[0], 0))
-        return Growth({start // self.block_size: new[0]}, {}, new)
+        return Reservation({start // self.block_size: new[0]}, {}, new)
 
     def _begin(self, layer: int, table: BlockTable, start: int, slot: Slot) -> None:
         """Write what a sequence without a slot begins with to a slot without tokens: zeros, or its snapshot."""
@@ -191,64 +191,64 @@ class DeltaState(RecurrentState):
             return
         block = table.block(start // self.block_size - 1)
         assert block is not None
-        kept = {name: array[block] for name, array in self._snapshots[layer].items()}
-        ops.assign(matrices, ops.restore_states(kept, self._shape.codes))
-        ops.assign(inputs, ops.to_device(kept["inputs"]))
+        snapshot = {name: array[block] for name, array in self._snapshots[layer].items()}
+        ops.assign(matrices, ops.restore_states(snapshot, self._shape.codes))
+        ops.assign(inputs, ops.to_device(snapshot["inputs"]))
 
-    def _view_of_step(self, growth: Growth, start: int, rows: slice, position: int) -> DeltaSpan:
-        slot = next(iter(growth.slots.values()))
+    def _step_view(self, reservation: Reservation, start: int, rows: slice, position: int) -> DeltaSpan:
+        slot = next(iter(reservation.slots.values()))
         return DeltaSpan(slot, rows.start, rows.stop - rows.start, position % self.block_size)
 
-    def _of_step(self, views: Sequence[DeltaSpan]) -> np.ndarray:
+    def _step_rows(self, views: Sequence[DeltaSpan]) -> np.ndarray:
         return np.array(views, np.int32).reshape(-1, len(DeltaSpan._fields))
 
-    def begin(self, layers: Sequence[int], table: BlockTable, growth: Growth, start: int) -> None:
-        if growth.buffer is None:
+    def begin(self, layers: Sequence[int], table: BlockTable, reservation: Reservation, start: int) -> None:
+        if reservation.buffer is None:
             return
         (layer,) = layers
         ops, place = self._ops.layer_ops(layer), start % self.block_size
-        slot = first_tokens(growth.buffer[ops].slot, 0, self._specs(place))
+        slot = first_tokens(reservation.buffer[ops].slot, 0, self._specs(place))
         if table.current is None:
             self._begin(layer, table, start, slot)
         else:
             assign_each(ops, slot, self._slot(layer, table.current, place))
 
-    def seal(self, layers: Sequence[int], growth: Growth, start: int, count: int) -> tuple[()]:
-        """Copy the state after a prompt to the growth's slot, and begin to copy its snapshots to the host."""
-        if growth.buffer is None:
+    def seal(self, layers: Sequence[int], reservation: Reservation, start: int, count: int) -> tuple[()]:
+        """Copy the state after a prompt to the reservation's slot, and begin to copy its snapshots to the host."""
+        if reservation.buffer is None:
             return ()
         (layer,) = layers
         ops, place = self._ops.layer_ops(layer), (start + count) % self.block_size
-        prompt: _Prompt = growth.buffer[ops]
-        (target,) = growth.slots.values()
-        computed = first_tokens(prompt.slot, 0, self._specs(place))
-        assign_each(ops, self._slot(layer, target, place), computed)
-        if growth.quantized:
-            prompt.kept[layer] = ops.keep_states(prompt.ends, self._shape.codes)
+        prompt: _Prompt = reservation.buffer[ops]
+        (target,) = reservation.slots.values()
+        state = first_tokens(prompt.slot, 0, self._specs(place))
+        assign_each(ops, self._slot(layer, target, place), state)
+        if reservation.quantized:
+            prompt.fetches[layer] = ops.keep_states(prompt.ends, self._shape.codes)
         return ()
 
-    def _write(self, kept: Mapping[int, FetchStates], blocks: Collection[int]) -> None:
+    def _write(self, fetches: Mapping[int, FetchStates], blocks: Collection[int]) -> None:
         """Write snapshots of all layers, in the order of `blocks`."""
-        for layer, fetch in kept.items():
+        for layer, fetch in fetches.items():
             arrays = fetch()
             for name, snapshots in self._snapshots[layer].items():
                 snapshots[list(blocks)] = arrays[name]
 
-    def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
-        """Take the growth's slot, which advances if a step has completed its block, and its snapshots."""
+    def commit(self, table: BlockTable, reservation: Reservation, length: int) -> None:
+        """Take the reservation's slot, which advances if a step has completed its block, and its snapshots."""
         assert isinstance(table, DeltaTable)
-        ((number, slot),) = growth.slots.items()
-        if growth.buffer is not None:
-            self._write(next(iter(growth.buffer.values())).kept, growth.quantized.values())
+        ((number, slot),) = reservation.slots.items()
+        if reservation.buffer is not None:
+            self._write(next(iter(reservation.buffer.values())).fetches, reservation.quantized.values())
         elif length // self.block_size > number:
-            for ops, layers in self._of_cards.items():
+            for ops, layers in self._caches_by_ops.items():
                 ops.advance_delta(layers, [slot], tiled=self._shape.mixer.tiled)
         if table.current not in (None, slot):
             self.full.release(table.current)
         table.current = slot
         if table.snapshots:
             self._release(table.newest_first, ())
-        table.snapshots = growth.quantized
+        table.snapshots = reservation.quantized
 
     def release(self, table: BlockTable) -> None:
         assert isinstance(table, DeltaTable)
@@ -277,12 +277,12 @@ class DeltaState(RecurrentState):
                 (block,) = self.quantized.allocate()
             except OutOfBlocks:
                 return None
-            kept, slot = {}, slice(table.current, table.current + 1)
+            fetches, slot = {}, slice(table.current, table.current + 1)
             for layer in self.layers:
                 slots = self.cache(layer)
-                ends = DeltaEnds([number], slots.matrices[slot], slots.inputs[slot, : self._before])
-                kept[layer] = self._ops.layer_ops(layer).keep_states(ends, self._shape.codes)
-            self._write(kept, [block])
+                ends = DeltaEnds([number], slots.matrices[slot], slots.inputs[slot, : self._inputs_before])
+                fetches[layer] = self._ops.layer_ops(layer).keep_states(ends, self._shape.codes)
+            self._write(fetches, [block])
             table.snapshots[number] = block
         return table.block(number)
 
@@ -290,11 +290,13 @@ class DeltaState(RecurrentState):
 
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
         ids = list(blocks)
-        return {(layer, name): array[ids] for layer, kept in self._snapshots.items() for name, array in kept.items()}
+        return {
+            (layer, name): array[ids] for layer, arrays in self._snapshots.items() for name, array in arrays.items()
+        }
 
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
-        for layer, kept in self._snapshots.items():
-            for name, array in kept.items():
+        for layer, snapshots in self._snapshots.items():
+            for name, array in snapshots.items():
                 array[list(blocks)] = arrays[layer, name]
 
     def reserve_table(self, length: int, dropped: int, with_sink: bool) -> DeltaTable:
@@ -311,11 +313,11 @@ def ends_to_keep(first: int, complete: int, branch: int | None) -> list[int]:
     """Return the blocks with a snapshot at their end, of a prompt's complete blocks first … complete − 1.
 
     These are the last block, the blocks 4, 16, 64, … before it, and the block `branch`, at whose end another prompt has
-    left this one. Ascending, without block 0: it is computed again in less time than reading its state takes.
+    left this mixer. Ascending, without block 0: it is computed again in less time than reading its state takes.
     """
     distances, distance = [0], _STEP
     while distance < complete:
         distances.append(distance)
         distance *= _STEP
-    wanted = {complete - 1 - distance for distance in distances} | ({branch} if branch is not None else set())
-    return sorted(number for number in wanted if max(1, first) <= number < complete)
+    numbers = {complete - 1 - distance for distance in distances} | ({branch} if branch is not None else set())
+    return sorted(number for number in numbers if max(1, first) <= number < complete)

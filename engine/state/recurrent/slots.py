@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.state.layer_shapes import ArraySpec, OwnShape
+from polarlm.engine.state.layer_shapes import ArraySpec, RecurrentShape
 from polarlm.engine.state.layer_state import BlockArrays
-from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
+from polarlm.engine.state.tables import BlockTable, Reservation, TableGroup
 
 F32 = np.dtype(np.float32)
-Slot = Sequence[Array]  # the arrays of one slot, as in `OwnShape.full_arrays`
+Slot = Sequence[Array]  # the arrays of one slot, as in `RecurrentShape.full_arrays`
 RowsOp = Callable[..., Array]  # `short_conv`, `gated_delta` or `mamba2` of a layer's ops
 
 
 class PromptRows(NamedTuple):
-    """Rows of a prompt from `position` on. prompts: by the ops of each card, the buffer of the prompt's growth, for the
-    layer that is being computed; its `add(ops, op, inputs, weights, position)` returns what the op returns."""
+    """Rows of a prompt from `position` on. prompts: by the ops of each GPU, the buffer of the prompt's reservation,
+    for the layer that is being computed; its `add(ops, op, inputs, weights, position)` returns what the op returns."""
 
     prompts: Mapping[Ops, Any]
     position: int
@@ -55,13 +55,13 @@ class RecurrentState(TableGroup):
     """
 
     def __init__(
-        self, ops: Ops, shape: OwnShape, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]
+        self, ops: Ops, shape: RecurrentShape, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]
     ) -> None:
         super().__init__(block_size, None, *blocks)
         self.layers = layers
         self._ops = ops
         self._specs, self._bytes = shape.full_arrays, (shape.quantized_bytes(block_size), shape.full_bytes(block_size))
-        self._before = shape.full_arrays(0)[-1].shape[0]  # inputs of the convolution before the block
+        self._inputs_before = shape.full_arrays(0)[-1].shape[0]  # inputs of the convolution before the block
         self._slots: dict[int, Slot] = {
             layer: [
                 ops.layer_ops(layer).to_device(np.zeros((blocks[1], *spec.shape), spec.dtype))
@@ -74,12 +74,14 @@ class RecurrentState(TableGroup):
         """Return what a slot has of the first `tokens` tokens of its block, as views."""
         return first_tokens(self._slots[layer], slot, self._specs(tokens))
 
-    def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> Any:
-        if growth.buffer is not None:
-            return PromptRows(growth.buffer, position)
-        return self._view_of_step(growth, start, rows, position)
+    def view(
+        self, layer: int, table: BlockTable, reservation: Reservation, start: int, rows: slice, position: int
+    ) -> Any:
+        if reservation.buffer is not None:
+            return PromptRows(reservation.buffer, position)
+        return self._step_view(reservation, start, rows, position)
 
-    def _view_of_step(self, growth: Growth, start: int, rows: slice, position: int) -> Any:
+    def _step_view(self, reservation: Reservation, start: int, rows: slice, position: int) -> Any:
         raise NotImplementedError
 
     def spans(self, views: Sequence[Any]) -> np.ndarray | PromptRows:
@@ -87,21 +89,21 @@ class RecurrentState(TableGroup):
         if views and isinstance(views[0], PromptRows):
             (rows,) = views
             return rows
-        return self._of_step(views)
+        return self._step_rows(views)
 
-    def _of_step(self, views: Sequence[Any]) -> np.ndarray:
+    def _step_rows(self, views: Sequence[Any]) -> np.ndarray:
         raise NotImplementedError
 
-    def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
+    def round_trip(self, layer: int, reservation: Reservation, start: int, count: int) -> None:
         """Nothing: what the next tokens read is exact."""
 
-    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> tuple[()]:
+    def filled_blocks(self, reservations: Sequence[tuple[Reservation, int]]) -> tuple[()]:
         return ()
 
     def copy_full(self, target: int, source: int, tokens: int) -> None:
         for layer in self.layers:
-            copied = self._slot(layer, source, tokens)
-            assign_each(self._ops.layer_ops(layer), self._slot(layer, target, tokens), copied)
+            values = self._slot(layer, source, tokens)
+            assign_each(self._ops.layer_ops(layer), self._slot(layer, target, tokens), values)
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
         return {
@@ -112,10 +114,10 @@ class RecurrentState(TableGroup):
 
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         for layer in self.layers:
-            ops, tokens = self._ops.layer_ops(layer), len(arrays[layer, "inputs"]) - self._before
-            copied = [ops.to_device(arrays[layer, spec.name]) for spec in self._specs(tokens)]
-            assign_each(ops, self._slot(layer, slot, tokens), copied)
+            ops, tokens = self._ops.layer_ops(layer), len(arrays[layer, "inputs"]) - self._inputs_before
+            sources = [ops.to_device(arrays[layer, spec.name]) for spec in self._specs(tokens)]
+            assign_each(ops, self._slot(layer, slot, tokens), sources)
 
     def bytes(self, table: BlockTable) -> int:
-        quantized, full = table.held
+        quantized, full = table.counts
         return len(self.layers) * (quantized * self._bytes[0] + full * self._bytes[1])

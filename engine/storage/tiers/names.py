@@ -20,7 +20,7 @@ _PIECE = 1 << 22  # bytes of a weights file that are read at a time
 _VERSION = b"2"  # the version of the meaning of all objects
 
 
-class Names:
+class ObjectNames:
     """The names of a model's objects. root: the root of its prefix cache. weights: a digest of its weights files."""
 
     def __init__(self, root: bytes, weights: bytes):
@@ -46,19 +46,19 @@ class Names:
         return hashlib.blake2b(key, key=self._key, person=kind, digest_size=NAME_BYTES).digest()
 
 
-def known_digest(weights: Sequence[Path], folder: Path | None) -> bytes | None:
+def stored_digest(weights: Sequence[Path], folder: Path | None) -> bytes | None:
     """Return the digest of weights files that were all hashed before and are unchanged; None for others."""
-    known = [_remembered(file, folder) for file in weights]
-    return None if None in known else _together([digest for digest in known if digest is not None])
+    digests = [_read_note(file, folder) for file in weights]
+    return None if None in digests else _combine([digest for digest in digests if digest is not None])
 
 
 def digest(weights: Sequence[Path], folder: Path | None) -> bytes:
     """Return the digest of weights files, and remember the digest of each in `folder` if possible. Raises OSError, also
     for a file that changes while it is read."""
-    return _together([_remembered(file, folder) or _hashed(file, folder) for file in weights])
+    return _combine([_read_note(file, folder) or _hash(file, folder) for file in weights])
 
 
-def _together(digests: Sequence[bytes]) -> bytes:
+def _combine(digests: Sequence[bytes]) -> bytes:
     return hashlib.blake2b(b"".join(sorted(digests)), digest_size=32).digest()
 
 
@@ -72,7 +72,7 @@ def _note(file: Path, folder: Path) -> Path:
     return folder / f"weights-{hashlib.blake2b(os.fsencode(os.path.realpath(file)), digest_size=16).hexdigest()}.json"
 
 
-def _remembered(file: Path, folder: Path | None) -> bytes | None:
+def _read_note(file: Path, folder: Path | None) -> bytes | None:
     if folder is None:
         return None
     try:
@@ -82,16 +82,16 @@ def _remembered(file: Path, folder: Path | None) -> bytes | None:
         return None
 
 
-def _hashed(file: Path, folder: Path | None) -> bytes:
-    state, hashed = _state(file), hashlib.sha256()
+def _hash(file: Path, folder: Path | None) -> bytes:
+    state, content = _state(file), hashlib.sha256()
     with file.open("rb", buffering=0) as opened:
         while piece := opened.read(_PIECE):
-            hashed.update(piece)
+            content.update(piece)
     if _state(file) != state:
         raise OSError(f"{file} has changed while it was read")
     if folder is None:
-        return hashed.digest()
+        return content.digest()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        files.write(_note(file, folder), [json.dumps([state, hashed.hexdigest()]).encode()])
-    return hashed.digest()
+        files.write(_note(file, folder), [json.dumps([state, content.hexdigest()]).encode()])
+    return content.digest()

@@ -11,7 +11,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.tier_store import Folder, Memory, TierStore
+from polarlm.engine.storage.tiers.tier_store import FolderTier, MemoryTier, TierStore
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
 
@@ -27,11 +27,11 @@ def check_settings(config: EngineConfig) -> None:
             f"cache_disk_folder={config.cache_disk_folder}: say how large it may get with cache_disk, as in 20G",
             settings=("cache_disk_folder", "cache_disk"),
         )
-    asked = [name for name in _TIERS if getattr(config, name) is not None]
-    if asked and config.kept_sequences == 0:
+    tiers = [name for name in _TIERS if getattr(config, name) is not None]
+    if tiers and config.kept_sequences == 0:
         raise EngineError(
-            f"{asked[0]} keeps what the prefix cache finds, and kept_sequences=0 turns that off: leave one of them out",
-            settings=(asked[0],),
+            f"{tiers[0]} keeps what the prefix cache finds, and kept_sequences=0 turns that off: leave one of them out",
+            settings=(tiers[0],),
         )
 
 
@@ -45,7 +45,7 @@ def open_tiers(config: EngineConfig, shape: CacheShape, device: str) -> list[Tie
                 "give it more with kv_memory, or keep conversations on the disk with cache_disk",
                 settings=("cache_ram", "kv_memory", "cache_disk"),
             )
-        tiers.append(Memory(parse_size(config.cache_ram, "cache_ram")))
+        tiers.append(MemoryTier(parse_size(config.cache_ram, "cache_ram")))
     if config.cache_disk is not None:
         size = parse_size(config.cache_disk, "cache_disk")
         least = shape.bytes_per_token * shape.block_size
@@ -61,22 +61,22 @@ def open_tiers(config: EngineConfig, shape: CacheShape, device: str) -> list[Tie
     return tiers
 
 
-def _remote(where: str, most: int) -> TierStore:
-    """Return the tier at a URL, or in a folder that machines share. most: bytes of the largest object."""
+def _remote(where: str, limit: int) -> TierStore:
+    """Return the tier at a URL, or in a folder that machines share. limit: bytes of the largest object."""
     scheme = re.match(r"(\w[\w+.-]+)://", where)  # at least two letters: one is a drive of Windows
     reason = ""
     if scheme is not None and scheme[1] not in ("http", "https", "file"):
         reason = f"{scheme[1]}:// is not supported"
     elif re.match("https?:", where):
         try:
-            from polarlm.engine.storage.tiers.remote import Remote  # http.client takes time to import
+            from polarlm.engine.storage.tiers.remote import RemoteTier  # http.client takes time to import
 
-            return Remote(where, most, os.environ.get(KEY_VARIABLE) or None)
+            return RemoteTier(where, limit, os.environ.get(KEY_VARIABLE) or None)
         except ValueError as error:
             reason = str(error)
     else:
         try:
-            return Folder(Path(where.removeprefix("file://")).expanduser(), None, "remote")
+            return FolderTier(Path(where.removeprefix("file://")).expanduser(), None, "remote")
         except (OSError, RuntimeError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     raise EngineError(
@@ -86,26 +86,26 @@ def _remote(where: str, most: int) -> TierStore:
     )
 
 
-def remembering() -> Path | None:
-    """Return the folder in which digests of weights are remembered; None if there is none."""
+def digest_folder() -> Path | None:
+    """Return the folder that keeps digests of weights; None if there is none."""
     try:
         return cache_folder()
     except LoadError:
         return None
 
 
-def _folder(config: EngineConfig, size: int) -> Folder:
+def _folder(config: EngineConfig, size: int) -> FolderTier:
     try:
-        named = config.cache_disk_folder
-        folder = cache_folder() / _BLOCKS if named is None else Path(named).expanduser()
+        folder = config.cache_disk_folder
+        path = cache_folder() / _BLOCKS if folder is None else Path(folder).expanduser()
     except (LoadError, RuntimeError) as error:
         raise EngineError(f"{error} Or give cache_disk_folder.", "storage", ("cache_disk_folder",)) from None
     try:
-        return Folder(folder, size)
+        return FolderTier(path, size)
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise EngineError(
-            f"Blocks cannot be kept in {folder}: {reason}; choose another folder with cache_disk_folder, or leave "
+            f"Blocks cannot be kept in {path}: {reason}; choose another folder with cache_disk_folder, or leave "
             "cache_disk out",
             "storage",
             ("cache_disk_folder", "cache_disk"),

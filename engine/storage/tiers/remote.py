@@ -18,21 +18,21 @@ _SECONDS = 2.0  # the timeout of a connection, and of each piece of a response
 _ATTEMPTS = 3  # to read an object: after a connection breaks, reading resumes where it broke
 _IDLE = 4  # most connections that are kept open
 _PIECE = 1 << 20  # bytes
-_LEAVES_ALONE = 404, 410
-_SURE = 60.0  # seconds for which an object that was there is taken to be there
-_MOST_SEEN = 1 << 16  # names of such objects
+_MISSING = 404, 410
+_PRESENT_SECONDS = 60.0  # for which a positive lookup stays cached
+_MOST_PRESENT = 1 << 16  # positive lookups that are cached
 
 
-class Remote:
-    """Objects below `url`, each of at most `most` bytes. key: the API key of the server; None for none.
+class RemoteTier:
+    """Objects below `url`, each of at most `limit` bytes. key: the API key of the server; None for none.
 
     Raises ValueError for a URL that is not one of HTTP.
     """
 
     label = "remote"
-    held = None
+    contents = None
 
-    def __init__(self, url: str, most: int, key: str | None = None):
+    def __init__(self, url: str, limit: int, key: str | None = None):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError("it is not a URL such as http://host:8080")
@@ -41,18 +41,18 @@ class Remote:
         self.place = f"remote ({url})"
         self._host, self._port = parts.hostname, parts.port
         self._context = ssl.create_default_context() if parts.scheme == "https" else None
-        self._path, self._most = parts.path.rstrip("/"), most
+        self._path, self._limit = parts.path.rstrip("/"), limit
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
-        self._wrong: set[bytes] = set()  # damaged there, so that the next write replaces them
-        # Objects that were there, and when: a turn asks for all blocks before it.
-        self._seen: Recent[bytes, float] = Recent(_MOST_SEEN)
+        self._damaged: set[bytes] = set()  # objects that the next write replaces
+        # Positive lookups and their times: a turn asks for all blocks before it.
+        self._present: Recent[bytes, float] = Recent(_MOST_PRESENT)
 
     def has(self, name: bytes) -> bool:
-        if name in self._wrong:
+        if name in self._damaged:
             return False
-        if time.monotonic() - (self._seen.get(name) or -_SURE) < _SURE:
+        if time.monotonic() - (self._present.get(name) or -_PRESENT_SECONDS) < _PRESENT_SECONDS:
             return True
         is_there = self._ask("HEAD", name)[0] == 200
         self._note(name, is_there)
@@ -60,9 +60,9 @@ class Remote:
 
     def _note(self, name: bytes, is_there: bool) -> None:
         if is_there:
-            self._seen.put(name, time.monotonic())
+            self._present.put(name, time.monotonic())
         else:
-            self._seen.drop(name)
+            self._present.drop(name)
 
     def read(self, name: bytes) -> memoryview | None:
         content = np.empty(0, np.uint8)
@@ -73,7 +73,7 @@ class Remote:
                 if attempt == _ATTEMPTS - 1:
                     raise
                 continue
-            if status in _LEAVES_ALONE:
+            if status in _MISSING:
                 self._note(name, False)
                 return None
             content = piece if status == 200 or not len(content) else np.concatenate((content, piece))
@@ -84,13 +84,13 @@ class Remote:
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
         self._ask("PUT", name, body=b"".join((header, payload)))
-        self._wrong.discard(name)
+        self._damaged.discard(name)
         self._note(name, True)
 
     def remove(self, name: bytes) -> None:
-        self._wrong.add(name)
+        self._damaged.add(name)
 
-    def used(self, names: Sequence[bytes]) -> None:
+    def touch(self, names: Sequence[bytes]) -> None:
         """Does nothing: the server sees which objects are requested."""
 
     def _ask(
@@ -134,11 +134,11 @@ class Remote:
 
     def _answer(self, method: str, response: http.client.HTTPResponse, start: int) -> tuple[int, int, np.ndarray]:
         status, piece = response.status, np.empty(0, np.uint8)
-        wanted = {"GET": (200, 206, *_LEAVES_ALONE), "HEAD": (200, *_LEAVES_ALONE), "PUT": (200, 201, 204)}[method]
-        if status not in wanted:
+        expected = {"GET": (200, 206, *_MISSING), "HEAD": (200, *_MISSING), "PUT": (200, 201, 204)}[method]
+        if status not in expected:
             response.read(_PIECE)
             raise OSError(f"the server answered {method} with {status} {response.reason}")
-        if method != "GET" or status in _LEAVES_ALONE:
+        if method != "GET" or status in _MISSING:
             response.read(_PIECE)
             return status, 0, piece
         length = response.getheader("Content-Length", "")
@@ -148,7 +148,7 @@ class Remote:
             if match is None or int(match[1]) != start:
                 raise OSError("the server sent another part of the block than was requested")
             whole = int(match[2])
-        if not 0 <= whole <= self._most:
+        if not 0 <= whole <= self._limit:
             raise OSError("the block has no length, or is larger than a block can be")
         piece, end = np.empty(max(0, whole - start), np.uint8), 0  # large ones in huge pages
         while end < len(piece) and (count := response.readinto(piece.data[end : end + _PIECE])):

@@ -1,95 +1,270 @@
-"""Finds the blocks of a prompt in tiers. Needs no lock: what it reads of the store may be out of date, and is read
-again when blocks are copied there."""
+"""Finds the blocks of a prompt in tiers, and keeps them until they are in the store.
+
+A search needs no lock: what it reads of the store may be out of date, and is read again when blocks are copied there.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
-from polarlm.engine.state.blocks import Blocks
-from polarlm.engine.state.prefix import common
+from polarlm.engine.state.blocks import Blocks, OutOfBlocks
+from polarlm.engine.state.prefix import PrefixCache, common_prefix
+from polarlm.engine.state.store import KVStore
+from polarlm.engine.storage.copies import write_objects
 from polarlm.engine.storage.objects import DamagedObject, Object
-from polarlm.engine.storage.tiers.circuit_breaker import ReadObject, Trip
-from polarlm.engine.storage.tiers.names import Names
-from polarlm.engine.storage.tiers.tier_hit import Budget, Claim, FoundBlock, Run, Stored, TierHit
+from polarlm.engine.storage.payloads import Payloads
+from polarlm.engine.storage.tiers.circuit_breaker import TierObject, TierQuery
+from polarlm.engine.storage.tiers.names import ObjectNames
 
+_LOG = logging.getLogger(__name__)
+_WAITING_BYTES = 1 << 30  # most bytes of blocks that have been read for all requests in the queue together
 _READERS = 3  # threads that read blocks while a search reads what follows them
 _RUN_BYTES = 8 << 20  # most bytes that are copied to the store in one unit of work, unless one block has more
+
+
+class Budget:
+    """A limit on the bytes of blocks that have been read for requests in the queue."""
+
+    def __init__(self, size: int = _WAITING_BYTES):
+        self._left = size
+        self._lock = threading.RLock()  # a finalizer may give back while its thread takes
+
+    def take(self, size: int) -> bool:
+        with self._lock:
+            if size > self._left:
+                return False
+            self._left -= size
+            return True
+
+    def give_back(self, size: int) -> None:
+        with self._lock:
+            self._left += size
+
+
+class Claim:
+    """Bytes of a budget, which are given back when nobody holds the claim any more, or earlier."""
+
+    def __init__(self, budget: Budget):
+        self._budget, sizes = budget, list[int]()
+        self._sizes = sizes
+        self.give_back = weakref.finalize(self, lambda: budget.give_back(sum(sizes)))
+
+    def take(self, size: int) -> bool:
+        is_taken = self._budget.take(size)
+        if is_taken:
+            self._sizes.append(size)
+        return is_taken
+
+    def replace(self, size: int, actual: int) -> None:
+        """Let `size` bytes that were taken become `actual` ones."""
+        self._sizes.append(actual - size)
+        self._budget.give_back(size - actual)
+
+
+class StoreAccess(NamedTuple):
+    """Where blocks are put back to, and how their objects are read."""
+
+    store: KVStore
+    prefixes: PrefixCache
+    payloads: Payloads
+
+
+class PromptBlock(NamedTuple):
+    """A block of a prompt that was found in a tier. before, key: the hashes before it and at its end; a block with
+    fewer than N tokens has no key."""
+
+    before: bytes
+    key: bytes | None
+    ids: Sequence[int]
+    block: Object
+
+
+class BlockRun(NamedTuple):
+    """Consecutive blocks whose objects have equal headers, or a single full-precision block. needed_groups: the groups
+    of layers, as bits, in which a later token sees them."""
+
+    blocks: Sequence[PromptBlock]
+    needed_groups: int
+
+
+class TierHit:
+    """The blocks of a prompt's prefix that tiers hold and the store lacks."""
+
+    def __init__(
+        self,
+        access: StoreAccess,
+        claim: Claim,
+        root: bytes,
+        hashes: Sequence[bytes],
+        parts: Sequence[BlockRun],
+        spans: Sequence[tuple[int, int, str]],
+    ):
+        """claim: the bytes of `parts`. root: the hash that the prompt's chain, `hashes`, starts from. parts: in the
+        order of the prompt. spans: (first position, end, label of the tier) of each block; tokens that have left all
+        windows are counted with the first visible block."""
+        self.spans = spans
+        self._access, self._claim, self._root, self._hashes, self._parts = access, claim, root, hashes, list(parts)
+
+    def put_back(self) -> bool:
+        """Copy the next part to the store. Returns whether any are left. The caller holds the engine's lock."""
+        if not self._parts:
+            return False
+        self._keep()
+        run = self._parts.pop(0)
+        try:
+            if not self._adopt(run):
+                self._parts.clear()
+        except (MemoryError, ValueError) as error:
+            _LOG.warning("blocks of a tier do not fit: %s", error)
+            self._parts.clear()
+        if not self._parts:
+            self._claim.give_back()
+        return bool(self._parts)
+
+    @property
+    def tokens_left(self) -> int:
+        """The tokens of the parts that are not in the store yet."""
+        return sum(len(run.blocks) for run in self._parts) * self._access.store.shape.block_size
+
+    def _keep(self) -> None:
+        """Let the store reuse the prompt's blocks that it has later than all other free blocks."""
+        for key in reversed(self._hashes):
+            for group, block in zip(self._access.store.groups, self._access.prefixes.find_quantized(key), strict=True):
+                if block is not None:
+                    group.quantized.retain(block)
+                    group.quantized.release(block)
+
+    def _adopt(self, run: BlockRun) -> bool:
+        """Copy to the store the blocks that it lacks: the prefix cache finds them there, and no sequence holds them.
+        Returns False, and copies nothing, if there is no room. Raises ValueError for blocks of another format."""
+        (store, prefixes, payloads), is_full = self._access, run.blocks[0].block.is_full
+        missing = []
+        for candidate in run.blocks:
+            if is_full or candidate.key is None:
+                known = prefixes.find_full(candidate.before, candidate.ids)
+            else:
+                known = prefixes.find_quantized(candidate.key)
+            if any(block is None and run.needed_groups >> index & 1 for index, block in enumerate(known)):
+                missing.append(candidate)
+        allocators = [group.full if is_full else group.quantized for group in store.groups]
+        allocated: list[Sequence[int | None]] = []
+        try:
+            for index, allocator in enumerate(allocators):
+                allocate = partial(allocator.allocate, len(missing))
+                allocated.append(store.with_room(allocate) if run.needed_groups >> index & 1 else [None] * len(missing))
+            blocks: list[Blocks] = [list(ids) for ids in zip(*allocated, strict=True)]
+            if missing:
+                write_objects(store, payloads, blocks, [candidate.block for candidate in missing])
+            for candidate, ids in zip(missing, blocks, strict=True):
+                if candidate.key is None:
+                    prefixes.add_full(candidate.before, candidate.ids, ids)
+                else:
+                    prefixes.add(self._root, candidate.before, candidate.ids, ids)
+        except OutOfBlocks:
+            return False
+        finally:
+            for allocator, group_blocks in zip(allocators, allocated, strict=False):
+                for block in reversed(group_blocks):  # the last ones are reused first: each needs those before it
+                    if block is not None:
+                        allocator.release(block)
+        return True
+
+    def tokens(self, length: int) -> dict[str, int]:
+        """Return how many of the first `length` tokens came from each tier, by its label."""
+        counts: dict[str, int] = {}
+        for start, stop, label in self.spans:
+            if start < length:
+                counts[label] = counts.get(label, 0) + min(stop, length) - start
+        return counts
+
+
+def count_sources(hit: TierHit | None, cached_tokens: int) -> dict[str, int]:
+    """Return where the cached tokens of a prompt came from, see `engine.outputs.Usage`."""
+    tiers = {} if hit is None else hit.tokens(cached_tokens)
+    places = {"store": cached_tokens - sum(tiers.values()), **tiers}
+    return {place: tokens for place, tokens in places.items() if tokens}
 
 
 class Search:
     """The search for the blocks of one prompt."""
 
-    def __init__(self, stored: Stored, budget: Budget, names: Names, ids: Sequence[int], salt: str):
-        self._stored, self._names, self._ids = stored, names, ids
-        self._store, self._prefixes, self._payloads = stored
+    def __init__(self, access: StoreAccess, budget: Budget, names: ObjectNames, ids: Sequence[int], salt: str):
+        self._access, self._names, self._ids = access, names, ids
+        self._store, self._prefixes, self._payloads = access
         self._n, self._sparse = self._store.shape.block_size, self._store.sparse_groups
         self._root, self._hashes = self._prefixes.hashes(ids, salt)
         self._claim = Claim(budget)
-        self._unread: set[int] = set()  # counts of blocks after which a snapshot could not be read
-        self._begun: set[int] = set()  # complete blocks that are being read, or have been
-        self._read: dict[int, ReadObject] = {}  # complete blocks that have been read
+        self._failed_states: set[int] = set()  # counts of blocks after which a snapshot could not be read
+        self._requested: set[int] = set()  # complete blocks that are being read, or have been
+        self._blocks_read: dict[int, TierObject] = {}  # complete blocks that have been read
         self._readers: list[Thread] = []
 
-    def lacking(self) -> int:
+    def missing_tokens(self) -> int:
         """Return how many tokens of the prompt are in no block that the store has."""
-        stored = self._n * sum(self._has_dense(self._known(number)) for number in range(len(self._hashes)))
+        stored = self._n * sum(self._has_dense(self._store_blocks(number)) for number in range(len(self._hashes)))
         rest = self._ids[len(self._hashes) * self._n :]
-        known = self._prefixes.common(self._hashes[-1], rest) if self._hashes and rest else 0
+        known = self._prefixes.common_length(self._hashes[-1], rest) if self._hashes and rest else 0
         return len(self._ids) - stored - known
 
-    def run(self, trip: Trip) -> TierHit | None:
+    def run(self, query: TierQuery) -> TierHit | None:
         """Return the blocks of the longest prefix that tiers hold and the store lacks; None if none."""
-        self._trip = trip
+        self._query = query
         while True:
-            (count, tail, length), state = self._longest(), None
+            (count, tail, length), state = self._longest_prefix(), None
             if length % self._n or not count or self._stores_state(count):
                 break
             state = self._state(count)
             if state is not None and self._claim.take(len(state.block.payload)):
                 break
-            self._unread.add(count)
+            self._failed_states.add(count)
         self._read_blocks(count, length)
         for reader in self._readers:
             reader.join()
-        held: list[tuple[int, ReadObject]] = []
+        blocks: list[tuple[int, TierObject]] = []
         for number in range(count):
             if not self._lacks(number, length):
                 continue
-            read, needed = self._read.get(number), self._needed(number, length)
+            read, needed = self._blocks_read.get(number), self._needed_groups(number, length)
             if read is None or read.block.groups & needed != needed:
                 count, tail, state, length = number, None, None, number * self._n  # later blocks are of no use
                 break
-            held.append((number, read))
+            blocks.append((number, read))
         n, spans = self._n, []
-        for number, (_, label) in held:
-            spans.append((number * n if number > self._first(length) else 0, (number + 1) * n, label))
-        parts = self._runs_of(held, length)
+        for number, (_, label) in blocks:
+            spans.append((number * n if number > self._first_visible(length) else 0, (number + 1) * n, label))
+        parts = self._split_runs(blocks, length)
         if state is not None:
-            parts.append(Run([self._found(count - 1, state.block)], state.block.groups))
+            parts.append(BlockRun([self._prompt_block(count - 1, state.block)], state.block.groups))
         if tail is not None and self._claim.take(len(tail.block.payload)):
             block = tail.block
-            parts.append(Run([FoundBlock(self._hashes[count - 1], None, block.ids, block)], block.groups))
+            parts.append(BlockRun([PromptBlock(self._hashes[count - 1], None, block.ids, block)], block.groups))
             spans.append((count * n, count * n + len(block.ids), tail.label))
-        return TierHit(self._stored, self._claim, self._root, self._hashes[:count], parts, spans) if parts else None
+        return TierHit(self._access, self._claim, self._root, self._hashes[:count], parts, spans) if parts else None
 
     # -- how long it is ----------------------------------------------------------------------------------------
 
-    def _longest(self) -> tuple[int, ReadObject | None, int]:
+    def _longest_prefix(self) -> tuple[int, TierObject | None, int]:
         """Return how many complete blocks the store and tiers may hold together, the tail after them, and all tokens.
         No missing block is visible to the next token. (A longer tail may move one out of every window.)"""
         runs = self._runs()
         for follow in (self._n - 1, 0):
-            count = max((c for c, run in enumerate(runs) if run >= c - self._first(c * self._n + follow)), default=0)
+            count = max(
+                (c for c, run in enumerate(runs) if run >= c - self._first_visible(c * self._n + follow)), default=0
+            )
             self._read_blocks(count, count * self._n + follow)
             tail, shared = self._tail(count)
             length = count * self._n + shared
-            if runs[count] >= count - self._first(length) and (shared or self._has_state(count)):
+            if runs[count] >= count - self._first_visible(length) and (shared or self._has_state(count)):
                 return count, tail, length
-        counts = (c for c in reversed(range(len(runs))) if runs[c] >= c - self._first(c * self._n))
+        counts = (c for c in reversed(range(len(runs))) if runs[c] >= c - self._first_visible(c * self._n))
         count = next((c for c in counts if self._has_state(c)), 0)
         return count, None, count * self._n
 
@@ -97,7 +272,7 @@ class Search:
         """Whether the store or a tier has the snapshots at the end of the first `count` blocks, if there are such."""
         if self._stores_state(count):
             return True
-        return count not in self._unread and self._trip.has(self._names.state(self._hashes[count - 1]))
+        return count not in self._failed_states and self._query.has(self._names.state(self._hashes[count - 1]))
 
     def _stores_state(self, count: int) -> bool:
         """Whether nothing has to be read for sparse groups to continue after `count` blocks."""
@@ -109,7 +284,7 @@ class Search:
         Tiers evict the last blocks of a conversation first, so the end of a run is found by bisection; a block that is
         missing after all ends it when it is read. Blocks outside all windows may be missing: then each is looked up.
         """
-        if self._first(len(self._ids)) > 0:
+        if self._first_visible(len(self._ids)) > 0:
             runs = [0]
             for number in range(len(self._hashes)):
                 runs.append(runs[-1] + 1 if self._is_there(number) else 0)
@@ -119,34 +294,34 @@ class Search:
 
     def _is_there(self, number: int) -> bool:
         """Whether the store or a tier has complete block `number`."""
-        return self._has_dense(self._known(number)) or self._trip.has(self._names.block(self._hashes[number]))
+        return self._has_dense(self._store_blocks(number)) or self._query.has(self._names.block(self._hashes[number]))
 
     def _has_dense(self, blocks: Blocks) -> bool:
         """Whether a block is stored in all groups of layers but sparse ones."""
         groups = self._store.groups
         return all(block is not None or group.is_sparse for block, group in zip(blocks, groups, strict=True))
 
-    def _known(self, number: int) -> Blocks:
+    def _store_blocks(self, number: int) -> Blocks:
         """Return the store's blocks of complete block `number`: for each group of layers its id, or None."""
         if number:
-            return self._prefixes.quantized(self._hashes[number])
-        return self._prefixes.full(self._root, self._ids[: self._n])
+            return self._prefixes.find_quantized(self._hashes[number])
+        return self._prefixes.find_full(self._root, self._ids[: self._n])
 
     def _store_lacks(self, number: int, needed: int) -> bool:
-        return any(block is None and needed >> index & 1 for index, block in enumerate(self._known(number)))
+        return any(block is None and needed >> index & 1 for index, block in enumerate(self._store_blocks(number)))
 
-    def _needed(self, number: int, length: int) -> int:
+    def _needed_groups(self, number: int, length: int) -> int:
         """Return the groups, as bits, in which the token after `length` tokens sees block `number`, but sparse ones."""
         groups = enumerate(self._store.groups)
         return sum(1 << i for i, group in groups if number >= group.first_visible(length) and not group.is_sparse)
 
     def _lacks(self, number: int, length: int) -> bool:
         """Whether the token after `length` tokens sees block `number` in groups, but sparse ones, that lack it."""
-        needed = self._needed(number, length)
+        needed = self._needed_groups(number, length)
         return bool(needed) and self._store_lacks(number, needed)
 
-    def _first(self, length: int) -> int:
-        """Return the number of the first block that the token after `length` tokens sees, in groups that have all."""
+    def _first_visible(self, length: int) -> int:
+        """Return the number of the first block that the token after `length` tokens sees, but in sparse groups."""
         return min(group.first_visible(length) for group in self._store.groups if not group.is_sparse)
 
     # -- reading -----------------------------------------------------------------------------------------------
@@ -154,8 +329,8 @@ class Search:
     def _read_blocks(self, count: int, length: int) -> None:
         """Begin to read the blocks among the first `count` that the store lacks and a token after `length` tokens sees.
         Each takes the most bytes that a block can have from the budget, in order, until it has been read."""
-        numbers = [number for number in range(count) if number not in self._begun and self._lacks(number, length)]
-        self._begun.update(numbers)
+        numbers = [number for number in range(count) if number not in self._requested and self._lacks(number, length)]
+        self._requested.update(numbers)
         left, order, most = list(reversed(numbers)), Lock(), self._payloads.most_bytes
 
         def read_next() -> bool:
@@ -166,7 +341,7 @@ class Search:
             read = self._block(number)
             self._claim.replace(most, 0 if read is None else len(read.block.payload))
             if read is not None:
-                self._read[number] = read
+                self._blocks_read[number] = read
             return read is not None
 
         def read_all() -> None:
@@ -179,7 +354,7 @@ class Search:
             reader.start()
         self._readers += readers
 
-    def _block(self, number: int) -> ReadObject | None:
+    def _block(self, number: int) -> TierObject | None:
         """Return the object of a complete block; None if no tier has it."""
 
         def check(block: Object) -> None:
@@ -188,9 +363,9 @@ class Search:
             elif self._payloads.check_full(block) != tuple(self._ids[: self._n]):
                 raise DamagedObject("it has other tokens")
 
-        return self._trip.read(self._names.block(self._hashes[number]), check)
+        return self._query.read(self._names.block(self._hashes[number]), check)
 
-    def _state(self, count: int) -> ReadObject | None:
+    def _state(self, count: int) -> TierObject | None:
         """Return the object of the snapshots after `count` blocks; None if no tier has it."""
 
         def check(block: Object) -> None:
@@ -198,39 +373,39 @@ class Search:
             if block.groups != self._sparse:
                 raise DamagedObject("it is another object")
 
-        return self._trip.read(self._names.state(self._hashes[count - 1]), check)
+        return self._query.read(self._names.state(self._hashes[count - 1]), check)
 
-    def _tail(self, count: int) -> tuple[ReadObject | None, int]:
+    def _tail(self, count: int) -> tuple[TierObject | None, int]:
         """Return the incomplete block after `count` complete ones, and how many of its first tokens are the prompt's.
         The block is None if no tier has one, or if the store has one, whose tokens are then counted."""
         rest = self._ids[count * self._n : (count + 1) * self._n]
         if not count or not rest:
             return None, 0
         before = self._hashes[count - 1]
-        if known := self._prefixes.common(before, rest):
+        if known := self._prefixes.common_length(before, rest):
             return None, known
-        read = self._trip.read(self._names.tail(before), self._payloads.check_full)
+        read = self._query.read(self._names.tail(before), self._payloads.check_full)
         if read is None or read.block.groups != self._payloads.every_group:
             return None, 0
-        shared = common(read.block.ids, rest)
+        shared = common_prefix(read.block.ids, rest)
         return (read, shared) if shared else (None, 0)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _runs_of(self, held: Sequence[tuple[int, ReadObject]], length: int) -> list[Run]:
+    def _split_runs(self, blocks: Sequence[tuple[int, TierObject]], length: int) -> list[BlockRun]:
         """Return the complete blocks that were read. Consecutive blocks of one format are one run."""
 
-        def kind(member: tuple[int, tuple[int, ReadObject]]) -> tuple[Any, ...]:
+        def kind(member: tuple[int, tuple[int, TierObject]]) -> tuple[Any, ...]:
             index, (number, (block, _)) = member
             most = max(1, _RUN_BYTES // len(block.payload))
-            return self._needed(number, length) & block.groups, number - index, block.header, index // most
+            return self._needed_groups(number, length) & block.groups, number - index, block.header, index // most
 
         return [
-            Run([self._found(number, read.block) for _, (number, read) in members], needed)
-            for (needed, *_), members in groupby(enumerate(held), kind)
+            BlockRun([self._prompt_block(number, read.block) for _, (number, read) in members], needed)
+            for (needed, *_), members in groupby(enumerate(blocks), kind)
             if needed
         ]
 
-    def _found(self, number: int, block: Object) -> FoundBlock:
+    def _prompt_block(self, number: int, block: Object) -> PromptBlock:
         before = self._hashes[number - 1] if number else self._root
-        return FoundBlock(before, self._hashes[number], self._ids[number * self._n : (number + 1) * self._n], block)
+        return PromptBlock(before, self._hashes[number], self._ids[number * self._n : (number + 1) * self._n], block)

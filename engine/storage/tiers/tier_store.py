@@ -26,14 +26,14 @@ from polarlm.model_loaders.recent import Recent
 from polarlm.model_loaders.user_dirs import last_used
 
 _NAME = re.compile("[0-9a-f]{32}")
-_COUNTS = ".held"  # the file of the counts, which say how much a folder holds
-_HELD = struct.Struct("<QQ")  # its contents: bytes and objects
+_COUNTS = ".held"  # the name of the file that counts what a folder holds
+_COUNTS_FORMAT = struct.Struct("<QQ")  # its contents: bytes and objects
 _BINARY = getattr(os, "O_BINARY", 0)
-_ALIGNED = 64  # bytes: alignment of the memory that an object is read into
-_SHRUNK = 0.9  # the share of its limit that a full folder is reduced to, so that the next writes need no scan
+_ALIGNMENT = 64  # bytes: alignment of the memory that an object is read into
+_SHRUNK_SHARE = 0.9  # the share of its limit that a full folder is reduced to, so that the next writes need no scan
 
 
-class Held(NamedTuple):
+class TierContents(NamedTuple):
     bytes: int
     objects: int
 
@@ -47,7 +47,7 @@ class TierStore(Protocol):
     """For users: "ram", or where on disk or on which server."""
 
     @property
-    def held(self) -> Held | None:
+    def contents(self) -> TierContents | None:
         """What the tier held after this process's last write; None for a tier without a limit. Never waits."""
 
     def has(self, name: bytes) -> bool:
@@ -62,11 +62,11 @@ class TierStore(Protocol):
     def remove(self, name: bytes) -> None:
         """Remove the object of this name, if there is one."""
 
-    def used(self, names: Sequence[bytes]) -> None:
+    def touch(self, names: Sequence[bytes]) -> None:
         """Record that these objects were used. The first ones are to stay longest."""
 
 
-class Memory:
+class MemoryTier:
     """Objects in at most `size` bytes of memory."""
 
     label = place = "ram"
@@ -75,8 +75,8 @@ class Memory:
         self._size, self._objects = size, Recent[bytes, bytes](size, len)
 
     @property
-    def held(self) -> Held:
-        return Held(self._objects.size, len(self._objects))
+    def contents(self) -> TierContents:
+        return TierContents(self._objects.size, len(self._objects))
 
     def has(self, name: bytes) -> bool:
         return name in self._objects
@@ -91,12 +91,12 @@ class Memory:
     def remove(self, name: bytes) -> None:
         self._objects.drop(name)
 
-    def used(self, names: Sequence[bytes]) -> None:
+    def touch(self, names: Sequence[bytes]) -> None:
         for name in reversed(names):
             self._objects.get(name)
 
 
-class _Pieces:
+class _ReadMemory:
     """Memory for reads, cut from pieces large enough for huge pages: new small pages take longer than reading."""
 
     _SIZE = 8 << 20
@@ -114,11 +114,11 @@ class _Pieces:
         with self._lock:
             if len(self._left) < size:
                 self._left = np.empty(max(size, self._SIZE), np.uint8).data
-            taken, self._left = self._left[:size], self._left[-(-size // _ALIGNED) * _ALIGNED :]
-            return taken
+            memory, self._left = self._left[:size], self._left[-(-size // _ALIGNMENT) * _ALIGNMENT :]
+            return memory
 
 
-class Folder:
+class FolderTier:
     """Objects as files of a folder, readable by their owner only, of at most `size` bytes together; None: no limit.
 
     Several processes may share a folder. The limit holds for all their files together, at every moment: a writer locks
@@ -134,16 +134,16 @@ class Folder:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with TemporaryFile(dir=folder) as probe:
             self._owner = os.fstat(probe.fileno()).st_uid  # the owner of the files that this process writes there
-        self._memory = _Pieces()
-        self._has_looked = False  # whether all files have been scanned
-        self.held: Held | None = None
+        self._memory = _ReadMemory()
+        self._has_scanned = False  # whether all files have been scanned
+        self.contents: TierContents | None = None
         if size is not None:
-            self.held = Held(0, 0)
-            with suppress(FileNotFoundError), open(self._file_of_counts, "rb") as file:
-                self.held = _read_counts(file) or self.held
+            self.contents = TierContents(0, 0)
+            with suppress(FileNotFoundError), open(self._counts_file, "rb") as file:
+                self.contents = _read_counts(file) or self.contents
 
     @property
-    def _file_of_counts(self) -> str:
+    def _counts_file(self) -> str:
         return os.path.join(self._folder, _COUNTS)
 
     def _file(self, name: bytes) -> str:
@@ -154,7 +154,7 @@ class Folder:
 
     def size(self, name: bytes) -> int | None:
         """Return the size of the object of this name in bytes; None if there is none."""
-        return _size_of(self._file(name))
+        return _file_size(self._file(name))
 
     def read(self, name: bytes) -> memoryview | None:
         try:
@@ -168,30 +168,30 @@ class Folder:
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
         size = len(header) + len(payload)
-        with self._locked() as file:
+        with self._lock_counts() as file:
             if not self._make_room(file, size):
                 return
             self._count(file, size, 0)
             try:
-                replaced = _size_of(self._file(name))
+                old_size = _file_size(self._file(name))
                 # If a power failure cuts a file short, its checksum is wrong.
                 files.write(Path(self._file(name)), (header, payload), is_durable=False)
             except BaseException:
                 self._count(file, -size, 0)
                 raise
-            self._count(file, -(replaced or 0), replaced is None)
+            self._count(file, -(old_size or 0), old_size is None)
 
     def remove(self, name: bytes) -> None:
         if not self.has(name):
             return
-        with self._locked() as file:
-            size = _size_of(self._file(name))
+        with self._lock_counts() as file:
+            size = _file_size(self._file(name))
             with suppress(FileNotFoundError):
                 os.unlink(self._file(name))
             if size is not None:
                 self._count(file, -size, -1)
 
-    def used(self, names: Sequence[bytes]) -> None:
+    def touch(self, names: Sequence[bytes]) -> None:
         now = time.time_ns()
         for number, name in enumerate(names):
             with suppress(FileNotFoundError):
@@ -200,11 +200,11 @@ class Folder:
     # -- the limit, of all processes together ------------------------------------------------------------------
 
     @contextmanager
-    def _locked(self) -> Iterator[BinaryIO]:
+    def _lock_counts(self) -> Iterator[BinaryIO]:
         """Yield the file of the counts, for one writer to a limited folder at a time. Tiers without a limit, which
         count nothing, share the lock. Without locks, as on Windows, processes may exceed the size by an object each."""
         while True:
-            with self._opened_counts() as file:
+            with self._open_counts() as file:
                 files.lock(file, is_shared=self._size is None)
                 try:
                     if os.fstat(file.fileno()).st_nlink:
@@ -214,69 +214,69 @@ class Folder:
                 finally:
                     files.unlock(file)
 
-    def _opened_counts(self) -> BinaryIO:
+    def _open_counts(self) -> BinaryIO:
         flags = os.O_RDWR | os.O_CREAT | _BINARY
         try:
-            number = os.open(self._file_of_counts, flags, 0o600)
+            number = os.open(self._counts_file, flags, 0o600)
         except FileNotFoundError:  # a user has deleted the folder
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            number = os.open(self._file_of_counts, flags, 0o600)
+            number = os.open(self._counts_file, flags, 0o600)
         return open(number, "r+b", buffering=0)
 
     def _count(self, file: BinaryIO, more_bytes: int, more_objects: int) -> None:
         if self._size is not None:
-            held = _read_counts(file) or Held(0, 0)
-            self._set_counts(file, max(0, held.bytes + more_bytes), max(0, held.objects + more_objects))
+            counts = _read_counts(file) or TierContents(0, 0)
+            self._set_counts(file, max(0, counts.bytes + more_bytes), max(0, counts.objects + more_objects))
 
-    def _set_counts(self, file: BinaryIO, held: int, objects: int) -> None:
+    def _set_counts(self, file: BinaryIO, size: int, objects: int) -> None:
         file.seek(0)
-        file.write(_HELD.pack(held, objects))
-        self.held = Held(held, objects)
+        file.write(_COUNTS_FORMAT.pack(size, objects))
+        self.contents = TierContents(size, objects)
 
-    def _make_room(self, file: BinaryIO, wanted: int) -> bool:
-        """Remove least recently used files if fewer than `wanted` bytes are left, and return whether they are now."""
+    def _make_room(self, file: BinaryIO, needed_bytes: int) -> bool:
+        """Remove least recently used files if fewer than `needed_bytes` are left, and return whether they are now."""
         if self._size is None:
             return True
-        most = self._size - _HELD.size - wanted
+        limit = self._size - _COUNTS_FORMAT.size - needed_bytes
         counts = _read_counts(file)
-        if counts is not None and self._has_looked and counts.bytes <= most:
+        if counts is not None and self._has_scanned and counts.bytes <= limit:
             return True
-        by_age, held = self._look()
-        if held > most >= 0:
-            by_age.sort(reverse=True)
-            while by_age and held > int(_SHRUNK * self._size) - wanted:
-                _, size, path = by_age.pop()
+        objects, total = self._scan()
+        if total > limit >= 0:
+            objects.sort(reverse=True)
+            while objects and total > int(_SHRUNK_SHARE * self._size) - needed_bytes:
+                _, size, path = objects.pop()
                 with suppress(FileNotFoundError):
                     os.unlink(path)
-                held -= size
-        self._set_counts(file, held, len(by_age))
-        self._has_looked = True
-        return held <= most
+                total -= size
+        self._set_counts(file, total, len(objects))
+        self._has_scanned = True
+        return total <= limit
 
-    def _look(self) -> tuple[list[tuple[int, int, str]], int]:
+    def _scan(self) -> tuple[list[tuple[int, int, str]], int]:
         """Return (time of last use, bytes, path) of all objects, and their bytes. Removes abandoned files."""
         files.remove_unfinished(self._folder)
-        by_age, held = [], 0
+        objects, total = [], 0
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == self._owner
                     if is_ours and _NAME.fullmatch(entry.name):  # what is no object stays, and does not count
-                        by_age.append((last_used(status), status.st_size, entry.path))
-                        held += status.st_size
-        return by_age, held
+                        objects.append((last_used(status), status.st_size, entry.path))
+                        total += status.st_size
+        return objects, total
 
 
-def _size_of(path: str) -> int | None:
+def _file_size(path: str) -> int | None:
     try:
         return os.stat(path).st_size
     except FileNotFoundError:
         return None
 
 
-def _read_counts(file: BinaryIO) -> Held | None:
+def _read_counts(file: BinaryIO) -> TierContents | None:
     """Return the counts in their file; None if there are none yet."""
     file.seek(0)
-    content = file.read(_HELD.size)
-    return Held(*_HELD.unpack(content)) if len(content) == _HELD.size else None
+    content = file.read(_COUNTS_FORMAT.size)
+    return TierContents(*_COUNTS_FORMAT.unpack(content)) if len(content) == _COUNTS_FORMAT.size else None

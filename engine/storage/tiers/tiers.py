@@ -2,7 +2,7 @@
 
 Blocks of a released sequence are written in the background (`writing.py`). The blocks of a new prompt are looked up and
 read outside of the engine's lock, while the thread that submits it waits (`search.py`), and copied to the store when
-its turn has come (`tier_hit.py`). A tier that does not answer in time is not queried again before it has answered;
+its turn has come (`search.py`). A tier that does not answer in time is not queried again before it has answered;
 until then, prompts are computed without it.
 """
 
@@ -18,26 +18,24 @@ from polarlm.engine.outputs import TierStatus
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker, Trip
-from polarlm.engine.storage.tiers.names import Names, digest, known_digest
-from polarlm.engine.storage.tiers.opening import remembering
-from polarlm.engine.storage.tiers.search import Search
-from polarlm.engine.storage.tiers.tier_hit import Budget, Stored, TierHit
+from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker, TierQuery
+from polarlm.engine.storage.tiers.names import ObjectNames, digest, stored_digest
+from polarlm.engine.storage.tiers.opening import digest_folder
+from polarlm.engine.storage.tiers.search import Budget, Search, StoreAccess, TierHit
 from polarlm.engine.storage.tiers.tier_store import TierStore
-from polarlm.engine.storage.tiers.writing import Lock, Writer
-from polarlm.engine.storage.waiting import WaitingBlocks
+from polarlm.engine.storage.tiers.writing import Lock, WaitingBlocks, Writer
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
-_FOR_NAMES = 0.5  # seconds that a request waits for the weights' digest
+_NAMES_SECONDS = 0.5  # that a request waits for the weights' digest
 _LAST_PATIENCE = 5.0  # seconds without progress after which a closing engine gives up
 
-_FIRST = 0.5  # seconds, while no prefill has been measured
-_FIRST_PER_TOKEN = 0.0005  # seconds to add for each token then
-_LEAST = 0.1  # seconds: on a busy machine, a thread needs a while to start
-_MOST = 30.0  # seconds: a tier may hang, however slow prefill is
-_MEASURED = 64  # least tokens of a prefill that is measured: the time of shorter ones hardly depends on their number
-_REMEMBERED = 512  # tokens of earlier prefills that count in addition to the newest one
+_DEFAULT_SECONDS = 0.5  # while no prefill has been measured
+_DEFAULT_TOKEN_SECONDS = 0.0005  # to add for each token then
+_LEAST_SECONDS = 0.1  # on a busy machine, a thread needs a while to start
+_MOST_SECONDS = 30.0  # a tier may hang, however slow prefill is
+_LEAST_TOKENS = 64  # of a prefill that is measured: the time of shorter ones hardly depends on their number
+_EARLIER_TOKENS = 512  # of earlier prefills, which count in addition to the newest one
 
 T = TypeVar("T")
 
@@ -47,20 +45,23 @@ class Patience:
     recent prefills, so that it is longer on a busy machine."""
 
     def __init__(self) -> None:
-        self._measured = 0.0, 0.0  # tokens, seconds
+        self._prefills = 0.0, 0.0  # tokens and seconds of recent ones, the newest with the most weight
 
-    def computed(self, tokens: int, seconds: float) -> None:
+    def record_prefill(self, tokens: int, seconds: float) -> None:
         """Record a prefill of `tokens` tokens."""
-        if tokens >= _MEASURED:
-            known, took = self._measured
-            share = min(1.0, _REMEMBERED / max(known, 1.0))
-            self._measured = tokens + share * known, seconds + share * took
+        if tokens >= _LEAST_TOKENS:
+            earlier_tokens, earlier_seconds = self._prefills
+            share = min(1.0, _EARLIER_TOKENS / max(earlier_tokens, 1.0))
+            self._prefills = tokens + share * earlier_tokens, seconds + share * earlier_seconds
 
     def seconds(self, tokens: int) -> float:
         """Return how many seconds to wait for tiers that may have `tokens` tokens: 0.1 to 30."""
-        known, took = self._measured
-        wanted = 0.5 * tokens * took / known if known else _FIRST + _FIRST_PER_TOKEN * tokens
-        return min(_MOST, max(_LEAST, wanted))
+        earlier_tokens, earlier_seconds = self._prefills
+        if earlier_tokens:
+            seconds = 0.5 * tokens * earlier_seconds / earlier_tokens
+        else:
+            seconds = _DEFAULT_SECONDS + _DEFAULT_TOKEN_SECONDS * tokens
+        return min(_MOST_SECONDS, max(_LEAST_SECONDS, seconds))
 
 
 class Tiers:
@@ -72,41 +73,40 @@ class Tiers:
         """weights: the files of the model's weights. lock: the engine's."""
         payloads, self._block_size = Payloads(store.shape), store.shape.block_size
         self._tiers, self._budget = [CircuitBreaker(tier) for tier in tiers], Budget()
-        self._stored = Stored(store, prefixes, payloads)
-        self._writer = Writer(WaitingBlocks(store, prefixes, payloads), self._tiers, self._named_soon, lock)
+        self._access = StoreAccess(store, prefixes, payloads)
+        self._writer = Writer(WaitingBlocks(store, prefixes, payloads), self._tiers, self._wait_for_names, lock)
         self._patience = Patience()
-        self.computed = self._patience.computed  # for the runner, under the engine's lock
+        self.record_prefill = self._patience.record_prefill  # for the runner, under the engine's lock
         self._root = prefixes.hashes(())[0]
-        self._names: Names | None = None
-        self._named = threading.Event()
-        self._late: threading.Thread | None = None  # the one that still waits for a tier
+        self._names: ObjectNames | None = None
+        self._names_ready = threading.Event()
+        self._late_thread: threading.Thread | None = None  # the one that still waits for a tier
         renew_in_children(self)
-        self._cache = remembering()
-        known = known_digest(weights, self._cache)
-        if known is not None:
-            self._set_names(known)
+        self._cache = digest_folder()
+        if (weights_digest := stored_digest(weights, self._cache)) is not None:
+            self._set_names(weights_digest)
         else:
             threading.Thread(target=self._hash, args=(weights,), name="weights", daemon=True).start()
 
     def renew(self) -> None:
         """In a forked child, stop waiting for the weights' digest: the thread that computes it is the parent's."""
-        self._named = threading.Event()
-        self._named.set()
+        self._names_ready = threading.Event()
+        self._names_ready.set()
 
     def _hash(self, weights: Sequence[Path]) -> None:
         try:
             self._set_names(digest(weights, self._cache))
         except OSError as error:
             _LOG.warning("no blocks are kept: the weights cannot be identified: %s", error)
-            self._named.set()
+            self._names_ready.set()
 
     def _set_names(self, weights: bytes) -> None:
-        self._names = Names(self._root, weights)
-        self._named.set()
+        self._names = ObjectNames(self._root, weights)
+        self._names_ready.set()
 
-    def _named_soon(self, seconds: float | None = None) -> Names | None:
+    def _wait_for_names(self, seconds: float | None = None) -> ObjectNames | None:
         """Return the names when the weights have been hashed; None if that fails, or takes longer than `seconds`."""
-        self._named.wait(seconds)
+        self._names_ready.wait(seconds)
         return self._names
 
     def status(self) -> tuple[TierStatus, ...]:
@@ -116,46 +116,46 @@ class Tiers:
 
     def find(self, ids: Sequence[int], salt: str) -> TierHit | None:
         """Return the longest prefix of `ids` that tiers have and the store lacks; None on a miss or a timeout."""
-        if len(ids) < self._block_size or (names := self._named_soon(_FOR_NAMES)) is None:
+        if len(ids) < self._block_size or (names := self._wait_for_names(_NAMES_SECONDS)) is None:
             return None
-        search = Search(self._stored, self._budget, names, ids, salt)
-        return self._in_time(self._patience.seconds(search.lacking()), search.run)
+        search = Search(self._access, self._budget, names, ids, salt)
+        return self._run_within(self._patience.seconds(search.missing_tokens()), search.run)
 
     def recall(self, keys: Sequence[bytes]) -> Mapping[bytes, Sequence[int]]:
         """Return the ids of the answers that tiers have, by the digests of their conversations."""
-        if not keys or (names := self._named_soon(_FOR_NAMES)) is None:
+        if not keys or (names := self._wait_for_names(_NAMES_SECONDS)) is None:
             return {}
-        at_stake = len(keys) * self._block_size  # about so many tokens are computed if ids are missing
+        tokens = len(keys) * self._block_size  # about so many tokens are computed if ids are missing
 
-        def read(trip: Trip) -> dict[bytes, Sequence[int]]:
-            answers = {key: trip.read(names.answer(key), lambda answer: answer.ids) for key in keys}
+        def read(query: TierQuery) -> dict[bytes, Sequence[int]]:
+            answers = {key: query.read(names.answer(key), lambda answer: answer.ids) for key in keys}
             return {key: answer.block.ids for key, answer in answers.items() if answer is not None}
 
-        return self._in_time(self._patience.seconds(at_stake), read) or {}
+        return self._run_within(self._patience.seconds(tokens), read) or {}
 
-    def _in_time(self, seconds: float, work: Callable[[Trip], T]) -> T | None:
+    def _run_within(self, seconds: float, work: Callable[[TierQuery], T]) -> T | None:
         """Return the result of `work`, which runs in a thread; None if it is late, or an earlier one still runs."""
-        if self._late is not None and self._late.is_alive():
+        if self._late_thread is not None and self._late_thread.is_alive():
             return None
-        trip, results = Trip(self._tiers), list[T]()
-        thread = threading.Thread(target=lambda: results.append(work(trip)), name="tiers reading", daemon=True)
-        with self._writer.resting():
+        query, results = TierQuery(self._tiers), list[T]()
+        thread = threading.Thread(target=lambda: results.append(work(query)), name="tiers reading", daemon=True)
+        with self._writer.pause():
             thread.start()
             thread.join(seconds)
         if not thread.is_alive():
             return results[0] if results else None
-        self._late, tier = thread, trip.end()
+        self._late_thread, tier = thread, query.end()
         tier.timeouts += 1
-        sentence = "kept blocks on %s were not read within %.1f s: the prompt is computed without them"
+        sentence = "kept blocks on %s were not read select_groups %.1f s: the prompt is computed without them"
         _LOG.warning(sentence, tier.label, seconds)
         return None
 
     # -- keeping -----------------------------------------------------------------------------------------------
 
-    def released(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
+    def keep_sequence(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
         """Keep the blocks of a sequence that was released to the prefix cache. The caller holds the engine's lock.
         root: the root of its salt; empty for none. hashes: the hashes of its complete blocks."""
-        self._writer.released(root or self._root, hashes, ids)
+        self._writer.keep_sequence(root or self._root, hashes, ids)
 
     def keep_answer(self, key: bytes, ids: Sequence[int]) -> None:
         self._writer.keep_answer(key, ids)
@@ -163,7 +163,7 @@ class Tiers:
     def close(self) -> None:
         """Write what has not been written, as long as there is progress. Afterwards nothing may be found or released.
         The engine's lock must be free."""
-        self._named_soon(_LAST_PATIENCE)
+        self._wait_for_names(_LAST_PATIENCE)
         if not self._writer.close(_LAST_PATIENCE):
             _LOG.warning("not all blocks were kept: a tier does not accept them")
-        del self._stored  # so that the store can be freed
+        del self._access  # so that the store can be freed

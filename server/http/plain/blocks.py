@@ -15,8 +15,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from polarlm.engine.storage.objects import DamagedObject, unpack
-from polarlm.engine.storage.tiers.tier_hit import Budget
-from polarlm.engine.storage.tiers.tier_store import Folder
+from polarlm.engine.storage.tiers.search import Budget
+from polarlm.engine.storage.tiers.tier_store import FolderTier
 from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large
 from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.http.streams import send_with_timeout, while_connected
@@ -54,7 +54,7 @@ class _Content(Response):
 
 
 class Blocks:
-    def __init__(self, place: Folder, most: int) -> None:
+    def __init__(self, place: FolderTier, most: int) -> None:
         """most: bytes of the largest possible block."""
         self._place, self._most = place, most
         self._receiving, self._sending = (Budget(max(_MOST_BYTES, most)) for _ in range(2))
@@ -92,7 +92,7 @@ class Blocks:
 
     def _read(self, name: bytes) -> memoryview | None:
         content = self._place.read(name)
-        self._place.used([name])
+        self._place.touch([name])
         return content
 
     async def put(self, request: Request) -> Response:

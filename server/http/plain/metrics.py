@@ -1,6 +1,6 @@
 """/metrics: counters, times and the load of the server, in Prometheus' text format. docs/server.md lists them all.
-Beside our own names there are names of vLLM that routers read (the model server protocol of the Gateway API's inference
-extension): queued and running requests, the used part of the KV store, and the size of its blocks."""
+Besides our own names, there are names of vLLM that routers read (the model server protocol of the Gateway API's
+inference extension): queued and running requests, the used part of the KV store, and the size of its blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from polarlm.engine import Engine
 from polarlm.engine.cli.flags import release
 from polarlm.engine.outputs import CompilationCounts, ExpertStatus, SnapshotStatus, Status, TierStatus
-from polarlm.engine.state.cache_types import stored
+from polarlm.engine.state.cache_types import type_pair
 from polarlm.server.running.counters import Totals
 
 # The text format that all scrapers read, also those that ask for OpenMetrics first. prometheus_client's OpenMetrics has
@@ -143,7 +143,7 @@ def _experts(experts: ExpertStatus) -> Iterator[Metric]:
 
 
 def _build(engine: Engine, status: Status) -> Iterator[Metric]:
-    type_k, type_v = stored(engine.config)
+    type_k, type_v = type_pair(engine.config)
     labels = {"version": release(), "backend": status.backend, "model": engine.model.name}
     labels |= {"cache_type_k": type_k, "cache_type_v": type_v}
     yield InfoMetricFamily("polarlm_build", "This program and what it serves", value=labels)

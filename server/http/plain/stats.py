@@ -9,7 +9,7 @@ from typing import Any
 
 from polarlm.engine import Engine
 from polarlm.engine.outputs import Status
-from polarlm.engine.state.cache_types import in_words, stored
+from polarlm.engine.state.cache_types import describe_types, type_pair
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.counters import Totals
 
@@ -36,18 +36,18 @@ def _mean_over_blocks(status: Status, high_precision: float, other: float) -> fl
 def stats(engine: Engine, totals: Totals, status: Status, tokens: int | None) -> dict[str, Any]:
     """A JSON object; with `tokens`, it has the memory of such a sequence, as stored and if all were half precision."""
     cache = engine.cache_shape
-    type_k, type_v = stored(engine.config)
+    type_k, type_v = type_pair(engine.config)
     windows = [layer.window for layer in cache.layers if layer.window is not None]
     numbers: dict[str, Any] = {
         "model": engine.model.name,
         "context": engine.context,
-        "cache_types": in_words(engine.config, cache),
+        "cache_types": describe_types(engine.config, cache),
         "cache_type_k": type_k,
         "cache_type_v": type_v,
         "block_size": cache.block_size,
         "window": max(windows, default=None) if len(windows) == len(cache.layers) else None,  # None: all tokens
-        "bits_per_value": _mean_over_blocks(status, cache.finest.bits_per_value, cache.bits_per_value),
-        "bytes_per_token": _mean_over_blocks(status, cache.finest.bytes_per_token, cache.bytes_per_token),
+        "bits_per_value": _mean_over_blocks(status, cache.high_precision_shape.bits_per_value, cache.bits_per_value),
+        "bytes_per_token": _mean_over_blocks(status, cache.high_precision_shape.bytes_per_token, cache.bytes_per_token),
         "f16_bytes_per_token": cache.f16_bytes_per_token,
         **{name: getattr(status, name) for name in _STATUS_FIELDS},
         "blocks_by_type": status.types,

@@ -45,10 +45,12 @@ def test_chunks_cover_all_quantized_blocks(blocks: int) -> None:
     assert header.chunks <= table.arrays.most_chunks
 
 
-@pytest.mark.parametrize(("finer", "others"), [(0, 0), (0, 40), (3, 0), (3, 1), (40, 2000)])
-def test_the_first_finer_blocks_share_a_chunk_with_those_in_full_precision(finer: int, others: int) -> None:
-    one = view(0, 1, 16 * (finer + others + 1), others)
-    table = StepTable([dataclasses.replace(one, finer=range(7000, 7000 + finer))], 16)
+@pytest.mark.parametrize(("high_precision", "others"), [(0, 0), (0, 40), (3, 0), (3, 1), (40, 2000)])
+def test_the_first_high_precision_blocks_share_a_chunk_with_those_in_full_precision(
+    high_precision: int, others: int
+) -> None:
+    one = view(0, 1, 16 * (high_precision + others + 1), others)
+    table = StepTable([dataclasses.replace(one, high_precision=range(7000, 7000 + high_precision))], 16)
     headers = [SpanHeader(*header.tolist()) for header in table.arrays.headers[:, 0]]
     read: list[int] = []
     for header, units, count in zip(headers, table.arrays.units, table.unit_counts, strict=True):
@@ -57,8 +59,8 @@ def test_the_first_finer_blocks_share_a_chunk_with_those_in_full_precision(finer
             if begin < 0:
                 continue
             read += table.arrays.table[0, begin : min(begin + header.chunk_blocks, header.quantized)].tolist()
-    assert read == [*range(7000, 7000 + finer), *range(100, 100 + others)]
-    assert headers[0].first_quantized == (0 if finer and others else 1)
+    assert read == [*range(7000, 7000 + high_precision), *range(100, 100 + others)]
+    assert headers[0].first_quantized == (0 if high_precision and others else 1)
     assert sum(table.unit_counts) == headers[0].chunks <= table.arrays.most_chunks
 
 

@@ -22,7 +22,7 @@ from polarlm.engine.jit.compile.compiler import compile_object
 from polarlm.engine.jit.compile.library import Library
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import Kernel
-from polarlm.engine.loading import rehearsal
+from polarlm.engine.loading import warm_up
 from polarlm.engine.model.weights import FileMatrix
 from polarlm.engine.requests.drafts import StepSeconds
 from tests.tiny import VOCABULARY, by_count, load_tiny, make_model, matrices_read
@@ -89,7 +89,7 @@ def converse(path: Path, monkeypatch: pytest.MonkeyPatch, count: int = 20, **set
         watch.needed.clear()
         answer = engine.generate(PROMPT, replace(SOME, max_tokens=count))
         assert len(answer.token_ids) == count
-        assert engine._store.finer is None or engine._store.finer.code_again()
+        assert engine._store.mixed_precision is None or engine._store.mixed_precision.requantize()
         engine.generate([*PROMPT, *answer.token_ids, *PROMPT], SOME)
         assert engine.generate([*PROMPT[:66], *PROMPT], SOME).usage.cached_tokens >= 64
     assert watch.needed
@@ -98,7 +98,7 @@ def converse(path: Path, monkeypatch: pytest.MonkeyPatch, count: int = 20, **set
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("rehearsed_at_once")
+@pytest.mark.usefixtures("warmed_up_at_once")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -117,7 +117,7 @@ def test_a_conversation_needs_no_other_kernels(
     converse(tiny_path, monkeypatch, **settings)
 
 
-@pytest.mark.usefixtures("rehearsed_at_once")
+@pytest.mark.usefixtures("warmed_up_at_once")
 def test_a_draft_model_needs_no_other_kernels(tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts over the ends of blocks, and has recurrent layers, which the model lacks."""
     path = make_model(tmp_path, "granite_hybrid_tied")
@@ -127,7 +127,7 @@ def test_a_draft_model_needs_no_other_kernels(tiny_path: Path, tmp_path: Path, m
     assert any(name.startswith(("gated_delta", "mamba2")) for name in needed)
 
 
-@pytest.mark.usefixtures("rehearsed_at_once")
+@pytest.mark.usefixtures("warmed_up_at_once")
 @pytest.mark.parametrize("name", ["qwen3_next_shared_keys", "lfm2_tied"])
 def test_a_conversation_of_a_hybrid_needs_no_other_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -140,10 +140,10 @@ def test_later_turns_are_warmed_up_a_moment_after_loading(tiny_path: Path, monke
     """Unless the engine is closed before: then no compiler is needed where the first kernels are in the cache."""
     watch = Watch(monkeypatch)
     for seconds in (0.0, 3600.0):
-        monkeypatch.setattr(rehearsal, "_SECONDS", seconds)
+        monkeypatch.setattr(warm_up, "_SECONDS", seconds)
         watch.announced.clear()
         with load_tiny(tiny_path, ops=NativeOps(1), **{**SETTINGS, "cache_type": "ring4"}) as engine:
-            timer = engine._parts.rehearsal
+            timer = engine._parts.warm_up_timer
             assert timer is not None
             if not seconds:
                 timer.join()

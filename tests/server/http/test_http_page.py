@@ -13,7 +13,7 @@ import pytest
 
 from polarlm import server as server_package
 from polarlm.engine import Engine
-from polarlm.engine.state.cache_types import TWO_KINDS
+from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 from polarlm.server.http.page import _build
 from polarlm.server.running import journal
 from tests.server.http_server import KEY, Serving, serving
@@ -153,7 +153,7 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
 def test_a_preset_is_named_by_its_types(tiny_path: Path) -> None:
     with Engine.load(tiny_path, device="cpu", calibration=False) as engine, serving(engine) as server:
         stats = server.http.get("/stats").json()
-        assert (stats["cache_type_k"], stats["cache_type_v"]) == TWO_KINDS["balanced"].coarser
+        assert (stats["cache_type_k"], stats["cache_type_v"]) == PRESETS_BY_NAME["balanced"].low_precision
 
 
 def test_the_memory_of_a_sequence_is_what_the_engine_holds_for_it(server: Serving) -> None:

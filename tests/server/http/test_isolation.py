@@ -74,11 +74,11 @@ def test_a_salt_separates(filling: Serving, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_sessions_of_a_server_that_hides_its_cache_tell_nothing(tiny: Engine, tmp_path: Path) -> None:
     with serving(tiny, sessions=str(tmp_path / "sessions"), hide_cached_tokens=True) as server:
-        salted = {"prompt": TEXT, "cache_salt": "mine"}
-        for sent in (RAW, {**RAW, **salted}):
+        set_salt = {"prompt": TEXT, "cache_salt": "mine"}
+        for sent in (RAW, {**RAW, **set_salt}):
             assert server.post("/v1/completions", sent).status_code == 200
         known, new = (server.post("/sessions/save", {"name": "talk", "prompt": text}) for text in (TEXT, "the end"))
         assert (known.status_code, known.text) == (new.status_code, new.text)
         assert known.json()["error"]["param"] == "cache_salt"
-        assert server.post("/sessions/save", {"name": "talk", **salted}).json() == {"name": "talk"}
+        assert server.post("/sessions/save", {"name": "talk", **set_salt}).json() == {"name": "talk"}
         assert server.post("/sessions/load", {"name": "talk", "cache_salt": "mine"}).json() == {"name": "talk"}

@@ -41,7 +41,7 @@ def test_text_and_pdf_go_with_a_message(page: Page) -> None:
     assert all(tokens > 3 for _, tokens in names)
     page.send_and_wait("What is it?")
     content = "notes.md:\n````\na\n```\nb\n```\n````\n\npaper.pdf:\n```\nHello, PDF\n```\n\nWhat is it?"
-    assert page.asked()["messages"] == [{"role": "user", "content": content}]
+    assert page.request_body()["messages"] == [{"role": "user", "content": content}]
     assert chips(page) == []
     page.reload()
     page.until(lambda: page.texts() == ["What is it?", "one"])
@@ -64,7 +64,7 @@ def test_a_file_is_removed_before_and_after_sending(page: Page) -> None:
     page.click(".files button")
     page.type(".edit textarea", "words" + ENTER)
     page.until(lambda: page.done() and page.texts() == ["words", "two"])
-    assert page.asked()["messages"] == [{"role": "user", "content": "words"}]
+    assert page.request_body()["messages"] == [{"role": "user", "content": "words"}]
 
 
 def test_what_is_no_text_or_too_long_is_said(page: Page) -> None:

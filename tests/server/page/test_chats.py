@@ -53,7 +53,7 @@ def test_an_answer_is_edited_and_the_server_goes_on_with_it(page: Page) -> None:
     page.press_button("Edit")
     page.rewrite("The sky is **blue", "Save and continue")
     page.until(lambda: page.text_of() == "The sky is **blue and white." and page.done())
-    assert page.asked()["messages"][-1] == {"role": "assistant", "content": "The sky is **blue"}
+    assert page.request_body()["messages"][-1] == {"role": "assistant", "content": "The sky is **blue"}
     assert page.text(".answer") == "The sky is **blue and white."
     page.press_button("Earlier version")
     assert page.text_of() == "The sky is green."

@@ -18,7 +18,7 @@ def compact(page: Page) -> None:
 
 
 def sent(page: Page, which: int = -1) -> list[tuple[str, str]]:
-    return [(message["role"], message["content"]) for message in page.asked(which)["messages"]]
+    return [(message["role"], message["content"]) for message in page.request_body(which)["messages"]]
 
 
 def test_a_summary_stands_for_what_is_above_it_until_that_is_undone(page: Page) -> None:
@@ -30,12 +30,12 @@ def test_a_summary_stands_for_what_is_above_it_until_that_is_undone(page: Page) 
     page.until(lambda: page.run("return asked.length") == 3)
     *before, (role, instruction) = sent(page, 1)
     assert before == [("system", "be brief"), ("user", "first"), ("assistant", "one")]
-    assert (role, "ummar" in instruction, page.asked(1)["max_tokens"]) == ("user", True, 64)
+    assert (role, "ummar" in instruction, page.request_body(1)["max_tokens"]) == ("user", True, 64)
     compacted = ("system", f"be brief\n\n{SUMMARY}what was *said*")
-    assert (sent(page, 2)[0], page.asked(2)["max_tokens"]) == (compacted, 1)  # computed while it is read
+    assert (sent(page, 2)[0], page.request_body(2)["max_tokens"]) == (compacted, 1)  # computed while it is read
     page.send_and_wait("third")
     assert sent(page) == [compacted, ("user", "third")]
-    assert page.asked()["temperature"] == 0.5
+    assert page.request_body()["temperature"] == 0.5
     page.press_button("Undo", 2)
     assert "not in use" in page.text(".summary .hint")
     assert page.focused() == "Use again"

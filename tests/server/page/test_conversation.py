@@ -267,14 +267,14 @@ def test_another_version_differs_and_says_by_what(
     page.says([usage(9, 20), "one"], [usage(9, 20), "two"])
     page.choose(**settings)
     page.send_and_wait("go")
-    assert {name: page.asked()[name] for name in first} == first
+    assert {name: page.request_body()[name] for name in first} == first
     assert "to differ" not in page.figures()
     page.press_button("Regenerate")
     page.until(lambda: page.done() and page.text_of() == "two")
-    assert {name: page.asked()[name] for name in second} == second
+    assert {name: page.request_body()[name] for name in second} == second
     assert said in page.figures()
     assert ("to differ" in page.figures()) == bool(said)
-    assert all(value == settings.get(name, value) for name, value in page.asked().items() if not said)
+    assert all(value == settings.get(name, value) for name, value in page.request_body().items() if not said)
     page.reload()
     page.until(lambda: page.texts() == ["go", "two"])
     assert said in page.figures()
@@ -283,9 +283,9 @@ def test_another_version_differs_and_says_by_what(
 def test_a_version_of_a_model_that_is_greedy_by_itself_is_not(page: Page) -> None:
     page.run("temperature.placeholder = '0'")
     page.talk("one")
-    assert "temperature" not in page.asked()
+    assert "temperature" not in page.request_body()
     page.press_button("Regenerate")
-    page.until(lambda: page.done() and page.asked().get("temperature") == 0.6)
+    page.until(lambda: page.done() and page.request_body().get("temperature") == 0.6)
 
 
 def test_what_is_not_sent_is_there_after_a_reload(page: Page) -> None:

@@ -61,12 +61,12 @@ def asks(page: Page) -> str:
 
 
 def results(page: Page, which: int = -1) -> list[str]:
-    return [each["content"] for each in page.asked(which)["messages"] if each["role"] == "tool"]
+    return [each["content"] for each in page.request_body(which)["messages"] if each["role"] == "tool"]
 
 
 def test_servers_are_off_and_a_switched_on_one_has_its_tools(page: Page) -> None:
     page.talk("Hello.")
-    assert "tools" not in page.asked()
+    assert "tools" not in page.request_body()
     switch_on(page)
     switch_on(page, 1)
     assert page.text("#servers summary") == "13 of 13 tools"
@@ -74,7 +74,7 @@ def test_servers_are_off_and_a_switched_on_one_has_its_tools(page: Page) -> None
     page.click("#server-0-0")
     page.until(lambda: page.text("#servers summary") == "12 of 13 tools")
     page.send_and_wait("again")
-    names = [tool["function"]["name"] for tool in page.asked()["tools"]]
+    names = [tool["function"]["name"] for tool in page.request_body()["tools"]]
     assert ("tools_add" in names, "tools_fail" in names, "web_add" in names) == (False, True, True)
     page.reload()
     page.until(lambda: page.run("return document.getElementById('server-0')?.checked"))
@@ -199,7 +199,7 @@ def test_a_server_that_fails_is_said_and_the_answer_goes_on_without_it(page: Pag
     switch_on(page, 2)
     assert "absent is not available. There is no program" in page.text("#unconnected")
     page.talk("Hello.")
-    assert "tools" not in page.asked()
+    assert "tools" not in page.request_body()
 
 
 def test_a_call_is_exported_with_the_server_that_it_went_to(page: Page) -> None:

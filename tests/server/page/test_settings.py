@@ -22,7 +22,7 @@ def test_settings_are_there_after_a_reload_and_part_of_the_request(page: Page) -
     fields = {name: page.run("return document.getElementById(arguments[0]).value", name) for name in chosen}
     assert fields == {name: str(value) for name, value in chosen.items()}
     page.talk("one")
-    asked = page.asked() | {"system": page.contents()[0]}
+    asked = page.request_body() | {"system": page.contents()[0]}
     assert {name: asked[name] for name in chosen} == chosen
     page.click("#fields button[type=reset]")
     page.until(lambda: page.run("return localStorage.getItem('polarlm.settings')") == "{}")
@@ -62,8 +62,8 @@ def test_empty_fields_show_what_is_in_force(page: Page, server: Process) -> None
     assert placeholders == ["No limit", "Random", "None"]
     page.choose(dry_multiplier=0.5)
     page.talk("one")
-    assert page.asked()["dry_multiplier"] == 0.5
-    assert "temperature" not in page.asked()
+    assert page.request_body()["dry_multiplier"] == 0.5
+    assert "temperature" not in page.request_body()
 
 
 def test_a_model_without_a_chat_template_says_so(page: Page) -> None:
@@ -82,14 +82,14 @@ def test_an_invalid_setting_keeps_the_message(page: Page) -> None:
 
 
 def test_what_beginners_do_not_need_is_folded_until_it_is_used(page: Page) -> None:
-    def seen() -> list[bool]:
+    def shown_fields() -> list[bool]:
         return [page.shown(each) for each in ("#temperature", "#max_tokens", "#context", "#top_p", "#seed", "#bits")]
 
-    assert seen() == [True, True, True, False, False, False]
+    assert shown_fields() == [True, True, True, False, False, False]
     page.click("#engine summary")
     page.choose(top_p=0.5)
     page.reload()
-    page.until(lambda: seen() == [True] * 6)  # the engine stays open, and a setting shows its fold
+    page.until(lambda: shown_fields() == [True] * 6)  # the engine stays open, and a setting shows its fold
     page.click("#sampling summary")
     page.run("top_p.value = 1.5")
     page.send("the rain")

@@ -58,7 +58,7 @@ def test_how_far_the_prompt_is_can_be_seen_and_is_not_spoken_each_time(page: Pag
     page.says([*progress, {"held": True}, "one", {"wait": 300}])
     page.send("count")
     page.until(lambda: page.text("#progress") == "576 of 640 tokens")
-    assert page.asked()["return_progress"] is True
+    assert page.request_body()["return_progress"] is True
     page.go_on()
     assert page.text("#progress") == ""
     assert sorted(heard(page)) == ["Answered.", "Answering …", "Reading the prompt …", "one"]

@@ -20,7 +20,7 @@ def test_a_call_is_folded_and_goes_on_with_a_result(page: Page) -> None:
     page.says(call(0, "get_weather", '{"city"', ':"Oslo"}'), ["It ", "rains."])
     page.choose(tools=json.dumps([TOOL]))
     page.send_and_wait("weather?")
-    assert page.asked()["tools"] == [{"type": "function", "function": TOOL}]
+    assert page.request_body()["tools"] == [{"type": "function", "function": TOOL}]
     assert page.text(".call summary") == "Called get_weather"
     assert not page.run("return document.querySelector('.call').open")
     page.click(".call summary")
@@ -31,7 +31,7 @@ def test_a_call_is_folded_and_goes_on_with_a_result(page: Page) -> None:
     page.until(lambda: page.text_of() == "It rains." and page.done())
     assert page.roles() == ["user", "assistant", "tool", "assistant"]
     function = {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
-    assert page.asked()["messages"][1:] == [
+    assert page.request_body()["messages"][1:] == [
         {
             "role": "assistant",
             "content": None,
@@ -115,7 +115,7 @@ def test_reasoning_is_folded_with_its_time(page: Page) -> None:
     assert not page.run("return document.querySelector('.thinking').open")
     assert (page.text(".thoughts"), page.answer()) == ("Let me think.", "Yes.")
     page.send_and_wait("really?")
-    assert page.asked()["messages"][1]["reasoning_content"] == "Let me think."
+    assert page.request_body()["messages"][1]["reasoning_content"] == "Let me think."
     page.reload()
     page.until(lambda: page.text(".thoughts") == "Let me think.")
     assert page.text(".thinking summary") == f"Thought for {seconds} s"
@@ -130,4 +130,4 @@ def test_an_answer_that_was_stopped_while_it_thought_begins_anew(page: Page) -> 
     page.press_button("Retry")
     page.until(lambda: page.text_of() == "Yes." and page.done())
     assert not page.shown(".thinking")
-    assert [message["role"] for message in page.asked()["messages"]] == ["user"]
+    assert [message["role"] for message in page.request_body()["messages"]] == ["user"]

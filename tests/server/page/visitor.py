@@ -169,11 +169,11 @@ class Page(Browser):
         self.run("window.goesOn = true")
         self.until(self.done)
 
-    def asked(self, which: int = -1) -> dict[str, Any]:
+    def request_body(self, which: int = -1) -> dict[str, Any]:
         return self.run("return asked.at(arguments[0])", which)
 
     def contents(self, which: int = -1) -> list[str]:
-        return [message["content"] for message in self.asked(which)["messages"]]
+        return [message["content"] for message in self.request_body(which)["messages"]]
 
 
 _SAYS = """

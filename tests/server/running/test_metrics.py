@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.engine.outputs import Chunk
 from polarlm.engine.storage.tiers import circuit_breaker
-from polarlm.engine.storage.tiers.tier_store import Folder
+from polarlm.engine.storage.tiers.tier_store import FolderTier
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.journal import Entry
 from tests.server.http.test_http_plain import metrics
@@ -118,9 +118,9 @@ def test_damaged_objects_are_counted(server: Serving, tmp_path: Path, caplog: py
 def test_a_dying_disk_does_not_fill_the_log(
     tmp_path: Path, damaged: int, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = circuit_breaker.CircuitBreaker(Folder(tmp_path, 1000))
+    place = circuit_breaker.CircuitBreaker(FolderTier(tmp_path, 1000))
     for number in range(damaged):
-        place.is_damaged(bytes([*number.to_bytes(15, "big"), 0]), ValueError("its checksum is wrong"))
+        place.report_damaged(bytes([*number.to_bytes(15, "big"), 0]), ValueError("its checksum is wrong"))
     assert len(caplog.records) == lines
     assert place.status().damaged == damaged
 
@@ -134,20 +134,20 @@ def test_errors_and_timeouts_are_counted_by_place(server: Serving, monkeypatch: 
         raise OSError("Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(circuit_breaker, "_TROUBLED", 0.0)
-        patch.setattr(Folder, "write", broken)
+        patch.setattr(circuit_breaker, "_SUSPENSION", 0.0)
+        patch.setattr(FolderTier, "write", broken)
         ask(server)
         flush(server)
         assert metrics(server)[names[1]] >= 1
         assert metrics(server)[names[0]] == 0
-        patch.setattr(Folder, "has", broken)
+        patch.setattr(FolderTier, "has", broken)
         ask(server, prompt="once upon a time there was " * 2)
         assert metrics(server)[names[0]] >= 1
         flush(server)
     hangs = threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(server.engine._tiers._patience, "seconds", lambda tokens: 0.05)
-        patch.setattr(Folder, "has", lambda *_: hangs.wait(PATIENCE) and False)
+        patch.setattr(FolderTier, "has", lambda *_: hangs.wait(PATIENCE) and False)
         ask(server, prompt="in the end the rain then ran on " * 2)
         eventually(lambda: metrics(server)[names[2]] == 1)
         hangs.set()

@@ -47,7 +47,7 @@ class Buffer(NamedTuple):
 
 
 PromptBuffer = Sequence[Buffer]  # for each of the layers that are sealed together
-CardBuffers = dict[Device, PromptBuffer]  # on each of several cards, for layers that are on all of them
+DeviceBuffers = dict[Device, PromptBuffer]  # on each of several GPUs, for layers that are on all of them
 
 
 class SideArrays(NamedTuple):
@@ -77,8 +77,8 @@ class LayerCache:
     """The stored K/V of one layer, on `device`. full: the full-precision slots, for sink blocks and current blocks.
 
     blocks: the records of keys and values together (blocks, K, bytes), if the layer has two kinds of blocks in one
-    memory. Then finer is the cache of the blocks with more bits, and move(target, source) copies a block. number: of
-    the layer among the layers with K/V on the device; layers one after another take the buffers of a prompt in turn.
+    memory. high_precision is the cache of the blocks with more bits, and move(target, source) copies a block. number:
+    of the layer among the layers with K/V on the device; layers one after another take the buffers of a prompt in turn.
     """
 
     device: Device
@@ -90,7 +90,7 @@ class LayerCache:
     full_layouts: Layouts
     blocks: Array | None = None
     move: Callable[[int, int], None] | None = None
-    finer: LayerCache | None = None
+    high_precision: LayerCache | None = None
     number: int = 0
 
     @property
@@ -103,12 +103,12 @@ class LayerCache:
         """DP, which is D rounded up to a multiple of 16."""
         return self.layouts[0].record.geometry.padded
 
-    def pools(self, buffer: PromptBuffer | CardBuffers | None) -> Buffer:
+    def pools(self, buffer: PromptBuffer | DeviceBuffers | None) -> Buffer:
         """The layer's part of `buffer`, or the full-precision slots if it is None."""
         if buffer is None:
             return self.full
-        on_card = buffer[self.device] if isinstance(buffer, dict) else buffer
-        return on_card[self.number % len(on_card)]
+        on_device = buffer[self.device] if isinstance(buffer, dict) else buffer
+        return on_device[self.number % len(on_device)]
 
 
 @dataclass
@@ -137,12 +137,12 @@ class SpanTable(HostTable):
     """The spans of B sequences.
 
     table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks. Of two kinds, it is how many are
-    finer, their ids, then the other blocks' ids. most_rows: rows of the longest span. buffer: receives the new
+    high-precision, their ids, then the other blocks' ids. most_rows: rows of the longest span. buffer: receives the new
     tokens of a prompt; None in a step, whose tokens go to full-precision slots. rows: without zeros at their ends.
     """
 
     most_rows: int
-    buffer: PromptBuffer | CardBuffers | None
+    buffer: PromptBuffer | DeviceBuffers | None
     rows: Sequence[np.ndarray] = ()
     _kinds: list[bool] = field(default_factory=list, kw_only=True)
     _tiles: dict[tuple[Device, bool, int, int], Array] = field(default_factory=dict, kw_only=True)
@@ -224,7 +224,7 @@ def next_spans(
     return spans
 
 
-def _table(rows: Sequence[np.ndarray], buffer: PromptBuffer | CardBuffers | None) -> SpanTable:
+def _table(rows: Sequence[np.ndarray], buffer: PromptBuffer | DeviceBuffers | None) -> SpanTable:
     lengths = [*map(len, rows)]
     table = np.zeros((len(rows), HEADER + table_width(max(lengths) - HEADER)), np.int32)
     for whole, row, length in zip(table, rows, lengths, strict=True):
@@ -241,12 +241,12 @@ def _row(span: SpanView, block_size: int) -> np.ndarray:
         position=span.position,
         sink=-1 if span.sink is None else span.sink,
         first_quantized=span.table_start // block_size,
-        quantized=len(span.table) + len(span.finer or ()),
+        quantized=len(span.table) + len(span.high_precision or ()),
         current=span.current.block,
         current_block=span.current_start // block_size,
         # The blocks of a buffer are consecutive; in a step the next block is any slot.
         next=span.following[0] if span.following else span.current.block + 1,
         sees=span.sees,
     )
-    kinds = () if span.finer is None else (len(span.finer), *span.finer)
+    kinds = () if span.high_precision is None else (len(span.high_precision), *span.high_precision)
     return np.array((*header, *kinds, *span.table), np.int32)

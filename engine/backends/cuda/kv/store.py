@@ -76,7 +76,7 @@ class CacheOps(HeadOps):
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
         keys, values = _layouts(format)
-        for kind in (format, format.finer):
+        for kind in (format, format.high_precision):
             if kind is not None:
                 launch_configs.encode_blocks(*_layouts(kind))
                 launch_configs.encode_keys(_layouts(kind)[0])
@@ -88,15 +88,15 @@ class CacheOps(HeadOps):
     def cache(
         self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[LayerCache] = ()
     ) -> LayerCache:
-        layouts, on_card = _layouts(format), [other for other in earlier_caches if other.device is self._device]
+        layouts, on_device = _layouts(format), [other for other in earlier_caches if other.device is self._device]
         try:
-            if format.finer is not None:
-                return self._two_kinds(format, format.finer, quantized, full, on_card)
+            if format.high_precision is not None:
+                return self._two_kinds(format, format.high_precision, quantized, full, on_device)
             # Kernels write only the fields of a record; the padding stays zero, also in session files.
             shapes = [(quantized, format.kv_heads, layout.nbytes) for layout in layouts]
             pools = [self._device.zeros(shape, np.uint8) for shape in shapes]
-            keys, values = self._sides(layouts, format, pools, on_card)
-            slots, number = self._pools(format, full), len(on_card)
+            keys, values = self._sides(layouts, format, pools, on_device)
+            slots, number = self._pools(format, full), len(on_device)
             return LayerCache(self._device, format, layouts, keys, values, slots, _full_layouts(format), number=number)
         except MemoryError:
             left = self._device.memory()[0] / 2**30
@@ -108,29 +108,34 @@ class CacheOps(HeadOps):
             ) from None
 
     def _two_kinds(
-        self, format: CacheFormat, finer: CacheFormat, quantized: int, full: int, on_card: Sequence[LayerCache]
+        self,
+        format: CacheFormat,
+        high_precision: CacheFormat,
+        quantized: int,
+        full: int,
+        on_device: Sequence[LayerCache],
     ) -> LayerCache:
-        """A cache for `quantized` blocks, with one of finer blocks in the same memory."""
+        """A cache for `quantized` blocks, with one of high-precision blocks in the same memory."""
         size = format.kv_heads * sum(layout.nbytes for layout in _layouts(format))
         memory, slots = self._device.zeros((quantized * size,), np.uint8), self._pools(format, full)
 
-        def make_cache(kind: CacheFormat, finer: LayerCache | None) -> LayerCache:
+        def make_cache(kind: CacheFormat, high_precision: LayerCache | None) -> LayerCache:
             layouts = records.together(*_layouts(kind))
             each, key_bytes = kind.kv_heads * layouts[0].stride, layouts[0].nbytes
             count = quantized * size // each
             blocks = memory[: count * each].reshape(count, kind.kv_heads, layouts[0].stride)
             pools = blocks[..., :key_bytes], blocks[..., key_bytes:]
-            keys, values = self._sides(layouts, kind, pools, on_card)
+            keys, values = self._sides(layouts, kind, pools, on_device)
             memory_args = slots, _full_layouts(kind), blocks, functools.partial(self._move, blocks)
-            return LayerCache(self._device, kind, layouts, keys, values, *memory_args, finer, len(on_card))
+            return LayerCache(self._device, kind, layouts, keys, values, *memory_args, high_precision, len(on_device))
 
-        return make_cache(format, make_cache(finer, None))
+        return make_cache(format, make_cache(high_precision, None))
 
     def _move(self, blocks: Array, target: int, source: int) -> None:
         self._copy_records(blocks, blocks, np.array([source]), np.array([target]))
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Any:
-        """A `PromptBuffer`; of several cards, on each of them."""
+        """A `PromptBuffer`; of several GPUs, on each of them."""
         count = -(-rows // format.block_size)
         k, v = self._pools(format, layers * count)
         parts = (slice(first, first + count) for first in range(0, layers * count, count))
@@ -145,7 +150,8 @@ class CacheOps(HeadOps):
         self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], earlier_caches: Sequence[LayerCache]
     ) -> list[SideArrays]:
         """Keys and values, with pools of their records. earlier_caches: caches whose codecs' tables they may have."""
-        kinds = [*earlier_caches, *(other.finer for other in earlier_caches if other.finer is not None)]
+        kinds = [*earlier_caches]
+        kinds += [other.high_precision for other in earlier_caches if other.high_precision is not None]
         tables_by_layout = {
             layout: side for kind in kinds for layout, side in zip(kind.layouts, (kind.keys, kind.values), strict=True)
         }
@@ -293,7 +299,7 @@ class CacheOps(HeadOps):
             arrays = {"keys": both[..., :key_bytes], "values": both[..., key_bytes:]}
             # What lies in the memory between the fields may have been a block of the other kind.
             sides = zip(arrays.items(), cache.layouts, strict=True)
-            return {name: layout.without_padding(array) for (name, array), layout in sides}
+            return {name: layout.zero_padding(array) for (name, array), layout in sides}
         pools = ("keys", cache.keys.quantized), ("values", cache.values.quantized)
         return {name: self._gather_records(pool, blocks) for name, pool in pools}
 

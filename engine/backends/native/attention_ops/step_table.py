@@ -25,9 +25,9 @@ HEADER, FULL, UNIT, PLACE = (len(record._fields) for record in (SpanHeader, Full
 class StepTable:
     """The spans of a step's B sequences, and the arrays that kernels read.
 
-    unit_counts: chunks of all sequences, for each kind of blocks. With two kinds, the finer blocks of a sequence are
-    its first chunks, and its others the next ones. A kernel for one kind is given the chunks of that kind, and a header
-    in which the blocks of the table end with that kind's.
+    unit_counts: chunks of all sequences, for each kind of blocks. With two kinds, the high-precision blocks of a
+    sequence are its first chunks, and its others the next ones. A kernel for one kind is given the chunks of that kind,
+    and a header in which the blocks of the table end with that kind's.
     """
 
     def __init__(self, views: Sequence[SpanView], block_size: int) -> None:
@@ -36,7 +36,7 @@ class StepTable:
         n = block_size
         rows_of_all = views[-1].rows.stop - views[0].rows.start
         self.most_rows = max(view.rows.stop - view.rows.start for view in views)
-        kinds = 1 if views[0].finer is None else 2
+        kinds = 1 if views[0].high_precision is None else 2
         chunked = [_block_chunks(view, n) for view in views]
         width = table_width(max(chunks.ends[-1] for chunks in chunked))
         self.key = n, len(views), rows_of_all, self.most_rows, width, kinds
@@ -50,8 +50,8 @@ class StepTable:
         places: list[int] = []
         for number, (view, chunks) in enumerate(zip(views, chunked, strict=True)):
             rows = view.rows.stop - view.rows.start
-            # Where blocks have two kinds, the first finer ones, which are few, share chunk 0.
-            first_quantized = 0 if view.finer and view.table else 1
+            # Where blocks have two kinds, the first high_precision ones, which are few, share chunk 0.
+            first_quantized = 0 if view.high_precision and view.table else 1
             ends = [max(1, first_quantized + -(-end // chunks.chunk_blocks)) for end in chunks.ends]
             slots = [view.current.block, *view.following]
             full_blocks = [] if view.sink is None else [view.sink, 0]
@@ -109,12 +109,13 @@ class _BlockChunks(NamedTuple):
 
 
 def _block_chunks(view: SpanView, block_size: int) -> _BlockChunks:
-    finer = view.finer or ()
-    chunk_blocks = max(_least_blocks(block_size), -(-(len(finer) + len(view.table)) // MOST_CHUNKS))
-    if view.finer is None:
+    high_precision = view.high_precision or ()
+    chunk_blocks = max(_least_blocks(block_size), -(-(len(high_precision) + len(view.table)) // MOST_CHUNKS))
+    if view.high_precision is None:
         return _BlockChunks(view.table, [len(view.table)], chunk_blocks)
-    padded_ids = [*finer, *[0] * (-len(finer) % chunk_blocks * bool(view.table))]
-    return _BlockChunks([*padded_ids, *view.table], [len(finer), len(padded_ids) + len(view.table)], chunk_blocks)
+    padded_ids = [*high_precision, *[0] * (-len(high_precision) % chunk_blocks * bool(view.table))]
+    ends = [len(high_precision), len(padded_ids) + len(view.table)]
+    return _BlockChunks([*padded_ids, *view.table], ends, chunk_blocks)
 
 
 class Arrays(NamedTuple):

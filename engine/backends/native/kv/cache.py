@@ -144,8 +144,8 @@ class TileCache(LayerCache):
 
     @property
     def kinds(self) -> list[TileCache]:
-        """The caches of all kinds of blocks: the finer ones first."""
-        return [self] if self.finer is None else [cast(TileCache, self.finer), self]
+        """The caches of all kinds of blocks: the high-precision ones first."""
+        return [self] if self.high_precision is None else [cast(TileCache, self.high_precision), self]
 
     @property
     def strides(self) -> dict[str, int]:
@@ -186,8 +186,8 @@ class TileCache(LayerCache):
 
     def one_block_cache(self) -> TileCache:
         """A cache with the same format and slots, and memory of its own for one quantized block."""
-        (k, v, mean), _ = stored_blocks(replace(self.format, finer=None), 1, transfer.TILES)
-        return replace(self, k=k, v=v, mean=mean, finer=None)
+        (k, v, mean), _ = stored_blocks(replace(self.format, high_precision=None), 1, transfer.TILES)
+        return replace(self, k=k, v=v, mean=mean, high_precision=None)
 
 
 class CacheOps(NumpyOps):
@@ -202,11 +202,11 @@ class CacheOps(NumpyOps):
         """A `TileCache` where kernels can attend over it; else NumPy's cache, whose layer the ops leave to NumPy."""
         if _reason(format) is not None:
             return super().cache(format, quantized, full, earlier_caches)
-        blocks, finer_blocks = stored_blocks(format, quantized, transfer.TILES)
-        slots, finer = full_slots(format, full), None
-        if format.finer is not None and finer_blocks is not None:
-            finer = _tile_cache(format.finer, finer_blocks, slots)
-        return _tile_cache(format, blocks, slots, finer)
+        blocks, high_precision_blocks = stored_blocks(format, quantized, transfer.TILES)
+        slots, high_precision = full_slots(format, full), None
+        if format.high_precision is not None and high_precision_blocks is not None:
+            high_precision = _tile_cache(format.high_precision, high_precision_blocks, slots)
+        return _tile_cache(format, blocks, slots, high_precision)
 
     def numpy_fallbacks(self, cache: LayerCache) -> dict[str, str]:
         if isinstance(cache, TileCache):
@@ -217,12 +217,16 @@ class CacheOps(NumpyOps):
 
 def _reason(format: CacheFormat) -> str | None:
     """Why NumPy computes a layer with this format; None if kernels do."""
-    reasons = [both for kind in (format, format.finer) if kind is not None and isinstance(both := tiles(kind), str)]
+    reasons = [
+        both for kind in (format, format.high_precision) if kind is not None and isinstance(both := tiles(kind), str)
+    ]
     return reasons[0] if reasons else None
 
 
-def _tile_cache(format: CacheFormat, blocks: Sides, slots: Buffer, finer: TileCache | None = None) -> TileCache:
+def _tile_cache(
+    format: CacheFormat, blocks: Sides, slots: Buffer, high_precision: TileCache | None = None
+) -> TileCache:
     both = tiles(format)
     assert not isinstance(both, str), both
     encoders = encoder(both[0], format, 0), encoder(both[1], format, 1)
-    return TileCache(format, *blocks, *slots, *both, encoders, finer=finer)
+    return TileCache(format, *blocks, *slots, *both, encoders, high_precision=high_precision)

@@ -35,8 +35,8 @@ class LayerCache:
     k, v: field name → (K, quantized blocks, *field shape), in the codec's dtypes.
     mean: the fields of the keys' block means (K, quantized blocks, …); empty when keys are not centred.
     full_k, full_v: (slots, K, N, D) float16: sink blocks and current blocks.
-    finer: the cache of blocks with more bits, if there are two kinds; it has the same slots, and its blocks are in the
-    same memory.
+    high_precision: the cache of blocks with more bits, if there are two kinds; it has the same slots, and its blocks
+    are in the same memory.
     """
 
     stored_as: ClassVar[str] = transfer.FIELDS
@@ -47,7 +47,7 @@ class LayerCache:
     mean: Mapping[str, np.ndarray]
     full_k: np.ndarray
     full_v: np.ndarray
-    finer: LayerCache | None = field(default=None, kw_only=True)
+    high_precision: LayerCache | None = field(default=None, kw_only=True)
 
     @property
     def code_bytes(self) -> int:
@@ -110,7 +110,7 @@ AnyCache = TypeVar("AnyCache", bound=LayerCache)  # one type for both kinds of b
 
 
 def _take_blocks(array: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """array[:, blocks], contiguous. `np.take` would copy a whole array even where a finer kind has a part."""
+    """array[:, blocks], contiguous. `np.take` would copy a whole array even where a high_precision kind has a part."""
     return array.take(blocks, axis=1) if array.flags.c_contiguous else np.ascontiguousarray(array[:, blocks])
 
 
@@ -130,13 +130,13 @@ SideFields = dict[str, dict[str, Field]]  # the arrays of a block of one KV head
 
 
 def stored_blocks(format: CacheFormat, count: int, stored_as: str) -> tuple[Sides, Sides | None]:
-    """Return the arrays of `count` quantized blocks in the representation `stored_as`, and the finer kind's arrays if
-    the format has one: as many as fit into the same memory."""
+    """Return the arrays of `count` quantized blocks in the representation `stored_as`, and those of high-precision ones
+    if the format has these: as many as fit into the same memory."""
     sides = _sides(format, stored_as)
     means = {
         name: zeros((format.kv_heads, count, *stored.shape), stored.dtype) for name, stored in sides["mean"].items()
     }
-    if format.finer is None:
+    if format.high_precision is None:
         k, v = (
             {
                 name: _memory((format.kv_heads, count, *stored.shape), stored.dtype)
@@ -145,11 +145,11 @@ def stored_blocks(format: CacheFormat, count: int, stored_as: str) -> tuple[Side
             for side in "kv"
         )
         return Sides(k, v, means), None
-    nbytes, finer_nbytes = _nbytes(sides), _nbytes(finer_sides := _sides(format.finer, stored_as))
+    nbytes, finer_nbytes = _nbytes(sides), _nbytes(finer_sides := _sides(format.high_precision, stored_as))
     whole = _memory((format.kv_heads, count * nbytes), np.uint8)
     # The means of a block have the block's id. Finer blocks have small ids and others large ones, so they never meet.
-    blocks, finer = _views(whole, sides, count), _views(whole, finer_sides, count * nbytes // finer_nbytes)
-    return Sides(*blocks, means), Sides(*finer, means)
+    blocks, high_precision = _views(whole, sides, count), _views(whole, finer_sides, count * nbytes // finer_nbytes)
+    return Sides(*blocks, means), Sides(*high_precision, means)
 
 
 def full_slots(format: CacheFormat, count: int) -> Buffer:

@@ -14,14 +14,14 @@ from tests.cuda.emulated import DeviceArray, EmulatedDevice
 
 @dataclass
 class Traffic:
-    """Bytes of each copy from the host, to the host, and from another card."""
+    """Bytes of each copy from the host, to the host, and from another GPU."""
 
     uploads: list[int] = field(default_factory=list)
     downloads: list[int] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
 
 
-class Card(EmulatedDevice):
+class LimitedDevice(EmulatedDevice):
     def __init__(self, number: int, room: int = 1 << 30, processors: int = 6):
         super().__init__(checked=False)
         self.name = f"emulated GPU (cuda:{number})"

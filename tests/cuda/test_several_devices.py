@@ -13,7 +13,7 @@ import pytest
 
 from polarlm import fit as command
 from polarlm.engine import PromptOptions, SamplingParams
-from polarlm.engine.backends.cuda.cards.ops import CardsOps
+from polarlm.engine.backends.cuda.multi_device.ops import MultiDeviceOps
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
@@ -30,7 +30,7 @@ from polarlm.engine.storage.copies import export, restore
 from polarlm.model_loaders import load_weights as open_weights
 from tests.adapters import ALL, random_changes, write_peft
 from tests.conftest import FIXTURES
-from tests.cuda.several_cards import Card, Traffic
+from tests.cuda.several_devices import LimitedDevice, Traffic
 from tests.cuda.test_model_emulated import N, Talk, model_of, talk
 from tests.mtp import make_mtp
 from tests.requests.test_drafts import prompts
@@ -40,10 +40,10 @@ from tests.tiny import assert_idle, load_tiny, make_model
 CODES, FULL = ("ring4", "ring3.5"), ("f16", "f16")
 
 
-def cards(*counts: int, rooms: tuple[int, ...] = ()) -> CardsOps:
+def gpus(*counts: int, rooms: tuple[int, ...] = ()) -> MultiDeviceOps:
     """Cards of different sizes, two if there are no counts of layers."""
     rooms = rooms or tuple((4 - number) << 27 for number in range(len(counts) or 2))
-    return CardsOps([CudaOps(Card(number, room)) for number, room in enumerate(rooms)], counts)
+    return MultiDeviceOps([CudaOps(LimitedDevice(number, room)) for number, room in enumerate(rooms)], counts)
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,15 @@ def cards(*counts: int, rooms: tuple[int, ...] = ()) -> CardsOps:
         ("granite_hybrid_tied", FULL, (2, 1)),
     ],
 )
-def test_logits_are_those_of_one_card(fixture: str, types: tuple[str, str], counts: tuple[int, ...]) -> None:
-    wanted = talk(model_of(CudaOps(Card(0)), fixture, types))
-    np.testing.assert_equal(talk(model_of(cards(*counts), fixture, types)), wanted)
+def test_logits_are_those_of_one_gpu(fixture: str, types: tuple[str, str], counts: tuple[int, ...]) -> None:
+    wanted = talk(model_of(CudaOps(LimitedDevice(0)), fixture, types))
+    np.testing.assert_equal(talk(model_of(gpus(*counts), fixture, types)), wanted)
 
 
 def test_a_step_moves_one_row_of_each_sequence_over_each_border() -> None:
-    """Beside them each card gets the tables of the step in one upload for each input, and the host gets the ids."""
-    fixture, ops = "qwen2_mixed_windows", cards(1, 1, 1)
-    devices = [card._device for card in ops.cards]
+    """Beside them each GPU gets the tables of the step in one upload for each input, and the host gets the ids."""
+    fixture, ops = "qwen2_mixed_windows", gpus(1, 1, 1)
+    devices = [part._device for part in ops.device_ops]
     dialogue = Talk(model_of(ops, fixture, FULL), 3)
     for index in range(3):
         dialogue.prompt([5, 6, 7], outputs=1, index=index)
@@ -98,29 +98,29 @@ def answers(ops: Ops, path: Path, **settings: Any) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("types", ["balanced", "by-age"])
-def test_an_engine_answers_as_on_one_card(tmp_path: Path, types: str) -> None:
+def test_an_engine_answers_as_on_one_gpu(tmp_path: Path, types: str) -> None:
     path = make_model(tmp_path, "llama_gqa_llama3_tied")
-    wanted = answers(CudaOps(Card(0)), path, cache_type=types)
-    assert answers(cards(), path, cache_type=types, tensor_split="1,1") == wanted
+    wanted = answers(CudaOps(LimitedDevice(0)), path, cache_type=types)
+    assert answers(gpus(), path, cache_type=types, tensor_split="1,1") == wanted
 
 
 @pytest.mark.parametrize(("asked", "counts"), [("3,1", [2, 1]), ("1,2", [1, 2]), ("auto", [1, 2]), (None, [1, 2])])
 def test_layers_are_shared_as_asked(tmp_path: Path, asked: str | None, counts: list[int]) -> None:
     path, said = make_model(tmp_path, "qwen2_mixed_windows"), []
     config = settle(path, None, {"block_size": N, "ctx_size": 128, "cache_type": "f16", "tensor_split": asked})
-    parts = assembly.assemble(config, said.append, ops=cards(rooms=(1 << 27, 1 << 28)))
+    parts = assembly.assemble(config, said.append, ops=gpus(rooms=(1 << 27, 1 << 28)))
     assert [len(share.layers) for share in parts.placement.split.shares] == counts
     first, second = ("layer 0", "layers 1 to 2") if counts[0] == 1 else ("layers 0 to 1", "layer 2")
     assert f"Several GPUs: {first} on emulated GPU (cuda:0), {second} on emulated GPU (cuda:1)." in said
     assert "on the emulated GPU (cuda:0) and emulated GPU (cuda:1);" in assembly.fit_line(parts)
     for share in parts.placement.split.shares:  # what was planned is what is there
-        free, total = share.card._device.memory()
-        planned = share.weights + parts.plan.bytes_of(share.layers)
+        free, total = share.device._device.memory()
+        planned = share.weights + parts.plan.layer_bytes(share.layers)
         assert planned <= total - free <= planned + 2048
     parts.close()
 
 
-SMALL = 240 << 10  # bytes of a card: too few for the whole of `llama_gqa_llama3_tied`
+SMALL = 240 << 10  # bytes of a GPU: too few for the whole of `llama_gqa_llama3_tied`
 
 
 def loaded(tmp_path: Path, ops: Ops, said: list[str], **settings: Any) -> assembly.Parts:
@@ -132,8 +132,8 @@ def loaded(tmp_path: Path, ops: Ops, said: list[str], **settings: Any) -> assemb
 def test_other_gpus_help_where_one_is_too_small(tmp_path: Path) -> None:
     said: list[str] = []
     for room, several in ((1 << 28, False), (SMALL, True)):
-        ops = CudaOps(Card(0, room))
-        opened = [CudaOps(Card(1))]
+        ops = CudaOps(LimitedDevice(0, room))
+        opened = [CudaOps(LimitedDevice(1))]
         ops.others = lambda opened=opened: [opened.pop()]  # each takes memory of its GPU
         parts = loaded(tmp_path, ops, said)
         assert (parts.placement.split is not None) == several == (not opened)
@@ -159,16 +159,16 @@ def test_what_does_not_fit_is_a_sentence(
 ) -> None:
     said: list[str] = []
     try:
-        loaded(tmp_path, cards(rooms=rooms), said, **settings).close()
+        loaded(tmp_path, gpus(rooms=rooms), said, **settings).close()
     except EngineError as error:
         said = [str(error)]
     assert any(re.search(says, one) for one in said), said
 
 
 @pytest.mark.parametrize("to_several", [True, False])
-def test_blocks_have_the_same_ids_and_objects_on_one_card_and_on_several(to_several: bool) -> None:
+def test_blocks_have_the_same_ids_and_objects_on_one_gpu_and_on_several(to_several: bool) -> None:
     """A sequence of the one continues on the other, with the same logits."""
-    both = [model_of(ops, "qwen2_mixed_windows", CODES) for ops in (CudaOps(Card(0)), cards(2, 1))]
+    both = [model_of(ops, "qwen2_mixed_windows", CODES) for ops in (CudaOps(LimitedDevice(0)), gpus(2, 1))]
     dialogues = [Talk(model) for model in both]
     ids = np.random.default_rng(3).integers(5, 96, 80).tolist()
     for dialogue in dialogues:
@@ -188,14 +188,14 @@ def test_blocks_have_the_same_ids_and_objects_on_one_card_and_on_several(to_seve
         np.testing.assert_array_equal(other.logits[-1], there.logits[-1])
 
 
-def test_a_request_ends_where_one_card_is_full(tmp_path: Path) -> None:
-    """Whichever card it is; nothing of the request is left, and the next one is answered."""
+def test_a_request_ends_where_one_gpu_is_full(tmp_path: Path) -> None:
+    """Whichever GPU it is; nothing of the request is left, and the next one is answered."""
     path, params = make_model(tmp_path, "llama_gqa_llama3_tied"), SamplingParams(max_tokens=4, temperature=0)
-    ops = cards()
+    ops = gpus()
     with load_tiny(path, ops=ops, block_size=N, ctx_size=128, calibration=False, cache_type="f16") as engine:
         wanted = engine.generate(PROMPT[:40], params).token_ids
-        for card in ops.cards:
-            device = card._device
+        for part in ops.device_ops:
+            device = part._device
             free, _ = device.memory()
             device._room -= free - 1024
             with pytest.raises(EngineError) as caught:
@@ -206,11 +206,11 @@ def test_a_request_ends_where_one_card_is_full(tmp_path: Path) -> None:
             assert engine.generate(PROMPT[:40], params).token_ids == wanted
 
 
-def test_a_model_is_fitted_as_on_one_card() -> None:
+def test_a_model_is_fitted_as_on_one_gpu() -> None:
     """Its fingerprint, what its weights say of keys and values, and its statistics on a text."""
     config, source, _ = open_weights(FIXTURES / "qwen2_mixed_windows")
     fitted = []
-    for ops in (CudaOps(Card(0)), cards(1, 2)):
+    for ops in (CudaOps(LimitedDevice(0)), gpus(1, 2)):
         weights = load_weights(ops, config, source)
         statistics = calibrate(ops, config, weights, range(5, 5 + 3 * N), N)
         arrays = [getattr(one, field.name) for one in statistics.values() for field in fields(one)]
@@ -221,21 +221,21 @@ def test_a_model_is_fitted_as_on_one_card() -> None:
     np.testing.assert_equal(fitted[1][1], fitted[0][1])
 
 
-def test_fit_says_what_every_card_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_fit_says_what_every_gpu_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """For the plan that loading makes, and in a table."""
-    path, ops = make_model(tmp_path, "qwen2_mixed_windows"), cards(rooms=(1 << 27, 1 << 28))
+    path, ops = make_model(tmp_path, "qwen2_mixed_windows"), gpus(rooms=(1 << 27, 1 << 28))
     config = settle(path, None, {"tensor_split": "2,1"})
     model, source, _ = open_weights(path)
     fit = fit_device(config, "cuda", ops, model, source, ["f16"])
     source.close()
     parts = assembly.assemble(replace(config, cache_type="f16"), None, ops=ops)
     split, plan = parts.placement.split, parts.plan
-    of_cards = fit.weights[0].cache("f16").cards
-    assert [card.layers for card in of_cards] == [(0, 1), (2, 2)]
-    assert [card.weights for card in of_cards] == [share.weights for share in split.shares]
-    assert [card.store for card in of_cards] == [plan.bytes_of(share.layers) for share in split.shares]
+    devices = fit.weights[0].cache("f16").cards
+    assert [device.layers for device in devices] == [(0, 1), (2, 2)]
+    assert [device.weights for device in devices] == [share.weights for share in split.shares]
+    assert [device.store for device in devices] == [plan.layer_bytes(share.layers) for share in split.shares]
     assert fit.weights[0].cache("f16").tokens == plan.tokens
-    assert sum(card.weights for card in of_cards) == fit.weights[0].bytes == parts.model.weights.bytes
+    assert sum(device.weights for device in devices) == fit.weights[0].bytes == parts.model.weights.bytes
     parts.close()
     monkeypatch.setattr(command, "devices", lambda device, threads=0: [("cuda", ops)])
     assert command.main(["--device", "cuda:0,1", "--tensor-split", "2,1", str(path)]) == 0
@@ -255,23 +255,23 @@ def test_fit_says_what_every_card_has(tmp_path: Path, monkeypatch: pytest.Monkey
         ("lfm2_tied", {"tensor_split": "1,3"}, "GPU number 0 would get none of the layers with attention"),
     ],
 )
-def test_what_runs_on_one_card_is_refused_by_name(
+def test_what_runs_on_one_gpu_is_refused_by_name(
     tmp_path: Path, fixture: str, settings: dict[str, Any], says: str
 ) -> None:
     config = settle(make_model(tmp_path, fixture), None, {"block_size": N, "calibration": False} | settings)
     with pytest.raises(EngineError, match=says):
-        assembly.assemble(config, None, ops=cards())
+        assembly.assemble(config, None, ops=gpus())
 
 
-def test_requests_with_adapters_and_drafts_are_answered_as_on_one_card(tmp_path: Path) -> None:
-    """The draft model is on the last card."""
+def test_requests_with_adapters_and_drafts_are_answered_as_on_one_gpu(tmp_path: Path) -> None:
+    """The draft model is on the last GPU."""
     path, lora, answered = tmp_path / "base", tmp_path / "lora", []
     path.mkdir()
     make_model(path)
     write_peft(lora, random_changes(path, 1, 5, ALL), 10)
     settings = {"block_size": N, "ctx_size": 64, "calibration": False, "lora": {"a": str(lora)}, "draft_max": 3}
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=2)
-    for ops in (CudaOps(Card(0)), cards()):
+    for ops in (CudaOps(LimitedDevice(0)), gpus()):
         with load_tiny(path, ops=ops, model_draft=str(path), **settings) as engine:
             answered.append(
                 [engine.generate(PROMPT[:20], params, PromptOptions(lora=name)).logprobs for name in ("", "a")]
@@ -282,9 +282,9 @@ def test_requests_with_adapters_and_drafts_are_answered_as_on_one_card(tmp_path:
     assert on == "emulated GPU (cuda:1)"
 
 
-def test_a_store_that_one_card_has_no_room_for_names_it(tmp_path: Path) -> None:
+def test_a_store_that_one_gpu_has_no_room_for_names_it(tmp_path: Path) -> None:
     """The weights fit, and not the first blocks of K/V."""
-    ops, said = cards(rooms=(1 << 28, 64 << 10)), list[str]()
+    ops, said = gpus(rooms=(1 << 28, 64 << 10)), list[str]()
     with pytest.raises(
         EngineError, match=r"^layer 1 on emulated GPU \(cuda:1\): .* for the KV store is too little"
     ) as caught:
@@ -296,13 +296,13 @@ def test_a_store_that_one_card_has_no_room_for_names_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fixture", "ops"),
     [
-        ("glm4_moe_qk_norm", lambda: cards(3, 1)),
-        ("qwen3_next_shared_keys", lambda: CudaOps(Card(0))),
-        ("nemotron_h_latent", lambda: CudaOps(Card(0))),
+        ("glm4_moe_qk_norm", lambda: gpus(3, 1)),
+        ("qwen3_next_shared_keys", lambda: CudaOps(LimitedDevice(0))),
+        ("nemotron_h_latent", lambda: CudaOps(LimitedDevice(0))),
     ],
 )
 def test_a_layer_of_the_model_drafts_as_on_the_cpu(tmp_path: Path, fixture: str, ops: Callable[[], Ops]) -> None:
-    """Alone on the last card, or beside recurrent layers, after prompts and steps."""
+    """Alone on the last GPU, or beside recurrent layers, after prompts and steps."""
     path, (ids,), found = make_mtp(tmp_path, fixture), prompts(1, seed=2), []
     for backend in (ops(), NumpyOps()):
         with load_tiny(path, ops=backend, spec_type="mtp", block_size=N, cache_type="f16", ctx_size=128) as engine:

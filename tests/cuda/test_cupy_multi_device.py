@@ -9,8 +9,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.cuda.cards.ops import CardsOps
 from polarlm.engine.backends.cuda.device import PeerCopy
+from polarlm.engine.backends.cuda.multi_device.ops import MultiDeviceOps
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.errors import EngineError
 from tests.cuda.fake_cupy import Machine
@@ -87,7 +87,7 @@ def test_a_model_answers_the_same_recorded_on_each_gpu(
     _, module = fake
     wanted = talk(model_of(CudaOps(module.CupyDevice()), name, TYPES))
     devices = [module.CupyDevice(number) for number in range(2)]
-    logits = talk(model_of(CardsOps([*map(CudaOps, devices)], counts), name, TYPES))
+    logits = talk(model_of(MultiDeviceOps([*map(CudaOps, devices)], counts), name, TYPES))
     np.testing.assert_equal(logits, wanted)
     recorded = [sum(bool(one.parts) for one in device._recordings._recordings_by_key.values()) for device in devices]
     assert recorded[0] == recorded[1] > 0
@@ -98,8 +98,8 @@ def test_steps_that_begin_ahead_have_the_tokens_of_steps_that_wait(
     fake: tuple[Machine, ModuleType], tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokens go from the last GPU to the first one, and do not pass the host."""
-    cards = [CudaOps(fake[1].CupyDevice(number)) for number in range(2)]
-    compare_with_waiting(lambda: CardsOps(cards), tiny_path, monkeypatch)
+    device_ops = [CudaOps(fake[1].CupyDevice(number)) for number in range(2)]
+    compare_with_waiting(lambda: MultiDeviceOps(device_ops), tiny_path, monkeypatch)
 
 
 def test_a_gpu_that_is_not_there_is_an_error(fake: tuple[Machine, ModuleType]) -> None:

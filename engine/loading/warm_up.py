@@ -15,7 +15,7 @@ from polarlm import model_loaders
 from polarlm.engine.backends.ops import STEP_ROWS, WarmUp
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.limits import DRAFT_ROWS
-from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, stored
+from polarlm.engine.loading.encoding import FULL_ENCODING, NO_ENCODING, encode_layer
 from polarlm.engine.loading.sizes import is_calibrated, weight_format
 from polarlm.engine.model.adapters import LoadedAdapter
 from polarlm.engine.model.encoder import Encoder
@@ -54,48 +54,52 @@ def warm_up_first(
 ) -> list[Callable[[], None]]:
     """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones.
     on_host, adapters: as in `load_weights`."""
-    ops, wanted = warm.ops, weight_format(config)
+    ops, format = warm.ops, weight_format(config)
     if source.config.is_encoder:
-        return _warm_up_encoder(warm, source, shape, wanted)
-    formats = [*enumerate(layer_formats(ops, source.config, source.weights, wanted))]
-    numbers = _different_layers(source.config, shape, [(number < on_host, of) for number, of in formats])
+        return _warm_up_encoder(warm, source, shape, format)
+    formats = [*enumerate(layer_formats(ops, source.config, source.weights, format))]
+    numbers = _different_layers(
+        source.config, shape, [(number < on_host, layer_format) for number, layer_format in formats]
+    )
     model = replace(source.config, layers=tuple(source.config.layers[number] for number in numbers))
     shape = CacheShape(shape.block_size, tuple(shape.layers[number] for number in numbers))
-    made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
+    encodings: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
     for number in model.kv_attentions:
         layer = shape.kv_layers[number]
-        if layer not in made:
+        if layer not in encodings:
             heads, dim = layer.kv_heads, layer.head_dim
-            measured = [neutral(heads, dim, shape.block_size)] if is_calibrated(config, shape) else []
-            (made[layer],) = stored(WHOLE, layer, [Variances(*np.ones((2, heads, dim)))], measured)
+            statistics = [neutral(heads, dim, shape.block_size)] if is_calibrated(config, shape) else []
+            (encodings[layer],) = encode_layer(FULL_ENCODING, layer, [Variances(*np.ones((2, heads, dim)))], statistics)
     conditioning, metrics = zip(
-        *(made[layer] if isinstance(layer, LayerShape) else NOT_STORED for layer in shape.layers), strict=True
+        *(encodings[layer] if isinstance(layer, LayerShape) else NO_ENCODING for layer in shape.layers), strict=True
     )
     weights = load_weights(
-        ops, source.config, source.weights, None, wanted, numbers, on_host=on_host, adapters=adapters
+        ops, source.config, source.weights, None, format, numbers, on_host=on_host, adapters=adapters
     )
     store = KVStore(ops, least_plan(shape, max(warm.rows, default=0)), conditioning, metrics)
-    warmed = Transformer(ops, model, weights, store)
-    sequence = warm_up(warmed, warm.short)
-    drafted = config.draft_max if config.drafts else 0
-    most = 1 + drafted if store.sparse_groups else STEP_ROWS  # prompts of a few tokens are steps of several rows, too
+    transformer = Transformer(ops, model, weights, store)
+    sequence = warm_up(transformer, warm.short)
+    most_drafted = config.draft_max if config.drafts else 0
+    most_rows = (
+        1 + most_drafted if store.sparse_groups else STEP_ROWS
+    )  # prompts of a few tokens are steps of several rows, too
     return [
-        *([partial(warm_up_adapter, warmed)] if adapters else []),
-        partial(warm_up_codes, warmed, sequence),
-        *(partial(warm_up_drafts, warmed, rows) for rows in _STEP_ROWS if rows <= most),
-        *(partial(warm_up_pass, warmed, rows) for rows in DRAFT_ROWS),
+        *([partial(warm_up_adapter, transformer)] if adapters else []),
+        partial(warm_up_codes, transformer, sequence),
+        *(partial(warm_up_drafts, transformer, rows) for rows in _STEP_ROWS if rows <= most_rows),
+        *(partial(warm_up_pass, transformer, rows) for rows in DRAFT_ROWS),
         *(
-            partial(warm_up_rows, warmed, rows, in_steps=fewer < config.parallel)
+            partial(warm_up_rows, transformer, rows, in_steps=fewer < config.parallel)
             for fewer, rows in itertools.pairwise((1, *warm.rows))
         ),
     ]
 
 
 def _warm_up_encoder(
-    warm: WarmUp, source: model_loaders.Model, shape: CacheShape, wanted: WeightFormat | None
+    warm: WarmUp, source: model_loaders.Model, shape: CacheShape, format: WeightFormat | None
 ) -> list[Callable[[], None]]:
     """As `warm_up_first`, for an encoder: texts of a few lengths, one at a time."""
-    weights = load_weights(warm.ops, source.config, source.weights, None, wanted)
+    weights = load_weights(warm.ops, source.config, source.weights, None, format)
     store = KVStore(warm.ops, least_plan(shape, 0), [])
     model = Encoder(warm.ops, source.config, weights, store)
     for rows in (ENCODED_ROWS, *warm.short):
@@ -103,7 +107,7 @@ def _warm_up_encoder(
     return []
 
 
-def rehearse(later: Sequence[Callable[[], None]], wait: Callable[[], None]) -> threading.Timer | None:
+def warm_up_later(later: Sequence[Callable[[], None]], wait: Callable[[], None]) -> threading.Timer | None:
     """Make these calls in a thread, a moment from now, and then `wait` for the kernels that they need; return its
     timer, or None if the system refuses the thread."""
     left = [*later, wait]

@@ -18,26 +18,27 @@ IMAGE_IDS = 1 << 62
 
 
 @dataclass(frozen=True)
-class Places:
-    """images: the positions of each image's rows in the sequence, in order. turned (3, n): the positions for RoPE, in
-    time, height and width, of all tokens up to the end of the last image; None: every token's position is its own."""
+class ImagePositions:
+    """images: the positions of each image's rows in the sequence, in order. rope_positions (3, n): the positions for
+    RoPE, in time, height and width, of all tokens up to the end of the last image; None: every token's position is its
+    own."""
 
     images: tuple[range, ...]
-    turned: np.ndarray | None = None
+    rope_positions: np.ndarray | None = None
 
     @classmethod
-    def of(cls, images: Sequence[range], grids: Sequence[tuple[int, int]], *, sections: bool) -> Places:
+    def from_grids(cls, images: Sequence[range], grids: Sequence[tuple[int, int]], *, sections: bool) -> ImagePositions:
         """grids: (height, width) of each image's rows. sections: whether RoPE has sections."""
         if not sections:
             return cls(tuple(images))
-        turned, end, after = [], 0, 0  # after: what the token at `end` gets
+        rope_positions, end, after = [], 0, 0  # after: what the token at `end` gets
         for rows, (height, width) in zip(images, grids, strict=True):
             text = np.arange(rows.start - end) + after
             after += len(text)
             down, right = np.divmod(np.arange(len(rows)), width)
-            turned += [np.stack([text] * 3), np.stack([np.zeros_like(down), down, right]) + after]
+            rope_positions += [np.stack([text] * 3), np.stack([np.zeros_like(down), down, right]) + after]
             end, after = rows.stop, after + max(height, width)
-        return cls(tuple(images), np.concatenate(turned, axis=1))
+        return cls(tuple(images), np.concatenate(rope_positions, axis=1))
 
     def parts(self, start: int, count: int) -> list[tuple[range, int]]:
         """Return `count` positions from `start` on, cut where images begin and end, and the last position of the image
@@ -56,10 +57,10 @@ class Places:
         """Return the positions for RoPE of `count` tokens from `start` on: (count,), or (3, count) if an image is among
         them."""
         own = np.arange(start, start + count)
-        if self.turned is None:
+        if self.rope_positions is None:
             return own
-        known = self.turned[:, start : start + count]
-        lag = self.turned.shape[1] - 1 - self.turned.max()
+        known = self.rope_positions[:, start : start + count]
+        lag = self.rope_positions.shape[1] - 1 - self.rope_positions.max()
         if not known.shape[1]:
             return own - lag
         return np.concatenate(
