@@ -30,7 +30,7 @@ from polarlm.server.reading.fields import FIELDS, RULES, Field
 from scripts import gpu_tables, quality_tables, readme_tables, speed_tables
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARK = re.compile(r"<!-- ([\w -]+) -->\n.*?<!-- /\1 -->", re.DOTALL)
 
 
@@ -176,7 +176,27 @@ def _definitions(tree: ast.AST, prefix: str = "") -> dict[str, tuple[int, int]]:
     return places
 
 
+# Kind → the folder that has a file for each, and the most lines of a new one.
+PRICES = {
+    "a dense family": ("model_loaders/families", 20),
+    "a weight format": ("engine/weight_formats", 16),
+    "a pair codec": ("engine/codecs", 160),
+}
+
+
+def prices() -> str:
+    """A row for each kind of file: what a new one may have, and what those have that are there."""
+    rows = []
+    for kind, (folder, most) in PRICES.items():
+        files = [path for path in (ROOT / folder).glob("*.py") if not path.name.startswith("_")]
+        lines = sorted(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        within = sum(count <= most for count in lines)
+        rows.append(f"{kind} | {most} | {len(lines)} | {within} | {lines[len(lines) // 2]} | {lines[-1]}")
+    return table("A file of | lines at most | files in the folder | within it | median | longest", rows)
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
+    "prices": prices,
     "flags": flags,
     "settings": lambda: settings(EngineConfig, "weights"),
     "sampling": lambda: settings(SamplingParams),
