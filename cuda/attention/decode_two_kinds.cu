@@ -13,13 +13,15 @@
 // JOINS: last.cuh, attention.cuh, shares.cuh, decode_work.cuh, decode_records.cuh, hadamard.cuh, sums.cuh,
 // decode_share.cuh.
 
-// How many CTAs have units of high_precision blocks; a warp calls it together. Their share of the CTAs is that of their bytes,
-// rounded such that the kind of fewer CTAs gets more: so no CTA has much more than the mean of all CTAs and one unit.
-__device__ __forceinline__ int high_precision_ctas(const high_precision::Plan &high_plan, const low_precision::Plan &low_plan) {
-    int high_units = 0, others = 0;
+// How many CTAs have units of high-precision blocks; a warp calls it together. Their share of the CTAs is that of their
+// bytes, rounded such that the kind of fewer CTAs gets more: so no CTA has much more than the mean of all CTAs and one
+// unit.
+__device__ __forceinline__ int high_precision_ctas(const high_precision::Plan &high_plan,
+                                                   const low_precision::Plan &low_plan) {
+    int high_units = 0, low_units = 0;
     for (int own = threadIdx.x % 32; own < high_plan.sequences; own += 32) {
         const int cells = high_plan.kv_heads * high_precision::chunks_of(high_plan.span(own));
-        high_units += high_plan.units(own) * cells, others += low_plan.units(own) * cells;
+        high_units += high_plan.units(own) * cells, low_units += low_plan.units(own) * cells;
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -50,7 +52,8 @@ decode_two_kinds_kernel(TO *out, float *acc, float *ml, int *counts, const float
                         const float *factors, const float *input_signs, const float *output_signs, int sequences,
                         int span_stride, int kv_heads, int chunks, int window, float scale, const float *sink_scores,
                         const unsigned char *high_precision_keys, const unsigned char *high_precision_values,
-                        const unsigned char *high_precision_key_tables, const unsigned char *high_precision_value_tables) {
+                        const unsigned char *high_precision_key_tables,
+                        const unsigned char *high_precision_value_tables) {
     let_next_begin();
     // Most CTAs read low-precision blocks, whose tables are on their way while the kernel waits.
     const typename low_precision::Tables::Loaded<WARPS * 32> tables(key_tables, value_tables);
@@ -74,7 +77,9 @@ decode_two_kinds_kernel(TO *out, float *acc, float *ml, int *counts, const float
     const int cells = sequences * kv_heads * chunks;
     const long long size = (2ll * cells + gridDim.x) * high_precision::HEADS;
     const high_precision::Sums sums = {acc + size * high_precision::DP, reinterpret_cast<float2 *>(ml) + size, cells};
-    high_precision::attend_share({out, factors, input_signs, output_signs, sink_scores}, sums, counts + cells * high_precision::HEADS, q,
-                        {high_precision_keys, high_precision_values, full_k, full_v, kv_heads}, {high_precision_key_tables, high_precision_value_tables},
+    high_precision::attend_share({out, factors, input_signs, output_signs, sink_scores}, sums,
+                        counts + cells * high_precision::HEADS, q,
+                        {high_precision_keys, high_precision_values, full_k, full_v, kv_heads},
+                        {high_precision_key_tables, high_precision_value_tables},
                         high_plan, shared, chunks, scale);
 }

@@ -26,8 +26,9 @@
 // computation.
 //
 // With two kinds of quantized blocks, TWO_KINDS, the parts below are read twice, in the namespaces `high_precision` and
-// `low_precision`, and there are four arguments more. keys, values and their tables belong to the low_precision blocks. Finer
-// blocks come first (Span in prelude.cuh); before the first low_precision block, tables are replaced. There is no window.
+// `low_precision`, and there are four arguments more. keys, values and their tables belong to the low-precision blocks.
+// High-precision blocks come first (Span in prelude.cuh); before the first low-precision block, tables are replaced.
+// There is no window.
 // JOINS: attention.cuh, visible_parts.cuh, decode_parts.cuh, prefill_rows.cuh.
 
 #ifdef TWO_KINDS

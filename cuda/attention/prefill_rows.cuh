@@ -9,7 +9,7 @@ constexpr int VALUES = KEYS + PART_BYTES;
 constexpr int QUERIES = VALUES + PART_BYTES;
 constexpr bool QUERIES_SHARED = MT > 1 && DP > 64;  // registers are needed for sums
 #ifdef TWO_KINDS
-constexpr bool HAS_SHARED = !IS_FINER;  // high_precision blocks take the place of the others' tables
+constexpr bool HAS_SHARED = !IS_HIGH_PRECISION;  // high-precision blocks take the place of the others' tables
 #else
 constexpr bool HAS_SHARED = true;
 #endif
