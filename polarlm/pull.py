@@ -1,6 +1,6 @@
 """`polarlm pull MODEL`: downloads a model from the Hugging Face hub ahead of its first use, and prepares it if asked.
 
-Standard output gets the model's path. Exit codes: 0; 2 for a bad flag or a model that cannot be fetch_model; 130 after
+Standard output gets the model's path. Exit codes: 0; 2 for a bad flag or a model that cannot be fetched; 130 after
 Ctrl-C.
 """
 

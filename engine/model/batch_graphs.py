@@ -1,4 +1,4 @@
-"""BatchGraphs: prompts that are computed together, with a step of the sequences that run.
+"""Batches: prompts that are computed together, with a step of the sequences that run.
 
 A batch of few rows waits for its launches, so it is recorded: what lies between two layers' attention depends on the
 number of rows alone, which is filled up to a bucket. Attention, and what the store does for a layer, depend on the

@@ -165,7 +165,7 @@ class Transformer:
 
     @property
     def batch_rows(self) -> int:
-        """`KVStore.batch_rows`, of a model that has passes."""
+        """`KVStore.batch_rows`, of a model that has batches of prompts."""
         return 0 if self.config.mtp else self.store.batch_rows
 
     @property

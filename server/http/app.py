@@ -105,7 +105,7 @@ class Front(ABC):
 
     @abstractmethod
     def find(self, name: str) -> tuple[str, Mapping[str, Any]]:
-        """One of them. Raises ApiError or Refused."""
+        """One of them. Raises ApiError or Refusal."""
 
     @abstractmethod
     async def metrics(self, request: Request) -> Response:

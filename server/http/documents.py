@@ -52,7 +52,7 @@ class Documents:
         return JSONResponse(document)
 
     async def _read(self, data: bytes) -> bytes:
-        """The JSON about a file, which is read again where a turn was too short. Raises ApiError or Refused."""
+        """The JSON about a file, which is read again where a turn was too short. Raises ApiError or Refusal."""
         short, long = _TURNS
         async with self._free[short]:
             if (document := await _read(data, self._most, short)) is not None:

@@ -81,11 +81,11 @@ class Generation(Endpoints):
         self._count_fields = count_fields or {}
 
     async def serve(self, raw_request: Request) -> Response:
-        """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
+        """The response. Raises BadRequest, Refusal, EngineError, ApiError, or ClientDisconnect."""
         return await self.respond(raw_request, await self._body(raw_request))
 
     async def count(self, raw_request: Request) -> Response:
-        """{…, "input_tokens"}. Raises BadRequest, Refused, EngineError or ApiError."""
+        """{…, "input_tokens"}. Raises BadRequest, Refusal, EngineError or ApiError."""
         request, _, warnings = await self._parse(await self._body(raw_request))
         engine = self._driver.engine
         work = partial(engine.prompt_ids, request.prompt, request.options, warnings.append)

@@ -147,7 +147,7 @@ class EventStream(Response):
         self._sign_task: asyncio.Task[None] | None = None  # sends one
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises Refused or EngineError if nothing has been sent yet."""
+        """Raises Refusal or EngineError if nothing has been sent yet."""
         async with aclosing(self._events):
             with suppress(ClientDisconnect):
                 await while_connected(receive, self._send_all(send))

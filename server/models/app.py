@@ -110,7 +110,7 @@ class _SeveralModels(Front):
         return slot.model.name, _router_fields(slot)
 
     async def load(self, request: Request) -> Response:
-        """POST /models/load: begins to load a model; /models tells when it is. Raises ApiError or Refused."""
+        """POST /models/load: begins to load a model; /models tells when it is. Raises ApiError or Refusal."""
         slot = await self._find_named(request)
         if slot.is_loading or slot.state == READY:
             raise ApiError(400, f"{slot.model.name} is {slot.state} already", "invalid_request", "model")
@@ -148,7 +148,7 @@ class _SeveralModels(Front):
         return JSONResponse({"models": entries})
 
     async def show(self, request: Request) -> Response:
-        """POST /api/show: a model's template and shape, without loading it. Raises ApiError, BadRequest or Refused."""
+        """POST /api/show: a model's template and shape, without loading it. Raises ApiError, BadRequest or Refusal."""
         model = (await self._find_named(request)).model
         if model.path is None:
             raise Refusal("model_not_loaded", f"{model.name} has to be fetched first: pull it, or ask it something")
@@ -247,7 +247,7 @@ def _hub_name(name: str) -> hub.HubName:
 
 async def _download_lines(registry: Registry, name: hub.HubName) -> AsyncGenerator[dict[str, Any], None]:
     """Yield lines of Ollama's progress while the model is downloaded; then it is in the registry. Closing the generator
-    ends the download, which a later one continues. Raises EngineError or Refused."""
+    ends the download, which a later one continues. Raises EngineError or Refusal."""
     process = ModelProcess(registry.hub_model(str(name)), None, lambda code: None)
     fetch = asyncio.create_task(process.fetch())
     try:

@@ -59,7 +59,7 @@ class ModelProcess:
         self._child.tell({"engine": asdict(model.config), "server": server})
 
     async def fetch(self) -> Path:
-        """The path of the model's files, once they are there. Raises EngineError if that fails, or Refused."""
+        """The path of the model's files, once they are there. Raises EngineError if that fails, or Refusal."""
         return Path((await self._answer())["fetched"]["path"])
 
     async def need(self, reserved_bytes: Mapping[str, int], most: int | None) -> Need:
@@ -99,7 +99,7 @@ class ModelProcess:
         self._code.set_result(code)
 
     async def _answer(self) -> dict[str, Any]:
-        """What the process says next but its progress. Raises EngineError if it failed, or Refused, also if it shows no
+        """What the process says next but its progress. Raises EngineError if it failed, or Refusal, also if it shows no
         work: a slow disk or line shows in what it has read, a long computation in its time."""
         next_message = asyncio.ensure_future(self._messages.get())
         activity, last_change = self._activity(), time.monotonic()

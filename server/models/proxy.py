@@ -113,7 +113,7 @@ class _ProxiedResponse(Response):
         try:
             with suppress(ClientDisconnect):
                 await while_connected(receive, self._answer(send))
-        except Exception as error:  # EngineError, Refused: as the API writes errors
+        except Exception as error:  # EngineError, Refusal: as the API writes errors
             client_error = error if isinstance(error, ApiError) else api_error(for_clients(error))
             if not self._began:
                 await self._proxy._errors.response(self._path, client_error)(scope, receive, send)
@@ -143,7 +143,7 @@ class _ProxiedResponse(Response):
                 raise Refusal("model_ended", f"The connection to {slot.model.name} was lost: {error}") from None
 
     async def _load(self, send: Send) -> None:
-        """Wait for the model, with signs of life on a stream. Raises EngineError or Refused."""
+        """Wait for the model, with signs of life on a stream. Raises EngineError or Refusal."""
         start, limit = time.monotonic(), self._proxy._config.request_seconds
         loading = asyncio.ensure_future(self._proxy._supervisor.acquire(self._slot))
         try:

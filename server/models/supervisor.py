@@ -53,7 +53,7 @@ class Supervisor:
         return [self._slot(model) for model in self.registry.models()]
 
     def find(self, name: str) -> ModelSlot:
-        """The model of this name; for an empty one, the model that was used last, or else the first. Raises Refused."""
+        """The model of this name; for an empty one, the model that was used last, or else the first. Raises Refusal."""
         if name == "":
             started_slots = [one for one in self._slots.values() if one.starts]
             if started_slots:
@@ -73,7 +73,7 @@ class Supervisor:
         return slot
 
     async def acquire(self, slot: ModelSlot) -> None:
-        """Return when the model takes requests; load it if need be. Raises EngineError or Refused. The model then has
+        """Return when the model takes requests; load it if need be. Raises EngineError or Refusal. The model then has
         one request more, until `use` or `release` ends it."""
         if self.is_closing:
             raise refusals.server_closing()
@@ -96,7 +96,7 @@ class Supervisor:
 
     @contextmanager
     def use(self, slot: ModelSlot, keep_seconds: float | None) -> Iterator[ModelProcess]:
-        """The process, for the request that `acquire` admitted. keep_seconds: as of `ModelSlot`. Raises Refused if
+        """The process, for the request that `acquire` admitted. keep_seconds: as of `ModelSlot`. Raises Refusal if
         the process has ended."""
         try:
             if slot.process is None or slot.state not in (READY, STOPPING):
@@ -154,7 +154,7 @@ class Supervisor:
         await asyncio.gather(*stops, *ends, return_exceptions=True)
 
     async def _load(self, slot: ModelSlot) -> None:
-        """Start the model's process, and have it load the model when there is room. Raises EngineError or Refused."""
+        """Start the model's process, and have it load the model when there is room. Raises EngineError or Refusal."""
         if slot.stop_task is not None:
             await asyncio.wait([slot.stop_task])  # which goes on if this task is cancelled
         if self.is_closing:
@@ -193,7 +193,7 @@ class Supervisor:
         note(f"{name} is loaded, after {time.monotonic() - start:.1f} s")
 
     async def _take_memory(self, slot: ModelSlot, process: ModelProcess) -> None:
-        """Set memory aside for the model, and unload others until there is enough. Raises EngineError or Refused."""
+        """Set memory aside for the model, and unload others until there is enough. Raises EngineError or Refusal."""
         try:
             while True:
                 change_event = self._memory.change_event

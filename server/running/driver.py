@@ -133,7 +133,7 @@ class Driver:
         warnings before the first chunk.
 
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
-        `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
+        `contextlib.aclosing`. Raises Refusal or EngineError, before the first chunk or in place of a later one.
         """
         with self._job(self._answers) as job:
             job.entry.adapter = options.lora if options and options.lora else None
@@ -166,7 +166,7 @@ class Driver:
         warn: Callable[[int, str], None] = lambda index, sentence: None,
     ) -> list[T]:
         """What `write`, called in a thread, returns for the embedding of each job, which are parts of one request.
-        outcome: what it counts as. warn: gets the number of a job, and a warning of its ticket. Raises Refused or
+        outcome: what it counts as. warn: gets the number of a job, and a warning of its ticket. Raises Refusal or
         EngineError. Cancelling the task that waits cancels the request."""
 
         def write_all(chunks: Sequence[Chunk]) -> T:
@@ -196,7 +196,7 @@ class Driver:
         return results
 
     async def _next(self, job: Job) -> Any:
-        """The next item that a thread appends to a job. Raises Refused or EngineError in place of one."""
+        """The next item that a thread appends to a job. Raises Refusal or EngineError in place of one."""
         try:
             return await job.next()
         except Exception as error:
@@ -204,7 +204,7 @@ class Driver:
 
     @contextmanager
     def _job(self, queue: _Queue) -> Iterator[Job]:
-        """Yields a job in `queue`, which ends after --request-seconds. Raises Refused."""
+        """Yields a job in `queue`, which ends after --request-seconds. Raises Refusal."""
         job, limit = Job(self._loop, journal.current()), self.config.request_seconds
         if self.is_closing or len(queue.jobs) >= queue.room:
             busy = refusals.busy("The server is busy", self._totals.usual_seconds())
@@ -264,7 +264,7 @@ class Driver:
         return ticket
 
     async def save_session(self, name: str, prompt: Prompt, options: PromptOptions | None = None) -> int:
-        """Save the stored part of `prompt`; return its number of tokens. Raises Refused or EngineError."""
+        """Save the stored part of `prompt`; return its number of tokens. Raises Refusal or EngineError."""
         folder = self._folder
 
         def save() -> int:
@@ -276,7 +276,7 @@ class Driver:
         return await self._run_on_disk("saved", save, preparation)
 
     async def load_session(self, name: str, cache_salt: str = "") -> int:
-        """Load a session into the store; return its number of tokens. Raises Refused or EngineError."""
+        """Load a session into the store; return its number of tokens. Raises Refusal or EngineError."""
         file = self._folder.file(name)
 
         def load() -> int:
@@ -312,7 +312,7 @@ class Driver:
         return await self._in_thread(self.engine.status, None)  # slow templates may hold all threads of a pool
 
     async def run_counted(self, outcome: str, work: Callable[[], T], prompt: Prompt = "") -> T:
-        """The result of `work`, run in a thread and counted as `outcome`. prompt: what it reads. Raises Refused or
+        """The result of `work`, run in a thread and counted as `outcome`. prompt: what it reads. Raises Refusal or
         EngineError. Cancelling the task that waits cancels the request."""
         return await self._run_counted(self._texts, self._readers.pool_for(prompt, "counts").submit, outcome, work)
 
@@ -335,7 +335,7 @@ class Driver:
             return result
 
     async def _in_thread(self, function: Callable[[], T], pool: ThreadPoolExecutor | None) -> T:
-        """The result of `function`, run in a thread of the pool or of the event loop. Raises EngineError or Refused."""
+        """The result of `function`, run in a thread of the pool or of the event loop. Raises EngineError or Refusal."""
         try:
             return await self._loop.run_in_executor(pool, function)
         except Exception as error:

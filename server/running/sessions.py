@@ -92,7 +92,7 @@ class SessionFolder:
         return check
 
     def remove(self, name: str) -> None:
-        """Remove a session. Raises Refused if there is none, and EngineError if it cannot be, and for other files."""
+        """Remove a session. Raises Refusal if there is none, and EngineError if it cannot be, and for other files."""
         file = self.file(name)
         try:
             if os.path.lexists(file) and not is_session(file):

@@ -40,7 +40,7 @@ class TestWhereItComesFrom:
         made = for_folder(tmp_path, {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": "<s>",
                                       "eos_token": {"content": "</s>"}})  # fmt: skip
         assert (rendered(made, HELLO), made.is_default) == ("<s></s>", False)
-        assert made.missing("its own") is None
+        assert made.missing_note("its own") is None
 
     @pytest.mark.parametrize(
         ("files", "settings", "used"),
@@ -71,14 +71,14 @@ class TestWhereItComesFrom:
         (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": "<|im_start|>"}]}))
         for made in (inside, beside, for_folder(tmp_path, {})):
             assert (rendered(made, HELLO), made.is_default) == (chatml, True)
-            assert "note: base has no chat template: " in made.missing("base")
-            assert "in ChatML" in made.missing("base")
+            assert "note: base has no chat template: " in made.missing_note("base")
+            assert "in ChatML" in made.missing_note("base")
 
     def test_plain_words_where_it_has_not(self, tmp_path: Path) -> None:
         for made in (for_gguf(gguf()), for_folder(tmp_path, {})):
             assert (rendered(made, HELLO), made.is_default) == ("User: Hello\nAssistant:", True)
             assert rendered(made, HELLO, add_generation_prompt=False) == "User: Hello\n"
-            assert 'as lines of "User:" and "Assistant:"' in made.missing("base")
+            assert 'as lines of "User:" and "Assistant:"' in made.missing_note("base")
 
     def test_a_chat_template_that_is_not_text_is_left_out_with_a_warning(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -293,7 +293,7 @@ def test_blocks_wait_for_requests_within_a_budget(plain_model: Path, written, tm
     with load(plain_model, tmp_path / "blocks") as engine:
         budget = engine._tiers._budget
         whole = budget._left
-        request = engine._request(PROMPT, PARAMS, None, {}, outbox=[], wants_progress=False, constraint=None)
+        request = engine._request(PROMPT, PARAMS, None, {}, outbox=[], progress=False, constraint=None)
         taken = whole - budget._left
         assert taken > 0
         del request

@@ -1,7 +1,7 @@
 """The state of recurrent layers: a slot for each running sequence, and snapshots at the ends of some blocks.
 
 A slot has the matrices at the start of the current block, and what each of its tokens adds (`backends.delta`). When a
-block is complete, its slot advances to the next mixer. A snapshot is a quantized block: it stands for all tokens before
+block is complete, its slot advances to the next one. A snapshot is a quantized block: it stands for all tokens before
 its end.
 """
 

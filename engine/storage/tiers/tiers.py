@@ -146,7 +146,7 @@ class Tiers:
             return results[0] if results else None
         self._late_thread, tier = thread, query.end()
         tier.timeouts += 1
-        sentence = "kept blocks on %s were not read select_groups %.1f s: the prompt is computed without them"
+        sentence = "kept blocks on %s were not read within %.1f s: the prompt is computed without them"
         _LOG.warning(sentence, tier.label, seconds)
         return None
 

@@ -88,7 +88,7 @@ async def vectors_of(
     as_base64: bool = False,
 ) -> tuple[list[str], int]:
     """(JSON of the vector of each prompt, tokens of all prompts). warnings: gets sentences about prompts of `field`
-    that are not read as a whole. Raises Refused, EngineError or ClientDisconnect."""
+    that are not read as a whole. Raises Refusal, EngineError or ClientDisconnect."""
     cuts = dict[int, str]()
 
     def vector_json(embedding: Embedding) -> tuple[str, int]:

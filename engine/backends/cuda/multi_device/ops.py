@@ -14,13 +14,13 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Move
 from polarlm.engine.backends.ops import Load
 
-_OF_ONE_CACHE = ("round_trip", "decode_blocks", "read_blocks", "write_blocks", "read_full", "write_full")
+_CACHE_OPS = ("round_trip", "decode_blocks", "read_blocks", "write_blocks", "read_full", "write_full")
 
 
 class MultiDeviceOps(CudaOps):
     """The ops of several GPUs. What belongs to no layer is done on the last one, which has the head of the model.
 
-    A layer's ops are those of its GPU (`of_layer`). Block ids mean the same on every GPU; ops with a cache, and with
+    A layer's ops are those of its GPU (`layer_ops`). Block ids mean the same on every GPU; ops with a cache, and with
     the buffer of a prompt, are done where that cache is.
     """
 
@@ -34,13 +34,13 @@ class MultiDeviceOps(CudaOps):
         self.encoded_at_once = min(ops.encoded_at_once for ops in device_ops)
         devices = [ops._device for ops in device_ops]
         sizes = [(device.processors, device.shared_memory, device.overlaps) for device in devices]
-        self._alike = [device for device, size in zip(devices, sizes, strict=True) if size == sizes[-1]]
+        self._same_devices = [device for device, size in zip(devices, sizes, strict=True) if size == sizes[-1]]
         self._ends = [*itertools.accumulate(counts)]
         self._by_device: dict[Device, CudaOps] = {ops._device: ops for ops in device_ops}
-        for name in _OF_ONE_CACHE:
-            setattr(self, name, partial(self._where_cache_is, name))
+        for name in _CACHE_OPS:
+            setattr(self, name, partial(self._run_on_cache_device, name))
 
-    def of_layer(self, layer: int) -> CudaOps:
+    def layer_ops(self, layer: int) -> CudaOps:
         return self.device_ops[bisect_right(self._ends, layer)]
 
     # -- memory ------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class MultiDeviceOps(CudaOps):
 
     # -- K/V ---------------------------------------------------------------------------------------------------
 
-    def _where_cache_is(self, op: str, cache: LayerCache, *args: Any) -> Any:
+    def _run_on_cache_device(self, op: str, cache: LayerCache, *args: Any) -> Any:
         return getattr(self._by_device[cache.device], op)(cache, *args)
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> DeviceBuffers:

@@ -50,7 +50,7 @@ class StepTable:
         places: list[int] = []
         for number, (view, chunks) in enumerate(zip(views, chunked, strict=True)):
             rows = view.rows.stop - view.rows.start
-            # Where blocks have two kinds, the first high_precision ones, which are few, share chunk 0.
+            # Where blocks have two kinds, the first high-precision ones, which are few, share chunk 0.
             first_quantized = 0 if view.high_precision and view.table else 1
             ends = [max(1, first_quantized + -(-end // chunks.chunk_blocks)) for end in chunks.ends]
             slots = [view.current.block, *view.following]

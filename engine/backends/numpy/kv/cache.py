@@ -110,7 +110,7 @@ AnyCache = TypeVar("AnyCache", bound=LayerCache)  # one type for both kinds of b
 
 
 def _take_blocks(array: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """array[:, blocks], contiguous. `np.take` would copy a whole array even where a high_precision kind has a part."""
+    """array[:, blocks], contiguous. `np.take` would copy a whole array even where a high-precision kind has a part."""
     return array.take(blocks, axis=1) if array.flags.c_contiguous else np.ascontiguousarray(array[:, blocks])
 
 
