@@ -210,7 +210,7 @@ class RandomWeights:
         }
 
     @classmethod
-    def of_kind(cls, config: ModelConfig, kind: str) -> RandomWeights:
+    def for_kind(cls, config: ModelConfig, kind: str) -> RandomWeights:
         """The weights of a model in one of KINDS."""
         return cls(config, matrix_types(config, kind).__getitem__)
 

@@ -71,15 +71,15 @@ def latencies_table(result: Result) -> Table:
 def servers_table(result: Result) -> Table:
     """A table with a line for our server, and one for each number of threads of another engine's."""
 
-    def of_measured(cell: Callable[[Figures], str]) -> Callable[[Figures], str]:
+    def unless_failed(cell: Callable[[Figures], str]) -> Callable[[Figures], str]:
         return lambda figures: NOTHING if figures[RATE].failure else cell(figures)
 
     columns = [
         Column.of("tokens/s", RATE, "{:,.1f}".format),
-        Column("first token ms, p50", of_measured(_milliseconds(FIRST_TOKEN, 50))),
-        Column("p95", of_measured(_milliseconds(FIRST_TOKEN, 95))),
-        Column("between two, p50", of_measured(_milliseconds(BETWEEN_TOKENS, 50))),
-        Column("p95", of_measured(_milliseconds(BETWEEN_TOKENS, 95))),
+        Column("first token ms, p50", unless_failed(_milliseconds(FIRST_TOKEN, 50))),
+        Column("p95", unless_failed(_milliseconds(FIRST_TOKEN, 95))),
+        Column("between two, p50", unless_failed(_milliseconds(BETWEEN_TOKENS, 50))),
+        Column("p95", unless_failed(_milliseconds(BETWEEN_TOKENS, 95))),
         Column.of("errors", "errors", "{:.0f}".format),
     ]
     ours = f"{OURS} {result.about.get('version', '')}".rstrip()

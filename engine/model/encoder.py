@@ -34,7 +34,7 @@ class Encoder(Transformer):
         x = self._inputs(np.concatenate(texts), places, types)
         ropes = [tuple(map(self.ops.to_device, table)) for table in self._ropes.tables(places)]
         for number, layer in enumerate(self._encoder_layers):
-            layer.compute(x, self._ropes.of_layer(number, ropes), lengths)
+            layer.compute(x, self._ropes.layer_table(number, ropes), lengths)
         if self.weights.norm is not None:
             self.ops.rms_norm(x, (self.weights.norm, self.config.norm_eps))
         return x

@@ -97,7 +97,7 @@ class RopeTables:
         factors = (1 + growth * np.log1p(positions // unit))[:, None].astype(np.float32)
         return tuple((*turns(positions), factors) for turns in self._turns)
 
-    def of_layer(self, layer: int, tables: Sequence[Any]) -> Any:
+    def layer_table(self, layer: int, tables: Sequence[Any]) -> Any:
         """Return a layer's table out of the tables of all kinds; None for a layer without attention."""
         kind = self.kind.get(layer)
         return None if kind is None else tables[kind]

@@ -46,7 +46,7 @@ def busy(message: str, seconds: int) -> Refusal:
 
 
 def for_clients(error: Exception) -> Exception:
-    """`error` if clients may see it; otherwise a generic Refused, and `error` goes to the log."""
+    """`error` if clients may see it; otherwise a generic refusal, and `error` goes to the log."""
     if isinstance(error, EngineError) and error.code == "busy":
         return busy(str(error), _COMPILED_SECONDS)
     if isinstance(error, (Refusal, EngineError)):

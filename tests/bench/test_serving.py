@@ -37,7 +37,7 @@ def test_arrivals_are_a_poisson_process() -> None:
 # -- what a client sees --------------------------------------------------------------------------------------------
 
 
-def asked(status: int, lines: Sequence[str]) -> Answer:
+def answer_of(status: int, lines: Sequence[str]) -> Answer:
     """What the client makes of a response to a prompt of a plan."""
 
     def respond(request: httpx.Request) -> httpx.Response:
@@ -56,7 +56,7 @@ ERROR = 'data: {"error": {"message": "…", "type": "server_error", "param": nul
 
 
 def test_an_answer() -> None:
-    answer = asked(
+    answer = answer_of(
         200, [":", TEXT, ":", TEXT, END, f'data: {{"choices": [], "usage": {json.dumps(USAGE)}}}', "data: [DONE]"]
     )
     assert answer.error is None
@@ -76,7 +76,7 @@ def test_an_answer() -> None:
     ],
 )
 def test_errors_have_a_kind(status: int, lines: Sequence[str], kind: str) -> None:
-    assert asked(status, lines).error == kind
+    assert answer_of(status, lines).error == kind
 
 
 def test_a_request_waits_for_the_first_free_client() -> None:

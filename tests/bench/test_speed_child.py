@@ -20,11 +20,11 @@ ASKED = """
 import library, polarlm
 from polarlm.bench.speed.child import serve
 
-class Asked:
+class Engine:
     def places(self):
         return [library.place, polarlm.__file__]
 
-serve(Asked, [])
+serve(Engine, [])
 """
 
 

@@ -39,7 +39,7 @@ def test_a_peer_imports_nothing_that_its_own_python_lacks(peer: peers.Peer) -> N
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A stand-in for the package: the parameters of the server, then its requests. It answers as the real one did."""
     said = recorded("xllamacpp")
     calls: list[Any] = []
@@ -72,10 +72,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_xllamacpp_is_asked_for_ids_and_measures_by_its_own_clock(asked: list[Any]) -> None:
+def test_xllamacpp_is_asked_for_ids_and_measures_by_its_own_clock(requests: list[Any]) -> None:
     said = recorded("xllamacpp")
     other = xllamacpp.Server("model.gguf", 512, 2, "q8_0")
-    (params,) = asked
+    (params,) = requests
     assert (params.model.path, params.n_ctx, params.cache_type_k, params.cache_type_v) == ("model.gguf", 512, 8, 8)
     assert params.cpuparams.n_threads == params.cpuparams_batch.n_threads == 2
     assert params.flash_attn_type == "enabled"
@@ -85,22 +85,22 @@ def test_xllamacpp_is_asked_for_ids_and_measures_by_its_own_clock(asked: list[An
 
     ids = list(range(5, 105))
     assert other.prompt_rate(ids) == pytest.approx(100 / (said["prompt"]["timings"]["prompt_ms"] / 1e3))
-    assert asked[1]["prompt"] == ids
-    assert (asked[1]["n_predict"], asked[1]["cache_prompt"]) == (1, False)
+    assert requests[1]["prompt"] == ids
+    assert (requests[1]["n_predict"], requests[1]["cache_prompt"]) == (1, False)
     rate = other.generation_rate(ids, [6] * 17)
     assert rate == pytest.approx(16 / (said["steps"]["timings"]["predicted_ms"] / 1e3)), "the prompt gives the first"
     assert rate == pytest.approx(said["steps"]["timings"]["predicted_per_second"])
-    assert (asked[2]["prompt"], asked[2]["n_predict"]) == ([*ids, 6], 17)
+    assert (requests[2]["prompt"], requests[2]["n_predict"]) == ([*ids, 6], 17)
     assert said["steps"]["timings"]["cache_n"] == 100, "its prefix was not computed again"
 
 
-def test_xllamacpp_has_room_for_each_client_of_a_server(asked: list[Any]) -> None:
+def test_xllamacpp_has_room_for_each_client_of_a_server(requests: list[Any]) -> None:
     assert xllamacpp.Server("model.gguf", 512, 2, "f16", 16).address() == "http://127.0.0.1:1"
-    (params,) = asked
+    (params,) = requests
     assert (params.n_parallel, params.n_ctx) == (16, 16 * 512)
 
 
-def test_what_xllamacpp_cannot_do_is_named(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_xllamacpp_cannot_do_is_named(requests: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoPeer, match=r"^cannot load the model: Failed to init server"):
         xllamacpp.Server("model.bin", 512, 2, "f16")
     other = xllamacpp.Server("model.gguf", 512, 2, "f16")

@@ -29,7 +29,7 @@ _SPARE_BLOCKS, _SLOTS = 2, 3
 def random_model(gpu: Gpu, sizes: Sizes, kind: str, contexts: Sequence[int]) -> Transformer:
     """A model of one of `random_weights.KINDS`, whose store has the default cache type and room for these sequences."""
     (ops, _), config, n = gpu.open(), sizes.config, sizes.block_size
-    source = RandomWeights.of_kind(config, kind)
+    source = RandomWeights.for_kind(config, kind)
     ops.memory_left(weight_bytes(ops, source))
     loaded, shape = load_weights(ops, config, source), _cache_shape(ops, sizes)
     quantized = sum(context // n + _SPARE_BLOCKS for context in contexts)

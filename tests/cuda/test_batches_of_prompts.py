@@ -157,7 +157,7 @@ def test_a_pass_that_fails_leaves_nothing_to_the_next_one(place: str, monkeypatc
 def test_rows_of_a_step_are_the_same_in_a_pass_to_the_bit() -> None:
     """With packed weights, whose product gives a row the same result whatever rows are beside it."""
     config, _ = mixed_model()
-    weights, types, room = RandomWeights.of_kind(config, "q8_0"), ("ring4", "ring3.5"), (256, 13)
+    weights, types, room = RandomWeights.for_kind(config, "q8_0"), ("ring4", "ring3.5"), (256, 13)
     results = []
     for in_pass in (False, True):
         model = model_from(CudaOps(open_device(checked=False)), config, weights, types, room=room, more=2048)

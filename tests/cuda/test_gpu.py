@@ -191,7 +191,7 @@ def test_the_memory_of_graphs_fits_into_what_is_not_counted() -> None:
     config = mixed_model()[0]
     config = replace(config, layers=config.layers[:1] * 32)
     ops = CudaOps(open_device())
-    model = model_from(ops, config, RandomWeights.of_kind(config, "q4_k"), ("f16", "f16"), room=(1024, 16))
+    model = model_from(ops, config, RandomWeights.for_kind(config, "q4_k"), ("f16", "f16"), room=(1024, 16))
     calls = recording_warm_ups(model, 8)
     assert len(calls) == 2 * (4 + 4)  # passes, then steps, each of four numbers of rows
 

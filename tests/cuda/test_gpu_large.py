@@ -83,7 +83,7 @@ def steps(make: Callable[[Device], CudaOps], kind: str) -> tuple[np.ndarray, np.
 @pytest.mark.parametrize("kind", ["bf16", "q4_k"])
 def test_replayed_steps_of_a_large_model_equal_launched_steps(kind: str) -> None:
     ops, _ = opened(CudaOps).open()
-    source = RandomWeights.of_kind(sizes().config, kind)
+    source = RandomWeights.for_kind(sizes().config, kind)
     needs(weight_bytes(ops, source) + _STORED, ops.free_memory())
     recorded, logits = steps(CudaOps, kind)
     give_back()

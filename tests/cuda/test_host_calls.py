@@ -63,7 +63,7 @@ def test_calls_of_a_prompt_and_of_steps(monkeypatch: pytest.MonkeyPatch) -> None
     with imported(monkeypatch) as (_, module):
         driver = SimpleNamespace(cuLaunchKernelEx=lambda *handles: launched.append(handles) or 0)
         monkeypatch.setattr(module, "load_driver", lambda: driver)
-        ops, weights = CudaOps(module.CupyDevice()), RandomWeights.of_kind(config, "q4_k")
+        ops, weights = CudaOps(module.CupyDevice()), RandomWeights.for_kind(config, "q4_k")
         model = model_from(ops, config, weights, ("ring4", "ring3.5"), room=(512, 2))
         sequences = [model.store.new_sequence() for _ in range(2)]
 

@@ -61,7 +61,7 @@ def mixed_model(tied: bool = False) -> tuple[ModelConfig, RandomWeights]:
     config = load_weights(FIXTURES / "llama_mha")[0]
     layer = Layer(Attention(4, 2, 64, config.attention.rope), GatedMLP(512))
     config = replace(config, layers=(layer,) * 2, hidden_size=256, vocab_size=96, tied_head=tied)
-    return config, RandomWeights.of_kind(config, "q4_k")
+    return config, RandomWeights.for_kind(config, "q4_k")
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
     memory = (8188 << 20) - 6 * GB // 10, 8188 << 20
     ops, said = CudaOps(TracingDevice(lambda launch: None, 24, 100 << 10, memory)), list[str]()
     config = EngineConfig(ctx_size=32768)
-    shapes = RandomWeights.of_kind(LLAMA_8B, "q4_k")
+    shapes = RandomWeights.for_kind(LLAMA_8B, "q4_k")
     weights = weight_bytes(ops, shapes)
     assert 4.9 * GB < weights < 5.1 * GB
     placement = place(PlacementRequest(config, LLAMA_8B, Sizes(weights)), ops)

@@ -32,7 +32,7 @@ TURNS = st.lists(st.integers(5, VOCABULARY - 1), min_size=1, max_size=9)  # most
 
 
 @dataclass
-class Asked:
+class RecordedRequest:
     prompt: list[int]
     params: SamplingParams
     wanted: tuple[int, ...]  # tokens of a plain run
@@ -79,7 +79,7 @@ class Schedules(RuleBasedStateMachine):
             prefilled(sequence, missing)
 
         self.engine._scheduler.prefilled = joining  # type: ignore[method-assign]
-        self.asked: list[Asked] = []
+        self.asked: list[RecordedRequest] = []
         self.made: list[Unpaced] = []
 
     @rule(
@@ -97,7 +97,7 @@ class Schedules(RuleBasedStateMachine):
             prompt = [*last.prompt, *last.tokens, *prompt][:60]
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         wanted = self.plain.generate(prompt, params, ANEW).token_ids
-        one = Asked(prompt, params, wanted)
+        one = RecordedRequest(prompt, params, wanted)
         rng = np.random.default_rng(seed)
 
         def make(ids: Sequence[int]) -> Drafts | None:

@@ -115,11 +115,11 @@ def test_copies_take_no_more_memory_than_snapshots(load: Load, monkeypatch: pyte
         preempted, computed = preemptions(engine, monkeypatch), prompts_computed(engine, monkeypatch)
         release, held = engine._runner._release, []
 
-        def seen(request: Any, engine: Engine = engine, release: Any = release, held: list[int] = held) -> None:
+        def note_saved(request: Any, engine: Engine = engine, release: Any = release, held: list[int] = held) -> None:
             held.append(sum(one.saved.bytes for one in engine._runner.requests.values() if one.saved is not None))
             release(request)
 
-        monkeypatch.setattr(engine._runner, "_release", seen)
+        monkeypatch.setattr(engine._runner, "_release", note_saved)
         (attention,) = (index for index, group in enumerate(engine._store.groups) if not group.is_sparse)
         with blocks_left(engine, 18, attention):
             found = all_at_once(engine)

@@ -11,7 +11,7 @@ from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
 
 
-def of_block(payloads: Payloads, block: Object, stored_as: str | None = None) -> dict[tuple[int, str], np.ndarray]:
+def block_arrays(payloads: Payloads, block: Object, stored_as: str | None = None) -> dict[tuple[int, str], np.ndarray]:
     """(layer, name) → array (K, …); quantized blocks are converted to `stored_as` if it is given."""
     arrays = {(part.layer, part.name): part.stack([block]) for part in payloads.parts(block)}
     if stored_as is not None and not block.is_full:
@@ -25,9 +25,9 @@ def of_block(payloads: Payloads, block: Object, stored_as: str | None = None) ->
 
 
 def arrays_of(store: KVStore, saved: Snapshot, stored_as: str | None = None) -> dict[tuple[int, int, str], np.ndarray]:
-    """(number of a block, layer, name) → array, for all blocks; see `of_block`."""
+    """(number of a block, layer, name) → array, for all blocks; see `block_arrays`."""
     payloads = Payloads(store.shape)
-    blocks = ((number, of_block(payloads, block, stored_as)) for number, block in saved.blocks.items())
+    blocks = ((number, block_arrays(payloads, block, stored_as)) for number, block in saved.blocks.items())
     return {(number, *key): array for number, arrays in blocks for key, array in arrays.items()}
 
 
