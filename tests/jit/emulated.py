@@ -4,7 +4,7 @@ Tests of every level take the highest one alone, so that each level is tested on
 runs on the machine itself, in a process that this one starts: it makes the same code for a level on any machine. The
 code is linked, loaded and run in the emulated process.
 
-POLARLM_HOST_PYTHON is the command of the machine's own Python, which `python -m tests.jit.emulated` is run with.
+TESTS_HOST_PYTHON is the command of the machine's own Python, which `python -m tests.jit.emulated` is run with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from polarlm.engine.jit.compile import compiler, target
 from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.engine.jit.lang import Level
 
-HOST = "POLARLM_HOST_PYTHON"
+HOST = "TESTS_HOST_PYTHON"
 
 
 @cache

@@ -76,7 +76,7 @@ def emulated(request: pytest.FixtureRequest) -> tuple[list[str], dict[str, str],
 def test_kernels_are_equal_to_numpy(emulated: tuple[list[str], dict[str, str], str]) -> None:
     command, environment, level = emulated
     cases = "" if os.environ.get(ALL) == "all" else "not slow"
-    options = ["-p", "no:cacheprovider", "-p", "tests.jit.emulated", "-m", cases, "-k", "not instructions"]
+    options = ["-p", "no:cacheprovider", "-p", "tests.jit.emulated", "-m", cases, "-k", "not instructions and not cuda"]
     for flag in ("divide by zero", "overflow", "invalid value"):  # QEMU leaves them set behind a product
         options += ["-W", f"ignore:{flag} encountered in matmul:RuntimeWarning"]
     done = subprocess.run([*command, "-m", "pytest", *options, *TESTS], **_run(environment))
