@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(argv: Sequence[str]) -> None:
     if [*argv[:1]] == ["compare"]:
-        compare.main(argv[1:])
+        compare.print_comparison(argv[1:])
         return
     options = read_options(argv)
     if options.text is None and (options.kld_base is None or options.state):

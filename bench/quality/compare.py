@@ -28,7 +28,7 @@ _COLUMNS = [
 ]
 
 
-def main(argv: Sequence[str]) -> None:
+def print_comparison(argv: Sequence[str]) -> None:
     """Prints the table. Raises EngineError."""
     flags = argparse.ArgumentParser("polarlm quality compare", description="The difference of two results.")
     for name in "AB":

@@ -103,7 +103,6 @@ def converse(path: Path, monkeypatch: pytest.MonkeyPatch, count: int = 20, **set
     "settings",
     [
         {"cache_type": "f16"},
-        {"cache_type": "auto", "calibration": True},
         {"cache_type": "polarpair-m4n4/f16"},
         {"cache_type": "polarquant"},
         {"cache_type": "turbo4", "weight_type": "q8_0"},

@@ -54,7 +54,7 @@ def test_a_day_with_a_kill_and_two_restarts(tmp_path: Path) -> None:
         assert {entry["model"] for entry in loaded} == house.loaded()
         assert different(first, everyone(house)) == set()
 
-        killed = house.running()["plain"]
+        killed = house.processes()["plain"]
         with begun(house, "plain", 64) as lost, begun(house, "mixture") as other:
             killed.kill()
             *_, last = events(lost)
@@ -62,7 +62,7 @@ def test_a_day_with_a_kill_and_two_restarts(tmp_path: Path) -> None:
             *_, usage, end = events(other)
             assert (json.loads(usage)["usage"]["completion_tokens"] > 8 * 100, end) == (True, "[DONE]")
         assert different(first, everyone(house)) == set()
-        assert house.running()["plain"].pid != killed.pid
+        assert house.processes()["plain"].pid != killed.pid
         assert starts(house) == {"plain": 2, "hybrid": 2, "mixture": 1, "decoder": 1} | {
             "encoder": starts(house)["encoder"]
         }
