@@ -166,3 +166,129 @@ PYTHON = (
     "{% for k, v in c.function.arguments.items() %}{{ k + '=' }}{{ value(v) }}{{ ', ' if not loop.last }}{% endfor %}"
     "{{ ')' }}{{ ', ' if not loop.last }}{% endfor %}{{ ']<|tool_call_end|>' }}{% endif %}" + _TURNS_END
 )
+
+INVOKE_TAGS = (  # MiniMax M2
+    _TURNS + "{% if m.tool_calls %}{{ '\n<minimax:tool_call>\n' }}{% for c in m.tool_calls %}"
+    "{{ '<invoke name=\"' + c.function.name + '\">\n' }}{% for k, v in c.function.arguments.items() %}"
+    "{{ '<parameter name=\"' + k + '\">' + (v if v is string else v | tojson) + '</parameter>\n' }}{% endfor %}"
+    "{{ '</invoke>\n' }}{% endfor %}{{ '</minimax:tool_call>' }}{% endif %}" + _TURNS_END
+)
+
+TYPED_TAGS = (  # DeepSeek V3.2: the tag of an argument tells whether it is a string
+    _TURNS + "{% if m.tool_calls %}{{ '\n\n<｜DSML｜function_calls>\n' }}{% for c in m.tool_calls %}"
+    "{{ '<｜DSML｜invoke name=\"' + c.function.name + '\">\n' }}{% for k, v in c.function.arguments.items() %}"
+    "{{ '<｜DSML｜parameter name=\"' + k + '\" string=\"' + ('true' if v is string else 'false') + '\">' }}"
+    "{{ (v if v is string else v | tojson) + '</｜DSML｜parameter>\n' }}{% endfor %}"
+    "{{ '</｜DSML｜invoke>\n' }}{% endfor %}{{ '</｜DSML｜function_calls>' }}{% endif %}" + _TURNS_END
+)
+
+SEED_TAGS = (  # Seed-OSS
+    PARAMETER_TAGS.replace("tool_call>", "seed:tool_call>")
+    .replace("'>\n' }}{{ v", "'>' }}{{ v")
+    .replace("{{ '\n</parameter>", "{{ '</parameter>")
+)
+
+STEP_TAGS = (  # Step 3
+    _TURNS + "{% if m.tool_calls %}{{ '<｜tool_calls_begin｜>\n' }}{% for c in m.tool_calls %}"
+    "{{ '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name=\"' + c.function.name + '\">\n' }}"
+    "{% for k, v in c.function.arguments.items() %}"
+    "{{ '<steptml:parameter name=\"' + k + '\">' + (v if v is string else v | tojson) + '</steptml:parameter>\n' }}"
+    "{% endfor %}{{ '</steptml:invoke><｜tool_call_end｜>\n' }}{% endfor %}{{ '<｜tool_calls_end｜>' }}{% endif %}"
+    + _TURNS_END
+)
+
+_JSON_FIELDS = (
+    "{% for k, v in c.function.arguments.items() %}{{ k + '=' + v | tojson }}{{ ', ' if not loop.last }}{% endfor %}"
+)
+
+PYTHON_LINES = (  # OLMo 3: strings as in JSON, a call in a line
+    _TURNS
+    + "{% if m.tool_calls %}{{ '<function_calls>' }}{% for c in m.tool_calls %}{{ c.function.name + '(' }}"
+    + _JSON_FIELDS
+    + "{{ ')' }}{{ '\n' if not loop.last }}{% endfor %}{{ '</function_calls>' }}{% endif %}"
+    + _TURNS_END
+)
+
+PYTHON_LIST = (  # Llama 3.2 and 4: no marker
+    _TURNS
+    + "{% if m.tool_calls %}{{ '[' }}{% for c in m.tool_calls %}{{ c.function.name + '(' }}"
+    + _JSON_FIELDS
+    + "{{ ')' }}{{ ', ' if not loop.last }}{% endfor %}{{ ']' }}{% endif %}"
+    + _TURNS_END
+)
+
+DEEPSEEK = (  # V3 and R1: arguments as text, in a block of code
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% set ns = namespace(out=false) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.out = false %}{{ '<｜User｜>' + m.content }}"
+    "{% elif m.role == 'assistant' and m.tool_calls %}{{ '<｜Assistant｜>' + (m.content or '') }}"
+    "{{ '<｜tool▁calls▁begin｜>' }}{% for c in m.tool_calls %}{{ '\n' if not loop.first }}"
+    "{{ '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\n```json\n' + c.function.arguments }}"
+    "{{ '\n```<｜tool▁call▁end｜>' }}{% endfor %}{{ '<｜tool▁calls▁end｜>' + eos_token }}"
+    "{% elif m.role == 'assistant' %}{{ '<｜tool▁outputs▁end｜>' if ns.out else '<｜Assistant｜>' }}"
+    "{% set ns.out = false %}{{ m.content + eos_token }}"
+    "{% elif m.role == 'tool' %}{{ '' if ns.out else '<｜tool▁outputs▁begin｜>' }}"
+    "{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}{% set ns.out = true %}"
+    "{% endif %}{% endfor %}{{ '<｜tool▁outputs▁end｜>' if ns.out }}"
+    "{{ '<｜Assistant｜>' if add_generation_prompt and not ns.out }}"
+)
+
+DEEPSEEK_SHORT = (  # V3.1
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '<｜User｜>' + m.content }}{% elif m.role == 'assistant' %}"
+    "{{ '<｜Assistant｜></think>' if messages[loop.index0 - 1].role == 'user' }}{{ m.content or '' }}"
+    "{% if m.tool_calls %}{{ '<｜tool▁calls▁begin｜>' }}{% for c in m.tool_calls %}"
+    "{{ '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments + '<｜tool▁call▁end｜>' }}"
+    "{% endfor %}{{ '<｜tool▁calls▁end｜>' }}{% endif %}{{ eos_token }}{% elif m.role == 'tool' %}"
+    "{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role == 'user' %}"
+    "{{ '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{% endif %}"
+)
+
+KIMI = (  # an id holds the function's name, and stands in its place
+    "{% if tools %}{{ '<|im_system|>tool_declare<|im_middle|>' + tools | tojson + '<|im_end|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_' + ('system' if m.role == 'tool' else m.role) + '|>' + (m.name or m.role) }}"
+    "{{ '<|im_middle|>' }}{% if m.role == 'assistant' and m.tool_calls %}{{ m.content or '' }}"
+    "{{ '<|tool_calls_section_begin|>' }}{% for c in m.tool_calls %}{% set a = c.function.arguments %}"
+    "{{ '<|tool_call_begin|>' + c.id + '<|tool_call_argument_begin|>' + (a if a is string else a | tojson) }}"
+    "{{ '<|tool_call_end|>' }}{% endfor %}{{ '<|tool_calls_section_end|>' }}"
+    "{% elif m.role == 'tool' %}{{ '## Return of ' + m.tool_call_id + '\n' + m.content }}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"
+)
+
+
+def _json_list(begin: str, end: str, name: str = "name", arguments: str = "arguments", separator: str = ", ") -> str:
+    call = '{"' + name + '": "\' + c.function.name + \'", "' + arguments + "\": ' + c.function.arguments | tojson + '}"
+    calls = f"{{% for c in m.tool_calls %}}{{{{ '{call}{separator}' if not loop.last else '{call}' }}}}{{% endfor %}}"
+    return f"{_TURNS}{{% if m.tool_calls %}}{{{{ '{begin}' }}}}{calls}{{{{ '{end}' }}}}{{% endif %}}{_TURNS_END}"
+
+
+GRANITE = _json_list("<|tool_call|>[", "]")
+PHI = _json_list("<|tool_call|>[", "]<|/tool_call|>")
+NEMOTRON = _json_list("<TOOLCALL>[", "]</TOOLCALL>")
+JAMBA = _json_list("<tool_calls>[\n", "\n]</tool_calls>", separator=",\n")
+XLAM = _json_list("[", "]")  # no marker
+FIREFUNCTION = _json_list(" functools[", "]")
+
+INTERNLM = (
+    _TURNS + '{% for c in m.tool_calls or [] %}{{ \'<|action_start|><|plugin|>\n{"name": "\' + c.function.name }}'
+    "{{ '\", \"parameters\": ' + c.function.arguments | tojson + '}<|action_end|>\n' }}{% endfor %}" + _TURNS_END
+)
+
+APERTUS = (  # the name is the only field of an object
+    _TURNS + "{% if m.tool_calls %}{{ '<|tools_prefix|>[' }}{% for c in m.tool_calls %}"
+    "{{ '{\"' + c.function.name + '\": ' + c.function.arguments | tojson + '}' }}{{ ', ' if not loop.last }}"
+    "{% endfor %}{{ ']<|tools_suffix|>' }}{% endif %}" + _TURNS_END
+)
+
+HUNYUAN = (
+    _TURNS + "{% if m.tool_calls %}{{ '<tool_calls>' }}{% for c in m.tool_calls %}"
+    "{{ '\n<tool_call>function<tool_sep>' + c.function.name + '\n```json\n' + c.function.arguments | tojson }}"
+    "{{ '\n```</tool_call>' }}{% endfor %}{{ '\n</tool_calls>' }}{% endif %}" + _TURNS_END
+)
+
+FUNCTION_TAGS = (  # Functionary
+    _TURNS + "{% for c in m.tool_calls or [] %}"
+    "{{ '<function=' + c.function.name + '>' + c.function.arguments | tojson + '</function>' }}{% endfor %}"
+    + _TURNS_END
+)

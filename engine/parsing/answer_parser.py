@@ -199,7 +199,7 @@ class AnswerParser:
         else:
             self._reader = QuotedArguments(quote) if quote else JsonArguments()
         self._state = self._arguments
-        start = CallStart(self.calls, (id[0] if id else None) or new_id(), name)
+        start = CallStart(self.calls, self._format.call_id(name, id[0]) if id and id[0] else new_id(), name)
         self.calls += 1
         self._clean = False
         return [Piece(call=start)]

@@ -181,15 +181,20 @@ class FieldArguments:
         if ends or self._pending.startswith(closing) or not self._pending.startswith(begin):
             self._state = None
             return "{}" if self._opening == "{" else "}"
-        name, sign, rest = self._pending[len(begin) :].partition(fields.joint)
-        if not sign:
+        text = self._pending[len(begin) :]
+        joints = [joint for joint in (fields.joint, fields.other_joint) if joint and joint in text]
+        if not joints:
             return None
-        name, self._pending, self._begin = name.strip(), rest, fields.separator + fields.prefix
+        joint = min(joints, key=text.index)
+        name, _, self._pending = text.partition(joint)
+        name, self._begin = name.strip(), fields.separator + fields.prefix
         json_text, self._opening = f"{self._opening}{json.dumps(name, ensure_ascii=False)}: ", ", "
         if fields.quote:
             self._reader, self._state = QuotedArguments("'", '"', escapes=True), self._literal
             return json_text
         self._kinds = kinds_of_property(self._schema, name)
+        if fields.other_joint:  # which tells what the value is, whatever the schema allows
+            self._kinds = {"string"} if joint == fields.joint else self._kinds - {"string"}
         is_text = self._kinds == {"string"}
         self._state = self._text if is_text else self._any
         return json_text + '"' * is_text

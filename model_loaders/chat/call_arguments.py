@@ -52,18 +52,24 @@ class Fields:
     """
 
     prefix: str  # before a name
-    joint: str  # between a name and its value
+    joint: str  # between a name and its value; where `other_joint` is not empty, between a name and a string
     suffix: str  # after a value
     separator: str  # between two arguments
     quote: str = ""  # around a string, with escapes: ' or "; empty if strings are not quoted
     python: tuple[str, ...] = ()  # of "words" (truth values and null), "array", "object": what is no JSON but Python's
+    other_joint: str = ""  # between a name and a value that is no string
 
     def write(self, arguments: Mapping[str, Any]) -> str:
         """The text of arguments; empty if there are none."""
         texts = (
-            f"{self.prefix}{name}{self.joint}{self.value(value)}{self.suffix}" for name, value in arguments.items()
+            f"{self.prefix}{name}{self.joint_before(value)}{self.value(value)}{self.suffix}"
+            for name, value in arguments.items()
         )
         return self.separator.join(texts)
+
+    def joint_before(self, value: Any) -> str:
+        """The text between a name and this value."""
+        return self.joint if isinstance(value, str) else self.other_joint or self.joint
 
     def value(self, value: Any) -> str:
         """The text of an argument's value."""

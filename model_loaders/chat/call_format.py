@@ -48,6 +48,7 @@ class CallFormat:
     takes_any_text: bool = True  # whether the template accepts arguments that are not a JSON object, as text
     no_content: str | None = ""  # the content of a message that has only calls
     short_ids: bool = False  # whether the template accepts only ids of 9 letters and digits
+    id_form: str = ""  # an id of {name} and {index} among all calls, of which the model writes the index after the name
     content_is_reasoning: bool = False  # whether the template takes content next to calls for reasoning
     needs_descriptions: bool = False  # whether the template accepts only functions with a description
     takes_results: bool = False  # whether the template takes results as "tool_responses" of the message that calls
@@ -55,16 +56,22 @@ class CallFormat:
 
     @property
     def has_id(self) -> bool:
-        """Whether the model writes the id of a call."""
+        """Whether the model writes the id of a call, or a part of it."""
         return len(self.middle) == 2
 
     def write_calls(self, calls: Iterable[tuple[str, str, str]]) -> str:
         """The text of past calls (name, arguments, id), as the template writes them."""
-        texts = [
-            f"{self.opening}{name}{id.join(self.middle)}{arguments}{id.join(self.shown_closing)}"
-            for name, arguments, id in calls
-        ]
+        texts = []
+        for name, arguments, id in calls:
+            written = id.removeprefix(self.call_id(name, "")) if self.id_form else id
+            texts.append(
+                f"{self.opening}{name}{written.join(self.middle)}{arguments}{written.join(self.shown_closing)}"
+            )
         return f"{self.begin}{self.call_separator.join(texts)}{self.end}"
+
+    def call_id(self, name: str, written: str) -> str:
+        """The id of a call that the model has written as `written`."""
+        return self.id_form.format(name=name, index=written) if self.id_form else written
 
     def write(self, arguments: Mapping[str, Any]) -> str:
         """The text of arguments, as the template writes them."""
@@ -90,7 +97,8 @@ class CallFormat:
 
     def as_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """`messages` with calls and results as a template accepts them that accepts tools."""
-        native_messages = [self._native(message) for message in messages]
+        ids: dict[str, str] = {}  # as they are → as the template accepts them; of the calls so far
+        native_messages = [self._native(message, ids) for message in messages]
         return _with_results(native_messages) if self.takes_results else native_messages
 
     def as_tools(self, tools: Tools) -> list[Mapping[str, Any]]:
@@ -101,27 +109,28 @@ class CallFormat:
             return list(tools)
         return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
 
-    def _native(self, message: Message) -> dict[str, Any]:
+    def _native(self, message: Message, ids: dict[str, str]) -> dict[str, Any]:
         if "tool_call_id" in message:
-            message = {**message, "tool_call_id": self._id(message["tool_call_id"])}
+            id = message["tool_call_id"]
+            message = {**message, "tool_call_id": ids.get(id) or self._id(id, message.get("name") or "", len(ids))}
         if not message.get("tool_calls"):
             return dict(message)
-        calls = [
-            {
-                **call,
-                "id": self._id(call["id"]),
-                "function": {**call["function"], "arguments": self._arguments(call["function"]["arguments"])},
-            }
-            for call in message["tool_calls"]
-        ]
+        calls = []
+        for call in message["tool_calls"]:
+            name, arguments = call["function"]["name"], self._arguments(call["function"]["arguments"])
+            id = ids[call["id"]] = self._id(call["id"], name, len(ids))
+            calls.append({**call, "id": id, "function": {**call["function"], "arguments": arguments}})
         native_message = {**message, "content": message["content"] or self.no_content, "tool_calls": calls}
         if self.content_is_reasoning and message["content"]:
             thoughts = filter(None, (message.get("reasoning_content"), message["content"]))
             native_message |= {"content": self.no_content, "reasoning_content": "\n\n".join(thoughts)}
         return native_message
 
-    def _id(self, id: str) -> str:
-        """An id that the template accepts, in place of another server's."""
+    def _id(self, id: str, name: str, count: int) -> str:
+        """An id that the template accepts, in place of another server's. count: of the calls before."""
+        if self.id_form:
+            is_right = id.startswith(head := self.call_id(name, "")) and id.removeprefix(head).isdecimal()
+            return id if is_right else self.call_id(name, str(count))
         if not self.short_ids or _SHORT_ID.fullmatch(id):
             return id
         return hashlib.blake2b(id.encode(errors="surrogatepass"), digest_size=5).hexdigest()[:9]

@@ -18,6 +18,7 @@ _ID_AFTER = re.compile(r'\s*,\s*"[^"]*"\s*:\s*"$')
 
 _NAMES = ("alphaname", "betaname")
 _IDS = ("alphaid01", "betaid002")  # some templates insist on 9 letters and digits
+_ID_FORMS = ("", "functions.{name}:{index}")  # see `CallFormat.id_form`
 _LONG_ID = "call_0123456789abcdef"
 _KEY, _VALUE, _COUNT, _NUMBER = "alphakey", "alphavalue", "alphacount", 7
 _ARGUMENTS = {_KEY: _VALUE, _COUNT: _NUMBER}
@@ -42,47 +43,60 @@ def find_call_format(render: Render) -> CallFormat:
     Raises LoadError if it cannot run."""
     user = {"role": "user", "content": _QUESTION}
     plain: list[Message] = [user, {"role": "assistant", "content": _ANSWER}]
-    variants = [(as_text, content) for content in ("", None) for as_text in (False, True)]
-    conversations: list[list[Message]] = [[user], plain]
-    for as_text, content in variants:
-        one, two = _message_with_calls(1, as_text, content), _message_with_calls(2, as_text, content)
-        without_arguments = _message_with_calls(1, as_text, content, arguments="{}" if as_text else {})
-        conversations += [[user, one], [user, two], [user, one, _result(_IDS[0])], [user, without_arguments]]
-    prompt, answer_text, *rest = render(conversations, tools=_TOOLS, add_generation_prompt=False)
-    (question_prompt,) = render([[user]], tools=_TOOLS)
+    prompt, answer_text = render([[user], plain], tools=_TOOLS, add_generation_prompt=False)
     if not isinstance(prompt, str) or not isinstance(answer_text, str) or _NAMES[0] not in prompt:
         return CallFormat()
+    formats = (_find_with_ids(render, user, answer_text, id_form) for id_form in _ID_FORMS)
+    return next(filter(None, formats), CallFormat(is_unknown=True))
+
+
+def _find_with_ids(render: Render, user: Message, answer_text: str, id_form: str) -> CallFormat | None:
+    """The format if the ids of calls have this form; None if nothing here reads it."""
+    ids = tuple(id_form.format(name=name, index=i) for i, name in enumerate(_NAMES)) if id_form else _IDS
+    variants = [(as_text, content) for content in ("", None) for as_text in (False, True)]
+    conversations: list[list[Message]] = []
+    for as_text, content in variants:
+        one, two = _message_with_calls(1, as_text, content, *ids), _message_with_calls(2, as_text, content, *ids)
+        without_arguments = _message_with_calls(1, as_text, content, *ids, arguments="{}" if as_text else {})
+        conversations += [[user, one], [user, two], [user, one, _result(ids[0])], [user, without_arguments]]
+    rest = render(conversations, tools=_TOOLS, add_generation_prompt=False)
+    (question_prompt,) = render([[user]], tools=_TOOLS)
     for (as_text, content), texts in zip(variants, zip(*[iter(rest)] * 4, strict=True), strict=True):
-        format = _format(answer_text, *texts, as_text=as_text, content=content)
+        format = _format(answer_text, *texts, as_text=as_text, content=content, id_form=id_form)
         format = format or _as_message(
             question_prompt, texts[0], texts[2], arguments_as_text=as_text, no_content=content
         )
         if format:
-            one = _message_with_calls(1, as_text, content, _LONG_ID)
-            cut_call = _message_with_calls(1, as_text, content, arguments=f'{{"{_KEY}": "')
-            call_with_response = {**one, "tool_responses": [{"name": _NAMES[0], "response": _RESULT}]}
-            call_with_values = _message_with_calls(
-                1, as_text, content, arguments=json.dumps(_OTHER_VALUES) if as_text else _OTHER_VALUES
-            )
-            long_id_text, text, response_text, values = render(
-                [
-                    [user, one, _result(_LONG_ID)],
-                    [user, cut_call, _result(_IDS[0])],
-                    [user, call_with_response],
-                    [user, call_with_values],
-                ],
-                tools=_TOOLS,
-            )
-            (brief,) = render([[user]], tools=_BRIEF_TOOLS)
-            return replace(
-                format,
-                short_ids=not isinstance(long_id_text, str),
-                fields=format.fields and _with_values(format.fields, values),
-                takes_any_text=isinstance(text, str) and _KEY in text and not (format.quote or format.fields),
-                needs_descriptions=not isinstance(brief, str),
-                takes_results=isinstance(response_text, str) and _RESULT in response_text,
-            )
-    return CallFormat(is_unknown=True)
+            return _with_limits(format, render, user)
+    return None
+
+
+def _with_limits(format: CallFormat, render: Render, user: Message) -> CallFormat:
+    """`format` with what the template accepts of tools, arguments and results."""
+    as_text, content = format.arguments_as_text, format.no_content
+    one = _message_with_calls(1, as_text, content, _LONG_ID)
+    cut_call = _message_with_calls(1, as_text, content, arguments=f'{{"{_KEY}": "')
+    call_with_response = {**one, "tool_responses": [{"name": _NAMES[0], "response": _RESULT}]}
+    other_values = json.dumps(_OTHER_VALUES) if as_text else _OTHER_VALUES
+    call_with_values = _message_with_calls(1, as_text, content, arguments=other_values)
+    long_id_text, text, response_text, values = render(
+        [
+            [user, one, _result(_LONG_ID)],
+            [user, cut_call, _result(_IDS[0])],
+            [user, call_with_response],
+            [user, call_with_values],
+        ],
+        tools=_TOOLS,
+    )
+    (brief,) = render([[user]], tools=_BRIEF_TOOLS)
+    return replace(
+        format,
+        short_ids=not isinstance(long_id_text, str),
+        fields=format.fields and _with_values(format.fields, values),
+        takes_any_text=isinstance(text, str) and _KEY in text and not (format.quote or format.fields),
+        needs_descriptions=not isinstance(brief, str),
+        takes_results=isinstance(response_text, str) and _RESULT in response_text,
+    )
 
 
 def _result(id: str) -> Message:
@@ -108,9 +122,11 @@ def _format(
     *,
     as_text: bool,
     content: str | None,
+    id_form: str,
 ) -> CallFormat | None:
     """The format, from renderings of an answer, one call, two calls, a result, and a call without arguments; None if
     they do not show it. White space before the calls is the end of a text before them, or stands for it."""
+    ids = ("0", "1") if id_form else _IDS  # as the model writes them
     if not isinstance(one, str) or not isinstance(result, str) or _RESULT not in result:
         return None
     head, _, tail = answer_text.partition(_ANSWER)
@@ -118,14 +134,16 @@ def _format(
     tail = "" if is_open else tail
     calls = _text_between(one, head, tail) if _ANSWER in answer_text else None
     calls = None if calls is None else calls.lstrip()
-    first = None if calls is None else _CallSpan.find(calls, 0)
+    first = None if calls is None else _CallSpan.find(calls, 0, ids)
     fields = None
     if calls is not None and first is None and isinstance(without_arguments, str):
         fields = _fields(calls, (_text_between(without_arguments, head, tail) or "").lstrip())
-        first = _CallSpan.find(calls, 0, fields)
+        first = _CallSpan.find(calls, 0, ids, fields)
     if calls is None or first is None or calls.count(_NAMES[0]) != 1:
         return None
-    opening_text, closing_parts = calls[: first.name], tuple(calls[first.end :].split(_IDS[0], 1))
+    if id_form and not (calls[: first.name].endswith(id_form.partition("{")[0]) and len(first.middle) == 2):
+        return None
+    opening_text, closing_parts = calls[: first.name], _split_at_id(calls[first.end :], ids[0], first)
     common: dict[str, Any] = {
         "middle": first.middle,
         "separators": first.separators,
@@ -134,6 +152,7 @@ def _format(
         "is_native": True,
         "arguments_as_text": as_text,
         "no_content": content,
+        "id_form": id_form,
     }
     single = CallFormat(
         opening=opening_text,
@@ -146,17 +165,18 @@ def _format(
     single_format = None if is_open else single
     two_calls = _text_between(two, head, tail) if isinstance(two, str) else None
     two_calls = None if two_calls is None else two_calls.lstrip()
-    second = None if two_calls is None else _CallSpan.find(two_calls, 1, fields)
-    place = None if two_calls is None else _CallSpan.find(two_calls, 0, fields)
+    second = None if two_calls is None else _CallSpan.find(two_calls, 1, ids, fields)
+    place = None if two_calls is None else _CallSpan.find(two_calls, 0, ids, fields)
     if two_calls is None or second is None or place is None or not two_calls.startswith(opening_text):
         return single_format
-    gap = tuple(two_calls[place.end : second.name].split(_IDS[0], 1))
-    last = tuple(two_calls[second.end :].split(_IDS[1], 1))
+    gap = _split_at_id(two_calls[place.end : second.name], ids[0], place)
+    last = _split_at_id(two_calls[second.end :], ids[1], second)
     if len(gap) != len(last):
         return single_format
     joint = gap[-1]
     opening = _common_start(joint[::-1], opening_text[::-1])[::-1]
-    closing = _common_start(joint[: len(joint) - len(opening)], last[-1])
+    opening = opening[_rest_of_tag(opening_text[: len(opening_text) - len(opening)], opening) :]
+    closing = _whole_tags(_common_start(joint[: len(joint) - len(opening)], last[-1]))
     several = CallFormat(
         begin=opening_text[: len(opening_text) - len(opening)],
         opening=opening,
@@ -167,7 +187,7 @@ def _format(
         **common,
     )
     arguments = calls[first.arguments : first.end]
-    is_right = several.write_calls([(name, arguments, id) for name, id in zip(_NAMES, _IDS, strict=True)]) == two_calls
+    is_right = several.write_calls([(name, arguments, id) for name, id in zip(_NAMES, ids, strict=True)]) == two_calls
     if not is_open:
         return several if is_right else single
     return replace(several, end="") if is_right and _RESULT_START.fullmatch(several.end) else None
@@ -180,7 +200,7 @@ def _as_message(
     if not isinstance(prompt, str) or not isinstance(one, str) or not isinstance(result, str) or _RESULT not in result:
         return None
     call = _text_between(one, prompt, "")
-    span = None if call is None else _CallSpan.find(call, 0)
+    span = None if call is None else _CallSpan.find(call, 0, _IDS)
     if call is None or span is None or not _END_OF_TURN.fullmatch(call[span.end :]):
         return None
     common |= {"has_several": False, "is_native": True, "content_is_reasoning": True, "separators": span.separators}
@@ -209,13 +229,18 @@ def _fields(calls: str, without_arguments: str) -> Fields | None:
     if match is None:
         return None
     first, to_text, next, separator, last = match.groups()
-    quote = to_text.removeprefix(separator)
+    # <parameter name="key" string="true">, with false before what is no string
+    is_marked = to_text != separator and to_text.replace("true", "false") == separator
+    quote = "" if is_marked else to_text.removeprefix(separator)
     if quote not in ("", "'", '"') or not next.startswith(quote):
         return None
     next = next.removeprefix(quote)
     prefix = first[len(_whole_tags(_common_start(first, empty))) :]
     suffix = _whole_tags(_common_start(next, last))
-    fields = Fields(prefix, separator, suffix, next[len(suffix) : len(next) - len(prefix)], quote)
+    joints = {"joint": to_text, "other_joint": separator} if is_marked else {"joint": separator}
+    fields = Fields(
+        prefix=prefix, suffix=suffix, separator=next[len(suffix) : len(next) - len(prefix)], quote=quote, **joints
+    )
     is_right = calls.replace(fields.write(_ARGUMENTS), "", 1) == without_arguments and last != suffix
     return fields if is_right and (quote or suffix.strip()) else None
 
@@ -231,6 +256,16 @@ def _whole_tags(text: str) -> str:
     return re.sub(r"<[^<>]*$", "", text)
 
 
+def _rest_of_tag(head: str, text: str) -> int:
+    """The length of the rest of a tag, at the beginning of `text`, that begins in the `head` before it."""
+    return text.find(">") + 1 if _whole_tags(head) != head else 0
+
+
+def _split_at_id(text: str, id: str, span: _CallSpan) -> tuple[str, ...]:
+    """The text after the arguments of a call, in two parts around its id if that was not before them."""
+    return tuple(text.split(id, 1)) if len(span.middle) == 1 else (text,)
+
+
 @dataclass(frozen=True)
 class _CallSpan:
     """Where a call is in a text: the offset of its name, the text up to its arguments, the arguments' offsets."""
@@ -243,12 +278,13 @@ class _CallSpan:
     quote: str
 
     @classmethod
-    def find(cls, text: str, index: int, fields: Fields | None = None) -> _CallSpan | None:
-        """Call `index` in `text`; None if that is not a name and then its arguments: an object, or these `fields`."""
+    def find(cls, text: str, index: int, ids: tuple[str, str], fields: Fields | None = None) -> _CallSpan | None:
+        """Call `index` in `text`; None if that is not a name and then its arguments: an object, or these `fields`.
+        ids: of the calls, as the model writes them."""
         name = text.find(_NAMES[index])
         if fields is not None:
             start = text.find(arguments_text := fields.write(_ARGUMENTS), name)
-            middle = tuple(text[name + len(_NAMES[index]) : start].split(_IDS[index], 1))
+            middle = tuple(text[name + len(_NAMES[index]) : start].split(ids[index], 1))
             return (
                 cls(name, middle, start, start + len(arguments_text), (", ", ": "), "") if 0 <= name < start else None
             )
@@ -259,7 +295,7 @@ class _CallSpan:
         )
         if match is None or key < 0:
             return None
-        middle = tuple(text[name + len(_NAMES[index]) : start].split(_IDS[index], 1))
+        middle = tuple(text[name + len(_NAMES[index]) : start].split(ids[index], 1))
         separators = match["item"], match["key"]
         return cls(name, middle, start, match.end(), separators, match.groupdict().get("quote", ""))
 

@@ -16,7 +16,7 @@ from polarlm.model_loaders.chat.template_polyfills import MOST_SHAPES, adapt_con
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import describe, read_json, usable
 from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
-from polarlm.model_loaders.files.repository import TEMPLATE, companion_in, repository_of
+from polarlm.model_loaders.files.repository import TEMPLATE, TOOL_TEMPLATE, companion_in, repository_of
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed
 from polarlm.model_loaders.recent import Recent
@@ -157,11 +157,13 @@ def _template_message(message: Mapping[str, Any], in_parts: bool) -> dict[str, A
 def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemplate:
     """The template of a folder: of chat_template.jinja, tokenizer_config.json or chat_template.json, else a default.
 
-    Raises LoadError if a file exists but cannot be read.
+    Where there is one for tools, that is taken for requests with tools. Raises LoadError if a file exists but cannot be
+    read.
     """
     file = companion_in(folder, TEMPLATE)
     if file.is_file():
-        source: str | None = _text(file)
+        tool_file = companion_in(folder, TOOL_TEMPLATE)
+        source: str | None = _join(_text(file), _text(tool_file) if tool_file.is_file() else None)
     else:
         file = companion_in(folder, "tokenizer_config.json")
         source = _named_template(file, tokenizer_config.get("chat_template"))
@@ -187,7 +189,9 @@ def for_gguf(gguf: GgufFile) -> ChatTemplate:
         token_id = gguf.metadata.get(f"tokenizer.ggml.{name}_token_id")
         return str(tokens[token_id]) if isinstance(token_id, int) and 0 <= token_id < len(tokens) else ""
 
-    source = _named_template(gguf.path, gguf.metadata.get("tokenizer.chat_template"))
+    names = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    values = {name: gguf.metadata[key] for name, key in names.items() if key in gguf.metadata}
+    source = _named_template(gguf.path, values if len(values) > 1 else next(iter(values.values()), None))
     if source is None and (file := companion_in(repository_of(gguf.path), TEMPLATE)).is_file():
         source = _text(file)
     return _template(
@@ -204,17 +208,27 @@ def _template(source: str | None, *, bos_token: str, eos_token: str, speaks_chat
 
 
 def _named_template(file: Path, value: object) -> str | None:
-    """The template for chats in `value`, which is text, or named templates; None, with a warning, if it is neither."""
+    """The template for chats and for tools in `value`, which is text, or named templates; None, with a warning, if it
+    is neither."""
     source = value
     if isinstance(value, list):
         entries = [entry for entry in value if isinstance(entry, Mapping)]
         source = {str(entry.get("name")): entry.get("template") for entry in entries}
+    tool_use = None
     if isinstance(source, Mapping):
-        source = source.get("default", next(iter(source.values()), None))
+        source, tool_use = source.get("default", next(iter(source.values()), None)), source.get("tool_use")
     if source is None or isinstance(source, str):
-        return source
+        return _join(source, tool_use)
     _LOG.warning("%s: chat_template is %s, which is no text; it is left out", file, describe(value))
     return None
+
+
+def _join(source: str | None, tool_use: object) -> str | None:
+    """A template that is `tool_use` for requests with tools."""
+    if source is None or not isinstance(tool_use, str) or tool_use == source:
+        return source
+    for_tools, for_others = (one.removeprefix("\ufeff").removesuffix("\n") for one in (tool_use, source))
+    return f"{{% if tools %}}{for_tools}{{% else %}}{for_others}{{% endif %}}"
 
 
 def _text(file: Path, advice: str = "download it again") -> str:

@@ -24,7 +24,7 @@ from polarlm.server.reading.parts import list_kinds
 
 _ARGUMENTS = re.compile(r"arguments(\d+)(?:_\w+)?: ")  # begins the rules of a function's arguments
 _TEXTS = ("text: %json", "json: %json")  # begin the rule of a text that has a schema
-ID = "[a-zA-Z0-9]{9}"  # the id of a call, if the model writes one
+ID, INDEX = "[a-zA-Z0-9]{9}", "[0-9]{1,4}"  # what the model may write as the id of a call
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ class Grammar:
         if several:
             lines.append(f"more: {self._literal(self.format.call_separator + self.format.opening)} call")
         middle = self.format.middle
-        id = f" /{ID}/ {self._literal(middle[1])}" if self.format.has_id else ""
+        pattern = INDEX if self.format.id_form else ID
+        id = f" /{pattern}/ {self._literal(middle[1])}" if self.format.has_id else ""
         closing = self._literal(self.format.closing)
         for number, function in enumerate(self.functions):
             name = self._literal(function.name + middle[0])

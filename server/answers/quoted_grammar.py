@@ -221,33 +221,41 @@ class _ValueRules(QuotedRules):
         super().__init__(f"{whole._name}_field", whole._quote, whole._literal, whole._warn, strict=whole._strict)
         self._root, self._lines, self._fields = whole._root, whole._lines, whole.fields
         self._after, self._python = self._literal(self._fields.suffix), _PythonRules(self)
-        self.any_value = "raw"
+        # A string with what stands before it, and what stands before other values if that differs.
+        self._text, self._other, self.any_value = "raw", "", "raw"
         if self._quote:
             value = "python" if "words" in self._fields.python else self._rule("%json {}")
             self.any_value = f"{value} {self._after}"
+        if self._fields.other_joint:
+            self._text = f"{self._literal(self._fields.joint)} raw"
+            self._other = f"{self._literal(self._fields.other_joint)} "
+            value = self._rule(f"%json {json.dumps({'type': [kind for kind in _TYPES if kind != 'string']})}")
+            self.any_value = f"({self._text} | {self._other}{value} {self._after})"
 
     def _write_value(self, value: Any) -> str:
-        return self._fields.value(value) + self._fields.suffix
+        joint = self._fields.joint_before(value) if self._other else ""
+        return joint + self._fields.value(value) + self._fields.suffix
 
     def _holds(self, kind: str) -> bool:
         return super()._holds(kind) or (self._quote == '"' if kind == "string" else kind not in self._fields.python)
 
     def _string(self, schema: Mapping[str, Any]) -> str:
         if not self._quote:
-            return "raw"
+            return self._text
         rule = super()._scalar(schema) if self._quote == '"' else "STRING"
         return f"{rule} {self._after}"
 
     def _scalar(self, schema: Mapping[str, Any]) -> str:
         rule = self._python._scalar(schema) if "words" in self._fields.python else super()._scalar(schema)
-        return f"{rule} {self._after}"
+        return f"{self._other}{rule} {self._after}"
 
     def _array(self, schema: Mapping[str, Any], kind: str = "array") -> str:
         if kind in self._fields.python:
-            return f"{self._python._value(schema)} {self._after}"
+            return f"{self._other}{self._python._value(schema)} {self._after}"
         if '"$ref"' in json.dumps(schema):  # references are to the whole schema, which goes along
             schema = {**_move_references(schema), "$defs": {"whole": _move_references(self._root)}}
-        return f"{self._rule(f'%json {json.dumps({**schema, OPTIONS: self._root[OPTIONS]})}')} {self._after}"
+        rule = self._rule(f"%json {json.dumps({**schema, OPTIONS: self._root[OPTIONS]})}")
+        return f"{self._other}{rule} {self._after}"
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         return self._array(schema, "object")
@@ -264,7 +272,8 @@ class FieldRules(QuotedRules):
         """warn: as of `QuotedRules`."""
         super().__init__(name, fields.quote, literal, warn, strict=strict)
         self.fields, self.separator = fields, fields.separator
-        self.any_name = f"{literal(fields.prefix)} ARGUMENT {literal(fields.joint)}"
+        self._joint = "" if fields.other_joint else fields.joint  # else it depends on the value
+        self.any_name = f"{literal(fields.prefix)} ARGUMENT {literal(self._joint)}"
 
     def lines(self, schema: Mapping[str, Any]) -> list[str]:
         self._root = schema
@@ -276,7 +285,7 @@ class FieldRules(QuotedRules):
         return self.fields.write(value)
 
     def _field_start(self, name: str) -> str:
-        return f"{self.fields.prefix}{name}{self.fields.joint}"
+        return f"{self.fields.prefix}{name}{self._joint}"
 
     def _sort_fields(self, properties: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return list(properties.items())

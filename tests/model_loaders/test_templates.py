@@ -45,8 +45,7 @@ class TestWhereItComesFrom:
     @pytest.mark.parametrize(
         ("files", "settings", "used"),
         [
-            ({}, {"chat_template": [{"name": name, "template": name} for name in ("tool_use", "default")]}, "default"),
-            ({}, {"chat_template": [{"name": name, "template": name} for name in ("rag", "tool_use")]}, "rag"),
+            ({}, {"chat_template": [{"name": name, "template": name} for name in ("rag", "default")]}, "default"),
             ({"chat_template.jinja": "Grüß"}, {"chat_template": "other"}, "Grüß"),
             ({"chat_template.jinja": "\ufeffGrüß"}, {}, "Grüß"),
             ({}, {"chat_template": "\ufeffGrüß"}, "Grüß"),
@@ -58,6 +57,22 @@ class TestWhereItComesFrom:
         for name, text in files.items():
             (tmp_path / name).write_text(text, encoding="utf-8")
         assert for_folder(tmp_path, settings).source == used
+
+    def test_one_for_tools_is_taken_where_there_are_tools(self, tmp_path: Path) -> None:
+        """Of a list in tokenizer_config.json, a file of its own, and a key of a GGUF file."""
+        texts = {"default": "{{ messages[0].content }}\n", "tool_use": "{%- set n = tools | length %}{{ n }} tools\n"}
+        named = [{"name": name, "template": texts[name]} for name in ("tool_use", "default")]
+        folder = tmp_path / "files"
+        (folder / "additional_chat_templates").mkdir(parents=True)
+        (folder / "chat_template.jinja").write_text(texts["default"])
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(texts["tool_use"])
+        keys = {"tokenizer.chat_template": texts["default"], "tokenizer.chat_template.tool_use": texts["tool_use"]}
+        for made in (
+            for_folder(tmp_path / "none", {"chat_template": named}),
+            for_folder(folder, {}),
+            for_gguf(gguf(**keys)),
+        ):
+            assert (rendered(made, HELLO), rendered(made, HELLO, tools=[{}])) == ("Hello", "1 tools")
 
     def test_gguf(self) -> None:
         metadata = {"tokenizer.chat_template": "{{ bos_token }}|{{ eos_token }}", "tokenizer.ggml.bos_token_id": 256}

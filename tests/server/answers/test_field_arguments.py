@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import jsonschema
 import pytest
 
 from polarlm.engine.parsing.answer_parser import AnswerParser
-from polarlm.model_loaders.chat.call_arguments import Fields
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.server.answers.call_grammar import Grammar, functions_of
@@ -23,7 +21,10 @@ from tests.server.answers.test_quoted_arguments import LEAST, SCHEMA
 from tests.server.http_server import serving
 from tests.tool_model import tool_engine
 
-FORMS = ("PARAMETER_TAGS", "KEY_TAGS", "KEY_TAGS_IN_A_LINE", "PYTHON")
+FORMS = (
+    *("PARAMETER_TAGS", "KEY_TAGS", "KEY_TAGS_IN_A_LINE", "INVOKE_TAGS", "TYPED_TAGS", "SEED_TAGS", "STEP_TAGS"),
+    *("PYTHON", "PYTHON_LINES", "PYTHON_LIST"),
+)
 PROPERTIES = {
     "text": {"type": "string"},
     "count": {"type": "integer"},
@@ -50,10 +51,11 @@ def template_of(name: str) -> ChatTemplate:
     return ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>")
 
 
-def some_arguments(chance: random.Random, fields: Fields) -> dict[str, Any]:
+def some_arguments(chance: random.Random, format: CallFormat) -> dict[str, Any]:
     """Values of every type. No string holds what ends it where nothing in it is escaped."""
     text = "".join(chance.choices(PIECES, k=chance.randrange(9)))
-    if not fields.quote and (text + fields.suffix).index(fields.suffix) < len(text):
+    end = format.quote if format.fields is None else "" if format.fields.quote else format.fields.suffix
+    if end and (text + end).index(end) < len(text):
         text = "<"
     values = {
         "text": text,
@@ -61,7 +63,7 @@ def some_arguments(chance: random.Random, fields: Fields) -> dict[str, Any]:
         "share": chance.choice([0.5, -1e-7, 3]),
         "is_so": chance.random() < 0.5,
         "either": chance.choice(["a", "7b", None, 7]),
-        "tree": {"a": [text, None, True], "b c": {}},
+        "tree": {"a": [text, None, True], "b" if format.quote else "b c": {}},
         "list": [[], 1.5, text, False],
         "free": chance.choice([None, "some words", 12, [1]]),
     }
@@ -88,38 +90,6 @@ def taken(rules: str, text: str) -> bool:
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), rules)
     written = text.encode()
     return matcher.try_consume_tokens(list(written)) == len(written) and matcher.is_accepting()
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_what_a_template_writes_is_described_read_and_in_the_grammar(name: str) -> None:
-    """Conversations by a seed, with texts that look like tags, quotes and brackets."""
-    template, chance = template_of(name), random.Random(name)
-    format = template.calls
-    assert format.fields is not None
-    conversations, expected = [], []
-    for _ in range(60):
-        called = [("write", some_arguments(chance, format.fields)), ("now", {})][:: chance.choice([1, -1])]
-        calls = [
-            {"id": "abcdefgh1", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-            for name, arguments in called
-        ]
-        said = {"role": "assistant", "content": chance.choice(["", "I look."]), "tool_calls": calls}
-        conversations.append(format.as_messages([{"role": "user", "content": "Hi"}, said]))
-        expected.append([said["content"], *called])
-    rules = [Grammar(format, functions_of(TOOLS), {}, calls, several=True).text() for calls in ("must", "may")]
-    before, *texts = template.render_each([conversations[0][:1], *conversations], tools=TOOLS)
-    for text, (content, *called) in zip(texts, expected, strict=True):
-        assert isinstance(text, str)
-        written = format.write_calls([(function, format.write(arguments), "") for function, arguments in called])
-        answer = text.removeprefix(str(before)).removesuffix("<|im_end|>\n<|im_start|>assistant\n")
-        assert answer.endswith(written)
-        assert answer.removesuffix(written).strip() == content
-        assert parsed(format, answer) == [content, *called]
-        places = sorted({0, len(answer), *(chance.randrange(len(answer)) for _ in range(8))})
-        for pieces in ([answer[a:b] for a, b in pairwise(places)], answer):
-            assert parsed(format, *pieces) == [content, *called]
-        assert taken(rules[0], written)
-        assert taken(rules[1], answer)
 
 
 @in_turn(
