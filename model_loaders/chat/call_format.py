@@ -63,10 +63,10 @@ class CallFormat:
         """The text of past calls (name, arguments, id), as the template writes them."""
         texts = []
         for name, arguments, id in calls:
-            written = id.removeprefix(self.call_id(name, "")) if self.id_form else id
-            texts.append(
-                f"{self.opening}{name}{written.join(self.middle)}{arguments}{written.join(self.shown_closing)}"
-            )
+            head = f"{name}{id.join(self.middle)}"
+            if self.id_form:  # the template writes the id, which has the name
+                head = id.removeprefix(self.id_form.partition("{")[0]) + self.middle[1]
+            texts.append(f"{self.opening}{head}{arguments}{id.join(self.shown_closing)}")
         return f"{self.begin}{self.call_separator.join(texts)}{self.end}"
 
     def call_id(self, name: str, written: str) -> str:

@@ -187,7 +187,10 @@ def _format(
         **common,
     )
     arguments = calls[first.arguments : first.end]
-    is_right = several.write_calls([(name, arguments, id) for name, id in zip(_NAMES, ids, strict=True)]) == two_calls
+    is_right = (
+        several.write_calls((name, arguments, several.call_id(name, id)) for name, id in zip(_NAMES, ids, strict=True))
+        == two_calls
+    )
     if not is_open:
         return several if is_right else single
     return replace(several, end="") if is_right and _RESULT_START.fullmatch(several.end) else None

@@ -126,6 +126,64 @@ FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and t
         "<|tool_call_start|>",
     ),
     "XML": (CallFormat(is_unknown=True), "<tool_call>"),
+    "INVOKE_TAGS": (
+        apart(
+            Fields('<parameter name="', '">', "</parameter>\n", ""),
+            begin="<minimax:tool_call>",
+            opening='\n<invoke name="',
+            middle=('">\n',),
+            closing="</invoke>",
+            call_separator="",
+            end="\n</minimax:tool_call>",
+        ),
+        '<minimax:tool_call>\n<invoke name="',
+    ),
+    "TYPED_TAGS": (
+        apart(
+            Fields(
+                '<｜DSML｜parameter name="',
+                '" string="true">',
+                "</｜DSML｜parameter>\n",
+                "",
+                other_joint='" string="false">',
+            ),
+            begin="<｜DSML｜function_calls>",
+            opening='\n<｜DSML｜invoke name="',
+            middle=('">\n',),
+            closing="</｜DSML｜invoke>",
+            call_separator="",
+            end="\n</｜DSML｜function_calls>",
+        ),
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="',
+    ),
+    "DEEPSEEK_SHORT": (
+        CallFormat(
+            begin="<｜tool▁calls▁begin｜>",
+            opening="<｜tool▁call▁begin｜>",
+            middle=("<｜tool▁sep｜>",),
+            closing="<｜tool▁call▁end｜>",
+            call_separator="",
+            end="<｜tool▁calls▁end｜>",
+            shown_closing=("<｜tool▁call▁end｜>",),
+            is_native=True,
+            arguments_as_text=True,
+        ),
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+    ),
+    "KIMI": (
+        CallFormat(
+            begin="<|tool_calls_section_begin|>",
+            opening="<|tool_call_begin|>functions.",
+            middle=(":", "<|tool_call_argument_begin|>"),
+            closing="<|tool_call_end|>",
+            call_separator="",
+            end="<|tool_calls_section_end|>",
+            shown_closing=("<|tool_call_end|>",),
+            is_native=True,
+            id_form="functions.{name}:{index}",
+        ),
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
+    ),
     **dict.fromkeys(("qwen3", "qwq", "qwen2.5"), (TAGGED, "<tool_call>")),
     "gpt-oss": (
         plain(
@@ -146,8 +204,11 @@ def test_the_format_is_found(name: str) -> None:
     assert format == expected
     assert format.marker(("[TOOL_CALLS]", "[ARGS]")) == marker
     if format.is_native:
-        text = rendered(template_of(name), format.as_messages(MESSAGES), tools=TOOLS)
-        assert format.write_calls([("f", format.rewrite('{"a": [1, "b"]}'), "abcdefgh1")]) in text
+        messages = format.as_messages(MESSAGES)
+        id = messages[1]["tool_calls"][0]["id"]
+        assert format.write_calls([("f", format.rewrite('{"a": [1, "b"]}'), id)]) in rendered(
+            template_of(name), messages, tools=TOOLS
+        )
 
 
 CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "b"]}'}}
@@ -170,6 +231,25 @@ def test_a_form_that_is_not_known_is_told_where_there_are_tools() -> None:
     ]
     assert [len(told) for told in warnings] == [1, 0, 0]
     assert "a form that is not known" in warnings[0][0]
+
+
+def test_an_id_that_holds_the_name_is_made_where_it_is_missing() -> None:
+    """Kimi's ids count all calls of a conversation; those of other servers, which may come twice, get their place."""
+    calls = [[("call_1", "f"), ("functions.g:1", "g")], [("call_1", "g")]]
+    messages: list[dict[str, Any]] = []
+    for turn in calls:
+        made = [{"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}} for id, name in turn]
+        messages.append({"role": "assistant", "content": "", "tool_calls": made})
+        messages += [{"role": "tool", "tool_call_id": id, "content": "so"} for id, _ in turn]
+    accepted = template_of("KIMI").calls.as_messages(messages)
+    ids = [message.get("tool_call_id") or [call["id"] for call in message["tool_calls"]] for message in accepted]
+    assert ids == [
+        ["functions.f:0", "functions.g:1"],
+        "functions.f:0",
+        "functions.g:1",
+        ["functions.g:2"],
+        "functions.g:2",
+    ]
 
 
 def test_without_tools_in_the_template_calls_are_text() -> None:

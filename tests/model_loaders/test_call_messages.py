@@ -16,7 +16,10 @@ from polarlm.model_loaders.tokenizers import Tokenizer, load_for_gguf
 from tests import call_templates
 from tests.tool_model import tool_model
 
-NAMES = ("LLAMA", "MISTRAL", "MISTRAL_IDS", "NO_TOOLS", "GEMMA", "PARAMETER_TAGS", "KEY_TAGS", "PYTHON")
+NAMES = (
+    *("LLAMA", "MISTRAL", "MISTRAL_IDS", "NO_TOOLS", "GEMMA", "PARAMETER_TAGS", "KEY_TAGS", "PYTHON"),
+    *("INVOKE_TAGS", "TYPED_TAGS", "DEEPSEEK", "DEEPSEEK_SHORT", "KIMI"),
+)
 FAMILIES = {"qwen3": call_templates.QWEN3, **{name: getattr(call_templates, name) for name in NAMES}}
 
 
