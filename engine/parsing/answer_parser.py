@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from polarlm.engine.parsing.argument_readers import FieldArguments, JsonArguments, QuotedArguments
+from polarlm.engine.parsing.foreign_calls import CLOSE, OPEN, ForeignCall, calls_in_tags, may_be_calls, whole_calls
 from polarlm.engine.parsing.pieces import CallStart, Piece
 from polarlm.engine.sampling.detokenizer import overlap
 from polarlm.model_loaders.chat.call_format import CallFormat
@@ -19,6 +20,8 @@ from polarlm.model_loaders.chat.reasoning import Tags
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _LONGEST_ID = 64
+_LONGEST_HEAD = 64  # characters that tell what an answer is, with a function's name
+_LONGEST_FENCE = 16  # characters of a line that tell whether it begins or ends a block of code
 
 
 def new_id() -> str:
@@ -51,15 +54,23 @@ class AnswerParser:
         the schemas of their parameters, which tell a text that is no string from one that is. control: as for
         `CallFormat.marker`. tags: the tags around reasoning. thinks: whether the prompt ends with the opening tag.
         """
-        self._format, self._names, self._tags = format, frozenset(names), tags
-        self._schemas = names if isinstance(names, Mapping) else {}
+        self._format, self._tags = format, tags
+        self._functions: Mapping[str, Any] = names if isinstance(names, Mapping) else dict.fromkeys(names)
         self._marker = "" if format is None else format.marker(control)
+        # Tags of another family's calls, which nothing else here begins with; empty if there are none.
+        self._foreign = OPEN if self._functions and self._marker and OPEN not in self._marker else ""
         self._state = self._reasoning if thinks else self._start if tags else self._text
         self._pending = ""  # text that is not yet known to be text, reasoning or a call
         self._call_start = ""  # the text of a call whose name is not complete
         self._space = ""  # white space at the end of the text so far
         self._trims = False  # whether white space at the beginning of the following text is dropped
         self._clean = True  # whether all of the answer so far is white space
+        self._may_be_calls = bool(
+            self._functions and self._marker
+        )  # whether the whole text may be another family's calls
+        self._is_held = False  # whether it is known to begin with one
+        self._line = ""  # the beginning of the last line of the text so far
+        self._fences = 0  # lines before it that begin or end a block of code
         self._reader: JsonArguments | QuotedArguments | FieldArguments = JsonArguments()
         self.calls = 0  # calls that have begun
         self.is_cut_off = False  # at the end of the answer: whether it ends inside a call
@@ -80,6 +91,10 @@ class AnswerParser:
         self.is_cut_off = self._state in (self._naming, self._arguments) or (cut and self._may_begin(pending, next))
         if self.is_cut_off or self._state in (self._closing, self._after_call):
             return []
+        if self._state == self._whole and (calls := whole_calls(pending, self._functions)):
+            return self._foreign_calls(calls)
+        if self._state == self._in_tags and (calls := calls_in_tags(pending.removeprefix(OPEN), self._functions)):
+            return self._foreign_calls(calls)
         parts = list(self._text_pieces(pending))
         if self._space and not self._trims:
             parts.append(Piece(self._space))
@@ -133,9 +148,16 @@ class AnswerParser:
         opening = self._format.begin + self._format.opening
         if not self._marker:
             return self._text_or_json(opening)
-        at = self._pending.find(self._marker)
+        if self._may_be_calls and self._pending.strip():
+            self._state = self._whole
+            return []
+        at, tags_at = self._pending.find(self._marker), self._find_tags()
+        if tags_at >= 0 and not 0 <= at < tags_at:
+            self._state = self._in_tags
+            return self._say(tags_at) or []
         if at < 0:
-            return self._say(len(self._pending) - overlap(self._pending, self._marker))
+            held = max(overlap(self._pending, marker) for marker in (self._marker, self._foreign) if marker)
+            return self._say(len(self._pending) - held)
         rest = self._pending[at:]
         if rest.startswith(opening):
             parts = self._say(at) or []
@@ -148,7 +170,7 @@ class AnswerParser:
         text, format = self._pending.lstrip(), self._format
         begins = [opening]
         if format is not None and format.fields is not None:  # names alone tell a list of calls from other lists
-            begins = [f"{opening}{name}{format.middle[0]}" for name in self._names]
+            begins = [f"{opening}{name}{format.middle[0]}" for name in self._functions]
         if (self._clean or self._trims) and not self.calls:
             if any(map(text.startswith, begins)):
                 self._begin_call(text, opening)
@@ -157,9 +179,49 @@ class AnswerParser:
                 return None
         return self._say(len(self._pending))
 
+    def _whole(self) -> list[Piece] | None:
+        """State: where all of the text may be calls of another family's form, and is held to the end of the answer."""
+        if self._is_held or may_be_calls(self._pending.lstrip(), self._functions):
+            self._is_held = len(self._pending) > _LONGEST_HEAD + max(map(len, self._functions))
+            return None
+        self._may_be_calls, self._state = False, self._text
+        return []
+
+    def _find_tags(self) -> int:
+        """Where a line begins with another family's tag, outside of blocks of code; -1 if none does."""
+        at = self._pending.find(self._foreign) if self._foreign else -1
+        while at >= 0:
+            *lines, line = (self._line + self._pending[:at]).split("\n")
+            if not line.strip() and (self._fences + _fences(lines)) % 2 == 0:
+                break
+            at = self._pending.find(self._foreign, at + 1)
+        return at
+
+    def _in_tags(self) -> list[Piece] | None:
+        """State: between another family's tags."""
+        text, tag, rest = self._pending.removeprefix(OPEN).partition(CLOSE)
+        if not tag:
+            return None
+        self._state = self._text
+        calls = calls_in_tags(text, self._functions)
+        if not calls:
+            return self._say(len(OPEN))
+        self._pending, self._trims, self._space = rest, True, ""
+        return self._foreign_calls(calls)
+
+    def _foreign_calls(self, calls: Sequence[ForeignCall]) -> list[Piece]:
+        self._clean = self._may_be_calls = False
+        pieces: list[Piece] = []
+        for name, arguments in calls:
+            pieces += [Piece(call=CallStart(self.calls, new_id(), name)), Piece(arguments=arguments)]
+            self.calls += 1
+        return pieces
+
     def _say(self, length: int) -> list[Piece] | None:
         """The parts of the beginning of what is held, which is text; None if the beginning is empty."""
         text_said, self._pending = self._pending[:length], self._pending[length:]
+        *lines, line = (self._line + text_said).split("\n")
+        self._line, self._fences = line[:_LONGEST_FENCE], self._fences + _fences(lines)
         return list(self._text_pieces(text_said)) if text_said else None
 
     def _text_pieces(self, text: str) -> Iterator[Piece]:
@@ -174,28 +236,28 @@ class AnswerParser:
             yield Piece(body)
 
     def _begin_call(self, text: str, opening: str) -> None:
-        self._call_start, self._pending = opening, text[len(opening) :]
+        self._call_start, self._pending, self._may_be_calls = opening, text[len(opening) :], False
         self._state = self._naming
 
     def _naming(self) -> list[Piece] | None:
         assert self._format is not None
-        heads = [f"{name}{self._format.middle[0]}" for name in self._names]
+        heads = [f"{name}{self._format.middle[0]}" for name in self._functions]
         if not any(self._pending.startswith(head) or head.startswith(self._pending) for head in heads):
             return self._no_call()
-        name, *id, rest = self._split_head()
+        (name, *id), rest = self._split_head()
         if rest is None:
-            longest = max(map(len, self._names), default=0) + _LONGEST_ID + sum(map(len, self._format.middle))
+            longest = max(map(len, self._functions), default=0) + _LONGEST_ID + sum(map(len, self._format.middle))
             return None if len(self._pending) <= longest else self._no_call()
         if not rest:
             return None
         fields, quote = self._format.fields, self._format.quote
         begins = ("{",) if fields is None else (fields.prefix, self._format.closing)
-        if name not in self._names or not any(rest.startswith(begin) for begin in begins):
-            waits = name in self._names and any(begin.startswith(rest) for begin in begins)
+        if name not in self._functions or not any(rest.startswith(begin) for begin in begins):
+            waits = name in self._functions and any(begin.startswith(rest) for begin in begins)
             return None if waits else self._no_call()
         self._pending, self._call_start, self._space = rest, "", ""
         if fields is not None:
-            self._reader = FieldArguments(fields, self._format.closing, self._schemas.get(name))
+            self._reader = FieldArguments(fields, self._format.closing, self._functions[name])
         else:
             self._reader = QuotedArguments(quote) if quote else JsonArguments()
         self._state = self._arguments
@@ -204,18 +266,18 @@ class AnswerParser:
         self._clean = False
         return [Piece(call=start)]
 
-    def _split_head(self) -> tuple[str | None, ...]:
-        """(name, the id if the format has one, text from the arguments on); the last is None if it is incomplete."""
+    def _split_head(self) -> tuple[list[str], str | None]:
+        """The name, and the id if the format has one; the text from the arguments on, None if it is incomplete."""
         assert self._format is not None
         fields = self._format.fields
         begin = "{" if fields is None else fields.prefix[:1]
-        parts: list[str | None] = []
+        parts: list[str] = []
         rest: str | None = self._pending
         for literal in self._format.middle:
             head, sign, tail = (rest or "").partition(literal or begin)
             parts.append(head)
             rest = (tail if literal else sign + tail) if sign and rest is not None else None
-        return (*parts, rest)
+        return parts, rest
 
     def _no_call(self) -> list[Piece]:
         """The parts of what turned out not to be a call: its first character is text, and the rest is parsed again."""
@@ -254,3 +316,8 @@ class AnswerParser:
             return None
         self._pending, self._state = self._pending.removeprefix(format.end), self._text
         return []
+
+
+def _fences(lines: Iterable[str]) -> int:
+    """How many of these lines begin or end a block of code."""
+    return sum(line.lstrip().startswith("```") for line in lines)

@@ -15,6 +15,7 @@ from polarlm.engine.sampling.schemas import KINDS, kind_of, kinds_of_property
 from polarlm.model_loaders.chat.call_arguments import Fields
 
 _CONSTANTS = {"None": "null", "True": "true", "False": "false"}  # as templates in Python's language may write them
+_TEXT = frozenset({"string"})
 _WORD = re.compile(r"\A\s*[\w.+-]*")
 # Of a string with escapes: text, an escape, or a quote. Nothing matches an escape that is not complete.
 _PART = re.compile(
@@ -194,8 +195,8 @@ class FieldArguments:
             return json_text
         self._kinds = kinds_of_property(self._schema, name)
         if fields.other_joint:  # which tells what the value is, whatever the schema allows
-            self._kinds = {"string"} if joint == fields.joint else self._kinds - {"string"}
-        is_text = self._kinds == {"string"}
+            self._kinds = _TEXT if joint == fields.joint else self._kinds - _TEXT
+        is_text = self._kinds == _TEXT
         self._state = self._text if is_text else self._any
         return json_text + '"' * is_text
 

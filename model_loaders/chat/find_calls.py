@@ -240,10 +240,10 @@ def _fields(calls: str, without_arguments: str) -> Fields | None:
     next = next.removeprefix(quote)
     prefix = first[len(_whole_tags(_common_start(first, empty))) :]
     suffix = _whole_tags(_common_start(next, last))
-    joints = {"joint": to_text, "other_joint": separator} if is_marked else {"joint": separator}
-    fields = Fields(
-        prefix=prefix, suffix=suffix, separator=next[len(suffix) : len(next) - len(prefix)], quote=quote, **joints
-    )
+    between = next[len(suffix) : len(next) - len(prefix)]
+    fields = Fields(prefix, to_text if is_marked else separator, suffix, between, quote)
+    if is_marked:
+        fields = replace(fields, other_joint=separator)
     is_right = calls.replace(fields.write(_ARGUMENTS), "", 1) == without_arguments and last != suffix
     return fields if is_right and (quote or suffix.strip()) else None
 
