@@ -25,6 +25,7 @@ from polarlm.engine.requests.prompts import (
     Prompt,
     checked_ids,
     constrain_after_reasoning,
+    limit_reasoning,
     one_prompt,
     prompt_ids,
     read_until,
@@ -285,6 +286,7 @@ class Engine(Completions):
         params = replace(params, **settings)
         warnings: list[str] = []
         params, close_tag = constrain_after_reasoning(prompt, params, options, self.model)
+        constraint = self.grammars.constraint(params, constraint, gone, close_tag, warnings)
         request = Request.create(
             prompt,
             params,
@@ -296,7 +298,7 @@ class Engine(Completions):
             adapters=self.adapters,
             outbox=outbox,
             wants_progress=progress,
-            constraint=self.grammars.constraint(params, constraint, gone, close_tag, warnings),
+            constraint=limit_reasoning(prompt, params, options, self.model, constraint, warnings.append),
             warnings=warnings,
         )
         if self._tiers is not None and options.cache_prompt and not request.reads_prompt:

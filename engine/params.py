@@ -233,6 +233,16 @@ class SamplingParams(Settings):
     shown_tokens: tuple[int, ...] = option(
         (), (limits.is_id_list, "a tuple of token ids"), json=(), help="control tokens whose names are part of the text"
     )
+    reasoning_budget: int = option(
+        -1,
+        (Numbers(-1, whole=True), "a whole number from 0 up; -1 is no limit"),
+        "--reasoning-budget",
+        json=("thinking_token_budget", "reasoning_budget_tokens"),
+        page="Reasoning tokens",
+        metavar="N",
+        help="most tokens of reasoning, after which the answer begins; 0 ends it at once, -1 is no limit",
+        elsewhere=("thinking_budget", "budget_tokens"),
+    )
     spec_type: str | None = option(
         None,
         (

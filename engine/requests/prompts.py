@@ -14,6 +14,8 @@ from polarlm import model_loaders
 from polarlm.engine.errors import EngineError, counted, no_answers, shown
 from polarlm.engine.limits import RANK, check_roles
 from polarlm.engine.params import PromptOptions, SamplingParams
+from polarlm.engine.sampling.constraints import Constraint
+from polarlm.engine.sampling.reasoning_budget import ReasoningBudget, ReasoningEdges, budget_of
 from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.chat.reasoning import Place
 from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
@@ -216,6 +218,29 @@ def constrain_after_reasoning(
     tag = model.template.tags.close
     shown = [token for name, token in model.tokenizer.control_tokens().items() if name == tag]
     return replace(params, shown_tokens=(*params.shown_tokens, *shown)), tag
+
+
+@_as_engine_error()
+def limit_reasoning(
+    prompt: Prompt,
+    params: SamplingParams,
+    options: PromptOptions,
+    model: model_loaders.Model,
+    constraint: Constraint | None,
+    warn: Callable[[str], None],
+) -> Constraint | None:
+    """Return `constraint`, which may be None, with the limit of the answer's reasoning if it has one. warn: called with
+    a sentence if the model has no reasoning to limit. Raises EngineError."""
+    effort = options.template_variables.get("reasoning_effort")
+    if not is_chat(prompt) or (params.reasoning_budget < 0 and effort is None):
+        return constraint
+    budget, edges = budget_of(model, params.reasoning_budget, effort), None
+    place = "after" if budget < 0 else place_of_answer(prompt, model, options)
+    if place != "after":
+        edges = ReasoningEdges.of(model, calls_tools=bool(options.tools))
+    elif params.reasoning_budget > 0 and model.template.tags is None:
+        warn("the budget of reasoning is ignored: this model's template knows no reasoning")
+    return constraint if edges is None else ReasoningBudget(budget, edges, model, constraint, is_open=place == "inside")
 
 
 def _check_fits(model: model_loaders.Model, context: int | None, text: str) -> None:

@@ -54,6 +54,22 @@ def find_tags(render: Render) -> Tags | None:
     return None
 
 
+def find_ending(render: Render, tags: Tags) -> str:
+    """The text between reasoning and answer, with its white space; the usual one if the template does not show it."""
+    answer = {"role": "assistant", "content": _ANSWER, "reasoning_content": _REASONING}
+    (text,) = render([[*QUESTION, answer]], add_generation_prompt=False)
+    ending = (
+        re.search(rf"{_REASONING}(\s*{re.escape(tags.close)}\s*){_ANSWER}", text) if isinstance(text, str) else None
+    )
+    return ending[1] if ending else f"\n{tags.close}\n\n"
+
+
+def knows_effort(render: Render) -> bool:
+    """Whether the template writes how much the model is to reason."""
+    texts = [render([QUESTION], reasoning_effort=effort)[0] for effort in ("low", "high")]
+    return all(isinstance(text, str) for text in texts) and texts[0] != texts[1]
+
+
 def place_of_answer(
     render: Render, tags: Tags, variables: Mapping[str, object], messages: Sequence[Message] = QUESTION
 ) -> Place:

@@ -11,7 +11,16 @@ from typing import Any
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels, find_channels
 from polarlm.model_loaders.chat.find_calls import find_call_format
-from polarlm.model_loaders.chat.reasoning import QUESTION, QUESTION_WITH_CALL, Place, Tags, find_tags, place_of_answer
+from polarlm.model_loaders.chat.reasoning import (
+    QUESTION,
+    QUESTION_WITH_CALL,
+    Place,
+    Tags,
+    find_ending,
+    find_tags,
+    knows_effort,
+    place_of_answer,
+)
 from polarlm.model_loaders.chat.template_polyfills import MOST_SHAPES, adapt_conversation
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import describe, read_json, usable
@@ -87,6 +96,17 @@ class ChatTemplate:
         if self.channels is not None:
             return Tags(self.channels.header(self.channels.reasoning), self.channels.end)
         return find_tags(self.render_each)
+
+    @cached_property
+    def reasoning_ending(self) -> str:
+        """The text that ends reasoning in tags, with the white space around the closing tag. Raises LoadError."""
+        assert self.tags is not None
+        return find_ending(self.render_each, self.tags)
+
+    @cached_property
+    def has_effort(self) -> bool:
+        """Whether the template tells the model how much to reason (`reasoning_effort`). Raises LoadError."""
+        return knows_effort(self.render_each)
 
     def place_of_answer(self, variables: Mapping[str, object], *, after_result: bool = False) -> Place:
         """Where an answer begins if the template gets these variables. Raises LoadError.
