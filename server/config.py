@@ -86,6 +86,12 @@ class ServerConfig:
     max_tokens: int | None = setting(
         None, "--max-tokens", metavar="N", help="most tokens of an answer; without it, as many as the context holds"
     )
+    reasoning_budget: int = setting(
+        -1,
+        "--reasoning-budget",
+        metavar="N",
+        help="most tokens of reasoning in answers to requests that name no budget; -1 is no limit",
+    )
     request_seconds: int = setting(
         600, "--request-seconds", metavar="N", help="most seconds from a request's arrival to the end of its answer"
     )
@@ -260,6 +266,7 @@ _MODELS_SETTINGS = ("models_memory", "idle_unload", "pin", "allow_pull")
 CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("port", "socket_port"), _PORT),
     **dict.fromkeys(("max_body", "max_connections", "max_tokens", "request_seconds"), _POSITIVE),
+    "reasoning_budget": check_that(lambda number: number >= -1, "this needs a number from -1 up"),
     **dict.fromkeys(("unix", "sessions", "conversations", "api_key_file"), _PATH),
     **dict.fromkeys(("mcp_config", "config_file"), _FILE),
     **dict.fromkeys(("max_sessions_size", "max_conversations_size", "models_memory"), _size),

@@ -40,6 +40,7 @@ _HELP = """\
 /save [PATH]    write the conversation and its cache to a file
 /load [PATH]    continue with a conversation that was saved; /load alone with the last one
 /set NAME VALUE set a parameter of answers, such as temp, top-p, seed or predict; /set alone shows them
+/think N        at most N tokens of reasoning in an answer, 0 for none; /think alone sets no limit
 /stats          show speed, context and cache of the last answer
 /exit, /quit, /bye  leave, as Ctrl-D does
 Enter sends; a \\ at the end of the line, or Alt-Enter, starts a new line. Ctrl-C stops an answer.
@@ -257,6 +258,8 @@ class _Conversation:
                 tell(self._stats())
             case "/set":
                 tell(self._set(argument))
+            case "/think":
+                tell(self._set(f"reasoning-budget {argument.strip() or -1}"))
             case "/exit" | "/quit" | "/bye":
                 self._is_over = True
             case _:

@@ -103,6 +103,7 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "top_k": _at_least(0),
     "max_tokens": _at_least(-1),
     "min_tokens": _at_least(0),
+    "reasoning_budget": _at_least(-1),
     "seed": _seed,
     "stop": _texts,
     "dry_sequence_breakers": _texts,

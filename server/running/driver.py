@@ -233,6 +233,8 @@ class Driver:
                 self._idle.set()
 
     def _limit_tokens(self, params: SamplingParams) -> SamplingParams:
+        if params.reasoning_budget < 0:
+            params = replace(params, reasoning_budget=self.config.reasoning_budget)
         limit = self.config.max_tokens
         if limit is None or (params.max_tokens is not None and 0 <= params.max_tokens <= limit):
             return params

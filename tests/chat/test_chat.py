@@ -324,7 +324,7 @@ def test_parameters_are_set_by_any_of_their_names(chat, engine):
     lines = "/set temperature 0.5\n/set parameter top-k 3\n/set n 2\n/set ignore-eos\nhi\n/set\n"
     said = chat(lines=lines)[2].splitlines()[-1]
     assert said.startswith("predict 2, temp 0.5, top-k 3, top-p 0.95, ")
-    assert said.endswith(", ignore-eos on")
+    assert said.endswith(", ignore-eos on, reasoning-budget -1")
     (params,) = engine.params
     assert (params.temperature, params.top_k, params.max_tokens, params.ignore_eos) == (0.5, 3, 2, True)
 
