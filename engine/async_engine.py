@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from os import PathLike
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from polarlm.engine.completions import Folding
 from polarlm.engine.config import EngineConfig
@@ -19,6 +19,11 @@ from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.mailbox import Mailbox
 from polarlm.engine.requests.prompts import Batch, Messages, Prompt, as_messages, is_batch, naming, one_prompt
 from polarlm.engine.sampling.constraints import Constraint
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from polarlm.engine.keywords import EngineKeywords, GenerateKeywords, SamplingKeywords
 
 Params = SamplingParams | None
 Options = PromptOptions | None
@@ -86,7 +91,7 @@ class AsyncEngine:
         *,
         config: EngineConfig | None = None,
         verbose: Callable[[str], None] | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineKeywords],
     ) -> AsyncEngine:
         """Call `Engine.load` in a thread, which also calls `verbose`. Raises the same EngineErrors."""
         load = partial(Engine.load, path, config=config, verbose=verbose, **settings)
@@ -100,7 +105,7 @@ class AsyncEngine:
         *,
         progress: bool = False,
         constraint: Constraint | None = None,
-        **settings: Any,
+        **settings: Unpack[SamplingKeywords],
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the continuation of `prompt` in chunks; see `Engine.stream` for arguments and errors.
 
@@ -130,17 +135,21 @@ class AsyncEngine:
             self._leave(mailbox)
 
     @overload
-    async def generate(
-        self, prompt: Batch, params: Params = None, options: Options = None, **settings: Any
+    async def generate(  # type: ignore[overload-overlap]  # a text is one prompt, and mypy sees its letters
+        self, prompt: Batch, params: Params = None, options: Options = None, **settings: Unpack[GenerateKeywords]
     ) -> list[Completion]: ...
 
     @overload
     async def generate(
-        self, prompt: Prompt, params: Params = None, options: Options = None, **settings: Any
+        self, prompt: Prompt, params: Params = None, options: Options = None, **settings: Unpack[GenerateKeywords]
     ) -> Completion: ...
 
     async def generate(
-        self, prompt: Prompt | Batch, params: Params = None, options: Options = None, **settings: Any
+        self,
+        prompt: Prompt | Batch,
+        params: Params = None,
+        options: Options = None,
+        **settings: Unpack[GenerateKeywords],
     ) -> Completion | list[Completion]:
         """The whole answer, or several; see `Engine.generate`. An error in one prompt cancels the other requests."""
         if not is_batch(prompt):
@@ -160,7 +169,7 @@ class AsyncEngine:
                 task.cancel()
 
     async def chat(
-        self, messages: Messages, params: Params = None, options: Options = None, **settings: Any
+        self, messages: Messages, params: Params = None, options: Options = None, **settings: Unpack[GenerateKeywords]
     ) -> Completion:
         """The answer to a conversation; see `Engine.chat`."""
         return await self.generate(as_messages(messages), params, options, **settings)

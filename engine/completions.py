@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from polarlm.engine.outputs import Chunk, Completion, fold
 from polarlm.engine.params import PromptOptions, SamplingParams
@@ -13,6 +13,11 @@ from polarlm.engine.parsing.tool_answer import ToolAnswer
 from polarlm.engine.requests.answers import Answers
 from polarlm.engine.requests.prompts import Batch, Messages, Prompt, as_messages, is_batch, is_chat
 from polarlm.engine.vectors import Vectors, compute_each
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from polarlm.engine.keywords import GenerateKeywords
 
 Params = SamplingParams | None  # None: the defaults
 Options = PromptOptions | None
@@ -50,17 +55,21 @@ class Completions(Vectors):
     _answers: Answers
 
     @overload
-    def generate(
-        self, prompt: Batch, params: Params = None, options: Options = None, **settings: Any
+    def generate(  # type: ignore[overload-overlap]  # a text is one prompt, and mypy sees its letters
+        self, prompt: Batch, params: Params = None, options: Options = None, **settings: Unpack[GenerateKeywords]
     ) -> list[Completion]: ...
 
     @overload
     def generate(
-        self, prompt: Prompt, params: Params = None, options: Options = None, **settings: Any
+        self, prompt: Prompt, params: Params = None, options: Options = None, **settings: Unpack[GenerateKeywords]
     ) -> Completion: ...
 
     def generate(
-        self, prompt: Prompt | Batch, params: Params = None, options: Options = None, **settings: Any
+        self,
+        prompt: Prompt | Batch,
+        params: Params = None,
+        options: Options = None,
+        **settings: Unpack[GenerateKeywords],
     ) -> Completion | list[Completion]:
         """The whole answer: `stream`, folded. Of several prompts, a list of texts, of lists of messages or of lists of
         ids, the answers in their order. These are computed together; an error in one prompt, which the message names,
@@ -74,7 +83,9 @@ class Completions(Vectors):
         answers = compute_each(self, jobs, **each[0].settings) if each else []
         return [folding.fold(chunks) for folding, chunks in zip(each, answers, strict=True)]
 
-    def chat(self, messages: Messages, params: Params = None, options: Options = None, **settings: Any) -> Completion:
+    def chat(
+        self, messages: Messages, params: Params = None, options: Options = None, **settings: Unpack[GenerateKeywords]
+    ) -> Completion:
         """The answer to a conversation: messages with "role" and "content", or the text of a user's only message.
 
         An assistant message may carry the "token_ids" that it was generated as, so that the prefix cache finds them;

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polarlm.engine.completions import Completions
 from polarlm.engine.config import EngineConfig
@@ -41,6 +41,11 @@ from polarlm.engine.storage import identity, sessions
 from polarlm.engine.storage.sessions import KnownAnswers, Progress, Session, SessionPath
 from polarlm.engine.storage.tiers.tiers import Tiers
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from polarlm.engine.keywords import EngineKeywords, SamplingKeywords
+
 Chunks = Generator[Chunk, None, None]
 Params = SamplingParams | None  # None: the defaults
 Options = PromptOptions | None
@@ -55,7 +60,7 @@ class Engine(Completions):
         *,
         config: EngineConfig | None = None,
         verbose: Callable[[str], None] | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineKeywords],
     ) -> None:
         """As `load`, or from the parts of an engine."""
         if not isinstance(model, assembly.Parts):
@@ -91,7 +96,7 @@ class Engine(Completions):
         *,
         config: EngineConfig | None = None,
         verbose: Callable[[str], None] | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineKeywords],
     ) -> Engine:
         """Load a folder of safetensors, a .gguf file, "hf:user/repo" of the hub, or, for None, a demonstration.
 
@@ -111,7 +116,7 @@ class Engine(Completions):
         *,
         progress: bool = False,
         constraint: Constraint | None = None,
-        **settings: Any,
+        **settings: Unpack[SamplingKeywords],
     ) -> Chunks:
         """Yield the continuation of `prompt` in chunks; the last chunk has a finish_reason and the usage.
 
@@ -232,7 +237,7 @@ class Engine(Completions):
         progress: bool = False,
         constraint: Constraint | None = None,
         gone: Callable[[], bool] | None = None,
-        **settings: Any,
+        **settings: Unpack[SamplingKeywords],
     ) -> Ticket:
         """Queue a request. Threads that call `work` append its chunks to `into`, or an exception if it fails.
 

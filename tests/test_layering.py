@@ -35,7 +35,7 @@ BEHIND_THE_ENGINE = {
 }
 
 # Rooms of `engine`, and what of the others each may import. A name stands for the module and everything inside it.
-TOLD = {"config", "params", "limits", "errors", "outputs"}  # what users say and hear
+TOLD = {"config", "params", "keywords", "limits", "errors", "outputs"}  # what users say and hear
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "data_urls": set(),
@@ -44,6 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "config": {"errors", "limits"},
     "params": {"config", "limits"},
     "outputs": set(),
+    "keywords": set(),
     "storage.files": set(),
     "storage.objects": set(),
     "codecs": set(),
