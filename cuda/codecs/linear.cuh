@@ -4,7 +4,17 @@
 
 template <class L>
 struct linear : PairTable<L> {
-    static constexpr bool BY_GROUPS = L::TILES % 4 == 0;
+    static constexpr bool BY_GROUPS = L::TILES % 4 == 0, COVERED = true;
+
+    // The least norm that can be stored and leaves no value beyond the levels. largest: of a vector's values.
+    static __device__ __forceinline__ float cover(float largest, const unsigned char *tables) {
+        const float *norms = reinterpret_cast<const float *>(tables + L::NORM_TABLE);
+        const float least = __fmul_rn(largest, 32.0f / 127.0f);
+        unsigned code = 0;
+        for (unsigned step = 128; step; step /= 2)
+            if (norms[code + step - 1] < least) code += step;
+        return norms[code];
+    }
 
     struct Codes : PairTable<L>::Codes {
         // Two chunks have the words of four tiles.

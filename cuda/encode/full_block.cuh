@@ -157,6 +157,24 @@ __device__ void measure(float *sizes, float *x, const float *mean, int count, fl
     }
 }
 
+// Subtracts the mean, if there is one, from the first `count` tokens of x (D, STRIDE), a multiple of four, and writes the
+// norms that cover their largest values.
+template <class L, class Codec, int STRIDE>
+__device__ void cover(float *sizes, float *x, const float *mean, int count, const unsigned char *tables) {
+    for (int four = threadIdx.x / 32; four < count / 4; four += WARPS) {
+        const int t = 4 * four + threadIdx.x % 32 / 8;
+        float largest = 0.0f;
+        for (int c = threadIdx.x % 8; c < L::D; c += 8) {
+            float value = x[c * STRIDE + t];
+            if (L::MEAN_BITS) x[c * STRIDE + t] = value = __fsub_rn(value, mean[c]);
+            largest = fmaxf(largest, fabsf(value));
+        }
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+        if (threadIdx.x % 8 == 0) sizes[t] = Codec::cover(largest, tables);
+    }
+}
+
 // The mean of a block, the rms of its tokens, their inverses, and the codec's points. COUNT: tokens in x.
 template <class L, class Codec, int COUNT, class Arrays, class Block>
 __device__ __forceinline__ void measure_block(Arrays &arrays, const Block &block) {

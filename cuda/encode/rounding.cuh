@@ -1,4 +1,5 @@
-// Chooses codes and norms of a block as `Codec.encode` does, to the bit: the nearest points, and the rms as the norm.
+// Chooses codes and norms of a block as `Codec.encode` does, to the bit: the nearest points, and the rms as the norm, or
+// one that covers the largest value.
 // Part of encode_blocks.cu.
 template <class L, class Codec>
 struct Rounder {
@@ -7,7 +8,7 @@ struct Rounder {
 
     float *x;                   // (D, STRIDE); columns are tokens
     float *points, *mean;       // (POINTS, W), (D)
-    float *sizes;               // (N): the rms
+    float *sizes;               // (N): the norms
     unsigned short *codes;      // (N, PAIRS)
     unsigned short *new_codes;  // (PAIRS, CODE_STRIDE): codes of the tokens in x
     Nearest<Codec> nearest;
@@ -26,7 +27,10 @@ struct Rounder {
         for (int first = 0; first < L::N; first += TOKENS) {
             if (L::MEAN_BITS == 0 || TOKENS < L::N) load_tokens<L, 1, STRIDE>(x, move.full(), first, TOKENS);
             __syncthreads();
-            measure<L, STRIDE>(sizes + first, x, mean, TOKENS, 1.0f, false);
+            if constexpr (Codec::COVERED)
+                cover<L, Codec, STRIDE>(sizes + first, x, mean, TOKENS, move.side->tables);
+            else
+                measure<L, STRIDE>(sizes + first, x, mean, TOKENS, 1.0f, false);
             __syncthreads();
             round(first);
             __syncthreads();

@@ -52,6 +52,10 @@ class ByteNorm:
     def pack(self, norms: np.ndarray) -> np.ndarray:
         return np.searchsorted(_thresholds(), norms, side="right").astype(np.uint8)
 
+    def cover(self, norms: np.ndarray) -> np.ndarray:
+        """The least norm that can be stored and is not below each of `norms` (...), or else the largest; float32."""
+        return self.unpack(np.searchsorted(_table()[:-1], norms, side="left"))
+
     def unpack(self, stored: np.ndarray) -> np.ndarray:
         return np.take(_table(), stored)
 

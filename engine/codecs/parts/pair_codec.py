@@ -94,7 +94,7 @@ class PairCodec(Codec):
         return False
 
     def choose(self, unit: np.ndarray) -> np.ndarray:
-        """unit (R, D) float32, rms 1 → codes (R, D/2)."""
+        """unit (R, D) float32, divided by their `norms` → codes (R, D/2)."""
         rounding = self.rounding
         assert isinstance(rounding, Rounding)
         codes = rounding.nearest(unit.reshape(-1, rounding.width))[0].reshape(len(unit), -1)
@@ -114,9 +114,13 @@ class PairCodec(Codec):
         nbytes = math.prod(codes.shape[norms.ndim - 1 :]) * codes.itemsize
         return block_size, 16 * nbytes // (block_size * self.store.bits)
 
-    def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
+    def norms(self, x: np.ndarray) -> np.ndarray:
+        """What vectors x (..., D) are divided by before their codes are chosen: the rms, (...) float32."""
         with np.errstate(over="ignore"):  # if a square overflows, the norm is infinite and saturates
-            norms = np.minimum(np.sqrt(np.square(x).mean(-1)), self.largest)
+            return np.minimum(np.sqrt(np.square(x).mean(-1)), self.largest)
+
+    def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        norms = self.norms(x)
         unit = x / np.where(norms > 0, norms, np.float32(1))[..., None]
         codes = self.choose(unit.reshape(-1, x.shape[-1]))
         return {"norm": self.store.norms.pack(norms), "codes": codes.reshape(*norms.shape, -1)}

@@ -12,7 +12,7 @@ Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector
 
 from __future__ import annotations
 
-from polarlm.engine.backends.native.kernels.encode.load import ANY, load, measure
+from polarlm.engine.backends.native.kernels.encode.load import ANY, cover, load, measure
 from polarlm.engine.backends.native.kernels.encode.paths import in_token_order, round_to_paths
 from polarlm.engine.backends.native.kernels.encode.rounding import (
     round_all_tokens,
@@ -30,7 +30,7 @@ from polarlm.engine.quantization.encode import LARGEST
 def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
     def write(unit: Unit) -> None:
         unit.report(load(unit, LARGEST if encoding.has_metric else ANY))
-        measure(unit)
+        (cover if encoding.is_linear else measure)(unit)
         if encoding.tries_norms:
             round_with_best_norms(unit, round_to_paths if encoding.rounds else round_all_tokens)
         elif encoding.rounds:

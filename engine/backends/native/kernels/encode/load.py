@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
+from polarlm.engine.codecs.linear import REACH
+from polarlm.engine.codecs.parts.norms import ByteNorm
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
-from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Value, Values, Variable, vector
+from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Value, Values, Variable, gather, vector
 
 ANY = float(np.finfo(np.float32).max)  # a limit that clips no finite value
 
@@ -79,6 +81,20 @@ def measure(unit: Unit) -> None:
         e.store(norm, unit.norms + offset)
         inverse = e.constant(_F16, 1.0) / norm
         e.store(e.select(norm > 0.0, inverse, e.zero(_F16)), unit.inverses + offset)
+
+
+def cover(unit: Unit) -> None:
+    """The norms of `linear`, which cover the largest values of the vectors in `x` (`ByteNorm.cover`) → `norms`."""
+    e, stored = unit.e, ByteNorm().unpack(np.arange(256))
+    table = e.constant_bytes(stored.astype("<f4").tobytes())
+    with unit.vectors() as offset:
+        top = e.variable(e.zero(_F16))
+        with e.loop(0, unit.dim) as channel:
+            top.set(e.fmax(top.get(), e.absolute(e.load(unit.x + channel * unit.row + offset, _F16))))
+        least, code = top.get() * float(REACH), e.zero(_I16)  # binary search for the number of norms below `least`
+        for step in (128, 64, 32, 16, 8, 4, 2, 1):
+            code = e.select(gather(e, table, code + (step - 1), F32) < least, code + step, code)
+        e.store(gather(e, table, code, F32), unit.norms + offset)
 
 
 def _centre(unit: Unit, source: Value) -> None:

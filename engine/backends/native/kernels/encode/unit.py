@@ -61,7 +61,7 @@ class Encoding:
     tilted: norms are tilted, by `mean_query` (D,) and the second moment of queries, `matrix` (D, D); else they are
     fitted, by the metric's `matrix`. along_tokens: whether there is feedback along tokens. mean_bits: bits of the block
     mean that is subtracted; 0 for none. has_metric: if False, codes name the nearest points, and norms are the
-    RMS, at most `largest`.
+    RMS, at most `largest`; of `linear` (`is_linear`) those that cover the largest value.
 
     feedback (D, D): the metric's. With feedback along tokens it has diagonals: (P + 1, width, width, P') float32, P' =
     P rounded up to 16; [k, a, b, j] is the coefficient of channel b of pair j − k for channel a of pair j. along
@@ -82,10 +82,12 @@ class Encoding:
     has_metric: bool = True
     largest: float = math.inf
     rounds: int = 0
+    is_linear: bool = False
 
     @property
     def name(self) -> str:
         table = f"paths{self.rounds}_" if self.rounds else "ring" if self.width == 2 else "turbo"
+        table = "linear" if self.is_linear else table
         parts = "_tilted" * self.tilted, "_along_tokens" * self.along_tokens, f"_mean{self.mean_bits}"
         alone = "" if self.has_metric else f"_alone{self.largest:.0f}"
         return f"encode_{table}{self.bits}_{self.tokens}{''.join(parts)}{alone}"
@@ -152,6 +154,7 @@ def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
         # Without a limit, vectors of `turbo` whose norm overflows get the codes next to 0, as in NumPy.
         largest=float(rounding.norms.largest) if metric is None and not isinstance(rounding, TurboTable) else math.inf,
         rounds=rounds,
+        is_linear=isinstance(rounding, LinearTable),
     )
     return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
 
