@@ -38,7 +38,7 @@ def _models(everything: list[Result]) -> Iterator[str]:
         if not rates(one, GENERATION, PROMPT) or {(title, True), (title, has_peer)} & shown:
             continue
         shown.add((title, has_peer))
-        yield from (title, rates_table(one, [GENERATION, PROMPT], spread="large", with_peer=True).markdown())
+        yield from (title, rates_table(one, [GENERATION, PROMPT], least_spread=0.1, with_peer=True).markdown())
         if (sequences := sequences_table(one)).rows:
             yield "Prompts in ms, and on the device alone, if all is launched before it begins:"
             yield prompts_table(one).markdown()

@@ -1,26 +1,18 @@
-"""The parts of docs/speed.md and docs/prefix-tiers.md that measurements of speed in bench/results decide."""
+"""The parts of docs/results that measurements of speed in bench/results decide."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from polarlm.bench.report import Table
 from polarlm.bench.result import Result, Row, origin, provenance, read
 from polarlm.bench.serving.tables import LOAD, conversations_table, servers_table
-from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE
+from polarlm.bench.speed.contestants import OURS, RATE
 from polarlm.bench.speed.measure import MEMORY
 from polarlm.bench.speed.starts import START
-from polarlm.bench.speed.tables import (
-    bandwidth_table,
-    batches_table,
-    memory_table,
-    peers_in_words,
-    place,
-    rates_table,
-    source,
-    starts_of_models,
-)
+from polarlm.bench.speed.tables import peers_in_words, place, report_of, source, starts_of_models
 from scripts.quality_tables import RESULTS, ROOT, newest
 
 DEMO = "SmolLM2-135M-Instruct"
@@ -41,19 +33,14 @@ def published_results(kind: str = "speed") -> dict[Path, Result]:
 
 
 def all_tables() -> str:
-    """All tables of all models, for docs/speed.md."""
+    """The reports of all models, for docs/results/speed.md."""
     parts = []
     everything = published_results()
     titles = Counter(map(_title, everything.values()))
     for path, result in everything.items():
         where = f", on {place(result)}" if titles[_title(result)] > 1 else ""
-        parts.append(f"### {_title(result)}{where}")
-        parts += [rates_table(result, [GENERATION, PROMPT]).markdown(), *_picture(path)]
-        parts += ["What a step reads, and the share of the memory's bandwidth:", bandwidth_table(result).markdown()]
-        if any(result.parts(MEMORY)):  # else rates alone were measured
-            parts += ["Memory of the process:", memory_table(result).markdown()]
-            parts += ["Steps of several sequences together:", batches_table(result).markdown()]
-        parts.append(source(result))
+        tables = (section.markdown() for section in report_of(result).sections)
+        parts += [f"### {_title(result)}{where}", *_picture(path), *tables, source(result)]
     notes = dict.fromkeys(f"{sentence}." for result in everything.values() for sentence in result["left_out"])
     return "\n\n".join([*parts, *notes])
 
@@ -88,30 +75,9 @@ def _starts_by_machine() -> dict[str, list[Result]]:
     return groups
 
 
-def conversations() -> str:
-    """Seconds to the first token of conversations that come back, for docs/prefix-tiers.md."""
-    result = newest("agents-qwen3.5-0.8b-random-q4-0-*")
-    return (
-        f"{conversations_table(result).markdown()}\n\n"
-        f"Random weights of the shape of Qwen3.5 0.8B on {place(result)}; "
-        f"{result['options']['agents']} conversations; the other server was a process on the same machine; "
-        f"{provenance(result)}"
-    )
-
-
-def pressure() -> str:
-    """First tokens of the last round by type and number of conversations, for docs/prefix-tiers.md."""
-    result = newest("pressure-demo-*")
-    memory = f"{place(result)}, {result['options']['kv_memory']} for keys and values"
-    return f"{conversations_table(result).markdown()}\n\n{memory}; {provenance(result)}"
-
-
-def servers() -> str:
-    """Our server under load beside others, for docs/speed.md; empty until a measurement is published."""
-    return "\n\n".join(
-        f"{servers_table(one).markdown()}\n\n{one['model']} on {place(one)}; {provenance(one)}"
-        for one in server_results()
-    )
+def _with_source(table: Callable[[Result], Table], results: Iterable[Result]) -> str:
+    """A table of each result, and where it is from."""
+    return "\n\n".join(f"{table(one).markdown()}\n\nOn {place(one)}; {provenance(one)}" for one in results)
 
 
 def server_results() -> list[Result]:
@@ -146,8 +112,8 @@ def _picture(path: Path) -> list[str]:
 PARTS: Mapping[str, Callable[[], str]] = {
     "speed": all_tables,
     "starts": starts,
-    "conversations": conversations,
-    "pressure": pressure,
-    "servers": servers,
+    "conversations": lambda: _with_source(conversations_table, [newest("agents-qwen3.5-0.8b-random-q4-0-*")]),
+    "pressure": lambda: _with_source(conversations_table, [newest("pressure-demo-*")]),
+    "servers": lambda: _with_source(servers_table, server_results()),
 }
 """Name of a mark → what writes the text between it and its end."""

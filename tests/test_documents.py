@@ -179,4 +179,4 @@ def test_a_server_has_its_row_when_it_was_measured_beside_another(tmp_path, monk
     part = readme_tables.speed()
     assert "| M | server of 16 clients, 96 tokens in and 64 out | 32.0 | 4.00 (llama.cpp's server: 8.0) |" in part
     assert "| first token after 0.50 s |  | 4.00 (llama.cpp's server: 2.00 s) |" in part
-    assert re.search(r"\| xllamacpp, 1 thread +\| +8\.0 \|", speed_tables.servers())
+    assert re.search(r"\| xllamacpp, 1 thread +\| +8\.0 \|", speed_tables.PARTS["servers"]())

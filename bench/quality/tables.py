@@ -59,7 +59,9 @@ def kl_columns(where: str, mean: str) -> list[Column]:
     ]
 
 
+BITS = Column.of("bits/value", "bits_per_value", "{:.2f}".format, _BITS)
 DIVERGENCES = [
+    BITS,
     *kl_columns("position", _MEAN),
     Column.of("same top-1", "same_top1", two_digits, _TOP1),
     Column.of("drafts accepted", "draft_acceptance", two_digits, _DRAFTS),
@@ -78,7 +80,7 @@ def overview_columns(result: Result) -> list[Column]:
     speed = "tokens a second of a prompt, on this machine", "tokens a second after that prompt, one request alone"
     memory = "bytes of the KV cache for 1,000 tokens in complete blocks"
     return [
-        Column.of("bits/value", "bits_per_value", "{:.2f}".format, _BITS),
+        BITS,
         Column("perplexity", perplexity, _CHANGE),
         Column("KL mean", _plain("kl_mean", small), _MEAN),
         Column("same top-1", _plain("same_top1", lambda share: f"{100 * share:.1f} %"), _TOP1),

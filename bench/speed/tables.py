@@ -17,7 +17,6 @@ from polarlm.bench.speed.starts import FIRST, MAPPED, START
 from polarlm.engine.config import EngineConfig
 
 _PARTS = ("imports", "loading", "first token")  # of a start
-_LARGE = 0.1  # a spread, as a share of the median
 
 
 def report_of(result: Result) -> Report:
@@ -27,8 +26,8 @@ def report_of(result: Result) -> Report:
         title=f"{_named(result)} on {_where(result)}",
         lead="Medians ± half the spread; × is the ratio to the strongest peer",
         sections=[
-            Section("Prompts, tokens/s", [rates_table(result, [PROMPT], spread="all")]),
-            Section("Generation, tokens/s", [rates_table(result, [GENERATION], spread="all")]),
+            Section("Prompts, tokens/s", [rates_table(result, [PROMPT])]),
+            Section("Generation, tokens/s", [rates_table(result, [GENERATION])]),
             Section(read, [bandwidth_table(result)]),
             Section("Steps of several sequences together", [batches_table(result)]),
             Section("Memory of the process", [memory_table(result)]),
@@ -55,12 +54,12 @@ def rates(result: Result, *sections: str) -> dict[str, dict[str, Row]]:
     return subjects
 
 
-def rates_table(result: Result, sections: Sequence[str], *, spread: str = "", with_peer: bool = False) -> Table:
+def rates_table(result: Result, sections: Sequence[str], *, least_spread: float = 0, with_peer: bool = False) -> Table:
     """A table with a line per prompt or context and a column per contestant; ours with the ratio to the strongest peer,
     which is the fastest cache of any peer, in bold if we are slower. With several peers, the last column names it.
 
-    spread: whether to show half the distance between the slowest and the fastest run, too: "all", or "large" where it
-    is more than a tenth. with_peer: whether only what a peer has read, too, is shown, if there is one.
+    least_spread: share of the median from which half the distance between the slowest and the fastest run is shown,
+    too. with_peer: whether only what a peer has read, too, is shown, if there is one.
     """
     subjects, has_ratios = rates(result, *sections), not _starvation_notes(result)
     if with_peer and any(strongest(rows.values()) for rows in subjects.values()):
@@ -68,7 +67,7 @@ def rates_table(result: Result, sections: Sequence[str], *, spread: str = "", wi
 
     def cell(subject: str, contestant: str) -> str:
         row, peer = subjects[subject].get(contestant), strongest(subjects[subject].values())
-        return _rate_cell(row, peer.value if peer and has_ratios else None, spread)
+        return _rate_cell(row, peer.value if peer and has_ratios else None, least_spread)
 
     columns = _columns(result)
     table = Table.crossed("", subjects, columns, cell)
@@ -85,12 +84,12 @@ def strongest(rows: Iterable[Row]) -> Row | None:
     return max(theirs, key=lambda row: row.value or 0, default=None)
 
 
-def _rate_cell(row: Row | None, best: float | None, spread: str) -> str:
+def _rate_cell(row: Row | None, best: float | None, least_spread: float) -> str:
     if row is None or row.value is None:
         runs = () if row is None else max(row.more.get("tried", {}).values(), key=max, default=())
         return f"{row.failure if row else NOTHING}{': ' if runs else ''}{', '.join(map(rate_text, runs))}"
     text, half = rate_text(row.value), (max(row.runs) - min(row.runs)) / 2
-    if spread == "all" or (spread and half > _LARGE * row.value):
+    if half >= least_spread * row.value:
         text += f" ± {half:,.1f}" if row.value < 100 else f" ± {half:,.0f}"
     if not is_ours(row.contestant) or best is None:
         return text
