@@ -147,8 +147,8 @@ class Report:
             about = dict(self.about)
             tables = [table.markdown(width) for one in self.sections[: self.brief] for table in one.tables]
             return "\n\n".join([*tables, f"{about['origin']}\nload: {about['load']}"])
-        about = "\n".join([self.title, *(f"{name}: {text}" for name, text in self.about if text)])
-        return "\n\n".join([about, *(section.markdown(width) for section in self.sections), *self.notes])
+        head = "\n".join([self.title, *(f"{name}: {text}" for name, text in self.about if text)])
+        return "\n\n".join([head, *(section.markdown(width) for section in self.sections), *self.notes])
 
     def write_page(self, file: Path) -> None:
         """Raises EngineError."""
