@@ -146,8 +146,8 @@ def _microseconds(seconds: float) -> str:
 def _matrices(result: Result) -> Table:
     """A line for each matrix and format, with the times by rows."""
     prefix = f"{PRODUCT} "
-    counts = {rows: rows for _, rows, _ in result.parts(prefix)}
-    products = dict.fromkeys(subject.removeprefix(prefix) for subject, *_ in result.parts(prefix))
+    counts = {rows: rows for _, rows, _ in result.parts(prefix=prefix)}
+    products = dict.fromkeys(subject.removeprefix(prefix) for subject, *_ in result.parts(prefix=prefix))
 
     def cell(product: str, rows: str) -> str:
         return cell_of(result.figures(prefix + product, rows).get("seconds"), _microseconds)
@@ -156,6 +156,6 @@ def _matrices(result: Result) -> Table:
 
 
 def _encoding(result: Result) -> Table:
-    rows = (figures["seconds"] for _, _, figures in result.parts(f"{ENCODING} "))
+    rows = (figures["seconds"] for _, _, figures in result.parts(prefix=f"{ENCODING} "))
     lines = [[row.contestant, str(row.more["blocks"]), cell_of(row, _microseconds)] for row in rows]
     return Table(("cache", "blocks at once", "µs a block"), lines)

@@ -96,7 +96,7 @@ def overview_columns(result: Result) -> list[Column]:
 
 def text_figures(result: Result) -> list[tuple[str, Figures]]:
     """Each type with its scoring, and its figures of the text."""
-    return [(who, figures) for subject, who, figures in result.parts(TEXT) if subject == TEXT]
+    return [(who, figures) for _, who, figures in result.parts(TEXT)]
 
 
 def overview(result: Result) -> Table:
@@ -126,7 +126,7 @@ def top1_by_position(result: Result) -> Table:
 
 
 def _by_position(result: Result, title: str, quantity: str, text: Callable[[float], str]) -> Table:
-    at = {subject: subject.removeprefix(f"{POSITIONS} ") for subject, *_ in result.parts(POSITIONS)}
+    at = {subject: subject.removeprefix(f"{POSITIONS} ") for subject, *_ in result.parts(prefix=POSITIONS)}
     whos = [who for who, _ in text_figures(result)]
     return Table.crossed(title, whos, at, lambda who, at: cell_of(result.figures(at, who).get(quantity), text))
 

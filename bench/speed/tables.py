@@ -148,7 +148,7 @@ def memory_table(result: Result) -> Table:
 
 def starts_table(result: Result) -> Table:
     """A table of the seconds from a new process to its first token, and of the memory of that process."""
-    starts = {who: figures for subject, who, figures in result.parts(START) if subject == START}
+    starts = {who: figures for _, who, figures in result.parts(START)}
     theirs = [figures["seconds"] for who, figures in starts.items() if not is_ours(who)]
     rates_of_peers = [row for row in theirs if row.value is not None and not _starvation_notes(result)]
     fastest = min(rates_of_peers, key=lambda row: row.value or 0, default=None)

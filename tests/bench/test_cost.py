@@ -140,7 +140,7 @@ def test_figures_are_of_the_same_windows_and_say_of_what(tiny_path: Path, text: 
     assert load.startswith("load: ")
     assert page.count(of) == page.count(load.removeprefix("load: ")) == 1
     # KL by position is of the same positions as the mean of all, and each window has its value.
-    stretches = [at["kl_mean"] for subject, who, at in figures.parts("positions") if who == "balanced"]
+    stretches = [at["kl_mean"] for subject, who, at in figures.parts(prefix="positions") if who == "balanced"]
     assert sum(one.more["positions"] for one in stretches) == figures["scored_tokens"]
     for name in ("kl_mean", "same_top1"):
         parts = [figures.figures(one.subject, "balanced")[name] for one in stretches]
@@ -349,7 +349,7 @@ def test_given_windows_are_scored_however_long_they_take(
     assert (figures["windows"], figures["window"], figures["complete"]) == (1, 150, True)
     assert list(figures["types"]) == [name + scoring for name in TYPES for scoring in ("", ", every token coded")]
     assert kl(figures, "balanced") < kl(figures, "balanced, every token coded")
-    assert not [*figures.parts("speed"), *figures.parts("texts")]
+    assert not [*figures.parts("speed"), *figures.parts("texts of its own")]
     assert "balanced, every token coded" in page
     assert not re.search("<th[^>]*>(prompt|generation|KL there)", page), "no columns of what was not measured"
 

@@ -154,7 +154,7 @@ def test_every_section_is_measured_in_the_order_of_its_importance(
     server = results.figures("server", "polarlm")
     assert (server["first token"].runs, server["between two tokens"].runs) == ((50, 95), (50, 95))
     assert all(0 < row.value < 4e-3 for row in results.rows("error"))
-    assert {rows for _, rows, _ in results.parts("product of ")} == {"1", "65"}
+    assert {rows for _, rows, _ in results.parts(prefix="product of ")} == {"1", "65"}
     assert [row.more["blocks"] for row in results.rows("seconds") if "blocks" in row.more] == [3, 1]
 
     rates = {
@@ -184,7 +184,7 @@ def test_a_section_gets_what_earlier_ones_leave_and_what_lacks_time_is_named(
     monkeypatch.setattr(Plan, "_server", lambda self: iter([serving("one"), serving("two")]))
     assert run(tmp_path / "out.json", "--only", "kernels,server", "--budget", "220", gpu=emulated()) == 0
     results = read(tmp_path / "out.json")
-    assert [len([*results.parts(part)]) for part in ("server", "device", "attention")] == [2, 2, 0]
+    assert [len([*results.parts(prefix=part)]) for part in ("server", "device", "attention")] == [2, 2, 0]
     cut = [one["what"] for one in results["not_measured"]]
     assert cut[0] == "fp16 kernels of PyTorch, 64 × 1"
     assert "encoding" in cut
@@ -206,7 +206,7 @@ def test_a_failing_task_does_not_affect_others(
     assert [(one["what"], one["why"]) for one in results["not_measured"]] == [
         ("fp16 kernels of PyTorch, 64 × 1", "failed: RuntimeError: an illegal access")
     ]
-    assert len([*results.parts("attention")]) == 1
+    assert len([*results.parts(prefix="attention")]) == 1
     assert "Traceback" in capsys.readouterr().err, "a fault of a kernel is worth its place"
 
 
@@ -314,9 +314,9 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
     for lines in (
         "| 1,000 | 500.0 | 200.0 | — |\n| 2,000 | — | — | 500.0 |",
         "| 1 | here balanced | 256 | 64 | — | — |\n| 4 | here balanced | 2,000 | 256 | 500 | 8.00 |",
-        "| torch | 1,024 | 1 | 30.0 | — | — | 0.67 | — |",
-        "| f16 | 1,024 | 1 | 20.0 | 2,000 | 50 % | 1.00 | 1.0e-04 |",
-        "| ring4 | 1,024 | 1 | 10.0 | 1,000 | 25 % | 2.00 | 2.0e-04 |",
+        "| torch | 1,024 | 1 | 30.0 | — | — | 0.67 | — |\n"
+        "| f16 | 1,024 | 1 | 20.0 | 2,000 | 50 % | 1.00 | 1.0e-04 |\n"
+        "| ring4 | 1,024 | 1 | 10.0 | 1,000 | 25 % | 2.00 | 2.0e-04 |\n"
         "| f16 | 1,024 | 16 | 5.0 | 2,000 | 50 % | — | WRONG 1.0e-02 |",
         "| qkv, bf16 | 10.0 | 12.0 |\n| qkv, bf16 of PyTorch | not there | — |",
         "1,000 tokens/s, 1,700 ms to the first token (5,200 at 95 %), 6 ms between two (34 at 95 %).",
