@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from polarlm.bench.gpu.peer import attention_at
-from polarlm.bench.gpu.requests import LLAMA_CPP
+from polarlm.bench.gpu.plan import LLAMA_CPP
 from polarlm.bench.gpu.tables import best_half, prompts_table, sequences_table, server_in_words
 from polarlm.bench.report import Table
 from polarlm.bench.result import Result, read

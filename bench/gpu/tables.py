@@ -5,9 +5,8 @@ from __future__ import annotations
 from polarlm.bench.gpu.attention import ENCODING
 from polarlm.bench.gpu.cache import ALLOWED_ERROR
 from polarlm.bench.gpu.peer import attention_at
-from polarlm.bench.gpu.plan import DEVICE
+from polarlm.bench.gpu.plan import DEVICE, SEQUENCES, SERVER
 from polarlm.bench.gpu.products import PRODUCT
-from polarlm.bench.gpu.requests import SEQUENCES, SERVER
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, cell_of, provenance
 from polarlm.bench.result import Figures, Result, value_of
 from polarlm.bench.serving.options import BETWEEN_TOKENS, FIRST_TOKEN

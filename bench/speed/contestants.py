@@ -154,6 +154,11 @@ MARGIN = 0.1  # share of the fastest run by which a peer's second fastest may be
 _STARVED = 0.05  # share of the memory's bandwidth below which a peer has lacked a core
 
 
+def subject_of(section: str, tokens: int) -> str:
+    """The subject of a PROMPT of so many tokens, or of GENERATION after them."""
+    return f"{section} {'at' if section == GENERATION else 'of'} {tokens:,}"
+
+
 @dataclass(eq=False)
 class Cell:
     """The runs of one contestant in one row, in tokens per second, or the reason why there are none."""

@@ -28,6 +28,7 @@ from polarlm.bench.speed.contestants import (
     best,
     is_far_behind,
     starvation,
+    subject_of,
 )
 from polarlm.bench.speed.options import RATES, STARTS
 from polarlm.bench.speed.starts import FIRST, START, START_TOKENS, WITH_EMPTY_FOLDER, Starter, add_medians
@@ -140,10 +141,10 @@ class Measurement:
             parts.append(Part("threads", short * len(plan.threads), lambda: self._choose_threads(parts)))
             parts.append(Part(SHORT, short * contestants, partial(self._generate, SHORT, SHORT_DEPTH, SHORT_STEPS)))
             for tokens in plan.prompts:
-                name = f"prompt of {tokens:,}"
+                name = subject_of(PROMPT, tokens)
                 parts.append(Part(name, runs * tokens * contestants, partial(self._measure_prompt, name, tokens)))
             for depth in plan.depths:
-                name, work = f"generation at {depth:,}", (depth / 2 + runs * DEEP_STEPS * _STEP_WORK) * contestants
+                name, work = subject_of(GENERATION, depth), (depth / 2 + runs * DEEP_STEPS * _STEP_WORK) * contestants
                 parts.append(Part(name, work, partial(self._generate, name, depth, DEEP_STEPS)))
         if plan.only is None:
             parts.append(Part("batches", runs * len(SEQUENCES) * _BATCH_DEPTH * 3 * _STEP_WORK, self._measure_batches))

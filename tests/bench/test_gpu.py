@@ -22,7 +22,7 @@ import pytest
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import __main__ as gpu_bench
-from polarlm.bench.gpu import plan, requests, setup
+from polarlm.bench.gpu import plan, setup
 from polarlm.bench.gpu.attention import measure_attention
 from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content
 from polarlm.bench.gpu.peer import NAMES, attention_at, half_attention
@@ -124,7 +124,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, commands: list[Any]) -> Gpu:
         run=lambda command, **_: commands.append(command) or SimpleNamespace(stdout=PRINTED[Path(command[0]).name]),
         PIPE=None,
     )
-    monkeypatch.setattr(requests, "subprocess", programs)
+    monkeypatch.setattr(plan, "subprocess", programs)
     monkeypatch.setattr(load, "run", serving)
     return gpu
 
