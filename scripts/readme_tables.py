@@ -21,9 +21,19 @@ from polarlm.engine import EngineConfig, codecs
 from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
-from scripts.gpu_tables import attention_of, gpu_of, has_llama_cpp, measurements, seconds_of
-from scripts.quality_tables import DEMO, newest, newest_of_each, of
-from scripts.speed_tables import rates_of, server_results
+from scripts.result_tables import (
+    DEMO,
+    attention_of,
+    gpu_of,
+    has_llama_cpp,
+    measurements,
+    newest,
+    newest_of_each,
+    of,
+    rates_of,
+    seconds_of,
+    server_results,
+)
 
 _NUMBERS = "tokens/s", "bits/value, 2,048 tokens", "8,192"  # columns to the right
 DEFAULT, HALF = EngineConfig.cache_type, "f16"
