@@ -20,6 +20,7 @@ from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE
 from polarlm.bench.speed.measure import MEMORY
 from polarlm.bench.speed.starts import START
 from polarlm.bench.speed.tables import (
+    STARTS,
     peers_in_words,
     place,
     rates,
@@ -193,7 +194,8 @@ def all_tables() -> str:
     titles = Counter(map(_title, everything.values()))
     for path, result in everything.items():
         where = f", on {place(result)}" if titles[_title(result)] > 1 else ""
-        tables = (section.markdown() for section in report_of(result).sections)
+        sections = report_of(result).sections
+        tables = (section.markdown() for section in sections if section.heading != STARTS)  # they have a table of all
         parts += [f"### {_title(result)}{where}", *_picture(path), *tables, source(result)]
     notes = dict.fromkeys(f"{sentence}." for result in everything.values() for sentence in result["left_out"])
     return "\n\n".join([*parts, *notes])

@@ -16,12 +16,13 @@ from polarlm.bench.speed.measure import MEMORY
 from polarlm.bench.speed.starts import FIRST, MAPPED, START
 from polarlm.engine.config import EngineConfig
 
+STARTS = "Starts"  # a heading
 _PARTS = ("imports", "loading", "first token")  # of a start
 
 
 def report_of(result: Result) -> Report:
     read = "Bytes that a step reads, and share of the memory's bandwidth"
-    starts = [Section("Starts", [starts_table(result)], starts_in_parts(result))]
+    starts = [Section(STARTS, [starts_table(result)], starts_in_parts(result))]
     return Report(
         title=f"{_named(result)} on {_where(result)}",
         lead="Medians ± half the spread; × is the ratio to the strongest peer",
