@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from polarlm.bench.gpu.plan import LLAMA_CPP, SEQUENCES
+from polarlm.bench.gpu.plan import LLAMA_CPP
 from polarlm.bench.quality.scores import CODED, SERVED, TEXT, contestant
 from polarlm.bench.report import NOTHING, rate_text
 from polarlm.bench.result import Figures, Result
 from polarlm.bench.serving.options import FIRST_TOKEN, XLLAMACPP
 from polarlm.bench.serving.tables import LOAD
-from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE, subject_of
+from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE, SEQUENCES, subject_of
 from polarlm.bench.speed.tables import cache, engine, is_ours, label, place, strongest
 from polarlm.bench.speed.tables import rates as speed_rates
 from polarlm.engine import EngineConfig, codecs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polarlm.bench.gpu.peer import attention_at
 from polarlm.bench.gpu.plan import LLAMA_CPP
-from polarlm.bench.gpu.tables import best_half, prompts_table, sequences_table, server_in_words
+from polarlm.bench.gpu.tables import best_half, prompts_table, server_in_words
 from polarlm.bench.quality import snapshots
 from polarlm.bench.quality import tables as quality
 from polarlm.bench.quality.scores import CODED, SERVED, TEXT
@@ -26,6 +26,7 @@ from polarlm.bench.speed.tables import (
     rates,
     rates_table,
     report_of,
+    sequences_table,
     source,
     starts_of_models,
 )

@@ -10,7 +10,7 @@ import json
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from polarlm.bench.gpu.setup import Gpu, Sizes
 from polarlm.bench.random_weights import RandomMatrix
 from polarlm.bench.result import Output, Result, read
 from polarlm.bench.serving.options import BETWEEN_TOKENS, FIRST_TOKEN, LoadOptions, Options
-from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE, subject_of
+from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE, add_sequences, subject_of
 from polarlm.bench.speed.ours import Ours
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.errors import EngineError
@@ -35,7 +35,7 @@ Work = Callable[[Result], None]
 Task = tuple[str, Work]
 
 DEVICE = "device"  # a subject: its limits
-SEQUENCES, SERVER = "sequences", "server"  # subjects; the first with their number before it
+SERVER = "server"  # a subject
 LLAMA_CPP = "llama.cpp"
 _ON_GPU = "-ngl", "99", "-fa", "1"  # llama.cpp's layers, and its flash attention
 # Section → its share of the budget; the most wanted comes first. What one leaves goes to the next.
@@ -139,9 +139,8 @@ class Plan:
         ours.together([self._ids(ours, prompt) for _ in range(count)], answer)  # compiles, and records steps
         whole = ours.together(prompts, answer)
         steps = ours.together(prompts, answer + 4 * count, True)["steps"]  # long enough for all to run together
-        times = {"first": whole["first"], "seconds": whole["seconds"]}
-        times |= {"step": statistics.median(steps)} if steps else {}
-        _add_sequences(result, f"{OURS} {types.label}", times, count, prompt, answer)
+        runs = {"first": [whole["first"]], "seconds": [whole["seconds"]], "step": steps}
+        add_sequences(result, f"{OURS} {types.label}", count, runs, prompt=prompt, answer=answer)
 
     def _peer(self, program: str, measure: Callable[..., None]) -> Iterator[Task]:
         if self.llama_cpp and self.model:
@@ -200,12 +199,6 @@ def _add_rate(result: Result, who: str, kind: str, tokens: int, runs: Sequence[f
     result.add(subject_of(kind, tokens), who, RATE, runs, section=kind, tokens=tokens)
 
 
-def _add_sequences(result: Result, who: str, times: Mapping[str, float], count: int, prompt: int, answer: int) -> None:
-    """Add the seconds until all sequences have their "first" token, the "seconds" until all have ended, and those of a
-    "step" of all, if they ran together. prompt, answer: tokens of each."""
-    result.add_all(f"{count} {SEQUENCES}", who, times, sequences=count, prompt=prompt, answer=answer)
-
-
 def serve(result: Result, path: str | None, sizes: Sizes) -> None:
     """Add what `bench.serving` measures of a server of the model under load. Raises EngineError."""
     from polarlm.bench.serving.load import run  # needs httpx
@@ -249,8 +242,9 @@ def batched_bench(result: Result, program: Path, path: str, sizes: Sizes, second
     for line in _printed([str(program), "-m", path, *_ON_GPU, *flags], seconds).splitlines():
         if line.startswith("{"):
             row = json.loads(line)
-            times = {"first": row["t_pp"], "seconds": row["t_pp"] + row["t_tg"], "step": row["t_tg"] / row["tg"]}
-            _add_sequences(result, f"{LLAMA_CPP} f16", times, row["pl"], row["pp"], row["tg"])
+            first, steps = row["t_pp"], row["t_tg"]
+            runs = {"first": [first], "seconds": [first + steps], "step": [steps / row["tg"]]}
+            add_sequences(result, f"{LLAMA_CPP} f16", row["pl"], runs, prompt=row["pp"], answer=row["tg"])
 
 
 def _printed(command: Sequence[str], seconds: float) -> str:

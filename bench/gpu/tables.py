@@ -5,13 +5,13 @@ from __future__ import annotations
 from polarlm.bench.gpu.attention import ENCODING
 from polarlm.bench.gpu.cache import ALLOWED_ERROR
 from polarlm.bench.gpu.peer import attention_at
-from polarlm.bench.gpu.plan import DEVICE, SEQUENCES, SERVER
+from polarlm.bench.gpu.plan import DEVICE, SERVER
 from polarlm.bench.gpu.products import PRODUCT
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, cell_of, provenance
 from polarlm.bench.result import Figures, Result, value_of
 from polarlm.bench.serving.options import BETWEEN_TOKENS, FIRST_TOKEN
 from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE
-from polarlm.bench.speed.tables import cache, name, rates_table
+from polarlm.bench.speed.tables import cache, rates_table, sequences_table
 
 
 def report_of(result: Result) -> Report:
@@ -63,18 +63,6 @@ def prompts_table(result: Result) -> Table:
         for tokens in dict.fromkeys(tokens for tokens, _ in times)
     ]
     return Table(["tokens", *(f"{cache(who)}{part}" for who in types for part in ("", ", device"))], lines)
-
-
-def sequences_table(result: Result) -> Table:
-    """A line for each number of sequences and engine: tokens/s of prompts, of answers, all included, and of steps."""
-    lines = []
-    parts = [(who, figures) for subject, who, figures in result.parts() if subject.endswith(f" {SEQUENCES}")]
-    for who, figures in sorted(parts, key=lambda one: one[1]["first"].more["sequences"]):
-        more, step = figures["first"].more, value_of(figures, "step")
-        tokens = (more["prompt"], value_of(figures, "first")), (more["answer"], value_of(figures, "seconds")), (1, step)
-        rates = [_number(more["sequences"] * each / seconds, 0) if seconds else NOTHING for each, seconds in tokens]
-        lines.append([str(more["sequences"]), name(who), *rates, _number(1e3 * step, 2) if step else NOTHING])
-    return Table(("sequences", "", "prompts, tokens/s", "answers, tokens/s", "steps, tokens/s", "ms a step"), lines)
 
 
 def server_in_words(result: Result) -> str:

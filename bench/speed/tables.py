@@ -7,11 +7,11 @@ from typing import Any
 
 from polarlm.bench import pictures
 from polarlm.bench.pictures import Picture, Series
-from polarlm.bench.report import NOTHING, Column, Report, Section, Table, provenance, rate_text, size_text
+from polarlm.bench.report import NOTHING, Column, Report, Section, Table, cell_of, provenance, rate_text, size_text
 from polarlm.bench.result import Figures, Result, Row, value_of
 from polarlm.bench.result import provenance as provenance_of
 from polarlm.bench.speed import peers
-from polarlm.bench.speed.contestants import BATCHES, GENERATION, OURS, PROMPT, RATE
+from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE, SEQUENCES
 from polarlm.bench.speed.measure import MEMORY
 from polarlm.bench.speed.starts import FIRST, MAPPED, START
 from polarlm.engine.config import EngineConfig
@@ -30,7 +30,7 @@ def report_of(result: Result) -> Report:
             Section("Prompts, tokens/s", [rates_table(result, [PROMPT])]),
             Section("Generation, tokens/s", [rates_table(result, [GENERATION])]),
             Section(read, [bandwidth_table(result)]),
-            Section("Steps of several sequences together", [batches_table(result)]),
+            Section("Sequences that are asked at the same time", [sequences_table(result)]),
             Section("Memory of the process", [memory_table(result)]),
             *starts,
         ],
@@ -121,20 +121,24 @@ def bandwidth_table(result: Result) -> Table:
     return Table.crossed("", rates(result, GENERATION), _columns(result), cell)
 
 
-def batches_table(result: Result) -> Table:
-    """A table of tokens/s of several sequences together, and their ratio to the tokens/s of one sequence."""
-    rows = [row for row in result.rows(RATE) if row.more.get("section") == BATCHES]
-    one = next((row.value for row in rows if row.more["tokens"] == 1), None)
+def sequences_table(result: Result) -> Table:
+    """A line for each number of sequences that are asked at the same time, and contestant: tokens/s of prompts, of
+    answers, all included, and of steps, and these over the steps of one sequence alone."""
 
-    def times(figures: Figures) -> str:
-        return f"{_of(figures, RATE) / one:.2f}" if one and figures[RATE].value is not None else NOTHING
+    def rate(row: Row | None, tokens: int) -> str:
+        return cell_of(row, lambda seconds: rate_text(tokens / seconds))
 
-    columns = [
-        Column("cache", lambda figures: f"`{cache(figures[RATE].contestant)}`"),
-        Column.of("tokens/s", RATE, rate_text),
-        Column("times one", times),
-    ]
-    return Table.of("", columns, ((row.subject, {RATE: row}) for row in rows))
+    lines = []
+    parts = [(who, figures) for subject, who, figures in result.parts() if subject.endswith(f" {SEQUENCES}")]
+    for who, figures in parts:
+        more, step = next(iter(figures.values())).more, figures.get("step")
+        count, one = more["sequences"], result.value(f"1 {SEQUENCES}", who, "step")
+        tokens = {"first": count * more.get("prompt", 1), "seconds": count * more.get("answer", 1), "step": count}
+        rates = [rate(figures.get(quantity), number) for quantity, number in tokens.items()]
+        times = f"{count * one / step.value:.2f}" if one and step and step.value else NOTHING
+        lines.append((count, [str(count), name(who), *rates, cell_of(step, lambda s: f"{1e3 * s:,.2f}"), times]))
+    header = SEQUENCES, "", "prompts, tokens/s", "answers, tokens/s", "steps, tokens/s", "ms a step", "times one"
+    return Table(header, [line for _, line in sorted(lines, key=lambda line: line[0])])
 
 
 # -- memory and starts -----------------------------------------------------------------------------------------------

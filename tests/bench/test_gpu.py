@@ -295,7 +295,7 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
         ("prompt of 1,000", "polarlm balanced", {"seconds": 0.5, "device": 0.2}, {"tokens": 1000}),
         ("prompt of 2,000", "polarlm f16", {"seconds": 0.5}, {"tokens": 2000}),
         ("4 sequences", "polarlm balanced", {"first": 0.256, "seconds": 1.0, "step": 8e-3}, asked),
-        ("1 sequences", "polarlm balanced", {"first": 0.5, "seconds": 1.0}, {**asked, "sequences": 1}),
+        ("1 sequences", "polarlm balanced", {"first": 0.5, "seconds": 1.0, "step": 0.01}, {**asked, "sequences": 1}),
         ("device", "copy", {"bytes/s": 4e12}, {}),
         ("attention, 1024 × 1", "f16", {"seconds": 20e-6, "bytes": 4e7, "error": 1e-4}, at),
         ("attention, 1024 × 1", "ring4", {"seconds": 10e-6, "bytes": 1e7, "error": 2e-4}, at),
@@ -313,7 +313,8 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
     printed = re.sub(r" +\|", " |", re.sub(r"\| +", "| ", report_of(result).terminal()))
     for lines in (
         "| 1,000 | 500.0 | 200.0 | — |\n| 2,000 | — | — | 500.0 |",
-        "| 1 | here balanced | 256 | 64 | — | — |\n| 4 | here balanced | 2,000 | 256 | 500 | 8.00 |",
+        "| 1 | here balanced | 256 | 64.0 | 100 | 10.00 | 1.00 |\n"
+        "| 4 | here balanced | 2,000 | 256 | 500 | 8.00 | 5.00 |",
         "| torch | 1,024 | 1 | 30.0 | — | — | 0.67 | — |\n"
         "| f16 | 1,024 | 1 | 20.0 | 2,000 | 50 % | 1.00 | 1.0e-04 |\n"
         "| ring4 | 1,024 | 1 | 10.0 | 1,000 | 25 % | 2.00 | 2.0e-04 |\n"
