@@ -61,7 +61,12 @@ def _add(result: Result, rows: Iterable[Old], subject: str, who: str, names: Nam
 
 def _speed(file: Old, result: Result) -> None:
     cells = [{**row, **cell} for row in file["rows"] for cell in row["cells"]]
-    _add(result, cells, "{name}", _CONTESTANT, {"tokens/s": "runs"}, "section tokens threads tried")
+    rates = [cell for cell in cells if cell["section"] != "batches"]
+    _add(result, rates, "{name}", _CONTESTANT, {"tokens/s": "runs"}, "section tokens threads tried")
+    for cell in (cell for cell in cells if cell["section"] == "batches"):
+        count, why = cell["tokens"], cell.get("failure")
+        steps = [count / rate for rate in cell["runs"]]
+        result.add(f"{count} sequences", _CONTESTANT.format(**cell), "step", steps, failure=why, sequences=count)
     read = [{**cell, **{f"{part}_read": size for part, size in cell.get("bytes_read", {}).items()}} for cell in cells]
     parts = {"weights": "weights_read", "cache": "cache_read", "bandwidth": "bandwidth_share"}
     _add(result, [one for one in read if "bytes_read" in one], "{name}", _CONTESTANT, parts)

@@ -106,6 +106,10 @@ class Section:
     tables: Sequence[Table] = ()
     text: str = ""
 
+    def markdown(self, width: int = sys.maxsize) -> str:
+        parts = [self.heading, *(table.markdown(width) for table in self.tables), self.text]
+        return "\n\n".join(filter(None, parts))
+
 
 @dataclass
 class Report:
@@ -143,11 +147,8 @@ class Report:
             about = dict(self.about)
             tables = [table.markdown(width) for one in self.sections[: self.brief] for table in one.tables]
             return "\n\n".join([*tables, f"{about['origin']}\nload: {about['load']}"])
-        parts = ["\n".join([self.title, *(f"{name}: {text}" for name, text in self.about if text)])]
-        for section in self.sections:
-            parts += [section.heading, *(table.markdown(width) for table in section.tables)]
-            parts += [section.text] if section.text else []
-        return "\n\n".join([*parts, *self.notes])
+        head = "\n".join([self.title, *(f"{name}: {text}" for name, text in self.about if text)])
+        return "\n\n".join([head, *(section.markdown(width) for section in self.sections), *self.notes])
 
     def write_page(self, file: Path) -> None:
         """Raises EngineError."""

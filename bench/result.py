@@ -168,10 +168,10 @@ class Result:
         for figures in self._rows.values():
             yield from (row for row in figures.values() if not quantities or row.quantity in quantities)
 
-    def parts(self, subject: str = "") -> Iterator[tuple[str, str, Figures]]:
-        """Subject, contestant and their rows, in order; of subjects that begin with `subject`."""
+    def parts(self, subject: str = "", *, prefix: str = "") -> Iterator[tuple[str, str, Figures]]:
+        """Subject, contestant and their rows, in order: of one subject, of those with a prefix, or of all."""
         for key, figures in self._rows.items():
-            if key[0].startswith(subject):
+            if key[0] == subject or (not subject and key[0].startswith(prefix)):
                 yield *key, figures
 
     def as_json(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.families import families
 from polarlm.server.config import ServerConfig
 from polarlm.server.reading.fields import FIELDS, RULES, Field
-from scripts import gpu_tables, quality_tables, readme_tables, speed_tables
+from scripts import readme_tables, result_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -208,9 +208,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "families": model_families,
     "bits": bits,
     "presets": presets,
-    **quality_tables.PARTS,
-    **speed_tables.PARTS,
-    **gpu_tables.PARTS,
+    **result_tables.PARTS,
     **readme_tables.PARTS,
 }
 """Name of a mark → what writes the text between it and its end."""

@@ -8,22 +8,32 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from polarlm.bench.gpu.requests import LLAMA_CPP, SEQUENCES, subject_of
+from polarlm.bench.gpu.plan import LLAMA_CPP
 from polarlm.bench.quality.scores import CODED, SERVED, TEXT, contestant
 from polarlm.bench.report import NOTHING, rate_text
 from polarlm.bench.result import Figures, Result
 from polarlm.bench.serving.options import FIRST_TOKEN, XLLAMACPP
 from polarlm.bench.serving.tables import LOAD
-from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE
+from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE, SEQUENCES, subject_of
 from polarlm.bench.speed.tables import cache, engine, is_ours, label, place, strongest
 from polarlm.bench.speed.tables import rates as speed_rates
 from polarlm.engine import EngineConfig, codecs
 from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
-from scripts.gpu_tables import attention_of, gpu_of, has_llama_cpp, measurements, seconds_of
-from scripts.quality_tables import DEMO, newest, newest_of_each, of
-from scripts.speed_tables import rates_of, server_results
+from scripts.result_tables import (
+    DEMO,
+    attention_of,
+    gpu_of,
+    has_llama_cpp,
+    measurements,
+    newest,
+    newest_of_each,
+    of,
+    rates_of,
+    seconds_of,
+    server_results,
+)
 
 _NUMBERS = "tokens/s", "bits/value, 2,048 tokens", "8,192"  # columns to the right
 DEFAULT, HALF = EngineConfig.cache_type, "f16"

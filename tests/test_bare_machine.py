@@ -138,7 +138,7 @@ def test_the_gpu_s_benchmark_needs_neither_packages_nor_a_network(tmp_path: Path
     assert "Traceback" not in done.stderr
     results = result.read(output)
     assert results["machine"]["gpu"]["name"] == "Fake GPU"
-    assert all([*results.parts(part)] for part in ("device", "attention", "product of", "encoding"))
+    assert all([*results.parts(prefix=part)] for part in ("device", "attention", "product of", "encoding"))
     assert {one["what"].split()[0] for one in results["not_measured"]} == {"prompt"}
     assert all("there is no model: " in one["why"] for one in results["not_measured"])
     # No PyTorch, or one that knows nothing of the stand-in.

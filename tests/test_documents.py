@@ -23,7 +23,7 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
-from scripts import docs, gpu_tables, quality_tables, readme_tables, speed_tables
+from scripts import docs, readme_tables, result_tables
 from scripts.docs import ROOT
 from tests.test_snippets import PAGES
 
@@ -140,14 +140,14 @@ def written_result(folder, name, measured):
 
 
 def test_a_new_measurement_of_a_gpu_replaces_the_rows_of_an_older_version(tmp_path, monkeypatch):
-    (file,) = gpu_tables.RESULTS.glob("gpu-nvidia-h200-8b-q4-k-m-2026-11-26.json")
+    (file,) = result_tables.RESULTS.glob("gpu-nvidia-h200-8b-q4-k-m-2026-11-26.json")
     older = json.loads(file.read_text(encoding="utf-8"))
     ours = [{**row, "runs": [1000.0]} for row in older["rates"] if row["engine"] == "polarlm"]
     attention = [
         {**row, "cache_type": row["cache_type"].replace("ring4/ring3.5", "balanced")} for row in older["attention"]
     ]
     written_result(tmp_path, "gpu-nvidia-h200-8b-q4-k-m-2026-11-26", older)
-    monkeypatch.setattr(gpu_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
     assert "| NVIDIA H200, older version (2026-11-26) | 8B, Q4_K_M |" in readme_tables.gpu()
 
     newer = {**older, "date": "2026-12-01", "rates": ours, "attention": attention}
@@ -156,16 +156,15 @@ def test_a_new_measurement_of_a_gpu_replaces_the_rows_of_an_older_version(tmp_pa
     assert "| NVIDIA H200 | 8B, Q4_K_M | generation, depth ≤ 64 | 1,000 | 3.70 | 1.00 |" in part
     assert "× llama.cpp of 2026-11-26 |" in part
     assert "older version" not in part
-    page = gpu_tables.gpu()
+    page = result_tables.gpu()
     assert page.count("### 8b-q4_k_m, on an NVIDIA H200") == 2, "llama.cpp's figures are those of the older one"
     assert "| `balanced` |" in page
 
 
 def test_a_server_has_its_row_when_it_was_measured_beside_another(tmp_path, monkeypatch):
-    for file in speed_tables.RESULTS.glob("speed-*.json"):
+    for file in result_tables.RESULTS.glob("speed-*.json"):
         shutil.copy(file, tmp_path)
-    for module in (quality_tables, speed_tables):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
     assert "server of" not in readme_tables.speed()
 
     load = {"clients": 16, "shared_prefix": 0, "prompt_tokens": 96, "max_tokens": 64}
@@ -179,4 +178,4 @@ def test_a_server_has_its_row_when_it_was_measured_beside_another(tmp_path, monk
     part = readme_tables.speed()
     assert "| M | server of 16 clients, 96 tokens in and 64 out | 32.0 | 4.00 (llama.cpp's server: 8.0) |" in part
     assert "| first token after 0.50 s |  | 4.00 (llama.cpp's server: 2.00 s) |" in part
-    assert re.search(r"\| xllamacpp, 1 thread +\| +8\.0 \|", speed_tables.servers())
+    assert re.search(r"\| xllamacpp, 1 thread +\| +8\.0 \|", result_tables.PARTS["servers"]())

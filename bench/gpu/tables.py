@@ -5,14 +5,13 @@ from __future__ import annotations
 from polarlm.bench.gpu.attention import ENCODING
 from polarlm.bench.gpu.cache import ALLOWED_ERROR
 from polarlm.bench.gpu.peer import attention_at
-from polarlm.bench.gpu.plan import DEVICE
+from polarlm.bench.gpu.plan import DEVICE, SERVER
 from polarlm.bench.gpu.products import PRODUCT
-from polarlm.bench.gpu.requests import SEQUENCES, SERVER
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, cell_of, provenance
 from polarlm.bench.result import Figures, Result, value_of
 from polarlm.bench.serving.options import BETWEEN_TOKENS, FIRST_TOKEN
 from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE
-from polarlm.bench.speed.tables import cache, name, rates_table
+from polarlm.bench.speed.tables import cache, rates_table, sequences_table
 
 
 def report_of(result: Result) -> Report:
@@ -21,7 +20,7 @@ def report_of(result: Result) -> Report:
         title=f"{result['model']} on {result['machine']['gpu']['name']}",
         lead="Times beside the limits of the device, PyTorch and llama.cpp",
         sections=[
-            Section("Tokens/s", [rates_table(result, [GENERATION, PROMPT], spread="large", with_peer=True)]),
+            Section("Tokens/s", [rates_table(result, [GENERATION, PROMPT], least_spread=0.1, with_peer=True)]),
             Section(
                 "Prompts, ms to the first token; device: if all is launched before it begins", [prompts_table(result)]
             ),
@@ -64,18 +63,6 @@ def prompts_table(result: Result) -> Table:
         for tokens in dict.fromkeys(tokens for tokens, _ in times)
     ]
     return Table(["tokens", *(f"{cache(who)}{part}" for who in types for part in ("", ", device"))], lines)
-
-
-def sequences_table(result: Result) -> Table:
-    """A line for each number of sequences and engine: tokens/s of prompts, of answers, all included, and of steps."""
-    lines = []
-    parts = [(who, figures) for subject, who, figures in result.parts() if subject.endswith(f" {SEQUENCES}")]
-    for who, figures in sorted(parts, key=lambda one: one[1]["first"].more["sequences"]):
-        more, step = figures["first"].more, value_of(figures, "step")
-        tokens = (more["prompt"], value_of(figures, "first")), (more["answer"], value_of(figures, "seconds")), (1, step)
-        rates = [_number(more["sequences"] * each / seconds, 0) if seconds else NOTHING for each, seconds in tokens]
-        lines.append([str(more["sequences"]), name(who), *rates, _number(1e3 * step, 2) if step else NOTHING])
-    return Table(("sequences", "", "prompts, tokens/s", "answers, tokens/s", "steps, tokens/s", "ms a step"), lines)
 
 
 def server_in_words(result: Result) -> str:
@@ -146,8 +133,8 @@ def _microseconds(seconds: float) -> str:
 def _matrices(result: Result) -> Table:
     """A line for each matrix and format, with the times by rows."""
     prefix = f"{PRODUCT} "
-    counts = {rows: rows for _, rows, _ in result.parts(prefix)}
-    products = dict.fromkeys(subject.removeprefix(prefix) for subject, *_ in result.parts(prefix))
+    counts = {rows: rows for _, rows, _ in result.parts(prefix=prefix)}
+    products = dict.fromkeys(subject.removeprefix(prefix) for subject, *_ in result.parts(prefix=prefix))
 
     def cell(product: str, rows: str) -> str:
         return cell_of(result.figures(prefix + product, rows).get("seconds"), _microseconds)
@@ -156,6 +143,6 @@ def _matrices(result: Result) -> Table:
 
 
 def _encoding(result: Result) -> Table:
-    rows = (figures["seconds"] for _, _, figures in result.parts(f"{ENCODING} "))
+    rows = (figures["seconds"] for _, _, figures in result.parts(prefix=f"{ENCODING} "))
     lines = [[row.contestant, str(row.more["blocks"]), cell_of(row, _microseconds)] for row in rows]
     return Table(("cache", "blocks at once", "µs a block"), lines)

@@ -192,7 +192,7 @@ def _continue_texts(
 def table_of(result: Result) -> Table:
     """A line for each type and distance; one for exact snapshots, which have no errors."""
     lines: list[tuple[str, Figures]] = []
-    for subject, name, figures in result.parts(AFTER):
+    for subject, name, figures in result.parts(prefix=AFTER):
         tokens = float(figures["kl_mean"].more["tokens"])
         if name != EXACT.name or tokens == LENGTH:
             size = result.figures(SNAPSHOT, name)

@@ -59,7 +59,9 @@ def kl_columns(where: str, mean: str) -> list[Column]:
     ]
 
 
+BITS = Column.of("bits/value", "bits_per_value", "{:.2f}".format, _BITS)
 DIVERGENCES = [
+    BITS,
     *kl_columns("position", _MEAN),
     Column.of("same top-1", "same_top1", two_digits, _TOP1),
     Column.of("drafts accepted", "draft_acceptance", two_digits, _DRAFTS),
@@ -78,7 +80,7 @@ def overview_columns(result: Result) -> list[Column]:
     speed = "tokens a second of a prompt, on this machine", "tokens a second after that prompt, one request alone"
     memory = "bytes of the KV cache for 1,000 tokens in complete blocks"
     return [
-        Column.of("bits/value", "bits_per_value", "{:.2f}".format, _BITS),
+        BITS,
         Column("perplexity", perplexity, _CHANGE),
         Column("KL mean", _plain("kl_mean", small), _MEAN),
         Column("same top-1", _plain("same_top1", lambda share: f"{100 * share:.1f} %"), _TOP1),
@@ -94,7 +96,7 @@ def overview_columns(result: Result) -> list[Column]:
 
 def text_figures(result: Result) -> list[tuple[str, Figures]]:
     """Each type with its scoring, and its figures of the text."""
-    return [(who, figures) for subject, who, figures in result.parts(TEXT) if subject == TEXT]
+    return [(who, figures) for _, who, figures in result.parts(TEXT)]
 
 
 def overview(result: Result) -> Table:
@@ -124,7 +126,7 @@ def top1_by_position(result: Result) -> Table:
 
 
 def _by_position(result: Result, title: str, quantity: str, text: Callable[[float], str]) -> Table:
-    at = {subject: subject.removeprefix(f"{POSITIONS} ") for subject, *_ in result.parts(POSITIONS)}
+    at = {subject: subject.removeprefix(f"{POSITIONS} ") for subject, *_ in result.parts(prefix=POSITIONS)}
     whos = [who for who, _ in text_figures(result)]
     return Table.crossed(title, whos, at, lambda who, at: cell_of(result.figures(at, who).get(quantity), text))
 

@@ -1,4 +1,4 @@
-"""The comparison with other engines: prompts, generation, batches, memory and starts, on the same file.
+"""The comparison with other engines: prompts, generation, sequences, memory and starts, on the same file.
 
 Each engine runs with each of its caches in its own process. Runs to be compared alternate, so that a machine that slows
 down slows all of them. A context is computed once; every run continues from it.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench.command import CacheType
-from polarlm.bench.result import Row
+from polarlm.bench.result import Result, Row
 from polarlm.bench.speed import peers
 from polarlm.bench.speed.child import Child
 from polarlm.engine import EngineConfig
@@ -147,11 +147,26 @@ class Children:
             self._children.pop(key).close()
 
 
-PROMPT, GENERATION, BATCHES = "prompt", "generation", "batches"  # sections
+PROMPT, GENERATION = "prompt", "generation"  # sections
+SEQUENCES = "sequences"  # a subject, with their number before it
 RATE = "tokens/s"
 FAR_BEHIND = 1.5  # times as fast as with fewer threads a contestant is with more, so that fewer need no further runs
 MARGIN = 0.1  # share of the fastest run by which a peer's second fastest may be slower, or its figure does not count
 _STARVED = 0.05  # share of the memory's bandwidth below which a peer has lacked a core
+
+
+def subject_of(section: str, tokens: int) -> str:
+    """The subject of a PROMPT of so many tokens, or of GENERATION after them."""
+    return f"{section} {'at' if section == GENERATION else 'of'} {tokens:,}"
+
+
+def add_sequences(result: Result, who: str, count: int, runs: Mapping[str, Sequence[float]], **more: Any) -> None:
+    """Add what `count` sequences take that are asked at the same time: the seconds until all have their "first" token,
+    the "seconds" until all have ended, and those of a "step" of all, if they ran together. more: the tokens of each
+    "prompt" and "answer", and other fields."""
+    for quantity, seconds in runs.items():
+        if seconds or more.get("failure"):
+            result.add(f"{count} {SEQUENCES}", who, quantity, seconds, sequences=count, **more)
 
 
 @dataclass(eq=False)

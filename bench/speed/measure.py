@@ -1,7 +1,8 @@
-"""The sections of a speed measurement: threads, prompts, generation after growing contexts, batches, memory."""
+"""The sections of a speed measurement: threads, prompts, generation after growing contexts, sequences, memory."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,18 +17,20 @@ from polarlm.bench.result import Result, duration
 from polarlm.bench.runner import Part, Runner
 from polarlm.bench.speed.child import Child, Failed, OutOfTime, memory
 from polarlm.bench.speed.contestants import (
-    BATCHES,
     GENERATION,
     OURS,
     PROMPT,
     RATE,
+    SEQUENCES,
     Cell,
     Children,
     Contestant,
     Subject,
+    add_sequences,
     best,
     is_far_behind,
     starvation,
+    subject_of,
 )
 from polarlm.bench.speed.options import RATES, STARTS
 from polarlm.bench.speed.starts import FIRST, START, START_TOKENS, WITH_EMPTY_FOLDER, Starter, add_medians
@@ -39,9 +42,9 @@ SHORT, SHORT_DEPTH, SHORT_STEPS = "generation, depth ≤ 64", 8, 56
 # As many steps as a block has tokens, so that each run encodes one block.
 DEEP_STEPS = EngineConfig.block_size
 MEMORY = "memory"
-# Numbers of sequences in steps of several sequences, each with its own prompt.
-SEQUENCES = (1, 8, 16)
-_BATCH_PROMPT, _BATCH_DEPTH = 16, 128  # prompts so short that all sequences have begun long before the first ends
+_TOGETHER = (1, 8, 16)  # numbers of sequences that are asked at the same time, each with its own prompt
+# Tokens of a prompt, and with its answer: so few that all sequences have begun long before the first ends.
+_TOGETHER_PROMPT, _TOGETHER_DEPTH = 16, 128
 _WHOLE = 256  # tokens; llama.cpp rounds its cache size up to a multiple
 # Work for the progress bar, in tokens of a prompt, roughly.
 _STEP_WORK = 5
@@ -122,7 +125,7 @@ class Measurement:
         """Measure everything that there is time for. A contestant that fails is left out up to the end of the part; its
         rows say why.
 
-        Batches, memory and starts have processes with settings of their own: what ends one may well not end the next.
+        Sequences, memory and starts have processes with settings of their own: what ends one may well not end the next.
         """
         try:
             self._runner.run(self._parts())
@@ -140,13 +143,14 @@ class Measurement:
             parts.append(Part("threads", short * len(plan.threads), lambda: self._choose_threads(parts)))
             parts.append(Part(SHORT, short * contestants, partial(self._generate, SHORT, SHORT_DEPTH, SHORT_STEPS)))
             for tokens in plan.prompts:
-                name = f"prompt of {tokens:,}"
+                name = subject_of(PROMPT, tokens)
                 parts.append(Part(name, runs * tokens * contestants, partial(self._measure_prompt, name, tokens)))
             for depth in plan.depths:
-                name, work = f"generation at {depth:,}", (depth / 2 + runs * DEEP_STEPS * _STEP_WORK) * contestants
+                name, work = subject_of(GENERATION, depth), (depth / 2 + runs * DEEP_STEPS * _STEP_WORK) * contestants
                 parts.append(Part(name, work, partial(self._generate, name, depth, DEEP_STEPS)))
         if plan.only is None:
-            parts.append(Part("batches", runs * len(SEQUENCES) * _BATCH_DEPTH * 3 * _STEP_WORK, self._measure_batches))
+            work = runs * len(_TOGETHER) * _TOGETHER_DEPTH * 3 * _STEP_WORK
+            parts.append(Part(SEQUENCES, work, self._measure_sequences))
             work = (max(plan.prompts) + DEEP_STEPS * _STEP_WORK) * contestants
             parts.append(Part(MEMORY, work, self._measure_memory))
         if plan.only != RATES:
@@ -234,22 +238,30 @@ class Measurement:
         for cell in self._best(cells):
             self._add(PROMPT, name, tokens, cell)
 
-    def _measure_batches(self) -> None:
+    def _measure_sequences(self) -> None:
         self._children.end_part()
-        leader, prompts = self._plan.leader, [self._ids(_BATCH_PROMPT) for _ in range(max(SEQUENCES))]
-        sequences = {Cell(leader, self._chosen): count for count in SEQUENCES}
-        settings, context = {"parallel": max(SEQUENCES), "kept_sequences": 0}, max(SEQUENCES) * _BATCH_DEPTH
+        leader, prompts = self._plan.leader, [self._ids(_TOGETHER_PROMPT) for _ in range(max(_TOGETHER))]
+        cells = {Cell(leader, self._chosen): count for count in _TOGETHER}
+        measured: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
+        settings, context = {"parallel": max(_TOGETHER), "kept_sequences": 0}, max(_TOGETHER) * _TOGETHER_DEPTH
+        about = {"prompt": _TOGETHER_PROMPT, "answer": _TOGETHER_DEPTH - _TOGETHER_PROMPT, "threads": self._chosen}
 
         def rate(cell: Cell, number: int) -> float:
-            child, count = self._children.child(leader, cell.threads, context, settings), sequences[cell]
-            steps = child.call("together", prompts[:count], _BATCH_DEPTH - _BATCH_PROMPT)["steps"]
-            if not steps:
+            child, count = self._children.child(leader, cell.threads, context, settings), cells[cell]
+            times = child.call("together", prompts[:count], about["answer"])
+            if not times["steps"]:
                 raise Failed("not all sequences ran at the same time")
-            return count * len(steps) / sum(steps)
+            times["step"] = statistics.fmean(times["steps"])
+            measured[cell] += [times] if number >= 0 else []
+            return float(count / times["step"])
 
-        self._alternate("batches", [*sequences], rate)
-        for cell, count in sequences.items():
-            self._add(BATCHES, f"steps of {count}, depth ≤ {_BATCH_DEPTH}", count, cell)
+        self._alternate(SEQUENCES, [*cells], rate)
+        for cell, count in cells.items():
+            failure = "" if cell.runs else cell.failure or "not measured"
+            runs = {name: [times[name] for times in measured[cell]] for name in ("first", "seconds", "step")}
+            add_sequences(self._result, str(leader), count, runs, failure=failure, **about)
+            note(f"{count} {SEQUENCES}, {leader}: {failure or f'{cell.median:,.1f} tokens/s'}")
+        self._runner.write(False)
 
     def _measure_memory(self) -> None:
         """Measure fresh processes after the longest prompt and some steps, with a cache for little more than these."""

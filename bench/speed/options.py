@@ -39,7 +39,7 @@ class Options:
         "balanced,quality,compact,f16",
         "--types",
         metavar="TYPES",
-        help=f"{TYPES_HELP}; the first decides the threads, and runs the batches",
+        help=f"{TYPES_HELP}; the first decides the threads, and runs several sequences",
     )
     input_bits: str = setting(
         "16", "--input-bits", metavar="N,N", help="as in the chat: 8, 16 or both, with a column of ours for each"

@@ -7,30 +7,30 @@ from typing import Any
 
 from polarlm.bench import pictures
 from polarlm.bench.pictures import Picture, Series
-from polarlm.bench.report import NOTHING, Column, Report, Section, Table, provenance, rate_text, size_text
+from polarlm.bench.report import NOTHING, Column, Report, Section, Table, cell_of, provenance, rate_text, size_text
 from polarlm.bench.result import Figures, Result, Row, value_of
 from polarlm.bench.result import provenance as provenance_of
 from polarlm.bench.speed import peers
-from polarlm.bench.speed.contestants import BATCHES, GENERATION, OURS, PROMPT, RATE
+from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE, SEQUENCES
 from polarlm.bench.speed.measure import MEMORY
 from polarlm.bench.speed.starts import FIRST, MAPPED, START
 from polarlm.engine.config import EngineConfig
 
+STARTS = "Starts"  # a heading
 _PARTS = ("imports", "loading", "first token")  # of a start
-_LARGE = 0.1  # a spread, as a share of the median
 
 
 def report_of(result: Result) -> Report:
     read = "Bytes that a step reads, and share of the memory's bandwidth"
-    starts = [Section("Starts", [starts_table(result)], starts_in_parts(result))]
+    starts = [Section(STARTS, [starts_table(result)], starts_in_parts(result))]
     return Report(
         title=f"{_named(result)} on {_where(result)}",
         lead="Medians ± half the spread; × is the ratio to the strongest peer",
         sections=[
-            Section("Prompts, tokens/s", [rates_table(result, [PROMPT], spread="all")]),
-            Section("Generation, tokens/s", [rates_table(result, [GENERATION], spread="all")]),
+            Section("Prompts, tokens/s", [rates_table(result, [PROMPT])]),
+            Section("Generation, tokens/s", [rates_table(result, [GENERATION])]),
             Section(read, [bandwidth_table(result)]),
-            Section("Steps of several sequences together", [batches_table(result)]),
+            Section("Sequences that are asked at the same time", [sequences_table(result)]),
             Section("Memory of the process", [memory_table(result)]),
             *starts,
         ],
@@ -55,12 +55,12 @@ def rates(result: Result, *sections: str) -> dict[str, dict[str, Row]]:
     return subjects
 
 
-def rates_table(result: Result, sections: Sequence[str], *, spread: str = "", with_peer: bool = False) -> Table:
+def rates_table(result: Result, sections: Sequence[str], *, least_spread: float = 0, with_peer: bool = False) -> Table:
     """A table with a line per prompt or context and a column per contestant; ours with the ratio to the strongest peer,
     which is the fastest cache of any peer, in bold if we are slower. With several peers, the last column names it.
 
-    spread: whether to show half the distance between the slowest and the fastest run, too: "all", or "large" where it
-    is more than a tenth. with_peer: whether only what a peer has read, too, is shown, if there is one.
+    least_spread: share of the median from which half the distance between the slowest and the fastest run is shown,
+    too. with_peer: whether only what a peer has read, too, is shown, if there is one.
     """
     subjects, has_ratios = rates(result, *sections), not _starvation_notes(result)
     if with_peer and any(strongest(rows.values()) for rows in subjects.values()):
@@ -68,7 +68,7 @@ def rates_table(result: Result, sections: Sequence[str], *, spread: str = "", wi
 
     def cell(subject: str, contestant: str) -> str:
         row, peer = subjects[subject].get(contestant), strongest(subjects[subject].values())
-        return _rate_cell(row, peer.value if peer and has_ratios else None, spread)
+        return _rate_cell(row, peer.value if peer and has_ratios else None, least_spread)
 
     columns = _columns(result)
     table = Table.crossed("", subjects, columns, cell)
@@ -85,12 +85,12 @@ def strongest(rows: Iterable[Row]) -> Row | None:
     return max(theirs, key=lambda row: row.value or 0, default=None)
 
 
-def _rate_cell(row: Row | None, best: float | None, spread: str) -> str:
+def _rate_cell(row: Row | None, best: float | None, least_spread: float) -> str:
     if row is None or row.value is None:
         runs = () if row is None else max(row.more.get("tried", {}).values(), key=max, default=())
         return f"{row.failure if row else NOTHING}{': ' if runs else ''}{', '.join(map(rate_text, runs))}"
     text, half = rate_text(row.value), (max(row.runs) - min(row.runs)) / 2
-    if spread == "all" or (spread and half > _LARGE * row.value):
+    if half >= least_spread * row.value:
         text += f" ± {half:,.1f}" if row.value < 100 else f" ± {half:,.0f}"
     if not is_ours(row.contestant) or best is None:
         return text
@@ -121,20 +121,24 @@ def bandwidth_table(result: Result) -> Table:
     return Table.crossed("", rates(result, GENERATION), _columns(result), cell)
 
 
-def batches_table(result: Result) -> Table:
-    """A table of tokens/s of several sequences together, and their ratio to the tokens/s of one sequence."""
-    rows = [row for row in result.rows(RATE) if row.more.get("section") == BATCHES]
-    one = next((row.value for row in rows if row.more["tokens"] == 1), None)
+def sequences_table(result: Result) -> Table:
+    """A line for each number of sequences that are asked at the same time, and contestant: tokens/s of prompts, of
+    answers, all included, and of steps, and these over the steps of one sequence alone."""
 
-    def times(figures: Figures) -> str:
-        return f"{_of(figures, RATE) / one:.2f}" if one and figures[RATE].value is not None else NOTHING
+    def rate(row: Row | None, tokens: int) -> str:
+        return cell_of(row, lambda seconds: rate_text(tokens / seconds))
 
-    columns = [
-        Column("cache", lambda figures: f"`{cache(figures[RATE].contestant)}`"),
-        Column.of("tokens/s", RATE, rate_text),
-        Column("times one", times),
-    ]
-    return Table.of("", columns, ((row.subject, {RATE: row}) for row in rows))
+    lines = []
+    parts = [(who, figures) for subject, who, figures in result.parts() if subject.endswith(f" {SEQUENCES}")]
+    for who, figures in parts:
+        more, step = next(iter(figures.values())).more, figures.get("step")
+        count, one = more["sequences"], result.value(f"1 {SEQUENCES}", who, "step")
+        tokens = {"first": count * more.get("prompt", 1), "seconds": count * more.get("answer", 1), "step": count}
+        rates = [rate(figures.get(quantity), number) for quantity, number in tokens.items()]
+        times = f"{count * one / step.value:.2f}" if one and step and step.value else NOTHING
+        lines.append((count, [str(count), name(who), *rates, cell_of(step, lambda s: f"{1e3 * s:,.2f}"), times]))
+    header = SEQUENCES, "", "prompts, tokens/s", "answers, tokens/s", "steps, tokens/s", "ms a step", "times one"
+    return Table(header, [line for _, line in sorted(lines, key=lambda line: line[0])])
 
 
 # -- memory and starts -----------------------------------------------------------------------------------------------
@@ -149,7 +153,7 @@ def memory_table(result: Result) -> Table:
 
 def starts_table(result: Result) -> Table:
     """A table of the seconds from a new process to its first token, and of the memory of that process."""
-    starts = {who: figures for subject, who, figures in result.parts(START) if subject == START}
+    starts = {who: figures for _, who, figures in result.parts(START)}
     theirs = [figures["seconds"] for who, figures in starts.items() if not is_ours(who)]
     rates_of_peers = [row for row in theirs if row.value is not None and not _starvation_notes(result)]
     fastest = min(rates_of_peers, key=lambda row: row.value or 0, default=None)

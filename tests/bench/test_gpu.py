@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ import pytest
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import __main__ as gpu_bench
-from polarlm.bench.gpu import plan, requests, setup
+from polarlm.bench.gpu import plan, setup
 from polarlm.bench.gpu.attention import measure_attention
 from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content
 from polarlm.bench.gpu.peer import NAMES, attention_at, half_attention
@@ -88,10 +89,6 @@ def run(output: Path, *flags: str, gpu: Gpu | None = None, sizes: Sizes = SIZES,
         return gpu_bench.main(argv, gpu, sizes)
 
 
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
@@ -127,7 +124,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, commands: list[Any]) -> Gpu:
         run=lambda command, **_: commands.append(command) or SimpleNamespace(stdout=PRINTED[Path(command[0]).name]),
         PIPE=None,
     )
-    monkeypatch.setattr(requests, "subprocess", programs)
+    monkeypatch.setattr(plan, "subprocess", programs)
     monkeypatch.setattr(load, "run", serving)
     return gpu
 
@@ -157,7 +154,7 @@ def test_every_section_is_measured_in_the_order_of_its_importance(
     server = results.figures("server", "polarlm")
     assert (server["first token"].runs, server["between two tokens"].runs) == ((50, 95), (50, 95))
     assert all(0 < row.value < 4e-3 for row in results.rows("error"))
-    assert {rows for _, rows, _ in results.parts("product of ")} == {"1", "65"}
+    assert {rows for _, rows, _ in results.parts(prefix="product of ")} == {"1", "65"}
     assert [row.more["blocks"] for row in results.rows("seconds") if "blocks" in row.more] == [3, 1]
 
     rates = {
@@ -187,7 +184,7 @@ def test_a_section_gets_what_earlier_ones_leave_and_what_lacks_time_is_named(
     monkeypatch.setattr(Plan, "_server", lambda self: iter([serving("one"), serving("two")]))
     assert run(tmp_path / "out.json", "--only", "kernels,server", "--budget", "220", gpu=emulated()) == 0
     results = read(tmp_path / "out.json")
-    assert [len([*results.parts(part)]) for part in ("server", "device", "attention")] == [2, 2, 0]
+    assert [len([*results.parts(prefix=part)]) for part in ("server", "device", "attention")] == [2, 2, 0]
     cut = [one["what"] for one in results["not_measured"]]
     assert cut[0] == "fp16 kernels of PyTorch, 64 × 1"
     assert "encoding" in cut
@@ -209,7 +206,7 @@ def test_a_failing_task_does_not_affect_others(
     assert [(one["what"], one["why"]) for one in results["not_measured"]] == [
         ("fp16 kernels of PyTorch, 64 × 1", "failed: RuntimeError: an illegal access")
     ]
-    assert len([*results.parts("attention")]) == 1
+    assert len([*results.parts(prefix="attention")]) == 1
     assert "Traceback" in capsys.readouterr().err, "a fault of a kernel is worth its place"
 
 
@@ -289,70 +286,44 @@ def test_the_device_begins_behind_the_host(fake_gpu: Any, monkeypatch: pytest.Mo
 # -- tables --------------------------------------------------------------------------------------------------------
 
 
-OLD_FIELDS = {
-    "prompts": "cache_type tokens seconds device",
-    "rates": "engine cache_type kind tokens runs",
-    "sequences": "engine cache_type sequences prompt answer first seconds step",
-    "server": "clients prompt answer tokens_per_second first_token between_tokens",
-    "limits": "copy gemm",
-    "attention_peers": "name context batch seconds note",
-    "attention": "cache_type context batch seconds bytes error",
-    "matrices": "weights name rows seconds bytes note",
-    "encoding": "cache_type blocks seconds",
-}
-
-
-def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel(tmp_path: Path) -> None:
-    """Of a result as an older version wrote it."""
-    old = {
-        "benchmark": "gpu",
-        "prompts": [("balanced", 1000, 0.5, 0.2), ("f16", 2000, 0.5, 0.25)],
-        "rates": [
-            ("polarlm", "balanced", "generation", 8, [400.0, 500.0, 300.0]),
-            ("llama.cpp", "f16", "generation", 8, [200.0]),
-            ("llama.cpp", "f16", "prompt", 1000, [4000.0]),
-        ],
-        "sequences": [
-            ("polarlm", "balanced", 4, 128, 64, 0.256, 1.0, 8e-3),
-            ("polarlm", "balanced", 1, 128, 64, 0.5, 1.0, None),
-        ],
-        "server": [(32, 512, 128, 1000.0, (1.7, 5.2), (5.7e-3, 0.034))],
-        "limits": [(4e12, 700e12)],
-        "attention_peers": [("torch", 1024, 1, 30e-6, "")],
-        "attention": [
-            ("f16", 1024, 1, 20e-6, 40_000_000, 1e-4),
-            ("ring4", 1024, 1, 10e-6, 10_000_000, 2e-4),
-            ("f16", 1024, 16, 5e-6, 10_000_000, 1e-2),
-        ],
-        "matrices": [
-            ("bf16", "qkv", 1, 10e-6, 30_000_000, ""),
-            ("bf16", "qkv", 64, 12e-6, 30_000_000, ""),
-            ("bf16 of PyTorch", "qkv", 1, None, 30_000_000, "not there"),
-        ],
-        "encoding": [("ring4", 64, 25e-6)],
-        "not_measured": [{"what": "encoding", "why": "there is not enough memory"}],
-        **{"model": "m", "date": "", "command": "", "complete": True, "machine": {"cpu": "", "cores": 2, "system": ""}},
-    }
-    old["machine"]["gpu"] = {"name": "A GPU"}
-    for part, names in OLD_FIELDS.items():
-        old[part] = [dict(zip(names.split(), row, strict=True)) for row in old[part]]
-    (file := tmp_path / "old.json").write_text(json.dumps(old))
-    lines = [cells(line) for line in report_of(read(file)).terminal().splitlines()]
-    assert ["", "**balanced**", "llama.cpp f16"] in lines
-    assert ["generation at 8", "400 ± 100 (2.00×)", "200"] in lines
-    assert ["prompt of 1,000", "2,000 (**0.50×**)", "4,000"] in lines
-    assert not any("2,000" in line[0] and "prompt" in line[0] for line in lines), "llama.cpp has not read it"
-    assert ["1,000", "500.0", "200.0", "—", "—"] in lines
-    assert ["4", "here balanced", "2,000", "256", "500", "8.00"] in lines
-    assert ["1", "here balanced", "256", "64", "—", "—"] in lines
-    assert any("1,000 tokens/s, 1,700 ms to the first token (5,200 at 95 %)" in line[0] for line in lines)
-    assert ["torch", "1,024", "1", "30.0", "—", "—", "0.67", "—"] in lines
-    assert ["f16", "1,024", "1", "20.0", "2,000", "50 %", "1.00", "1.0e-04"] in lines
-    assert ["ring4", "1,024", "1", "10.0", "1,000", "25 %", "2.00", "2.0e-04"] in lines
-    assert ["f16", "1,024", "16", "5.0", "2,000", "50 %", "—", "WRONG 1.0e-02"] in lines
-    assert ["qkv, bf16", "10.0", "12.0"] in lines
-    assert ["qkv, bf16 of PyTorch", "not there", "—"] in lines
-    assert lines[-1] == ["Not measured: encoding: there is not enough memory."]
+def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> None:
+    machine = {"cpu": "", "cores": 2, "system": "", "gpu": {"name": "A GPU"}}
+    result = Result({"model": "m", "date": "", "command": "", "complete": True, "machine": machine, "not_measured": []})
+    at, batched = ({"context": 1024, "batch": batch} for batch in (1, 16))
+    asked = {"sequences": 4, "prompt": 128, "answer": 64}
+    for subject, who, values, more in (
+        ("prompt of 1,000", "polarlm balanced", {"seconds": 0.5, "device": 0.2}, {"tokens": 1000}),
+        ("prompt of 2,000", "polarlm f16", {"seconds": 0.5}, {"tokens": 2000}),
+        ("4 sequences", "polarlm balanced", {"first": 0.256, "seconds": 1.0, "step": 8e-3}, asked),
+        ("1 sequences", "polarlm balanced", {"first": 0.5, "seconds": 1.0, "step": 0.01}, {**asked, "sequences": 1}),
+        ("device", "copy", {"bytes/s": 4e12}, {}),
+        ("attention, 1024 × 1", "f16", {"seconds": 20e-6, "bytes": 4e7, "error": 1e-4}, at),
+        ("attention, 1024 × 1", "ring4", {"seconds": 10e-6, "bytes": 1e7, "error": 2e-4}, at),
+        ("attention, 1024 × 1", "torch", {"seconds": 30e-6}, at),
+        ("attention, 1024 × 16", "f16", {"seconds": 5e-6, "bytes": 1e7, "error": 1e-2}, batched),
+        ("product of qkv, bf16", "1", {"seconds": 10e-6}, {}),
+        ("product of qkv, bf16", "64", {"seconds": 12e-6}, {}),
+    ):
+        result.add_all(subject, who, values, **more)
+    result.add("product of qkv, bf16 of PyTorch", "1", "seconds", failure="not there")
+    result.add("server", "polarlm", "tokens/s", [1000], clients=32, prompt=512, answer=128)
+    for name, runs in (("first token", [1.7, 5.2]), ("between two tokens", [0.006, 0.034])):
+        result.add("server", "polarlm", name, runs)
+    result["not_measured"].append({"what": "encoding", "why": "there is not enough memory"})
+    printed = re.sub(r" +\|", " |", re.sub(r"\| +", "| ", report_of(result).terminal()))
+    for lines in (
+        "| 1,000 | 500.0 | 200.0 | — |\n| 2,000 | — | — | 500.0 |",
+        "| 1 | here balanced | 256 | 64.0 | 100 | 10.00 | 1.00 |\n"
+        "| 4 | here balanced | 2,000 | 256 | 500 | 8.00 | 5.00 |",
+        "| torch | 1,024 | 1 | 30.0 | — | — | 0.67 | — |\n"
+        "| f16 | 1,024 | 1 | 20.0 | 2,000 | 50 % | 1.00 | 1.0e-04 |\n"
+        "| ring4 | 1,024 | 1 | 10.0 | 1,000 | 25 % | 2.00 | 2.0e-04 |\n"
+        "| f16 | 1,024 | 16 | 5.0 | 2,000 | 50 % | — | WRONG 1.0e-02 |",
+        "| qkv, bf16 | 10.0 | 12.0 |\n| qkv, bf16 of PyTorch | not there | — |",
+        "1,000 tokens/s, 1,700 ms to the first token (5,200 at 95 %), 6 ms between two (34 at 95 %).",
+        "Not measured: encoding: there is not enough memory.",
+    ):
+        assert lines in printed, lines
 
 
 # -- PyTorch -------------------------------------------------------------------------------------------------------

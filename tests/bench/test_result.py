@@ -1,7 +1,8 @@
-"""Destinations of measurements; published ones are overwritten only with --publish."""
+"""Destinations of measurements, results that are read again, and reports."""
 
 from __future__ import annotations
 
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from polarlm.bench import result
 from polarlm.bench.gpu import tables as gpu
 from polarlm.bench.quality import snapshots
 from polarlm.bench.quality import tables as quality
+from polarlm.bench.report import Report, Section, Table
 from polarlm.bench.result import Output, Result, Writer
 from polarlm.bench.serving import tables as serving
 from polarlm.bench.speed import embeddings
@@ -58,6 +60,57 @@ def test_what_is_written_is_read_with_the_load_of_the_machine(tmp_path: Path, mo
     assert [row.value for row in again.rows()] == [2, None, 0]
     assert (again["load"], again["command"]) == ({"before": 0.1, "after": 3.25}, "python -m polarlm.bench.speed -t 2")
     assert result.load_in_words(again).startswith("0.1 before, 3.2 after")
+
+
+class Page(HTMLParser):
+    """The cells of a page's tables, whose elements all have to be closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.cells = list[str](), list[str]()
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.open += [] if tag in ("meta", "br") else [tag]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.cells += [data] if self.open and self.open[-1] in ("th", "td") else []
+
+
+def test_a_page_has_the_tables_of_the_terminal(tmp_path: Path) -> None:
+    """Without columns in which nothing was measured; a terminal of few columns has the first ones."""
+    table = Table(["type", "KL", "speed", "top-1"], [["f16", "0.1", "—", "9 %"], ["<q4>", "**0.2**", "", "8 %"]])
+    sections = [Section("Costs", [table], "± is an error."), Section("Nothing", [Table(["type", "KL"], [])])]
+    cards, columns = [("f16", ["it is large"])], {"KL": "how far", "speed": "how fast"}
+    report = Report("A title", "lead", sections, [("load", "0.1")], ["A note."], "Partial.", cards, columns)
+    assert (
+        report.terminal()
+        == """A title
+load: 0.1
+
+Costs
+
+| type |      KL | top-1 |
+|:-----|--------:|------:|
+| f16  |     0.1 |   9 % |
+| <q4> | **0.2** |   8 % |
+
+± is an error.
+
+A note."""
+    )
+    assert "top-1" not in report.terminal(20)
+    report.write_page(tmp_path / "out.html")
+    page = (tmp_path / "out.html").read_text(encoding="utf-8")
+    assert Page(page).cells == ["type", "KL", "top-1", "f16", "0.1", "9 %", "<q4>", "0.2", "8 %"]
+    for sentence in ("A title", "Partial.", "it is large", "± is an error.", "A note.", "<dt>load</dt><dd>0.1</dd>"):
+        assert page.count(sentence) >= 1, sentence
+    assert "how far" in page
+    assert "how fast" not in page
 
 
 REPORTS = {

@@ -97,7 +97,7 @@ def argv(text: Path, *flags: str, model: Path = TRAINED_HYBRID) -> list[str]:
     return [str(text), "--model", str(model), "--state", "--threads", "1", *flags]
 
 
-def test_the_page_and_the_terminal_have_the_same_rows(tmp_path: Path, capsys) -> None:
+def test_every_coding_is_compared_with_exact_snapshots(tmp_path: Path, capsys) -> None:
     output = tmp_path / "out.html"
     assert cost.main(argv(TRAINED_HYBRID / "held_out.txt", "-o", str(output), "--minutes", "0.01")) == 0
     figures = read(output.with_suffix(".json"))
@@ -105,11 +105,9 @@ def test_the_page_and_the_terminal_have_the_same_rows(tmp_path: Path, capsys) ->
     assert figures["snapshots"] >= 1
     assert [who for _, who, _ in figures.parts("snapshot")] == ["f32", *(name for name in ALL if name != EXACT.name)]
     assert 0 < figures.value("tokens after it: 256", "8bit", "kl_mean") < 0.01
-    shown, printed = output.read_text(encoding="utf-8"), capsys.readouterr().out
-    for row in snapshots.table_of(figures).without_empty_columns().rows:
-        assert "".join(f"<td>{cell}</td>" for cell in row) in shown
-        assert all(cell in printed for cell in row)
-    assert figures["command"] in shown.replace("&#39;", "'")
+    rows = capsys.readouterr().out.split("\n\n")[0].splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows] == ["f32", *4 * ["8bit"]]
+    assert "What a snapshot costs" in output.read_text(encoding="utf-8")
 
 
 def test_what_was_measured_is_kept_when_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

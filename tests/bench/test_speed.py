@@ -120,7 +120,7 @@ class Stand:
 
     def together(self, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
         assert len(prompts) * (len(prompts[0]) + tokens) <= self.context
-        return {"steps": [len(prompts) / self._record("together", len(prompts))]}
+        return {"first": 0.5, "seconds": 2.0, "steps": [len(prompts) / self._record("together", len(prompts))]}
 
     def weight_bytes(self) -> int:
         return 1_000_000
@@ -236,7 +236,8 @@ def test_a_whole_measurement_in_processes(measure_with: Measure, tmp_path: Path)
     flags += ["--types", "f16", "--threads", "1", "--repeat", "1", "--peer-types", "none"]
     whole, out, _ = measure_with(*flags)
     names = ["generation, depth ≤ 64", "prompt of 40", "generation at 40"]
-    assert subjects(whole) == [*names, *(f"steps of {count}, depth ≤ 128" for count in (1, 8, 16))]
+    assert subjects(whole) == names
+    assert [row.more["sequences"] for row in whole.rows("first")] == [1, 8, 16]
     assert {len(row.runs) for row in rows_of(whole, *names).values()} == {1}
     memory = whole.figures("memory", "polarlm f16")
     assert memory["now"].more["tokens"] == 40
@@ -272,6 +273,8 @@ def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure,
     assert prompts[0] == ["", "**balanced**", "f16", "llama.cpp f16", "llama.cpp q4_0"]
     assert prompts[1] == ["prompt of 40", "400 ± 0 (2.00×)", "400 ± 0 (2.00×)", "200 ± 0", "200 ± 0"]
     assert generation[2] == ["generation at 100", "400 ± 0 (2.00×)", "400 ± 0 (2.00×)", "200 ± 0", "200 ± 0"]
+    together = {name: row.value for name, row in whole.figures("8 sequences", "polarlm balanced").items()}
+    assert together == {"first": 0.5, "seconds": 2.0, "step": 8 / 400}
     assert whole["threads"]["chosen"] == {"polarlm": 2}
     assert "threads: 2 for prompts, for steps here 2; a peer's best of 1 and 2 in each row\n" in out
     assert whole["peers"] == [{"name": PEER, "version_or_absence": "1.2.3", "built_with": "AVX2 = 1"}]
@@ -285,7 +288,7 @@ def test_what_does_not_fit_into_the_minutes_is_left_out(measure_with: Measure, s
     assert subjects(whole) == ["generation, depth ≤ 64", "prompt of 40", "prompt of 100"]
     assert whole["complete"] is False
     assert "All of it takes about " in err
-    for name in ("generation at 100", "batches", "starts"):
+    for name in ("generation at 100", "sequences", "starts"):
         assert f"There was no time for {name}: give more --minutes" in out
 
 
@@ -423,7 +426,7 @@ def test_the_share_of_the_bandwidth_counts_weights_and_cache(
     assert ours["bandwidth"] == pytest.approx(1.1e6 * 400 / 2e9)
     values = 100 * VALUES
     assert (f16["cache"], q4_0["cache"]) == (2 * values, values * 18 // 32)
-    *_, read, _, _, _ = tables(out)  # then batches, memory, starts
+    *_, read, _, _, _ = tables(out)  # then sequences, memory, starts
     assert read[2][1] == "1 + 0 MB, 22%"
     assert [row[1].split(", ")[1] for row in read[1:]] == ["20%", "22%"], "of the fastest"
 
@@ -467,7 +470,7 @@ def test_results_are_kept_when_the_command_is_stopped(measure_with: Measure, sta
 def test_contexts_beyond_the_model_s_are_left_out_with_a_sentence(measure_with: Measure, stands: type[Stand]) -> None:
     whole, out, _ = measure_with(*FOUR, "--prompt", "40,500", "--depth", "100,600")
     tokens = {row.subject: row.more["tokens"] for row in whole.rows("tokens/s")}
-    assert [*tokens.values()] == [8, 40, 100, 1, 8, 16]
+    assert [*tokens.values()] == [8, 40, 100]
     sentences = [
         "A prompt of 500 does not fit into the model's 512 tokens",
         "Generation at 600 is left out: the model's context has 512 tokens",

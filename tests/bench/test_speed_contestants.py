@@ -1,30 +1,117 @@
-"""What the contestants of the speed measurement do: the engine, many streams, the peer, the memory's bandwidth."""
+"""What the contestants of the speed measurement do: in processes of their own, and our engine."""
 
 from __future__ import annotations
 
 import math
-import sys
+import mmap
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from polarlm.bench.speed.child import Child, Failed, OutOfTime, memory
 from polarlm.bench.speed.contestants import Subject
 from polarlm.bench.speed.ours import Ours
-from polarlm.bench.speed.peers import NoPeer
-from polarlm.bench.speed.peers.llama_cpp_python import Model
 from polarlm.engine import EngineError, PromptOptions, SamplingParams
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import Chunk
 from polarlm.model_loaders import load_weights
 from tests.bare import bare_model, read_model
+from tests.compiled import end_of_compilation
 from tests.model_loaders.checkpoints import MODELS, as_gguf, read_all
 
-# -- ours ----------------------------------------------------------------------------------------------------------
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = "tests.bench.contestant"
+ASKED = """
+import library, polarlm
+from polarlm.bench.speed.child import serve
+
+class Engine:
+    def places(self):
+        return [library.place, polarlm.__file__]
+
+serve(Engine, [])
+"""
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    child = Child(MODULE)
+    yield child
+    child.close()
+
+
+def test_a_child_answers_and_reports_failures_and_goes_on(child: Child) -> None:
+    with pytest.raises(Failed, match=r"^it needs a name$"):
+        child.call("start", "")
+    child.call("start", "Ada")
+    assert child.call("greet", "Émile") == ["Ada", "Émile"]
+    with pytest.raises(Failed, match=r"^ZeroDivisionError: division by zero$"):
+        child.call("divide", 0)
+    assert child.call("divide", 4) == 0.25
+
+
+def test_a_call_ends_with_the_time_of_its_child() -> None:
+    with closing(Child(MODULE, end=time.monotonic())) as child, pytest.raises(OutOfTime, match=r"^its time was over$"):
+        child.call("wait", os.devnull)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a symbolic link")
+def test_only_our_own_package_comes_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside an installed package lie others, which may be for another Python than the child's."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        folder.mkdir()
+        (folder / "library.py").write_text(f"place = {folder.name!r}\n", encoding="utf-8")
+    (ours / "polarlm").symlink_to(ROOT / "polarlm")
+    (theirs / "polarlm.py").write_text("raise ImportError\n", encoding="utf-8")
+    (theirs / "asked.py").write_text(ASKED, encoding="utf-8")
+    monkeypatch.setattr("polarlm.bench.speed.child._ROOT", ours)
+    monkeypatch.setenv("PYTHONPATH", str(theirs))
+    with closing(Child("asked")) as child:
+        child.call("start")
+        assert child.call("places") == ["theirs", str(ours / "polarlm" / "__init__.py")]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no signals")
+def test_a_crash_is_named_with_the_last_line_that_was_written(child: Child) -> None:
+    child.call("start", "Ada")
+    for _ in range(2):  # further calls say the same
+        with pytest.raises(Failed, match=r"^crashed \(SIGABRT\): GGML_ASSERT failed$"):
+            child.call("crash")
+
+
+def test_a_python_that_does_not_exist_is_a_failure() -> None:
+    with pytest.raises(Failed, match=r"^/no/python cannot be started: No such file or directory$"):
+        Child(MODULE, "/no/python")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the parts are counted on Linux only")
+def test_memory_is_that_of_the_process() -> None:
+    end_of_compilation()
+    for _ in range(5):  # other threads may take and free memory
+        before = memory(os.getpid())
+        # Pages of its own: an allocator gives memory that was freed before, which has counted already.
+        with mmap.mmap(-1, 40 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+            held[:] = b"\1" * len(held)
+            during = memory(os.getpid())
+        after = memory(os.getpid())
+        grown = during["private"] - before["private"]
+        if abs(grown - (40 << 20)) < 4 << 20 and during["now"] > after["now"]:
+            break
+    assert grown == pytest.approx(40 << 20, abs=4 << 20)
+    assert during["now"] > after["now"]
+    assert after["peak"] > during["now"] - (1 << 20)  # the system counts in batches
+    assert after["private"] + after["file"] <= after["now"] + (1 << 20)
+
+
+# -- our engine -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -122,96 +209,3 @@ def test_prompts_are_asked_together_and_what_the_store_has_is_not_computed_again
         assert sum(steps) == 2 * (tokens if cached else tokens - 1)
         assert sum(computed) == (0 if cached else 65 + 66)
     assert times["steps"], "prompts that are not computed leave time for steps of both"
-
-
-# -- the peer ------------------------------------------------------------------------------------------------------
-
-
-class Library(SimpleNamespace):
-    """A stand-in for the package llama_cpp, which keeps the tokens of its cache and notes its calls."""
-
-    __version__ = "0.0.1"
-    LLAMA_FLASH_ATTN_TYPE_ENABLED = 1
-
-    def __init__(self) -> None:
-        super().__init__(calls=[], tokens=[], room=1 << 20, llama_token=IdArray())
-
-    def __getattr__(self, name: str) -> Callable[..., SimpleNamespace]:
-        """Functions whose results are only passed on."""
-        return lambda *arguments: SimpleNamespace()
-
-    def llama_model_load_from_file(self, path: bytes, settings: object) -> bool:
-        self.calls.append(path.decode())
-        return path.endswith(b".gguf")
-
-    def llama_init_from_model(self, model: object, settings: SimpleNamespace) -> str:
-        self.calls.append(vars(settings))
-        return "context"
-
-    def llama_memory_seq_rm(self, memory: object, sequence: int, first: int, last: int) -> None:
-        assert (sequence, last) == (0, -1)
-        del self.tokens[first:]
-
-    def llama_batch_get_one(self, ids: Sequence[int], count: int) -> list[int]:
-        assert len(ids) == count
-        return list(ids)
-
-    def llama_decode(self, context: str, batch: list[int]) -> int:
-        self.calls.append((len(self.tokens), len(batch)))
-        self.tokens += batch
-        return int(len(self.tokens) > self.room)
-
-    def llama_synchronize(self, context: str) -> None:
-        self.calls.append("done")
-
-    def llama_print_system_info(self) -> bytes:
-        return b"CPU : AVX2 = 1 | "
-
-
-class IdArray:
-    """`llama_token * n`, which is called with n tokens."""
-
-    def __mul__(self, count: int) -> object:
-        return lambda *ids: list(ids)
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    made = Library()
-    monkeypatch.setitem(sys.modules, "llama_cpp", made)
-    return made
-
-
-def test_the_peer_runs_the_file_with_the_given_threads_and_cache(library: Library) -> None:
-    other = Model("a/model.gguf", 99, 2, "q4_0")
-    assert other.about() == {"version": "0.0.1", "built_with": "CPU : AVX2 = 1"}
-    path, settings = library.calls
-    assert path == "a/model.gguf"
-    threads, types = {"n_threads": 2, "n_threads_batch": 2}, {"type_k": 2, "type_v": 2}
-    assert settings == {"n_ctx": 99, "n_batch": 2048, "flash_attn_type": 1, **threads, **types}
-
-
-def test_the_peer_s_context_is_computed_once_and_all_runs_step_from_its_end(library: Library) -> None:
-    other = Model("model.gguf", 4096, 1, "f16")
-    library.calls.clear()
-    for _ in range(2):
-        assert other.generation_rate([3, 4, 5], [6, 7, 8]) > 0
-    steps = [(3, 1), "done", (4, 1), "done", (5, 1), "done"]
-    assert library.calls == [(0, 3), "done", *steps, *steps]
-    library.calls.clear()
-    other.generation_rate([3, 4, 5, 9], [6, 7])
-    assert library.calls[:2] == [(3, 1), "done"], "a longer context goes on from the shorter one"
-    other.generation_rate([3, 8], [6, 7])
-    assert library.tokens == [3, 8], "another one from where they part"
-
-
-def test_what_the_peer_cannot_do_is_named(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NoPeer, match=r"^cannot load the model$"):
-        Model("model.bin", 99, 1, "f16")
-    other = Model("model.gguf", 99, 1, "f16")
-    library.room = 10
-    with pytest.raises(NoPeer, match=r"^cannot compute 11 tokens after 0$"):
-        other.prompt_rate(ids(11))
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(NoPeer, match=r"^not installed \(pip install llama-cpp-python\)$"):
-        Model("model.gguf", 99, 1, "f16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,21 @@ def measured(tmp_path: Path, weights: Path, *flags: str) -> Result:
     result = read(output)
     assert result["command"].startswith("polarlm speed --weights ")
     return result
+
+
+class Embedder:
+    """A stand-in for llama.cpp's process."""
+
+    def __init__(self, module: str, python: str) -> None:
+        assert module == "polarlm.bench.speed.peers.llama_cpp_python"
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        if name == "start":
+            self._batch = arguments[1]
+        return {"seconds": float(self._batch), "first": [1.0, *[0.0] * 383], "version": "1"}
+
+    def close(self) -> None:
+        pass
 
 
 def test_offers_are_what_prompt_lookup_finds() -> None:
@@ -62,10 +78,10 @@ def test_answers_with_and_without_drafts_are_measured_in_turn(
 def test_texts_of_an_encoder_are_measured_beside_batches_of_llama_cpp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Slow: it writes an encoder and starts four processes."""
+    """Slow: it writes an encoder. A batch of n tokens takes llama.cpp n seconds here."""
     path = tmp_path / "minilm.gguf"
     write(path, "minilm-l6", SHAPES["minilm-l6"], "q8_0", None)
-    monkeypatch.setattr(embeddings.llama_cpp_python, "__name__", "tests.bench.embedder")
+    monkeypatch.setattr(embeddings, "Child", Embedder)
     result = measured(tmp_path, path, "--only", "embeddings", "--tokens", "256", "--repeat", "2")
     fixed, mixed = "Q8_0, texts of 32 tokens", "Q8_0, texts of 8 to 128 tokens"
     for size in (128, 256, 512, 1024):

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.bench.quality.peers.polarquant_online import angles_of
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.codecs.polarquant import CENTRES, level_count, rows_of, upper_table
+from polarlm.engine.codecs.schema.joined import split
 from polarlm.engine.jit.lang import Level
 from tests.backends.native.codecs import attend
 from tests.codecs.data import fields_of, streams
@@ -34,7 +34,7 @@ class Pairs(NamedTuple):
     def read(cls, fields: dict[str, np.ndarray], d: int) -> Pairs:
         levels_ = level_count(d)
         own = streams(CODEC, fields)
-        angles = np.array(CENTRES[1])[angles_of(own)[0]]
+        angles = np.array(CENTRES[1])[split(own["level1"], 4)]
         factor = upper_table(levels_)[rows_of(own)][..., ::2]
         radius = np.repeat(fields["radius"].astype(np.float64), 2 ** (levels_ - 1), axis=-1)
         direction = np.stack([np.cos(angles), np.sin(angles)], -1)
