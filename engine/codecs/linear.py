@@ -3,9 +3,10 @@
     x = n·y,  n ≥ max |xᵢ| · 32/127;  yᵢ takes c/32, c = −127 … 127
 
 The norm is the least one that can be stored and leaves no value beyond the levels, and values are divided by it as it
-is stored. So it costs no error of its own, and the levels reach as far as the vector does. Source: uniform quantization
-by the largest value: Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", NeurIPS 2022,
-Section 2.1. The step is a power of two, so a code times it is exact. It is for the few tokens whose errors cost most.
+is stored. So it costs no error of its own, and the levels reach as far as the vector does. The step is a power of two,
+so a code times it is exact. It is for the few tokens whose errors cost most.
+Source: quantization by the largest value: Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at
+Scale", NeurIPS 2022, Section 2.1.
 Bits per value: 8 + 8/D, for `linear8`. Mean squared error on Gaussian vectors of 128 values: .000043 per variance.
 Decode, per value: a conversion to a float, one multiplication by the norm.
 
