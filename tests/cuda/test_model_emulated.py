@@ -215,26 +215,6 @@ def test_logits_equal_those_of_numpy(fixture: str, types: tuple[str, str]) -> No
     close(*(talk(model_of(ops, fixture, types)) for ops in backends))
 
 
-@pytest.mark.slow
-def test_an_engine_answers_and_scores_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibrated, with the default cache types, so that every op of an engine is used."""
-    said, scores = [], []
-    for ops in (CudaOps(open_device(checked=False)), NumpyOps()):
-        monkeypatch.setattr(assembly, "select", lambda device, threads, ops=ops: (ops, ""))
-        with Engine.load(tiny_path, block_size=N, ctx_size=128) as engine:
-            assert ops.name in engine.fit_line()
-            params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-            said.append(engine.generate("The cat sat on the mat and", params).text)
-            drawn = engine.generate("The cat", SamplingParams(max_tokens=3, seed=1, repeat_penalty=1.2))
-            assert drawn.usage.completion_tokens <= 3
-            scores += [engine.score(range(5, 60), every_token_coded=quantized).logprobs for quantized in (False, True)]
-    assert said[0][:5] == said[1][:5]
-    for index in (0, 1):
-        # Codes flip where a vector is near the edge of one: single tokens change, and hardly the sum.
-        np.testing.assert_allclose(scores[index].mean(), scores[index + 2].mean(), rtol=0.02)
-        np.testing.assert_allclose(scores[index][: N - 1], scores[index + 2][: N - 1], atol=0.05)
-
-
 def test_a_prompt_is_read_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its embeddings and the log-probabilities of its tokens, a few rows at a time."""
     monkeypatch.setattr(prompt_readers, "_ROWS", 20)
