@@ -21,7 +21,6 @@ from polarlm.engine.model import prompt_readers
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
-from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.layer_shapes import HighPrecisionKind, LayerShape, SharedShape
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
@@ -30,7 +29,7 @@ from polarlm.engine.weight_formats import Matrix, StoredMatrix
 from polarlm.model_loaders import ModelConfig, WeightSource
 from polarlm.model_loaders import load_weights as open_weights
 from tests.adapters import ALL, changed_model, random_changes, write_peft
-from tests.bare import shape_of
+from tests.bare import shape_of, stepped
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import read, store
@@ -38,7 +37,6 @@ from tests.tiny import load_tiny, make_model
 from tests.weights import matrix
 
 N = 16  # tokens of a block
-GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 class SameWeights(NumpyOps):
@@ -135,14 +133,9 @@ class Talk:
 
     def prompt(self, ids: Sequence[int], outputs: int | None = None, index: int = 0) -> None:
         span = self.model.store.open(self.sequences[index], len(ids))
-        units = self.model.forward_chunks([span], ids, outputs)
-        while True:
-            try:
-                next(units)
-            except StopIteration as end:
-                self.model.store.commit(span)
-                self.logits.append(self.model.logits(end.value))
-                return
+        hidden = self.model.forward([span], ids, outputs)
+        self.model.store.commit(span)
+        self.logits.append(self.model.logits(hidden))
 
     def step(self, ids: Sequence[int], counts: Sequence[int] | None = None, kept: int | None = None) -> list[int]:
         """One token of each of the first sequences, or `counts`; the logits are those that tokens were chosen from.
@@ -151,22 +144,9 @@ class Talk:
         """
         counts = counts or [1] * len(ids)
         spans = [self.model.store.open_step(*of) for of in zip(self.sequences, counts, strict=False)]
-        sampler_inputs = [SamplerInput(GREEDY, [], 0.5, self.model.config.vocab_size)] * len(ids)
-        seen: list[np.ndarray] = []
-        fetch = self.model.ops.fetch_tokens
-
-        def watched(chosen, logits, sampler_inputs):
-            seen.append(np.array(self.model.ops.to_host(logits)))
-            return fetch(chosen, logits, sampler_inputs)
-
-        self.model.ops.fetch_tokens = watched  # type: ignore[method-assign]
-        try:
-            chosen = self.model.step(spans, ids, sampler_inputs)
-        finally:
-            self.model.ops.fetch_tokens = fetch  # type: ignore[method-assign]
+        logits, chosen = stepped(self.model, spans, ids)
         self.model.store.commit_steps(spans, [kept] * len(spans))
-        self.logits += seen
-        assert chosen == self.logits[-1].argmax(-1).tolist()
+        self.logits.append(logits)
         return chosen
 
 
