@@ -63,10 +63,10 @@ class Rounded(SameWeights):
     matrices the other factor to the type of the weights; to bfloat16 only if there are more rows than gemv takes."""
 
     def append_kv(self, cache, spans, k, v) -> None:
-        super().append_kv(cache, spans, _half(k), _half(v))
+        super().append_kv(cache, spans, halves(k), halves(v))
 
     def attention(self, q, cache, spans, rule, transform=None, consumer=None) -> np.ndarray:
-        return super().attention(_half(q), cache, spans, rule, transform)
+        return super().attention(halves(q), cache, spans, rule, transform)
 
     def linear(self, x, w, *, norm=None, residual=None, activation=None, consumer=None) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)
@@ -80,7 +80,7 @@ class Rounded(SameWeights):
         return super().experts(x, routing, gate_up, down, activation, residual=residual)
 
 
-def _half(x: np.ndarray) -> np.ndarray:
+def halves(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).astype(np.float32)
 
 
