@@ -42,13 +42,13 @@ from tests.call_templates import NO_TOOLS
 from tests.compiled import end_of_compilation
 from tests.cuda.emulated import EmulatedDevice
 from tests.little_memory import answer_in
-from tests.tiny import VOCABULARY, make_model
+from tests.tiny import ids, make_model
 from tests.tool_model import tool_model
 
 SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 256, "calibration": False}
 SOME = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=3)
 GIB = 1 << 30
-PROMPTS = [np.random.default_rng(seed).integers(5, VOCABULARY, 40 + seed).tolist() for seed in range(3)]
+PROMPTS = [ids(seed, 40 + seed) for seed in range(3)]
 
 
 def load(path: Path, ops: Ops | None = None, said: list[str] | None = None, **settings: Any) -> Engine:
