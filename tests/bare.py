@@ -16,10 +16,11 @@ from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.sampling.sample import SamplerInput, greedy
 from polarlm.engine.state.layer_shapes import LayerShape, SharedShape
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.engine.state.store import KVStore, SequenceKV
+from polarlm.engine.state.store import KVStore, SequenceKV, Span
 from polarlm.model_loaders import load_weights as open_weights
 from polarlm.model_loaders.config import Attention, Mixer, ModelConfig
 
@@ -93,6 +94,31 @@ def step_logits(model: Transformer, ids: Sequence[int]) -> np.ndarray:
     """Logits (T, V) of a step for each of `ids`, one after the other."""
     kv = model.store.new_sequence()
     return np.concatenate([feed(model, kv, [i], step=True) for i in ids])
+
+
+def stepped(
+    model: Transformer,
+    spans: Sequence[Span],
+    ids: Sequence[int],
+    sampler_inputs: Sequence[SamplerInput] | None = None,
+) -> tuple[np.ndarray, list[Any]]:
+    """A step with the rows `ids` of all spans, drawn greedily by default: the logits (T, V) that its tokens are chosen
+    from, and the tokens."""
+    seen: list[np.ndarray] = []
+    fetch_tokens = model.ops.fetch_tokens
+
+    def watched(chosen: Any, logits: Any, sampler_inputs: Sequence[SamplerInput]) -> list[Any]:
+        seen.append(np.array(model.ops.to_host(logits)))
+        return fetch_tokens(chosen, logits, sampler_inputs)
+
+    model.ops.fetch_tokens = watched  # type: ignore[method-assign]
+    try:
+        tokens = model.step(spans, ids, sampler_inputs or [greedy(model.config.vocab_size)] * len(ids))
+    finally:
+        model.ops.fetch_tokens = fetch_tokens  # type: ignore[method-assign]
+    if sampler_inputs is None:
+        assert tokens == seen[0].argmax(-1).tolist()
+    return seen[0], tokens
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from polarlm import AsyncEngine, Completion, Engine, EngineError, SamplingParams
-from tests.tiny import assert_idle
+from tests.tiny import assert_idle, ids
 
 PATIENCE = 60  # seconds until a test that hangs fails
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -44,8 +44,8 @@ async def idle(engine: Engine) -> None:
 
 
 def job(number: int) -> tuple[list[int], SamplingParams]:
-    prompt = np.random.default_rng(number).integers(5, 96, 3 + 11 * number).tolist()
-    return prompt, SamplingParams(temperature=1.5, seed=number, max_tokens=10 + number, ignore_eos=True)
+    params = SamplingParams(temperature=1.5, seed=number, max_tokens=10 + number, ignore_eos=True)
+    return ids(number, 3 + 11 * number), params
 
 
 @contextmanager

@@ -42,13 +42,13 @@ from tests.call_templates import NO_TOOLS
 from tests.compiled import end_of_compilation
 from tests.cuda.emulated import EmulatedDevice
 from tests.little_memory import answer_in
-from tests.tiny import VOCABULARY, make_model
+from tests.tiny import ids, make_model
 from tests.tool_model import tool_model
 
 SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 256, "calibration": False}
 SOME = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=3)
 GIB = 1 << 30
-PROMPTS = [np.random.default_rng(seed).integers(5, VOCABULARY, 40 + seed).tolist() for seed in range(3)]
+PROMPTS = [ids(seed, 40 + seed) for seed in range(3)]
 
 
 def load(path: Path, ops: Ops | None = None, said: list[str] | None = None, **settings: Any) -> Engine:
@@ -56,10 +56,10 @@ def load(path: Path, ops: Ops | None = None, said: list[str] | None = None, **se
     return Engine(assembly.assemble(config, None if said is None else said.append, ops=ops or NativeOps(1)))
 
 
-def of(path: Path) -> Sizes:
+def sizes_of(path: Path, ops: Ops | None = None) -> Sizes:
     model, source, _ = model_loaders.load_weights(path)
     try:
-        return request_from_source(EngineConfig(), NativeOps(1), model, source).sizes
+        return request_from_source(EngineConfig(), ops or NativeOps(1), model, source).sizes
     finally:
         source.close()
 
@@ -75,7 +75,7 @@ def expert_parts(engine: Engine) -> list[Matrix]:
 def test_a_cache_changes_no_answer(name: str, count: int, chosen: int, tmp_path: Path) -> None:
     """Prompts that choose all experts, steps of one sequence, and steps of several."""
     path, found = make_model(tmp_path, name), []
-    for experts in (None, str(of(path).experts * chosen // count)):
+    for experts in (None, str(sizes_of(path).experts * chosen // count)):
         with load(path, expert_cache=experts) as engine:
             alone = engine.generate(PROMPTS[0], SOME)
             together = [*zip_longest(*(engine.stream(prompt, SOME) for prompt in PROMPTS))]
@@ -95,7 +95,7 @@ def together_ids(rounds: list[tuple[Any, ...]]) -> list[list[int]]:
 
 def test_the_memory_is_what_was_given(tmp_path: Path) -> None:
     path = make_model(tmp_path, "qwen3_moe_normed")
-    whole = of(path)
+    whole = sizes_of(path)
     with load(path, expert_cache=str(whole.experts // 2 + 100)) as engine:
         parts = expert_parts(engine)
         assert sum(part.data.memory.nbytes for part in parts) <= whole.experts  # tiles of 16 rows: half are padding
@@ -185,7 +185,7 @@ def test_experts_have_their_share_of_a_file_that_is_not_fetched(tmp_path: Path) 
     path = make_model(tmp_path, "qwen3_moe_normed")
     model, source, _ = model_loaders.load_weights(path)
     source.close()
-    whole = of(path)
+    whole = sizes_of(path)
     assert request_from_bytes(EngineConfig(), NativeOps(1), model, whole.weights).sizes.experts == pytest.approx(
         whole.experts, rel=0.02
     )
@@ -194,7 +194,7 @@ def test_experts_have_their_share_of_a_file_that_is_not_fetched(tmp_path: Path) 
 def test_a_size_for_less_than_a_token_says_what_is_needed(tmp_path: Path) -> None:
     path = make_model(tmp_path, "qwen3_moe_normed")
     with pytest.raises(EngineError, match=r"room for 3 of the 8 experts.*a token needs 4: give at least 1M"):
-        load(path, expert_cache=str(of(path).experts * 3 // 8 + 10))
+        load(path, expert_cache=str(sizes_of(path).experts * 3 // 8 + 10))
     with pytest.raises(EngineError, match=r"expert_cache=some: this is not a size"):
         load(path, expert_cache="some")
     with pytest.raises(EngineError, match=r"expert_cache=1G: leave it out, since tile_cache maps"):
@@ -218,7 +218,7 @@ def test_a_model_without_experts_says_so(tiny_path: Path) -> None:
 def test_a_file_that_changes_ends_the_request_and_not_the_engine(tmp_path: Path) -> None:
     path = make_model(tmp_path, "qwen3_moe_normed")
     (weights,) = path.glob("*.safetensors")
-    with load(path, expert_cache=str(of(path).experts // 2), kept_sequences=0) as engine:
+    with load(path, expert_cache=str(sizes_of(path).experts // 2), kept_sequences=0) as engine:
         expected = engine.generate(PROMPTS[0], SOME).token_ids
         size = weights.stat().st_size
         os.truncate(weights, size + 1)
@@ -232,7 +232,7 @@ def test_a_file_that_changes_ends_the_request_and_not_the_engine(tmp_path: Path)
 
 def test_a_server_counts_what_was_read(tmp_path: Path) -> None:
     path = make_model(tmp_path, "qwen3_moe_normed")
-    with load(path, expert_cache=str(of(path).experts // 2)) as engine:
+    with load(path, expert_cache=str(sizes_of(path).experts // 2)) as engine:
         engine.generate(PROMPTS[0], SOME)
         now = engine.status()
         page = metrics.exposition(engine, Totals(), now, without_cached=False).body.decode()

@@ -12,7 +12,7 @@ import pytest
 from polarlm.engine import Completion, Engine, EngineError, SamplingParams
 from polarlm.engine.backends.kv import KVLocation
 from polarlm.engine.outputs import fold
-from tests.tiny import assert_idle, held, make_model
+from tests.tiny import assert_idle, held, ids, make_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 N = 8
@@ -34,10 +34,6 @@ def fresh(tiny_path: Path) -> Iterator[Engine]:
     """An engine without a prefix cache."""
     with load(tiny_path, kept_sequences=0) as engine:
         yield engine
-
-
-def ids(seed: int, count: int) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 96, count).tolist()
 
 
 def assert_agrees(answer: Sequence[int], alone: Sequence[int], prompt: Sequence[int], fresh: Engine) -> None:

@@ -18,7 +18,7 @@ from polarlm.engine.storage import identity, objects, sessions
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
 from tests.bare import feed
-from tests.tiny import VOCABULARY, assert_idle, forget, held, load_tiny, make_model
+from tests.tiny import VOCABULARY, assert_idle, forget, held, ids, load_tiny, make_model
 
 N = 8
 LENGTH = 61  # sink, six quantized blocks, and five tokens in the current block
@@ -28,10 +28,6 @@ NOTE = {"messages": ["é😀", None, 1.5]}
 
 def load(path: Path, cache_type: str = "polarquant", **more) -> Engine:
     return load_tiny(path, **{"device": "cpu", "block_size": N, "calibration": False, **more}, cache_type=cache_type)
-
-
-def ids(seed: int, count: int) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 96, count).tolist()
 
 
 def talk(engine: Engine, length: int = LENGTH, seed: int = 1) -> list[int]:

@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from polarlm.engine import Completion, Engine, SamplingParams
 from polarlm.engine.outputs import fold
 from tests.cpu import CpuOps
+from tests.test_async_engine import PATIENCE, job
 from tests.tiny import assert_idle, by_count, runs_nothing
 
 THREADS = 6
-PATIENCE = 60  # seconds until a test that hangs fails
 
 
 @pytest.fixture
@@ -26,11 +25,6 @@ def shared_engine(tiny_path: Path) -> Iterator[Engine]:
     with Engine.load(tiny_path, device="cpu", block_size=8, kept_sequences=0) as engine:
         yield engine
         assert_idle(engine)
-
-
-def job(number: int) -> tuple[list[int], SamplingParams]:
-    prompt = np.random.default_rng(number).integers(5, 96, 3 + 11 * number).tolist()
-    return prompt, SamplingParams(temperature=1.5, seed=number, max_tokens=10 + number, ignore_eos=True)
 
 
 def in_threads(*calls: Callable[[], object]) -> list[object]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -71,6 +72,11 @@ def load_tiny(path: Path, encoding: Encoding = FULL_ENCODING, ops: Ops | None = 
             other, adapters=parts.adapters, tiers=parts.tiers, draft=parts.draft, warm_up_timer=parts.warm_up_timer
         )
     return Engine(parts)
+
+
+def ids(seed: int, count: int) -> list[int]:
+    """Ids of a prompt."""
+    return np.random.default_rng(seed).integers(5, VOCABULARY, count).tolist()
 
 
 def held(engine: Engine) -> list[tuple[int, int]]:

@@ -14,11 +14,12 @@ from polarlm.engine.backends.cuda import batches, launch_configs, packed, wide
 from polarlm.engine.backends.cuda.batches import bucket
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS, SMALL_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.sampling.sample import Sampled, SamplerInput
+from polarlm.engine.sampling.sample import SamplerInput, greedy
 from polarlm.model_loaders import load_weights as open_weights
+from tests.bare import stepped
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
-from tests.cuda.test_model_emulated import GREEDY, model_from, model_of
+from tests.cuda.test_model_emulated import model_from, model_of
 from tests.cuda.test_sampler_inputs import everything
 
 LENGTHS = [3, 40, 16, 1, 31]  # tokens of prompts; blocks have 16
@@ -65,18 +66,11 @@ def run(ops: CudaOps, types: tuple[str, str], sampler_inputs: Sequence[Sequence[
         span = model.store.open(sequence, length)
         model.forward([span], rng.integers(5, vocabulary, length).tolist())
         model.store.commit(span)
-    fetch = ops.fetch_tokens
-
-    def watched(chosen: np.ndarray, logits: np.ndarray, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
-        seen.append(ops.to_host(logits).copy())
-        return fetch(chosen, logits, sampler_inputs)
-
-    ops.fetch_tokens = watched  # type: ignore[method-assign]
     for counts, row_inputs in zip(COUNTS, sampler_inputs, strict=True):
         rows, batch = sum(counts), sequences[-len(counts) :]
         spans = [model.store.open_step(sequence, count) for sequence, count in zip(batch, counts, strict=True)]
         each = [row_inputs[row % len(row_inputs)] for row in range(rows)]
-        seen.append(model.step(spans, rng.integers(5, vocabulary, rows).tolist(), each))
+        seen += stepped(model, spans, rng.integers(5, vocabulary, rows).tolist(), each)
         model.store.commit_steps(spans)
     for layer in range(len(model.config.layers)):
         cache = model.store.cache(layer)
@@ -89,7 +83,7 @@ def run(ops: CudaOps, types: tuple[str, str], sampler_inputs: Sequence[Sequence[
 def test_empty_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, types: tuple[str, str], lists: bool) -> None:
     """Signed Hadamard rotations and dense ones, two groups of layers, blocks that fill, one and several rows."""
     vocabulary = 96
-    plain = [SamplerInput(GREEDY, [], 0.5, vocabulary)] * len(LENGTHS)
+    plain = [greedy(vocabulary)] * len(LENGTHS)
     full = [everything(vocabulary, number) for number in range(len(LENGTHS))]
     full[1] = replace(full[1], sampling=replace(full[1].sampling, temperature=0.9))
     sampler_inputs = (
@@ -129,7 +123,7 @@ def test_few_recordings_serve_steps_of_several_rows(model: str) -> None:
     device.run_graph = noted  # type: ignore[method-assign]
     ops.fetch_tokens = lambda chosen, logits, inputs: seen[-1] + logits.shape[:1]  # type: ignore[method-assign]
     transformer = model_of(ops, model, ("f16", "f16"))
-    plain = SamplerInput(GREEDY, [], 0.5, transformer.config.vocab_size)
+    plain = greedy(transformer.config.vocab_size)
 
     def step(*counts: int) -> Any:
         spans = [transformer.store.open_step(transformer.store.new_sequence(), count) for count in counts]

@@ -33,11 +33,7 @@ def test_each_kind_of_layer_is_as_exact_as_its_roundings(
     tmp_path: Path, record_property: Callable[[str, object], None], fixture: str, types: str
 ) -> None:
     """A model takes ten seconds on the emulator; on a GPU, which is fast, every family is compared."""
-    check(tmp_path, record_property, fixture, types)
-
-
-def check(folder: Path, record_property: Callable[[str, object], None], fixture: str, types: str) -> None:
-    measure, device = differences(make_model(folder, fixture), types, CudaOps(open_device(checked=False)))
+    measure, device = differences(make_model(tmp_path, fixture), types, CudaOps(open_device(checked=False)))
     sides = (" / ".join(f"{part:.4f}" for part in side) for side in (measure, device))
     record_property("off", f"{fixture}, {types}: {', '.join(sides)}")
     assert (measure[:2] > 0).all()

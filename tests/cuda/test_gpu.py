@@ -29,7 +29,7 @@ from polarlm.engine.backends.cuda.ops import _UNCOUNTED_BYTES, CudaOps
 from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.warm_up import recording_warm_ups
-from polarlm.engine.sampling.sample import SamplerInput, Sampling
+from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders import demo
 from polarlm.model_loaders.errors import LoadError
@@ -44,8 +44,6 @@ from tests.shared_data import shared
 pytestmark = pytest.mark.skipif(
     not os.environ.get("TESTS_GPU"), reason="needs a GPU, and TESTS_GPU=1 in the environment"
 )
-
-GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 # -- recorded work -------------------------------------------------------------------------------------------------
@@ -86,7 +84,7 @@ def steps(model: Transformer, count: int) -> tuple[np.ndarray, np.ndarray]:
         store.commit(span)
     logits = [model.logits(hidden[-1:])[0]]
     chosen, ids = [], [7] * count
-    sampler_inputs = [SamplerInput(GREEDY, [], 0.5, model.config.vocab_size)] * count
+    sampler_inputs = [greedy(model.config.vocab_size)] * count
     for _ in range(SIZES.steps):
         spans = [store.open_step(sequence) for sequence in sequences]
         ids = model.step(spans, ids, sampler_inputs)
@@ -176,7 +174,7 @@ def test_sequences_may_join_and_leave_between_replays(kept: int, monkeypatch: py
         chosen: list[int] = []
         for turn in range(40):
             spans = [model.store.open_step(sequence) for sequence in sequences[: 1 + turn * 3 % 4]]
-            sampler_inputs = [SamplerInput(GREEDY, [], 0.5, model.config.vocab_size)] * len(spans)
+            sampler_inputs = [greedy(model.config.vocab_size)] * len(spans)
             chosen += model.step(spans, [5 + turn] * len(spans), sampler_inputs)
             for span in spans:
                 model.store.commit(span)

@@ -15,13 +15,13 @@ from polarlm.bench.random_weights import RandomMatrix, RandomWeights
 from polarlm.engine.backends.cuda.device import Device
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.model.weights import weight_bytes
-from polarlm.engine.sampling.sample import SamplerInput
+from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.weight_formats import Linear
 from tests.cuda import small_pass
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES, needs
 from tests.cuda.stored_model import random_model, stored_sequence
-from tests.cuda.test_gpu import GREEDY, Unrecorded
+from tests.cuda.test_gpu import Unrecorded
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.skipif(
@@ -69,7 +69,7 @@ def steps(make: Callable[[Device], CudaOps], kind: str) -> tuple[np.ndarray, np.
     model = random_model(opened(make), made, kind, cell)
     store = model.store
     sequences, ids, chosen = [stored_sequence(store, context) for context in cell], [1] * len(cell), []
-    sampler_inputs = [SamplerInput(GREEDY, [], 0.5, model.config.vocab_size)] * len(cell)
+    sampler_inputs = [greedy(model.config.vocab_size)] * len(cell)
     for _ in range(n + 4):
         spans = [store.open_step(sequence) for sequence in sequences]
         ids = [token for token in model.step(spans, ids, sampler_inputs) if isinstance(token, int)]

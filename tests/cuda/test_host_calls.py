@@ -17,11 +17,11 @@ from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import SamplingParams
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.sampling.sample import SamplerInput
+from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.state.store import SequenceKV
 from tests.cuda import test_model_emulated
 from tests.cuda.test_cupy_device import imported
-from tests.cuda.test_model_emulated import GREEDY, model_from
+from tests.cuda.test_model_emulated import model_from
 from tests.cuda.test_packed_model import mixed_model
 from tests.tiny import by_count, load_tiny
 
@@ -59,7 +59,7 @@ def test_calls_of_a_prompt_and_of_steps(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(test_model_emulated, "N", TOKENS)
     config = mixed_model()[0]
     config = replace(config, layers=config.layers[:1] * LAYERS)
-    sampled, launched = SamplerInput(GREEDY, [], 0.5, config.vocab_size), list[object]()
+    sampled, launched = greedy(config.vocab_size), list[object]()
     with imported(monkeypatch) as (_, module):
         driver = SimpleNamespace(cuLaunchKernelEx=lambda *handles: launched.append(handles) or 0)
         monkeypatch.setattr(module, "load_driver", lambda: driver)

@@ -11,23 +11,21 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm import model_loaders
-from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams
+from polarlm.engine import EngineConfig, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.ops import Load, Ops
-from polarlm.engine.loading import assembly
-from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.fit import DeviceFit, advise, fit_weights
 from polarlm.engine.loading.placement.experts import CpuExperts
-from polarlm.engine.loading.placement.request import PlacementRequest, Sizes, request_from_source
+from polarlm.engine.loading.placement.request import PlacementRequest, Sizes
 from polarlm.engine.model import weights as model_weights
 from tests.cuda import test_model_emulated
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.test_model_emulated import Rounded, SameWeights, close, model_of, talk
+from tests.test_expert_cache import load, sizes_of
 from tests.tiny import VOCABULARY, make_model
 
 F16 = "f16", "f16"
-SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 256, "calibration": False}
 SOME = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 40).tolist()
 
@@ -73,11 +71,6 @@ class Small(EmulatedDevice):
         return self.free, 2 << 30
 
 
-def load(path: Path, ops: Ops, said: list[str] | None = None, **settings: Any) -> Engine:
-    config = settle(path, None, {**SETTINGS, **settings})
-    return Engine(assembly.assemble(config, None if said is None else said.append, ops=ops))
-
-
 def test_an_engine_says_where_its_experts_are(tmp_path: Path) -> None:
     path, answers = make_model(tmp_path, "qwen3_moe_normed"), []
     for asked in (None, "1", "99"):
@@ -93,18 +86,11 @@ def test_an_engine_says_where_its_experts_are(tmp_path: Path) -> None:
     assert answers[1:] == answers[:1] * 2
 
 
-def sizes_of(path: Path) -> Sizes:
-    model, source, _ = model_loaders.load_weights(path)
-    try:
-        return request_from_source(EngineConfig(), CudaOps(EmulatedDevice(), NativeOps(1)), model, source).sizes
-    finally:
-        source.close()
-
-
 def test_auto_leaves_no_more_on_the_host_than_it_has_to(tmp_path: Path) -> None:
     """As much free memory as a store of this context takes beside all weights but some layers' experts."""
     path = make_model(tmp_path, "qwen3_moe_normed")
-    whole, context = sizes_of(path), {"ctx_size": 64, "parallel": 1, "kept_sequences": 0}
+    whole = sizes_of(path, CudaOps(EmulatedDevice(), NativeOps(1)))
+    context = {"ctx_size": 64, "parallel": 1, "kept_sequences": 0}
     with load(path, CudaOps(Small(1 << 30), NativeOps(1)), cpu_moe="auto", **context) as engine:
         assert engine._model.weights.host_bytes == 0
         plan, ops = engine._store.plan, engine._model.ops

@@ -26,7 +26,7 @@ from polarlm.engine.loading.sizes import cache_shape
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.sampling.sample import SamplerInput, Sampling
+from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import plan_for_memory, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
@@ -45,7 +45,6 @@ from polarlm.model_loaders.config import (
 from tests.bare import shape_of
 from tests.pairs import mostly_slow
 
-GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 GB = 10**9
 MEMORY = int(23.4e9), 24 * GB  # free and total of a GPU on which driver and desktop take some
 
@@ -112,14 +111,10 @@ def model_of(
 def prompt(model: Transformer, count: int) -> SequenceKV:
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, count)
-    hidden = list(_returned(model.forward_chunks([span], [1] * count, outputs=1)))
-    model.choose(hidden[-1], [SamplerInput(GREEDY, [], 0.5, model.config.vocab_size)])
+    hidden = model.forward([span], [1] * count, outputs=1)
+    model.choose(hidden, [greedy(model.config.vocab_size)])
     model.store.commit(span)
     return sequence
-
-
-def _returned(units: Any) -> Any:
-    yield (yield from units)
 
 
 LLAMA = llama(layers=2)
@@ -278,7 +273,7 @@ def test_step_bytes_bounds_the_peak_of_steps(name: str, types: tuple[str, str], 
         load = Load(config, model.store.shape.format(0), 64, rows)
         device.recorded = 0
         spans = [model.store.open_step(sequence) for sequence in sequences[:rows]]
-        plain = SamplerInput(GREEDY, [], 0.5, config.vocab_size)
+        plain = greedy(config.vocab_size)
         counted = step_bytes(load, device)
         for sampler_input in (plain, replace(plain, allowed=np.zeros(-(-config.vocab_size // 32), np.uint32))):
             model.step(spans, [1] * rows, [sampler_input] * rows)

@@ -21,7 +21,6 @@ from polarlm.engine.model import prompt_readers
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
-from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.layer_shapes import HighPrecisionKind, LayerShape, SharedShape
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
@@ -30,7 +29,7 @@ from polarlm.engine.weight_formats import Matrix, StoredMatrix
 from polarlm.model_loaders import ModelConfig, WeightSource
 from polarlm.model_loaders import load_weights as open_weights
 from tests.adapters import ALL, changed_model, random_changes, write_peft
-from tests.bare import shape_of
+from tests.bare import shape_of, stepped
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import read, store
@@ -38,7 +37,6 @@ from tests.tiny import load_tiny, make_model
 from tests.weights import matrix
 
 N = 16  # tokens of a block
-GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 class SameWeights(NumpyOps):
@@ -65,10 +63,10 @@ class Rounded(SameWeights):
     matrices the other factor to the type of the weights; to bfloat16 only if there are more rows than gemv takes."""
 
     def append_kv(self, cache, spans, k, v) -> None:
-        super().append_kv(cache, spans, _half(k), _half(v))
+        super().append_kv(cache, spans, halves(k), halves(v))
 
     def attention(self, q, cache, spans, rule, transform=None, consumer=None) -> np.ndarray:
-        return super().attention(_half(q), cache, spans, rule, transform)
+        return super().attention(halves(q), cache, spans, rule, transform)
 
     def linear(self, x, w, *, norm=None, residual=None, activation=None, consumer=None) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)
@@ -82,7 +80,7 @@ class Rounded(SameWeights):
         return super().experts(x, routing, gate_up, down, activation, residual=residual)
 
 
-def _half(x: np.ndarray) -> np.ndarray:
+def halves(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).astype(np.float32)
 
 
@@ -135,14 +133,9 @@ class Talk:
 
     def prompt(self, ids: Sequence[int], outputs: int | None = None, index: int = 0) -> None:
         span = self.model.store.open(self.sequences[index], len(ids))
-        units = self.model.forward_chunks([span], ids, outputs)
-        while True:
-            try:
-                next(units)
-            except StopIteration as end:
-                self.model.store.commit(span)
-                self.logits.append(self.model.logits(end.value))
-                return
+        hidden = self.model.forward([span], ids, outputs)
+        self.model.store.commit(span)
+        self.logits.append(self.model.logits(hidden))
 
     def step(self, ids: Sequence[int], counts: Sequence[int] | None = None, kept: int | None = None) -> list[int]:
         """One token of each of the first sequences, or `counts`; the logits are those that tokens were chosen from.
@@ -151,22 +144,9 @@ class Talk:
         """
         counts = counts or [1] * len(ids)
         spans = [self.model.store.open_step(*of) for of in zip(self.sequences, counts, strict=False)]
-        sampler_inputs = [SamplerInput(GREEDY, [], 0.5, self.model.config.vocab_size)] * len(ids)
-        seen: list[np.ndarray] = []
-        fetch = self.model.ops.fetch_tokens
-
-        def watched(chosen, logits, sampler_inputs):
-            seen.append(np.array(self.model.ops.to_host(logits)))
-            return fetch(chosen, logits, sampler_inputs)
-
-        self.model.ops.fetch_tokens = watched  # type: ignore[method-assign]
-        try:
-            chosen = self.model.step(spans, ids, sampler_inputs)
-        finally:
-            self.model.ops.fetch_tokens = fetch  # type: ignore[method-assign]
+        logits, chosen = stepped(self.model, spans, ids)
         self.model.store.commit_steps(spans, [kept] * len(spans))
-        self.logits += seen
-        assert chosen == self.logits[-1].argmax(-1).tolist()
+        self.logits.append(logits)
         return chosen
 
 
@@ -213,26 +193,6 @@ def test_logits_equal_those_of_numpy(fixture: str, types: tuple[str, str]) -> No
     device = CudaOps(open_device(checked=False))
     backends = device, SameWeights(device), Rounded(device)
     close(*(talk(model_of(ops, fixture, types)) for ops in backends))
-
-
-@pytest.mark.slow
-def test_an_engine_answers_and_scores_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibrated, with the default cache types, so that every op of an engine is used."""
-    said, scores = [], []
-    for ops in (CudaOps(open_device(checked=False)), NumpyOps()):
-        monkeypatch.setattr(assembly, "select", lambda device, threads, ops=ops: (ops, ""))
-        with Engine.load(tiny_path, block_size=N, ctx_size=128) as engine:
-            assert ops.name in engine.fit_line()
-            params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-            said.append(engine.generate("The cat sat on the mat and", params).text)
-            drawn = engine.generate("The cat", SamplingParams(max_tokens=3, seed=1, repeat_penalty=1.2))
-            assert drawn.usage.completion_tokens <= 3
-            scores += [engine.score(range(5, 60), every_token_coded=quantized).logprobs for quantized in (False, True)]
-    assert said[0][:5] == said[1][:5]
-    for index in (0, 1):
-        # Codes flip where a vector is near the edge of one: single tokens change, and hardly the sum.
-        np.testing.assert_allclose(scores[index].mean(), scores[index + 2].mean(), rtol=0.02)
-        np.testing.assert_allclose(scores[index][: N - 1], scores[index + 2][: N - 1], atol=0.05)
 
 
 def test_a_prompt_is_read_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

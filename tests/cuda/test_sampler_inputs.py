@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -183,18 +184,24 @@ def test_changes_of_logits_are_exact_to_the_last_bit(ops: Ops, rng: np.random.Ge
 
 def test_banning_every_possible_token_is_not_reported_as_damage(ops: Ops) -> None:
     """The model allows one token only, which a bias, DRY's largest amount or a mask forbids."""
-    logits = np.full((3, V), -np.inf, np.float32)
-    logits[:, 40] = 1.0
-    plain = resolve(SamplingParams(), GenerationDefaults())
+    plain, ban = (
+        resolve(SamplingParams(**values), GenerationDefaults()) for values in ({}, {"logit_bias": {40: -math.inf}})
+    )
+    others = mask_of(set(range(V)) - {40}, V)
     sampler_inputs = [
-        SamplerInput(resolve(SamplingParams(logit_bias={40: -math.inf}), GenerationDefaults()), [], 0.5, V),
+        SamplerInput(ban, [], 0.5, V),
         SamplerInput(plain, [], 0.5, V, dry=Penalties(np.array([40]), np.array([1e37]))),
-        SamplerInput(plain, [], 0.5, V, allowed=mask_of(set(range(V)) - {40}, V)),
+        SamplerInput(plain, [], 0.5, V, allowed=others),
+        SamplerInput(plain, [], 0.5, V, allowed=mask_of([], V)),
+        SamplerInput(ban, [], 0.5, V, allowed=others),
     ]
-    biased, penalised, masked = sampled(ops, logits, sampler_inputs)
+    logits = np.full((len(sampler_inputs), V), -np.inf, np.float32)
+    logits[:, 40] = 1.0
+    biased, penalised, *masked, masked_and_biased = sampled(ops, logits, sampler_inputs)
     assert "logit_bias bans every token" in str(biased)
     assert penalised == 40
-    assert "constraint bans every token" in str(masked)
+    assert all("constraint bans every token" in str(error) for error in masked)
+    assert re.search("constraint, together with logit_bias, .* bans every token", str(masked_and_biased))
 
 
 @pytest.mark.parametrize("logprobs", [None, 3])

@@ -16,12 +16,9 @@ from polarlm.engine.loading.calibration import calibrate
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prefill import cut
 from polarlm.engine.model.score import score
-from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.store import Span
-from tests.bare import bare_model, feed, log_softmax, prefill_logits, read_model, spread, step_logits
+from tests.bare import bare_model, feed, log_softmax, prefill_logits, read_model, spread, step_logits, stepped
 from tests.conftest import FIXTURES
-
-GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 # Tolerance of logits, as a part of their spread. Products of one row and of several differ in their last bits, so a
 # number at the edge between two halves, or two codes, may be stored as the other one. Halves are 2**-11 apart.
@@ -145,24 +142,6 @@ def test_every_token_coded_reads_each_block_as_it_is_stored(fixture) -> None:
     assert set(seen) == set(config.attentions)
 
 
-def stepped(model: Transformer, spans: Sequence[Span], ids: Sequence[int]) -> np.ndarray:
-    """The logits (T, V) of a step with the rows `ids` of all spans."""
-    seen: list[np.ndarray] = []
-    fetch_tokens = model.ops.fetch_tokens
-
-    def watched(chosen, logits, sampler_inputs):
-        seen.append(logits)
-        return fetch_tokens(chosen, logits, sampler_inputs)
-
-    model.ops.fetch_tokens = watched
-    try:
-        tokens = model.step(spans, ids, [SamplerInput(GREEDY, [], 0.5, model.config.vocab_size)] * len(ids))
-    finally:
-        model.ops.fetch_tokens = fetch_tokens
-    assert tokens == seen[0].argmax(-1).tolist()
-    return seen[0]
-
-
 # For three sequences, by rounds: the rows of a step, and how many of them are kept.
 ROUNDS = [((5, 1, 3), (2, 1, 3)), ((2, 9, 1), (2, 1, 0)), ((16, 12, 8), (9, 12, 4)), ((1, 1, 1), (1, 1, 1))]
 
@@ -182,7 +161,7 @@ def test_rows_of_a_step_get_the_logits_of_a_prompt(fixture, types: tuple[str, st
             kept = [min(most, count) for most, count in zip(kept, counts, strict=True)]
         spans = [model.store.open_step(kv, count) for kv, count in zip(sequences, counts, strict=True)]
         rows = [drafted(ids, span, keep) for span, keep in zip(spans, kept, strict=True)]
-        together = stepped(model, spans, [token for span_rows in rows for token in span_rows])
+        together = stepped(model, spans, [token for span_rows in rows for token in span_rows])[0]
         assert model.store.commit_steps(spans, kept) == {}
         alone = []
         for prompt, span_rows, keep in zip(prompts, rows, kept, strict=True):

@@ -24,6 +24,7 @@ from polarlm.engine.quantization.metric import (
     value_metric,
 )
 from polarlm.engine.quantization.statistics import output_second
+from tests.codecs.data import gaussian
 from tests.pairs import in_turn
 
 EPS = float(np.finfo(np.float32).eps)
@@ -103,10 +104,6 @@ def levels(step=0.5, count=16):
 WIDTHS = {1: levels(), 2: rings()}
 TABLES = pytest.mark.parametrize("codec", [rings(), levels(), paths()], ids=["pairs", "single", "paths"])
 WITH_ROUNDING = [name for name in codecs.available() if codecs.get(name).rounding is not None]
-
-
-def gaussian(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def covariance(*shape, seed=0, decay=0.8):

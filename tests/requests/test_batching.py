@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.state.plan import StorePlan
 from tests.cpu import CpuOps
-from tests.tiny import assert_idle, blocks_left, by_count, forget, preempt, preemptions, rows_of_steps
+from tests.tiny import assert_idle, blocks_left, by_count, forget, ids, preempt, preemptions, rows_of_steps
 
 BLOCK = 8
 REQUESTS = 5
@@ -37,8 +36,8 @@ def engine(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]
 
 
 def job(number: int, tokens: int = 40) -> tuple[list[int], SamplingParams]:
-    prompt = np.random.default_rng(number).integers(5, 96, 9 + 13 * number).tolist()
-    return prompt, SamplingParams(temperature=1.5, seed=number, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(temperature=1.5, seed=number, max_tokens=tokens, ignore_eos=True)
+    return ids(number, 9 + 13 * number), params
 
 
 def all_at_once(engine: Engine) -> list[Completion]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.outputs import Chunk, Completion, fold
 from polarlm.engine.sampling.constraints import allowed_bits, checked_mask
-from polarlm.engine.sampling.sample import SamplerInput, resolve, sample
-from polarlm.model_loaders.config import GenerationDefaults
 from tests.requests.drafters import ANEW
 from tests.sampling.constrained import InTurn, mask_of
 from tests.tiny import EOS, VOCABULARY, assert_idle, blocks_left, by_count, forget, preemptions
@@ -49,34 +45,6 @@ def test_a_mask_has_a_bit_for_each_token(vocabulary: int, data: st.DataObject) -
     # As libraries have them: signed, of a tokenizer with more tokens, with anything behind the vocabulary.
     longer = np.concatenate([mask.view(np.int32), np.full(3, -1, np.int32)])
     assert (checked_mask(longer, vocabulary) == mask).all()
-
-
-@pytest.mark.parametrize(
-    "chain",
-    [{}, {"top_k": 0, "logit_bias": {0: 1e6}}, {"top_k": 3, "top_p": 1}, {"temperature": 0}, {"min_p": 0, "top_p": 1}],
-)
-def test_a_mask_draws_what_the_same_bans_draw(chain: dict[str, Any], rng: np.random.Generator) -> None:
-    """As if all others had the logit -inf, with equal logits among them."""
-    size = 300
-    for count in (1, 2, 30, 299):
-        logits = rng.integers(-20, 20, size).astype(np.float32) / 4
-        allowed = np.sort(rng.permutation(size)[:count])
-        banned = np.full(size, -np.inf, np.float32)
-        banned[allowed] = logits[allowed]
-        params = resolve(SamplingParams(**{"temperature": 1.3, **chain}), GenerationDefaults())
-        for uniform in rng.random(40).tolist():
-            masked = SamplerInput(params, [], uniform, size, allowed=mask_of(allowed.tolist(), size))
-            assert sample(logits, masked) == sample(banned, SamplerInput(params, [], uniform, size)), count
-
-
-def test_a_mask_that_forbids_everything_is_an_error() -> None:
-    chain = resolve(SamplingParams(), GenerationDefaults())
-    nothing = SamplerInput(chain, [], 0.5, 3, allowed=mask_of([], 3))
-    with pytest.raises(EngineError, match="constraint bans every token"):
-        sample(np.zeros(3, np.float32), nothing)
-    biased = replace(chain, logit_bias={1: -math.inf})
-    with pytest.raises(EngineError, match=r"constraint, together with logit_bias, .* bans every token"):
-        sample(np.zeros(3, np.float32), replace(nothing, sampling=biased, allowed=mask_of([1], 3)))
 
 
 # -- requests --------------------------------------------------------------------------------------------------------

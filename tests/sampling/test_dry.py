@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.sampling.dry import Dry
 from polarlm.engine.sampling.repeats import Repeats
-from polarlm.engine.sampling.sample import Penalties, SamplerInput, Sampling, resolve, sample
+from polarlm.engine.sampling.sample import Sampling, resolve
 from polarlm.model_loaders.config import GenerationDefaults
 
 WORDS = [b"a", b"b", b" c", b".\n", b"d:", b"<", b"s", b"top", b">", b"x<stop>y"]
@@ -93,24 +93,6 @@ def test_penalties_match_the_definition(ids: list[int], prompt: int, values: dic
         else:
             assert penalties.ids.tolist() == sorted(expected)
             assert penalties.amounts.tolist() == pytest.approx([expected[i] for i in sorted(expected)], rel=1e-12)
-
-
-def test_a_penalty_lowers_a_logit_and_does_not_modify_the_row() -> None:
-    logits = np.array([3.0, 2.9, 1.0], np.float32)
-    sampler_input = SamplerInput(sampling(temperature=0), [], 0.5, 3, dry=Penalties(np.array([0]), np.array([0.2])))
-    assert sample(logits, sampler_input) == 1
-    assert logits.tolist() == np.array([3.0, 2.9, 1.0], np.float32).tolist()
-
-
-def test_dry_comes_after_the_other_penalties() -> None:
-    chain = sampling(temperature=0, repeat_penalty=2.0)
-    sampler_input = SamplerInput(chain, [0], 0.5, 2, dry=Penalties(np.array([0]), np.array([0.5])))
-    assert sample(np.array([2.0, 0.6], np.float32), sampler_input) == 1  # 2 / 2 - 0.5, not (2 - 0.5) / 2
-
-
-def test_the_largest_penalties_leave_a_token_to_draw() -> None:
-    penalties = Penalties(np.arange(2), np.full(2, 1e37))
-    assert sample(np.zeros(2, np.float32), SamplerInput(sampling(), [], 0.5, 2, dry=penalties)) in (0, 1)
 
 
 def test_a_prompt_is_read_without_the_engine_lock(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

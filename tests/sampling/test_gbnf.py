@@ -7,18 +7,12 @@ import pytest
 from polarlm.engine import EngineError, SamplingParams
 from polarlm.engine.sampling.gbnf import MOST_DEPTH, GbnfError, is_gbnf, to_lark
 from polarlm.engine.sampling.grammars import Grammars
-from polarlm.model_loaders.tokenizers import load_for_gguf
-from tests.model_loaders import vocabularies as vocab
-
-TOKENIZER = load_for_gguf(vocab.tiny_bpe())
-GRAMMARS = Grammars(TOKENIZER, TOKENIZER.vocab_size)
 
 
-def takes(grammar: str, text: str) -> bool:
+def takes(grammars: Grammars, grammar: str, text: str) -> bool:
     """Whether `text` can be a whole answer."""
-    constraint = GRAMMARS.constraint(SamplingParams(grammar=grammar))
-    matcher = constraint.matcher
-    ids = TOKENIZER.tokenize(text)
+    matcher = grammars.constraint(SamplingParams(grammar=grammar)).matcher  # type: ignore[attr-defined]
+    ids = grammars._tokenizer.tokenize(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
@@ -68,11 +62,11 @@ A_GRAMMAR_CASES = [
 ]
 
 
-def test_texts_of_a_grammar() -> None:
+def test_texts_of_a_grammar(grammars: Grammars) -> None:
     for grammar, yes, no in A_GRAMMAR_CASES:
         assert is_gbnf(grammar)
-        assert [text for text in yes if not takes(grammar, text)] == []
-        assert [text for text in no if takes(grammar, text)] == []
+        assert [text for text in yes if not takes(grammars, grammar, text)] == []
+        assert [text for text in no if takes(grammars, grammar, text)] == []
 
 
 THE_PLACE_CASES = [
@@ -106,12 +100,12 @@ THE_PLACE_CASES = [
 ]
 
 
-def test_what_is_no_grammar_is_refused_with_the_place() -> None:
+def test_what_is_no_grammar_is_refused_with_the_place(grammars: Grammars) -> None:
     for grammar, reason in THE_PLACE_CASES:
         with pytest.raises(GbnfError, match=reason):
             to_lark(grammar)
         with pytest.raises(EngineError, match=f"The grammar cannot be used: .*{reason}"):
-            GRAMMARS.constraint(SamplingParams(grammar=grammar))
+            grammars.constraint(SamplingParams(grammar=grammar))
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,6 @@ def test_nan_or_infinite_logits_are_an_error(broken, temperature: float) -> None
         support(broken, {"temperature": temperature})
 
 
-def test_banning_every_token_is_an_error() -> None:
-    with pytest.raises(EngineError, match="logit_bias bans every token"):
-        support([0.0, 1.0], {"logit_bias": {0: -math.inf, 1: -math.inf}})
-
-
 WRONG = [
     ("temperature", [math.nan, math.inf, -0.1, "1", True, [1]]),
     ("top_p", [0, 0.0, 1.01, math.nan, "0.9", False]),

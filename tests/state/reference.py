@@ -1,11 +1,14 @@
-"""Reference for attention over a stored sequence: plain loops in float64."""
+"""Reference for attention over a stored sequence, in float64."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from polarlm.engine import codecs
+from polarlm.engine.backends.kv import ScoreRule
 from polarlm.engine.quantization.conditioning import centre, read_mean
+from tests.ops import reference
+from tests.ops.reference import causal_mask
 
 
 def as_read(k: np.ndarray, v: np.ndarray, length: int, n: int, codec_k: str, codec_v: str, mean_bits: int):
@@ -31,13 +34,5 @@ def as_read(k: np.ndarray, v: np.ndarray, length: int, n: int, codec_k: str, cod
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, scale: float, window: int | None):
     """q (T, H, D) whose first row is at `position`, over k, v (S, K, D) → (T, H, D) float64, causal."""
-    out = np.empty(q.shape)
-    group = q.shape[1] // k.shape[1]
-    for t in range(len(q)):
-        at = position + t
-        seen = slice(0 if window is None else max(0, at - window + 1), at + 1)
-        for h in range(q.shape[1]):
-            scores = k[seen, h // group] @ q[t, h].astype(np.float64) * scale
-            p = np.exp(scores - scores.max())
-            out[t, h] = p / p.sum() @ v[seen, h // group]
-    return out
+    visible = causal_mask(position, len(q), len(k), window)
+    return reference.attention(q, k, v, visible, ScoreRule(scale, window))

@@ -23,6 +23,7 @@ from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
+from tests.pairs import mostly_slow
 from tests.state.fed import KV_HEADS, D, Fed, N, assert_held_by, held, make_store, overwrite
 
 
@@ -243,10 +244,6 @@ class Schedules(RuleBasedStateMachine):
                 assert store.bytes_held(sequence.kv) == store.shape.sequence_bytes(sequence.kv.length)
 
 
-def test_schedules() -> None:
-    run_state_machine_as_test(Schedules, settings=settings(max_examples=15))
-
-
-@pytest.mark.slow
-def test_many_schedules() -> None:
-    run_state_machine_as_test(Schedules, settings=settings(max_examples=200))
+@mostly_slow("examples", [15, 200], [15])
+def test_schedules(examples: int) -> None:
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=examples))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -28,6 +27,7 @@ from polarlm.engine.state.recurrent.delta import DeltaShape, DeltaTable, ends_to
 from polarlm.engine.state.recurrent.slots import add_rows
 from polarlm.engine.state.tables import BlockTable
 from polarlm.model_loaders.config import GatedDelta, Mamba2
+from tests.pairs import mostly_slow
 from tests.recurrence import make_rows, make_weights, recurrence
 
 N = 4
@@ -247,13 +247,9 @@ class Schedules(RuleBasedStateMachine):
             assert self.state.full.free == self.state.full.size
 
 
-def test_schedules() -> None:
-    run_state_machine_as_test(Schedules, settings=settings(max_examples=8))
-
-
-@pytest.mark.slow
-def test_many_schedules() -> None:
-    run_state_machine_as_test(Schedules, settings=settings(max_examples=100))
+@mostly_slow("examples", [8, 100], [8])
+def test_schedules(examples: int) -> None:
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=examples))
 
 
 def test_a_prompt_keeps_its_end_and_ever_fewer_places_before_it() -> None:

@@ -20,15 +20,11 @@ from polarlm.engine.storage.tiers import tiers, writing
 from polarlm.engine.storage.tiers.tier_store import FolderTier, MemoryTier
 from tests.server.lines import PATIENCE
 from tests.storage.arrays import assert_same, stored
-from tests.tiny import assert_idle, blocks_left, forget, load_tiny, make_model
+from tests.tiny import assert_idle, blocks_left, forget, ids, load_tiny, make_model
 
 N = 8
 FIXTURES = ["llama_gqa_linear", "qwen2_mixed_windows"]
 PARAMS = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True, logprobs=3)
-
-
-def ids(seed: int, count: int) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 96, count).tolist()
 
 
 PROMPT = ids(1, 45)

@@ -17,6 +17,7 @@ from polarlm.engine.storage.tiers.names import ObjectNames
 from polarlm.engine.storage.tiers.search import Budget, Search, StoreAccess, TierHit
 from polarlm.engine.storage.tiers.tier_store import MemoryTier
 from polarlm.engine.storage.tiers.writing import WaitingBlocks, Writer
+from tests.pairs import mostly_slow
 from tests.state import test_prefix
 from tests.state.fed import N, overwrite
 from tests.state.test_prefix import CachedSequence, CachedStore, words
@@ -174,11 +175,7 @@ class Schedules(test_prefix.Schedules):
             assert self.cached.place.contents.bytes <= self.cached.place._size
 
 
-def test_schedules() -> None:
-    run_state_machine_as_test(Schedules, settings=settings(max_examples=7))
-
-
-@pytest.mark.slow
-def test_many_schedules() -> None:
+@mostly_slow("examples", [7, 100], [7])
+def test_schedules(examples: int) -> None:
     """A hundred random schedules take half a minute."""
-    run_state_machine_as_test(Schedules, settings=settings(max_examples=100))
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=examples))
