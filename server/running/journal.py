@@ -57,7 +57,7 @@ class Entry:
             self.answer = (self.answer or "") + chunk.text
 
     def line(self) -> dict[str, Any]:
-        fields = {name: value for name, value in vars(self).items() if name not in ("silent", "_started")}
+        fields = {name: value for name, value in vars(self).items() if name not in ("silent", "_start_time")}
         present = {name: value for name, value in fields.items() if value is not None and value != []}
         return present | {"seconds": round(time.monotonic() - self._start_time, 6)}
 
@@ -146,8 +146,8 @@ def _in_words(line: Mapping[str, Any]) -> str:
     if "adapter" in line:
         facts.insert(0, f"adapter {line['adapter']}")
     if line["prompt_tokens"]:
-        cached, prompt = line["cached_tokens"], line["prompt_tokens"]
-        facts.insert(0, f"{cached} of {prompt} prompt tokens cached, {line['completion_tokens']} new")
+        cached_tokens, prompt_tokens = line["cached_tokens"], line["prompt_tokens"]
+        facts.insert(0, f"{cached_tokens} of {prompt_tokens} prompt tokens cached, {line['completion_tokens']} new")
     if "warnings" in line:
         facts.append(f"warning: {'; '.join(line['warnings'])}")
     texts = [
