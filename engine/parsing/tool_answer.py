@@ -27,7 +27,7 @@ class ToolAnswer:
     _parser: AnswerParser | ChannelParser
 
     @classmethod
-    def to(
+    def create(
         cls, prompt: Sequence[Mapping[str, Any]], params: SamplingParams, options: PromptOptions, model: Model
     ) -> ToolAnswer:
         """The answer to messages, of which nothing is parsed yet. Raises EngineError."""

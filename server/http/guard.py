@@ -96,7 +96,7 @@ class Guard:
 
 
 def _keys(headers: Headers) -> list[str]:
-    """The keys that are keys_sent: as a bearer token, and in the header of Anthropic's clients, which may send both."""
+    """The keys in a request: a bearer token, and the header of Anthropic's clients, which may send both."""
     authorization, api_keys = headers.getlist("authorization"), headers.getlist("x-api-key")
     scheme, _, key = (authorization[0] if len(authorization) == 1 else "").partition(" ")
     keys_sent = [key.strip()] if scheme.lower() == "bearer" else []

@@ -30,12 +30,12 @@ def list_entry(name: str, config: ModelConfig, weights: WeightSource, dtype: str
     """A model as an entry of a list. Its digest identifies it, but is not computed from its bytes."""
     status = [file.stat() for file in weights.files()]
     size = sum(one.st_size for one in status)
-    modified = datetime.fromtimestamp(max((one.st_mtime for one in status), default=0), timezone.utc)
-    identity = f"{name} {size} {modified.timestamp()}"
+    modified_at = datetime.fromtimestamp(max((one.st_mtime for one in status), default=0), timezone.utc)
+    identity = f"{name} {size} {modified_at.timestamp()}"
     return {
         "name": name,
         "model": name,
-        "modified_at": utc(modified),
+        "modified_at": utc(modified_at),
         "size": size,
         "digest": hashlib.sha256(identity.encode(errors="surrogatepass")).hexdigest(),
         "details": {

@@ -38,11 +38,11 @@ class Memory:
 
     def _promised_bytes(self, slot: ModelSlot) -> Counter[str]:
         """Bytes of each device that models before this one wait for, besides what stopping ones will give back."""
-        waited_for, freed = Counter[str](), Counter[str]()
+        awaited_bytes, freed_bytes = Counter[str](), Counter[str]()
         for one in self.models_before(slot):
             if one.need is not None and one.state in (WAITING_FOR_MEMORY, STOPPING):
-                (waited_for if one in self.queue else freed)[one.need.device] += one.need.bytes
-        return waited_for - freed
+                (awaited_bytes if one in self.queue else freed_bytes)[one.need.device] += one.need.bytes
+        return awaited_bytes - freed_bytes
 
     def bytes_left(self, slot: ModelSlot) -> int | None:
         if self._most is None:

@@ -88,8 +88,8 @@ class Proxy:
             if keep_seconds == 0 and path in _OLLAMA_PATHS and not has_prompt:
                 if not slot.model.pinned:
                     self._supervisor.give_up(slot)
-                unloaded = {"done": True, "done_reason": "unload"}
-                return JSONResponse(_empty_line(path, slot.model.name) | unloaded)
+                end_fields = {"done": True, "done_reason": "unload"}
+                return JSONResponse(_empty_line(path, slot.model.name) | end_fields)
         streams = path in _OLLAMA_PATHS if fields.get("stream") is None else fields["stream"] is True
         return _ProxiedResponse(self, request, slot, data, keep_seconds, streams=streams)
 

@@ -241,13 +241,13 @@ class Driver:
         return replace(params, max_tokens=limit)
 
     async def _submit(
-        self, job: Job, prompt: Prompt, start: Submit, into: Outbox | None = None, *, compiles: bool = False
+        self, job: Job, prompt: Prompt, start: Submit, outbox: Outbox | None = None, *, compiles: bool = False
     ) -> Ticket:
-        """Submit a request with `start`, in a thread of a pool. into: gets its chunks, in place of the job."""
+        """Submit a request with `start`, in a thread of a pool. outbox: gets its chunks, in place of the job."""
 
         def submit() -> Ticket:
             with read_until(lambda: job.closed):
-                ticket = start(into=into or job, gone=lambda: job.closed)
+                ticket = start(into=outbox or job, gone=lambda: job.closed)
             job.queued(ticket)
             self._thread.wake()
             return ticket
@@ -297,8 +297,8 @@ class Driver:
     async def _run_on_disk(
         self, outcome: str, work: Callable[[], T], preparation: Callable[[], Any] | None = None
     ) -> T:
-        """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits. before:
-        see `_counted`."""
+        """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits.
+        preparation: see `_run_counted`."""
         return await self._run_counted(self._transfers, self._disk.submit, outcome, work, preparation)
 
     @property

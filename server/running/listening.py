@@ -112,19 +112,19 @@ def allow_open_files(connections: int) -> str | None:
         import resource
     except ImportError:  # a system without such limits
         return None
-    required = connections + _OTHER_FILES
+    required_files = connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= required:
+    if soft == resource.RLIM_INFINITY or soft >= required_files:
         return None
-    most = required if hard == resource.RLIM_INFINITY else min(required, hard)
+    most = required_files if hard == resource.RLIM_INFINITY else min(required_files, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     except (OSError, ValueError):
         most = soft
-    if most >= required:
+    if most >= required_files:
         return None
     return (
-        f"warning: this process may open {most} files, and needs {required} for all connections: raise the limit "
+        f"warning: this process may open {most} files, and needs {required_files} for all connections: raise the limit "
         "(ulimit -n), or lower --max-connections"
     )
 

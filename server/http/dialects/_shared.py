@@ -54,11 +54,11 @@ class FieldTable:
             value = row.read(row.theirs, fields[name]) if name in fields else None
             if value is None or not row.ours:
                 continue
-            before = ours.get(row.ours)
-            if isinstance(before, list) and isinstance(value, list):
-                value = before + value
-            elif isinstance(before, dict) and isinstance(value, dict):
-                value = before | value
+            earlier_value = ours.get(row.ours)
+            if isinstance(earlier_value, list) and isinstance(value, list):
+                value = earlier_value + value
+            elif isinstance(earlier_value, dict) and isinstance(value, dict):
+                value = earlier_value | value
             ours[row.ours] = value
         return ours
 
@@ -69,8 +69,9 @@ class FieldTable:
         except BadRequest as error:
             raise _with_client_name(error, _client_paths(ours) | self._names) from None
         warnings_renamed = [_with_client_name(BadRequest(*warning), self._names) for warning in request.warnings]
-        by, warnings = request.constrained_by, tuple((one.field or "", one.message) for one in warnings_renamed)
-        return replace(request, constrained_by=by and self._names.get(by, by), warnings=warnings)
+        warnings = tuple((one.field or "", one.message) for one in warnings_renamed)
+        constrained_by = request.constrained_by and self._names.get(request.constrained_by, request.constrained_by)
+        return replace(request, constrained_by=constrained_by, warnings=warnings)
 
 
 def _client_paths(ours: Mapping[str, Any]) -> dict[str, str]:

@@ -222,14 +222,14 @@ class MessageWriter(Writer):
     def _usage_of(self, usage: Usage) -> dict[str, Any]:
         return self._usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
 
-    def _usage(self, prompt: int, cached: int, output: int) -> dict[str, Any]:
+    def _usage(self, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, Any]:
         """The usage; tokens that were read from the cache do not count as input."""
-        cached = cached if self.tells_cached else 0
+        cached_tokens = cached_tokens if self.tells_cached else 0
         return {
-            "input_tokens": prompt - cached,
+            "input_tokens": prompt_tokens - cached_tokens,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": output,
+            "cache_read_input_tokens": cached_tokens,
+            "output_tokens": output_tokens,
         }
 
 

@@ -117,8 +117,8 @@ class Responses(Endpoint):
         truncation = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
         include = body.get("include")
         names = include if isinstance(include, list) else ()
-        unsupported = [str(one) for one in names if one not in (None, _LOGPROBS, _ENCRYPTED)]
-        others = [f"include names {list_kinds(unsupported)}, which responses here do not have"] if unsupported else []
+        parts = [str(one) for one in names if one not in (None, _LOGPROBS, _ENCRYPTED)]
+        others = [f"include names {list_kinds(parts)}, which responses here do not have"] if parts else []
         return [*truncation, *others, *super().warnings(body)]
 
 
