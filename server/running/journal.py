@@ -17,12 +17,13 @@ from typing import Any
 from polarlm.engine import Chunk
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.requests.request import WARNINGS
+from polarlm.server.running.listening import HEALTH_PATHS
 
 _REQUESTS = logging.getLogger("server.requests")
 KEY = "polarlm.key"  # in an ASGI scope: the name of the key, where another process has checked it
 _MOST_PATH = 200  # characters of a path, which clients choose
 # Paths that open pages and monitors poll. Their lines would hide all others, so they are logged only if they fail.
-_MONITOR_ROUTES = {"/stats", "/conversations", "/health", "/v1/health", "/ping", "/metrics"}
+_MONITOR_ROUTES = {*HEALTH_PATHS, "/stats", "/conversations", "/metrics"}
 
 
 def note(sentence: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+HEALTH_PATHS = ("/health", "/v1/health", "/ping")  # vLLM's name of it is the last
 BACKLOG = 128  # connections that the system holds until they are accepted
 _OTHER_FILES = 256  # files that the process opens in addition to its connections
 _LOG = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ def notice_lost_peers(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, limit)
 
 
-_PROBE = re.compile(rb"(GET|HEAD) /((v1/)?health|ping)[ ?]")
+_PROBE = re.compile(rf"(GET|HEAD) ({'|'.join(HEALTH_PATHS)})[ ?]".encode())
 _PEEK_BYTES = 32  # bytes, more than the start of a probe
 _BODY = b'{"status": "loading"}'
 _ANSWER = (
