@@ -36,10 +36,10 @@ class InlineText {
   }
 
   #look(line) {
-    const begun = !this.closing && /^(?:\$\$(?!\$)|\\\[)/.exec(line)?.[0];
-    if (begun) [this.closing, this.within] = [begun === "$$" ? "$$" : "\\]", 0];
+    const opening = !this.closing && /^(?:\$\$(?!\$)|\\\[)/.exec(line)?.[0];
+    if (opening) [this.closing, this.within] = [opening === "$$" ? "$$" : "\\]", 0];
     this.within += line.length + 1;
-    if (this.closing && (line.includes(this.closing, begun ? 2 : 0) || this.within > FORMULAS.longest)) this.closing = "";
+    if (this.closing && (line.includes(this.closing, opening ? 2 : 0) || this.within > FORMULAS.longest)) this.closing = "";
   }
 
   flush() {
@@ -70,7 +70,7 @@ let colouredUntil = 0; // when highlight.js stops
 
 /** highlight.js's name of the language that reads `language` in pieces; undefined if it does not know it. */
 function inPieces(language) {
-  const known = hljs.getLanguage(language), subLanguage = known && hljs.listLanguages().find((name) => hljs.getLanguage(name) === known);
+  const languageObject = hljs.getLanguage(language), subLanguage = languageObject && hljs.listLanguages().find((name) => hljs.getLanguage(name) === languageObject);
   const name = subLanguage && `pieces of ${subLanguage}`;
   if (name && !hljs.getLanguage(name)) {
     const stops = () => { if (performance.now() > colouredUntil) throw new Error("the time is over"); }; // highlight.js returns what it has by then
@@ -114,27 +114,27 @@ class Code {
   /** Colours the first `length` characters, if it takes no more than so many milliseconds; those that come later stay as they are. */
   #colour(length, milliseconds) {
     if (!this.pieces || length > COLOURS.longest || milliseconds <= 0) return;
-    const begun = performance.now(), text = visibleCode(this.text.slice(0, length));
-    colouredUntil = begun + milliseconds;
+    const startTime = performance.now(), text = visibleCode(this.text.slice(0, length));
+    colouredUntil = startTime + milliseconds;
     const { _emitter } = hljs.highlight(text, { language: this.pieces, ignoreIllegals: true });
-    const nodes = _emitter.rootNode.children.flatMap((piece) => piece.children ?? piece).map((node) => coloured(node));
+    const nodes = _emitter.rootNode.children.flatMap((piece) => piece.children ?? piece).map((node) => colouredNode(node));
     const parts = new Parts(make("code"), "\n", Infinity), done = nodes.reduce((sum, { textContent }) => sum + textContent.length, 0);
     parts.add(nodes);
     parts.addText(text.slice(done) + visibleCode(this.text.slice(length)));
     this.#replace(parts);
     this.coloured = length;
-    this.room.milliseconds -= performance.now() - begun;
+    this.room.milliseconds -= performance.now() - startTime;
   }
 
   /** Shows other nodes, but keeps those at the beginning that are the same, and with them what somebody has selected. */
   #replace(parts) {
     const code = this.pre.firstChild;
-    let kept = null;
+    let lastSame = null;
     for (let next = code.firstChild; next && parts.element.firstChild?.isEqualNode(next); next = next.nextSibling) {
       parts.element.firstChild.remove();
-      kept = next;
+      lastSame = next;
     }
-    while (code.lastChild !== kept) code.lastChild.remove();
+    while (code.lastChild !== lastSame) code.lastChild.remove();
     const isWhole = parts.last === parts.element;
     while (parts.element.firstChild) code.append(parts.element.firstChild);
     this.parts = Object.assign(parts, { element: code, last: isWhole ? code : code.lastChild });
@@ -142,10 +142,10 @@ class Code {
 }
 
 /** A node of highlight.js's tree as a node of the page: a text, or an element around others. */
-function coloured(node, depth = 0) {
+function colouredNode(node, depth = 0) {
   if (typeof node === "string") return document.createTextNode(node);
   if (depth === COLOURS.depth) return document.createTextNode(textUnder(node));
-  return put(make("span", colourOf(node)), ...node.children.map((child) => coloured(child, depth + 1)));
+  return put(make("span", colourOf(node)), ...node.children.map((child) => colouredNode(child, depth + 1)));
 }
 
 const colourOf = ({ scope }) => (!scope || scope.includes(":") ? "" : `hljs-${scope.split(".")[0]}`); // with a colon: a language in another
@@ -179,10 +179,10 @@ class Row {
       this.begun = true;
       this.words = null;
     }
-    const known = last.replace(/\\$/, "").trimEnd();
-    const rest = last.slice(known.length); // spaces, and a sign that may be the bar's
+    const certainText = last.replace(/\\$/, "").trimEnd();
+    const rest = last.slice(certainText.length); // spaces, and a sign that may be the bar's
     this.held = `${/\s/.test(rest) ? " " : ""}${rest.endsWith("\\") ? "\\" : ""}`;
-    this.#put(known);
+    this.#put(certainText);
   }
 
   /** Ends the row: nothing follows what was held back. */
@@ -197,11 +197,11 @@ class Row {
   }
 
   #put(text) {
-    const shown = this.words ? text : text.trimStart();
-    if (!shown) return;
+    const shownText = this.words ? text : text.trimStart();
+    if (!shownText) return;
     this.begun = true;
     this.#begin();
-    this.words.write(shown.replaceAll("\\|", "|"));
+    this.words.write(shownText.replaceAll("\\|", "|"));
     this.dirty.add(this.words);
   }
 

@@ -192,9 +192,9 @@ class Markdown {
       this.#block = null;
       return this.#none();
     }
-    const begun = line.slice(Math.min(code.indent, /^ */.exec(line)[0].length));
+    const text = line.slice(Math.min(code.indent, /^ */.exec(line)[0].length));
     this.#open = code;
-    this.#put(code.lines ? `\n${begun}` : begun);
+    this.#put(code.lines ? `\n${text}` : text);
     code.lines += 1;
     return undefined;
   }
