@@ -1,8 +1,8 @@
 """Rules for arguments that are no JSON object, from the JSON schema of a function.
 
 Fields come in the order in which templates write them. What is JSON (numbers, and mostly truth values and null; in tags
-lists and objects) has all of its schema's keywords. Of strings, `enum` and `const` hold; schemas of one value that are
-to hold together are not joined. A strict function must not have keywords that do not hold.
+lists and objects) has all of its schema's keywords. Of strings, `enum` and `const` hold; several schemas for
+one value, as in `allOf` or next to `anyOf`, are not joined. A strict function must not have keywords that do not hold.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process that is the client of one MCP server. What that server does wrong cannot reach further than here.
+"""The process that is the client of one MCP server. A fault of that server ends this process and no other.
 
 It speaks JSON lines with its parent, over standard input and output:
 

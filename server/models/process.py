@@ -99,8 +99,8 @@ class ModelProcess:
         self._code.set_result(code)
 
     async def _answer(self) -> dict[str, Any]:
-        """What the process says next but its progress. Raises EngineError if it failed, or Refusal, also if it shows no
-        work: a slow disk or line shows in what it has read, a long computation in its time."""
+        """The next message of the process that is no progress. Raises EngineError if it failed, and Refusal if it ended
+        or does not work: what it has read changes on a slow disk or line, and its time in a long computation."""
         next_message = asyncio.ensure_future(self._messages.get())
         activity, last_change = self._activity(), time.monotonic()
         try:

@@ -46,7 +46,7 @@ class NamedModel:
 
 
 class Registry:
-    """Models by name. A folder is looked at again when a name is unknown, and for lists."""
+    """Models by name. A folder is read again for an unknown name, and for lists."""
 
     def __init__(
         self, common: EngineConfig, place: Path | str | None, names: Sequence[str], pinned: Sequence[str]

@@ -177,7 +177,7 @@ class Driver:
 
         results: list[T] = []
         with self._job(self._answers) as job:
-            # A decoder takes them one by one, between which the answers of others go on.
+            # A decoder takes one at a time, so that answers of other requests go on in between.
             batch = _BATCH if self.engine.model.config.is_encoder else 1
             for first in range(0, len(jobs), batch):
                 part = jobs[first : first + batch]
