@@ -27,7 +27,7 @@ from polarlm.server.http.dialects._shared import (
 )
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import Endpoint, Generation, ModelInfo, Writer
-from polarlm.server.http.model_details import NEVER, line_head, list_entry, ollama_version, show_response
+from polarlm.server.http.model_details import NEVER, answer_line, list_entry, ollama_version, show_response
 from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import HEADERS, LINES, Event
@@ -48,8 +48,7 @@ _EMBED_FIELDS = known_fields("ollama", "model", "truncate", "dimensions", "promp
 def routes(driver: Driver) -> list[Route]:
     server = _ModelEndpoints(driver)
     return [
-        Route("/api/chat", _Generation(driver, CHAT).serve, methods=["POST"]),
-        Route("/api/generate", _Generation(driver, GENERATE).serve, methods=["POST"]),
+        *(Route(one.path, _Generation(driver, one).serve, methods=["POST"]) for one in (CHAT, GENERATE)),
         Route("/api/embed", server.embed, methods=["POST"]),
         Route("/api/embeddings", server.embed_older, methods=["POST"]),
         Route("/api/pull", server.pull, methods=["POST"]),
@@ -67,8 +66,8 @@ class _Generation(Generation):
         if all(is_empty(body.get(name)) for name in ("messages", "prompt", "suffix", "images")):
             text("model", body.get("model") or "")
             assert isinstance(self._endpoint, GenerateEndpoint)
-            empty = line_head(self._driver.engine.model.name) | self._endpoint.content({"content": ""})
-            return JSONResponse(empty | {"done": True, "done_reason": "load"})
+            line = answer_line(self._endpoint.path, self._driver.engine.model.name, {"content": ""})
+            return JSONResponse(line | {"done": True, "done_reason": "load"})
         return await super().respond(raw_request, body)
 
 
@@ -199,14 +198,10 @@ def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": [*first, question]}
 
 
-def _as_response(content: dict[str, Any]) -> dict[str, Any]:
-    return {("response" if name == "content" else name): value for name, value in content.items()}
-
-
 @dataclass(frozen=True)
 class GenerateEndpoint(Endpoint):
+    path: str
     prompt_of: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names
-    content: Callable[[dict[str, Any]], dict[str, Any]]  # wraps text, reasoning and calls in the fields of an answer
     known: Collection[str] = field()
     framing = LINES
 
@@ -216,20 +211,15 @@ class GenerateEndpoint(Endpoint):
             body.pop("top_logprobs", None)
         request = TABLE.read(self.prompt_of(body) | TABLE.translate(body), info, ("messages", "prompt"))
         logprobs = None if request.params.logprobs is None else ChatLogprobs(info.model.tokenizer)
-        return request, LinesWriter(info.name, self.content, logprobs)
+        return request, LinesWriter(info.name, self.path, logprobs)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         known_options = known_fields("ollama's options", *(row.theirs.removeprefix("options.") for row in OPTION_ROWS))
         return super().warnings(body) + unknown_fields(body.get("options") or {}, known_options, "options.")
 
 
-CHAT = GenerateEndpoint(
-    _conversation, lambda content: {"message": {"role": "assistant", **content}}, {*TABLE.known, "messages", "tools"}
-)
-"""POST /api/chat"""
-
-GENERATE = GenerateEndpoint(_completion, _as_response, {*TABLE.known, "prompt", "system", "suffix", "raw", "images"})
-"""POST /api/generate"""
+CHAT = GenerateEndpoint("/api/chat", _conversation, {*TABLE.known, "messages", "tools"})
+GENERATE = GenerateEndpoint("/api/generate", _completion, {*TABLE.known, "prompt", "system", "suffix", "raw", "images"})
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -241,7 +231,7 @@ class LinesWriter(Writer):
     error_body = error_body
 
     model: str
-    content: Callable[[dict[str, Any]], dict[str, Any]]
+    path: str
     logprobs: ChatLogprobs | None
     _start_time: float = field(default_factory=time.monotonic)
     _call: Call | None = None  # the current call, which is written when it is complete
@@ -278,7 +268,7 @@ class LinesWriter(Writer):
     def _object(self, piece: Piece | Answer, calls: list[dict[str, Any]]) -> dict[str, Any]:
         more = {"thinking": piece.reasoning, "tool_calls": calls}
         content = {"content": piece.text, **{name: part for name, part in more.items() if part}}
-        line = line_head(self.model) | self.content(content)
+        line = answer_line(self.path, self.model, content)
         if self.logprobs is not None and piece.logprobs:
             line["logprobs"] = self.logprobs.write(piece.logprobs)["content"]
         return line
