@@ -110,6 +110,11 @@ def members(field: str, value: Any) -> dict[str, Any]:
     return {name: member for name, member in mapping(field, value).items() if member is not None}
 
 
+def message_of(field: str, role: str, content: Any) -> dict[str, Any]:
+    """The message that is in a field of its own."""
+    return {"paths": FieldPaths({"": field}), "role": role, "content": content}
+
+
 def objects_with_paths(field: str, value: Any) -> list[dict[str, Any]]:
     """The objects in a JSON array, with their paths. Raises BadRequest."""
     parts = ((f"{field}[{index}]", one) for index, one in enumerate(array(field, value)))

@@ -23,6 +23,7 @@ from polarlm.server.http.dialects._shared import (
     Row,
     arguments_of,
     known_fields,
+    message_of,
     objects_with_paths,
 )
 from polarlm.server.http.errors import ApiError
@@ -194,8 +195,7 @@ def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
         return {"prompt": prompt}
     paths = FieldPaths({".images": "images", "": "prompt"})
     question = {"paths": paths, "role": "user", "content": prompt, "images": body.get("images")}
-    first = [{"paths": FieldPaths({"": "system"}), "role": "system", "content": system}] if system else []
-    return {"messages": [*first, question]}
+    return {"messages": [*([message_of("system", "system", system)] if system else []), question]}
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class GenerateEndpoint(Endpoint):
     def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, LinesWriter]:
         body = {"stream": True} | requested_fields(body)
         if not body.get("logprobs"):
-            body.pop("top_logprobs", None)
+            body.pop("top_logprobs", None)  # which asks for nothing by itself
         request = TABLE.read(self.prompt_of(body) | TABLE.translate(body), info, ("messages", "prompt"))
         logprobs = None if request.params.logprobs is None else ChatLogprobs(info.model.tokenizer)
         return request, LinesWriter(info.name, self.path, logprobs)

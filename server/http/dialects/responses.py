@@ -19,7 +19,7 @@ from polarlm.server.http.dialects._response_events import (
     read_choice,
     read_tools,
 )
-from polarlm.server.http.dialects._shared import FieldPaths, FieldTable, Row, members, objects_with_paths
+from polarlm.server.http.dialects._shared import FieldPaths, FieldTable, Row, members, message_of, objects_with_paths
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import Endpoint, Generation, ModelInfo
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -50,17 +50,9 @@ def routes(driver: Driver) -> list[Route]:
 error_body = ApiError.body
 
 
-def _read_include(field: str, value: Any) -> int | None:
-    return 0 if _LOGPROBS in array(field, value) else None
-
-
-def _read_instructions(field: str, value: Any) -> list[dict[str, Any]]:
-    return [{"paths": FieldPaths({"": field}), "role": "system", "content": text(field, value)}]
-
-
 def _read_input(field: str, value: Any) -> list[dict[str, Any]]:
     if isinstance(value, str):
-        return [{"paths": FieldPaths({"": field}), "role": "user", "content": value}]
+        return [message_of(field, "user", value)]
     return objects_with_paths(field, array(field, value, "a string, or an array with at least one item", 1))
 
 
@@ -76,9 +68,9 @@ TABLE = FieldTable(
     ("model", "temperature", "top_p", "parallel_tool_calls", "stream", *EXTENSIONS),
     Row("truncation", read=lambda field, value: one_of(field, value, ("auto", "disabled"))),
     Row("max_output_tokens", "max_tokens"),
-    Row("include", "logprobs", _read_include),
+    Row("include", "logprobs", lambda field, value: 0 if _LOGPROBS in array(field, value) else None),
     Row("top_logprobs", "logprobs"),
-    Row("instructions", "messages", _read_instructions),
+    Row("instructions", "messages", lambda field, value: [message_of(field, "system", text(field, value))]),
     Row("input", "messages", _read_input),
     Row("tool_choice", "tool_choice", read_choice),
     Row("text.verbosity", "verbosity"),
