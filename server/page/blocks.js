@@ -12,46 +12,46 @@ class InlineText {
     this.room = room;
     this.text = ""; // the text after the fixed nodes, and one character before it
     this.from = 0; // the place in `text` after that character
-    this.fixed = element.lastChild; // the last node that no longer changes
-    this.lent = 0; // what the other nodes took of the room
-    this.whole = "";
+    this.lastFixed = element.lastChild; // the last node that no longer changes
+    this.elementsOfRest = 0; // what the other nodes took of the room
+    this.wholeText = "";
     this.lines = 1;
-    this.unread = ""; // lines in which no formula has been looked for
-    this.closing = ""; // what ends the formula that they may belong to
-    this.within = 0; // its characters
+    this.unreadLines = ""; // lines in which no formula has been looked for
+    this.formulaEnd = ""; // what ends the formula that they may belong to
+    this.formulaLength = 0; // its characters
   }
 
   write(text) {
     this.text += text;
-    this.whole += text;
-    this.unread += text;
+    this.wholeText += text;
+    this.unreadLines += text;
   }
 
   /** Whether the next line belongs to a formula. */
-  get opened() {
-    const lines = this.unread.split("\n");
-    this.unread = "";
+  get opensFormula() {
+    const lines = this.unreadLines.split("\n");
+    this.unreadLines = "";
     for (const line of lines) this.#look(line);
-    return this.closing !== "";
+    return this.formulaEnd !== "";
   }
 
   #look(line) {
-    const opening = !this.closing && /^(?:\$\$(?!\$)|\\\[)/.exec(line)?.[0];
-    if (opening) [this.closing, this.within] = [opening === "$$" ? "$$" : "\\]", 0];
-    this.within += line.length + 1;
-    if (this.closing && (line.includes(this.closing, opening ? 2 : 0) || this.within > FORMULAS.longest)) this.closing = "";
+    const opening = !this.formulaEnd && /^(?:\$\$(?!\$)|\\\[)/.exec(line)?.[0];
+    if (opening) [this.formulaEnd, this.formulaLength] = [opening === "$$" ? "$$" : "\\]", 0];
+    this.formulaLength += line.length + 1;
+    if (this.formulaEnd && (line.includes(this.formulaEnd, opening ? 2 : 0) || this.formulaLength > FORMULAS.longest)) this.formulaEnd = "";
   }
 
   flush() {
     const { marks, settled } = read(this.text, this.from), { text, room, parts } = this;
     direct(this.element, text);
-    while (parts.last.lastChild !== this.fixed) parts.last.lastChild.remove();
-    room.elements += this.lent;
+    while (parts.last.lastChild !== this.lastFixed) parts.last.lastChild.remove();
+    room.elements += this.elementsOfRest;
     parts.add(nodesOf(text, marks, this.from, settled, room));
-    this.fixed = parts.last.lastChild;
-    this.lent = room.elements;
+    this.lastFixed = parts.last.lastChild;
+    this.elementsOfRest = room.elements;
     parts.last.append(...nodesOf(text, marks, settled, text.length, room));
-    this.lent -= room.elements;
+    this.elementsOfRest -= room.elements;
     if (settled === this.from) return;
     this.text = text.slice(settled - 1);
     this.from = 1;
@@ -164,31 +164,31 @@ function textUnder(node) {
 /** A row of a table, whose cells grow one after the other. */
 class Row {
   constructor(element, cell, aligns, room) {
-    Object.assign(this, { element, cell, aligns, room, begun: false, held: "", words: null, cells: 0 });
-    this.missing = make(cell); // one element in place of the cells that have not come
-    this.missing.colSpan = aligns.length;
-    element.append(this.missing);
+    Object.assign(this, { element, cell, aligns, room, hasBegun: false, pending: "", words: null, cells: 0 });
+    this.placeholder = make(cell); // one element in place of the cells that have not come
+    this.placeholder.colSpan = aligns.length;
+    element.append(this.placeholder);
     this.dirty = new Set();
   }
 
   write(text) {
-    const parts = (this.held + text).split(/(?<!\\)\|/), last = parts.pop();
+    const parts = (this.pending + text).split(/(?<!\\)\|/), last = parts.pop();
     for (const part of parts) {
       this.#put(part.trimEnd());
-      if (this.begun) this.#begin(); // a bar before the first cell only opens the row
-      this.begun = true;
+      if (this.hasBegun) this.#begin(); // a bar before the first cell only opens the row
+      this.hasBegun = true;
       this.words = null;
     }
     const certainText = last.replace(/\\$/, "").trimEnd();
     const rest = last.slice(certainText.length); // spaces, and a sign that may be the bar's
-    this.held = `${/\s/.test(rest) ? " " : ""}${rest.endsWith("\\") ? "\\" : ""}`;
+    this.pending = `${/\s/.test(rest) ? " " : ""}${rest.endsWith("\\") ? "\\" : ""}`;
     this.#put(certainText);
   }
 
-  /** Ends the row: nothing follows what was held back. */
+  /** Ends the row: nothing follows the pending text. */
   complete() {
-    this.#put(this.held.trimEnd());
-    this.held = "";
+    this.#put(this.pending.trimEnd());
+    this.pending = "";
   }
 
   flush() {
@@ -199,7 +199,7 @@ class Row {
   #put(text) {
     const shownText = this.words ? text : text.trimStart();
     if (!shownText) return;
-    this.begun = true;
+    this.hasBegun = true;
     this.#begin();
     this.words.write(shownText.replaceAll("\\|", "|"));
     this.dirty.add(this.words);
@@ -211,9 +211,9 @@ class Row {
     this.words = new InlineText(make(this.cell, this.aligns[this.cells] ?? ""), this.room);
     this.cells += 1;
     if (this.cells > this.aligns.length) return; // as in other Markdown, a row has no more cells than the head
-    this.missing.before(this.words.element);
-    if (this.cells === this.aligns.length) this.missing.remove();
-    else this.missing.colSpan = this.aligns.length - this.cells;
+    this.placeholder.before(this.words.element);
+    if (this.cells === this.aligns.length) this.placeholder.remove();
+    else this.placeholder.colSpan = this.aligns.length - this.cells;
   }
 }
 
