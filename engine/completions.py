@@ -36,7 +36,7 @@ class Folding:
         if isinstance(options, PromptOptions) and options.tools and is_chat(prompt):
             stream_settings = {name: value for name, value in settings.items() if name in _STREAM_SETTINGS}
             params_settings = {name: value for name, value in settings.items() if name not in _STREAM_SETTINGS}
-            self._tool_answer = ToolAnswer.to(
+            self._tool_answer = ToolAnswer.create(
                 prompt, replace(params or SamplingParams(), **params_settings), options, engine.model
             )
             self.params, self.settings = self._tool_answer.params, stream_settings

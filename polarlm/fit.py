@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm import model_loaders
-from polarlm.engine.cli.columns import columns
-from polarlm.engine.cli.commands import command, note
+from polarlm.engine.cli.commands import columns, command, note
 from polarlm.engine.cli.flags import FlagError, check_that, parse
 from polarlm.engine.config import (
     AS_STORED,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from polarlm.engine.cli.columns import columns
-from polarlm.engine.cli.commands import command, note
+from polarlm.engine.cli.commands import columns, command, note
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import setting
 from polarlm.engine.state.plan import format_bytes

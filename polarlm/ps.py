@@ -15,8 +15,7 @@ from pathlib import PurePath
 
 import psutil
 
-from polarlm.engine.cli.columns import columns
-from polarlm.engine.cli.commands import command, note
+from polarlm.engine.cli.commands import columns, command, note
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.state.plan import format_bytes
 

@@ -96,9 +96,9 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
         _warn(config, http, listeners * (config.max_connections + listening.BACKLOG))
         if config.conversations is not None:  # here already, before a model is downloaded and read
             ConversationStore(config.conversations, parse_size(config.max_conversations_size)).close()
-        early = stack.enter_context(listening.EarlyClients(http))
+        early_clients = stack.enter_context(listening.EarlyClients(http))
         with serving.load_driver(model, config) as driver:
-            asyncio.run(serving.serve_engine(driver, http, lines, early, lambda: _tell(http, lines)))
+            asyncio.run(serving.serve_engine(driver, http, lines, early_clients, lambda: _tell(http, lines)))
 
 
 def _warn(config: ServerConfig, http: socket.socket, connections: int) -> None:
@@ -118,7 +118,7 @@ def _tell(http: socket.socket, lines: socket.socket | None) -> None:
 
 
 def _need(room: str) -> Any:
-    """A module of the HTTP server. Raises _Missing; `_run` calls it before it loads a model."""
+    """A module of the HTTP server. Raises _MissingPackages; `_run` calls it before it loads a model."""
     try:
         return importlib.import_module(f"polarlm.server.{room}")
     except ImportError as error:
@@ -126,7 +126,7 @@ def _need(room: str) -> Any:
 
 
 def _check_mcp(path: str) -> None:
-    """Raises EngineError if the file is wrong, and _Missing without the package, before a model is loaded."""
+    """Raises EngineError if the file is wrong, and _MissingPackages without the package, before a model is loaded."""
     read_mcp_file(path)
     try:
         version("mcp")

@@ -54,13 +54,13 @@ async def serve_engine(
     driver: Driver,
     http: socket.socket,
     lines: socket.socket | None,
-    early: EarlyClients | None,
+    early_clients: EarlyClients | None,
     ready: Callable[[], None],
     outer: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> None:
-    """Serve the driver's engine over HTTP at `http`, and JSON lines at `lines`, until a signal arrives. early: has
-    accepted clients until now. ready: called when requests are taken. outer: wraps the application. Raises DeviceLost
-    once all requests have ended if the engine's device works no more."""
+    """Serve the driver's engine over HTTP at `http`, and JSON lines at `lines`, until a signal arrives. early_clients:
+    has accepted clients until now. ready: called when requests are taken. outer: wraps the application. Raises
+    DeviceLost once all requests have ended if the engine's device works no more."""
     asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
     servers = McpServers(driver.config)
     await driver.start()
@@ -68,7 +68,7 @@ async def serve_engine(
         app = outer(journal.JournalMiddleware(create_app(driver, driver.config, servers)))
         web = Web(app, driver.config, http)
         listening_servers: list[Web | SocketServer] = [web] if lines is None else [web, SocketServer(driver, lines)]
-        early_connections = [] if early is None else early.hand_over()
+        early_connections = [] if early_clients is None else early_clients.hand_over()
         for server in listening_servers:
             await server.start()
         await web.adopt(early_connections)

@@ -266,9 +266,9 @@ class _AnswerText:
             tags = None if isinstance(prompt, str) or channels is not None else template.tags
         except LoadError as error:
             raise EngineError(str(error)) from None
-        around = channels.tokens if channels is not None else (tags.open, tags.close) if tags is not None else ()
-        control = engine.model.tokenizer.control_tokens() if around else {}
-        self.tokens = tuple(token for name, token in control.items() if any(name in text for text in around))
+        control_texts = channels.tokens if channels is not None else (tags.open, tags.close) if tags is not None else ()
+        control = engine.model.tokenizer.control_tokens() if control_texts else {}
+        self.tokens = tuple(token for name, token in control.items() if any(name in text for text in control_texts))
         self._tags = tags if self.tokens else None  # which the template does not find in messages, where they are text
         self._reader = None if channels is None else ChannelReader(channels)
         self._inline = None if channels is None else Inline(channels)

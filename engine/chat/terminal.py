@@ -174,7 +174,7 @@ class _Conversation:
             self._console.note("Stopped before the first token.")
             return
         except EngineError as error:
-            self._failed(error)
+            self._show_error(error)
             if error.code == "context_length_exceeded" and is_interactive:
                 self._console.drop_message()
                 self._console.note("/clear forgets the conversation so far.")
@@ -196,7 +196,7 @@ class _Conversation:
         """Whether a user at a terminal can react to an error."""
         return self._console.interactive and not self._one_turn
 
-    def _failed(self, error: EngineError) -> None:
+    def _show_error(self, error: EngineError) -> None:
         self._console.error(in_flags(error))
         self._code = 0 if self._is_interactive else _BAD_REQUEST
 
@@ -204,7 +204,7 @@ class _Conversation:
         try:
             self._console.note(work())
         except EngineError as error:
-            self._failed(error)
+            self._show_error(error)
         except KeyboardInterrupt:
             if not self._is_interactive:
                 raise

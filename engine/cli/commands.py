@@ -1,4 +1,4 @@
-"""What commands have in common: errors as sentences, notes above a progress bar, output whose reader may close it."""
+"""What commands have in common: errors as sentences, notes, tables, and an output whose reader may close it."""
 
 from __future__ import annotations
 
@@ -72,6 +72,16 @@ def note(sentence: str) -> None:
     from tqdm import tqdm  # imported where it is used: it takes 2 MB
 
     tqdm.write(sentence, file=sys.stderr)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of aligned columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        others = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        lines.append("  ".join([row[0].ljust(widths[0]), *others]).rstrip())
+    return lines
 
 
 def note_in_flags(sentence: str) -> str:

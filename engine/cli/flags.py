@@ -280,8 +280,8 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, che
     options["type"] = _checking_reader(_read_text if field.metadata.get("text") else read, check)
     if word is not None:
         count = "+" if container is tuple else "?" if _is_optional(field) else None
-        same = {"help": f"the same as {names[0]}"} if names else {}
-        group.add_argument(field.name, metavar=word, nargs=count, action=_Word, **options | same)
+        short_help = {"help": f"the same as {names[0]}"} if names else {}
+        group.add_argument(field.name, metavar=word, nargs=count, action=_Word, **options | short_help)
     if not names:
         return
     if options["choices"] is None:  # which argparse lists itself

@@ -71,8 +71,8 @@ def counting(what: str, unit: str = "", total: float | None = None) -> Iterator[
         def write_line(note: str) -> None:
             nonlocal last_line
             last_line = time.monotonic()
-            of = "" if total is None else f" of {total:,}"
-            done = f"{unit} {count:,.0f}{of}" if unit else f"{count / (total or 1):.0%}"
+            of_total = "" if total is None else f" of {total:,}"
+            done = f"{unit} {count:,.0f}{of_total}" if unit else f"{count / (total or 1):.0%}"
             print(f"{what}: {done}{note and f', {note}'}", file=sys.stderr, flush=True)
 
         def write_while_silent() -> None:

@@ -50,9 +50,9 @@ class AnswerParser:
         *,
         thinks: bool = False,
     ) -> None:
-        """format: how calls are written; None if there are none. names: the functions that may be called, perhaps with
-        the schemas of their parameters, which tell a text that is no string from one that is. control: as for
-        `CallFormat.marker`. tags: the tags around reasoning. thinks: whether the prompt ends with the opening tag.
+        """format: how calls are written; None if there are none. names: the functions that may be called; in a mapping
+        with the schemas of their parameters, which tell strings from other values. control: as for `CallFormat.marker`.
+        tags: the tags around reasoning. thinks: whether the prompt ends with the opening tag.
         """
         self._format, self._tags = format, tags
         self._functions: Mapping[str, Any] = names if isinstance(names, Mapping) else dict.fromkeys(names)
@@ -218,7 +218,7 @@ class AnswerParser:
         return pieces
 
     def _say(self, length: int) -> list[Piece] | None:
-        """The parts of the beginning of what is held, which is text; None if the beginning is empty."""
+        """The parts of the first `length` pending characters, which are text; None if there are none."""
         text_said, self._pending = self._pending[:length], self._pending[length:]
         *lines, line = (self._line + text_said).split("\n")
         self._line, self._fences = line[:_LONGEST_FENCE], self._fences + _fences(lines)

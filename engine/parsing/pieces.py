@@ -53,6 +53,10 @@ class Call:
     name: str
     arguments: str
 
+    def to_json(self) -> dict[str, Any]:
+        """The call in OpenAI's form."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
 
 @dataclass(frozen=True)
 class Answer:

@@ -27,7 +27,7 @@ class ToolAnswer:
     _parser: AnswerParser | ChannelParser
 
     @classmethod
-    def to(
+    def create(
         cls, prompt: Sequence[Mapping[str, Any]], params: SamplingParams, options: PromptOptions, model: Model
     ) -> ToolAnswer:
         """The answer to messages, of which nothing is parsed yet. Raises EngineError."""
@@ -57,10 +57,7 @@ class ToolAnswer:
         is_whole = not self._parser.is_cut_off and whole.finish_reason == "stop"
         if is_whole and last.stopped_by is None:
             pieces.keep(conversation, answer, whole.token_ids)
-        calls = tuple(
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in answer.calls
-        )
+        calls = tuple(call.to_json() for call in answer.calls)
         reason = "tool_calls" if calls and is_whole else whole.finish_reason
         return replace(whole, text=answer.text, reasoning=answer.reasoning, tool_calls=calls, finish_reason=reason)
 

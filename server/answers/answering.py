@@ -45,14 +45,14 @@ async def answer(
         nonlocal plan, ticket
         # Each answer has a seed of its own, so that they differ and can be repeated.
         seeded_params = params if params.seed < 0 else replace(params, seed=params.seed + index)
-        dropped: list[str] = []
-        plan = _plan(driver.engine, request, seeded_params, dropped.append)
+        constraint_warnings: list[str] = []
+        plan = _plan(driver.engine, request, seeded_params, constraint_warnings.append)
         if plan.is_begun and not options.continue_final_message:
             prompt = [*prompt, {"role": "assistant", "content": ""}]
             options = replace(options, continue_final_message=True)
         try:
             ticket = driver.engine.submit(prompt, plan.params, options, **more)
-            ticket = replace(ticket, warnings=[*dropped, *ticket.warnings])
+            ticket = replace(ticket, warnings=[*constraint_warnings, *ticket.warnings])
         except ConstraintError as error:
             if plan.params.grammar is params.grammar:
                 error.field = request.constrained_by

@@ -91,12 +91,12 @@ class Grammar:
         if self._begins_with_name:
             names = "|".join(_escape(function.name) for function in self.functions)
             call_start = call_start.replace("(?s:", f"({names}){_escape(self.format.middle[0])}(?s:")
-        forbidden = [_anywhere(self._marker) if self._marker else call_start]
+        forbidden_patterns = [_anywhere(self._marker) if self._marker else call_start]
         thinks = self.tags is not None and self.tags.open not in self.control
         first = f"\\s*{_escape(self.tags.open)}(?s:.*)" if self.tags is not None and thinks else ""
         if first:
-            forbidden.append(first)
-        lines = ["text: TEXT", "TEXT: /(?s:.*)/ " + " ".join(f"& ~/{pattern}/" for pattern in forbidden)]
+            forbidden_patterns.append(first)
+        lines = ["text: TEXT", "TEXT: /(?s:.*)/ " + " ".join(f"& ~/{pattern}/" for pattern in forbidden_patterns)]
         if self.calls == "none":
             return lines
         if not self._marker:
@@ -133,7 +133,7 @@ class Grammar:
                 lines.append(f"call_first{number}: {name}{id} arguments{number} {closing}")
         if self.format.quote:
             quote, is_control = self.format.quote, self.format.quote in self.control
-            lines += shared_rules(quote, self._literal, is_control=is_control, escaped=_escape(quote))
+            lines += shared_rules(quote, self._literal, is_control=is_control, quote_pattern=_escape(quote))
         if self.format.fields is not None:
             lines += shared_field_rules(self.format.fields, self._literal, self.control, _escape)
         for rule in ("call", "call_first") if self._begins_with_name else ("call",):

@@ -1,8 +1,8 @@
 """Rules for arguments that are no JSON object, from the JSON schema of a function.
 
 Fields come in the order in which templates write them. What is JSON (numbers, and mostly truth values and null; in tags
-lists and objects) has all of its schema's keywords. Of strings, `enum` and `const` hold; schemas of one value that are
-to hold together are not joined. A strict function must not have keywords that do not hold.
+lists and objects) has all of its schema's keywords. Of strings, `enum` and `const` hold; several schemas for
+one value, as in `allOf` or next to `anyOf`, are not joined. A strict function must not have keywords that do not hold.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _STRING = r"""/'([^'\\]|\\[^xuUN0-9])*'|"([^"\\]|\\[^xuUN0-9])*"/"""  # of Pytho
 _NAME = r"/[^\s:,{}\[\]<>\"]+/"  # name of a field that the schema does not list
 
 
-def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool, escaped: str) -> list[str]:
+def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool, quote_pattern: str) -> list[str]:
     """The rules of all functions. literal: writes a text in a rule. is_control: whether the quote is a control token.
-    escaped: the quote in a regular expression."""
+    quote_pattern: the quote in a regular expression."""
     if is_control:
         strings = [f"string: {literal(quote)} INSIDE {literal(quote)}", "INSIDE: /(?s:.*)/"]
     else:
-        strings = [f"string: {literal(quote)} inside", f"inside[lazy]: /(?s:.*){escaped}/"]
+        strings = [f"string: {literal(quote)} inside", f"inside[lazy]: /(?s:.*){quote_pattern}/"]
     return [
         *strings,
         'anything: string | scalar | "{" (field ("," field)*)? "}" | "[" (anything ("," anything)*)? "]"',
@@ -43,14 +43,14 @@ def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool,
 
 
 def shared_field_rules(
-    fields: Fields, literal: Callable[[str], str], control: Iterable[str], escaped: Callable[[str], str]
+    fields: Fields, literal: Callable[[str], str], control: Iterable[str], escape: Callable[[str], str]
 ) -> list[str]:
-    """The rules of all functions with such arguments. control: the names of control tokens. escaped: writes a text in
+    """The rules of all functions with such arguments. control: the names of control tokens. escape: writes a text in
     a regular expression."""
     first = min((at for name in control if (at := fields.suffix.find(name)) >= 0), default=len(fields.suffix))
     text, rest = fields.suffix[:first], literal(fields.suffix[first:])
     value = '"True" | "False" | "None" | "[" (python (", " python)*)? "]" | "{" (pair (", " pair)*)? "}"'
-    raw = [f"raw: RAW {rest}" if rest else "raw[lazy]: RAW", f"RAW: /(?s:.*){escaped(text)}/"]
+    raw = [f"raw: RAW {rest}" if rest else "raw[lazy]: RAW", f"RAW: /(?s:.*){escape(text)}/"]
     return [
         *([] if fields.quote else raw),
         "ARGUMENT: /[\\w.$@-]+/",  # name of an argument that the schema does not list

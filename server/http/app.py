@@ -42,6 +42,7 @@ from polarlm.server.http.warnings import HEADER
 from polarlm.server.mcp.session import McpServers
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
+from polarlm.server.running.listening import HEALTH_PATHS
 from polarlm.server.running.refusals import Refusal
 
 _ANTHROPIC = "anthropic-version"  # the header of Anthropic's clients
@@ -83,8 +84,7 @@ class Front(ABC):
         common = [
             *with_and_without_v1("/models", self.models),
             *with_and_without_v1("/models/{name:path}", self.model),
-            *with_and_without_v1("/health", self.health),
-            Route("/ping", self.health),  # vLLM's other name of /health
+            *(Route(path, self.health) for path in HEALTH_PATHS),
             Route("/version", self.version),
             Route("/metrics", self.metrics),
             *Conversations(config).routes(),

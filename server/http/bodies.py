@@ -29,7 +29,7 @@ class Endpoints:
         return await read_body(request, larger * self._driver.config.max_body)
 
     async def _run_counted(self, request: Request, outcome: str, work: Callable[[], T], prompt: Prompt = "") -> T:
-        """`Driver.counted`, while the client is there. Raises ClientDisconnect, Refusal or EngineError."""
+        """`Driver.run_counted`, while the client is there. Raises ClientDisconnect, Refusal or EngineError."""
         return await while_connected(request.receive, self._driver.run_counted(outcome, work, prompt))
 
 

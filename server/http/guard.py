@@ -10,9 +10,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from polarlm.server.config import ServerConfig, literal_address
 from polarlm.server.http.errors import CLOSE, ApiError, ErrorShapes
 from polarlm.server.running import journal
+from polarlm.server.running.listening import HEALTH_PATHS
 
-# Paths that need no key: the first three are for monitors, and the page asks its user for the key.
-_OPEN = {"/health", "/v1/health", "/ping", "/"}
+_OPEN = {*HEALTH_PATHS, "/"}  # paths that need no key; the page asks its user for it
 _BROWSERS = {"origin", "referer", "sec-fetch-site", "sec-fetch-mode"}  # headers that only browsers send
 _TYPES = {"/documents/text": "application/pdf"}  # bodies that are no JSON; a form of another origin cannot send them
 _UNTYPED = "/api/"  # Ollama's clients send JSON there without a Content-Type
@@ -96,7 +96,7 @@ class Guard:
 
 
 def _keys(headers: Headers) -> list[str]:
-    """The keys that are keys_sent: as a bearer token, and in the header of Anthropic's clients, which may send both."""
+    """The keys in a request: a bearer token, and the header of Anthropic's clients, which may send both."""
     authorization, api_keys = headers.getlist("authorization"), headers.getlist("x-api-key")
     scheme, _, key = (authorization[0] if len(authorization) == 1 else "").partition(" ")
     keys_sent = [key.strip()] if scheme.lower() == "bearer" else []

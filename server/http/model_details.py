@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from math import prod
 from typing import Any
@@ -30,12 +31,12 @@ def list_entry(name: str, config: ModelConfig, weights: WeightSource, dtype: str
     """A model as an entry of a list. Its digest identifies it, but is not computed from its bytes."""
     status = [file.stat() for file in weights.files()]
     size = sum(one.st_size for one in status)
-    modified = datetime.fromtimestamp(max((one.st_mtime for one in status), default=0), timezone.utc)
-    identity = f"{name} {size} {modified.timestamp()}"
+    modified_at = datetime.fromtimestamp(max((one.st_mtime for one in status), default=0), timezone.utc)
+    identity = f"{name} {size} {modified_at.timestamp()}"
     return {
         "name": name,
         "model": name,
-        "modified_at": utc(modified),
+        "modified_at": utc(modified_at),
         "size": size,
         "digest": hashlib.sha256(identity.encode(errors="surrogatepass")).hexdigest(),
         "details": {
@@ -62,9 +63,12 @@ def show_response(model: Model, context: int, entry: dict[str, Any]) -> dict[str
     }
 
 
-def line_head(model: str) -> dict[str, Any]:
-    """What each line of a model's answer begins with."""
-    return {"model": model, "created_at": utc(datetime.now(timezone.utc))}
+def answer_line(path: str, model: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of an answer at /api/chat or /api/generate. content: "content", its text, and perhaps other members."""
+    head = {"model": model, "created_at": utc(datetime.now(timezone.utc))}
+    if path == "/api/generate":
+        return head | {("response" if name == "content" else name): value for name, value in content.items()}
+    return head | {"message": {"role": "assistant", **content}}
 
 
 def utc(time: datetime) -> str:

@@ -26,7 +26,7 @@ Event = dict[str, Any] | None
 """A JSON object; None for the mark at the end of OpenAI's streams."""
 
 NOTHING: Event = {}
-"""The first of a stream's events where there is nothing to send yet. Others may fail, and still have their status."""
+"""The first event of a stream that has nothing to send yet. An error after it still gets its status."""
 
 COMMENT = b":\n\n"
 """A comment of server-sent events, which clients pass over."""

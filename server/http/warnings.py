@@ -21,7 +21,7 @@ _UNSAFE = re.compile(r"[^ -~]")  # characters that a header cannot have
 
 def warn(response: Response, warnings: Iterable[str]) -> Response:
     """`response` with the sentences in its header and, if its body is a JSON object, in a field of that; they are also
-    added to the request's line in the log. A stream has the field by `in_stream`."""
+    added to the request's line in the log. A stream has the field by `add_to_stream`."""
     if not (sentences := list(dict.fromkeys(warnings))):
         return response
     texts = [_UNSAFE.sub("?", sentence)[:_LONGEST] for sentence in sentences[:_MOST]]

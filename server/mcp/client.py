@@ -1,4 +1,4 @@
-"""The process that is the client of one MCP server. What that server does wrong cannot reach further than here.
+"""The process that is the client of one MCP server. A fault of that server ends this process and no other.
 
 It speaks JSON lines with its parent, over standard input and output:
 
@@ -284,13 +284,13 @@ def _bury(programs: set[int] | None) -> None:
 
 def _end_all() -> None:
     for _ in range(_ROUNDS):
-        remaining = psutil.Process().children(recursive=True)
-        if not remaining:
+        processes = psutil.Process().children(recursive=True)
+        if not processes:
             return
-        for process in remaining:
+        for process in processes:
             with suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(remaining, timeout=_ROUND_SECONDS)
+        psutil.wait_procs(processes, timeout=_ROUND_SECONDS)
 
 
 async def _main() -> None:

@@ -206,13 +206,15 @@ def read_mcp_file(path: str) -> list[McpServer]:
     servers = value.get("mcpServers") if isinstance(value, dict) else None
     if not isinstance(servers, dict):
         raise EngineError(f"--mcp-config {path} names no servers: it has to be {_EXAMPLE}", "mcp")
-    enabled = []
+    enabled_servers = []
     for name, entry in servers.items():
+        if isinstance(entry, dict) and entry.get("disabled") is True:
+            continue
         try:
-            enabled += [] if isinstance(entry, dict) and entry.get("disabled") is True else [_server(name, entry)]
+            enabled_servers.append(_server(name, entry))
         except ValueError as error:
             raise EngineError(f"--mcp-config {path}: the server {name!r} {error}", "mcp") from None
-    return enabled
+    return enabled_servers
 
 
 def _server(name: str, entry: Any) -> McpServer:

@@ -17,7 +17,7 @@ from polarlm.server.models.registry import in_words
 
 
 class Memory:
-    """The memory of all models (`ModelSlot.need`). Nothing here waits, so what is decided holds until it is noted."""
+    """The memory of all models (`ModelSlot.need`). No method waits: a decision holds until `reserve` notes it."""
 
     def __init__(self, models: Mapping[str, ModelSlot], most: int | None) -> None:
         """most: bytes that --models-memory allows all models together."""
@@ -38,11 +38,11 @@ class Memory:
 
     def _promised_bytes(self, slot: ModelSlot) -> Counter[str]:
         """Bytes of each device that models before this one wait for, besides what stopping ones will give back."""
-        waited_for, freed = Counter[str](), Counter[str]()
+        awaited_bytes, freed_bytes = Counter[str](), Counter[str]()
         for one in self.models_before(slot):
             if one.need is not None and one.state in (WAITING_FOR_MEMORY, STOPPING):
-                (waited_for if one in self.queue else freed)[one.need.device] += one.need.bytes
-        return waited_for - freed
+                (awaited_bytes if one in self.queue else freed_bytes)[one.need.device] += one.need.bytes
+        return awaited_bytes - freed_bytes
 
     def bytes_left(self, slot: ModelSlot) -> int | None:
         if self._most is None:
@@ -54,7 +54,7 @@ class Memory:
 
     def reserved_bytes(self, slot: ModelSlot) -> dict[str, int]:
         """Bytes of each device's memory that others will still take: blocks that nothing was written to, and models
-        that are being loaded or wait. What a GPU gives a model it has taken when it is loaded."""
+        that are being loaded or wait. A loaded model has taken all of its memory of a GPU."""
         reserved_bytes = self._promised_bytes(slot)
         for one in self.models_before(slot):
             if one.need is None or one.process is None or one in self.queue:
@@ -71,7 +71,7 @@ class Memory:
         return slot is not self.queue[0] or any(one.state == LOADING for one in self.models_before(slot))
 
     def victim(self, slot: ModelSlot) -> ModelSlot | None:
-        """The model that is unloaded next for another one; the one that ends soonest, as far as that is known."""
+        """The model that is unloaded next for another one: of all that may be, the one that probably ends first."""
         others = [one for one in self.models_before(slot) if one.state in (READY, STOPPING)]
         movable = [one for one in others if one.state == STOPPING or not one.model.pinned]
         return min(movable, key=lambda one: (one.active > 0, one.state != STOPPING, one.last_used), default=None)

@@ -63,12 +63,12 @@ class ModelProcess:
         return Path((await self._answer())["fetched"]["path"])
 
     async def need(self, reserved_bytes: Mapping[str, int], most: int | None) -> Need:
-        """What the model needs now, as `need` of `loading.need` says. Raises as `fetched` does."""
+        """What the model needs now, as `need` of `loading.need` says. Raises as `fetch` does."""
         self._child.tell({"load": False, "reserved": reserved_bytes, "most": most})
         return Need(**(await self._answer())["fit"])
 
     async def load(self) -> None:
-        """Load the model; return when it takes requests. Raises as `fetched` does."""
+        """Load the model; return when it takes requests. Raises as `fetch` does."""
         self._child.tell({"load": True})
         reply = (await self._answer())["loaded"]
         self.port, self.reads_images = reply["port"], reply["reads_images"]
@@ -99,8 +99,8 @@ class ModelProcess:
         self._code.set_result(code)
 
     async def _answer(self) -> dict[str, Any]:
-        """What the process says next but its progress. Raises EngineError if it failed, or Refusal, also if it shows no
-        work: a slow disk or line shows in what it has read, a long computation in its time."""
+        """The next message of the process that is no progress. Raises EngineError if it failed, and Refusal if it ended
+        or does not work: what it has read changes on a slow disk or line, and its time in a long computation."""
         next_message = asyncio.ensure_future(self._messages.get())
         activity, last_change = self._activity(), time.monotonic()
         try:
@@ -128,8 +128,8 @@ class ModelProcess:
         """Numbers that change while the process reads or computes."""
         try:
             process = psutil.Process(self.pid)
-            read = process.io_counters().read_bytes if hasattr(process, "io_counters") else 0
-            return self.fetching, read, process.memory_info().rss, process.cpu_times()[:2]
+            bytes_read = process.io_counters().read_bytes if hasattr(process, "io_counters") else 0
+            return self.fetching, bytes_read, process.memory_info().rss, process.cpu_times()[:2]
         except psutil.Error:  # it has just ended
             return None
 
@@ -137,8 +137,8 @@ class ModelProcess:
 def _child_config(config: ServerConfig, name: str, key: str) -> ServerConfig:
     """The settings of a child's server: the parent's limits of requests, and its own address, key and name."""
     folder = None if config.sessions is None else str(_session_folder(Path(config.sessions).expanduser(), name))
-    inherited = {name: getattr(config, name) for name in _INHERITED_SETTINGS}
-    return replace(ServerConfig(), api_key=key, alias=name, sessions=folder, **inherited)
+    inherited_settings = {name: getattr(config, name) for name in _INHERITED_SETTINGS}
+    return replace(ServerConfig(), api_key=key, alias=name, sessions=folder, **inherited_settings)
 
 
 def _session_folder(folder: Path, name: str) -> Path:
@@ -177,7 +177,7 @@ class ModelSlot:
     keep_seconds: float | None = None  # seconds without requests until it is unloaded; None: as long as there is room
     waiters: list[asyncio.Event] = field(default_factory=list)  # an event for each request, set once it is admitted
     free: asyncio.Event = field(default_factory=asyncio.Event)  # set when a request or the process ends
-    load_task: asyncio.Task[None] | None = None  # it waits for `stopping` first
+    load_task: asyncio.Task[None] | None = None  # it waits for `stop_task` first
     stop_task: asyncio.Task[None] | None = None
 
     @property

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import LARGER, read_bytes, too_large
 from polarlm.server.http.errors import ApiError, ErrorShapes, api_error
-from polarlm.server.http.model_details import line_head
+from polarlm.server.http.model_details import answer_line
 from polarlm.server.http.streams import DATA, HEADERS, LINES, NAMED, send_with_timeout, while_connected
 from polarlm.server.models.child import CLIENT, KEY_NAME
 from polarlm.server.models.process import READY, ModelProcess, ModelSlot
@@ -88,8 +88,8 @@ class Proxy:
             if keep_seconds == 0 and path in _OLLAMA_PATHS and not has_prompt:
                 if not slot.model.pinned:
                     self._supervisor.give_up(slot)
-                unloaded = {"done": True, "done_reason": "unload"}
-                return JSONResponse(_empty_line(path, slot.model.name) | unloaded)
+                end_fields = {"done": True, "done_reason": "unload"}
+                return JSONResponse(answer_line(path, slot.model.name, {"content": ""}) | end_fields)
         streams = path in _OLLAMA_PATHS if fields.get("stream") is None else fields["stream"] is True
         return _ProxiedResponse(self, request, slot, data, keep_seconds, streams=streams)
 
@@ -166,7 +166,7 @@ class _ProxiedResponse(Response):
             del response.headers["content-length"]
             await self._begin(send, 200, response.raw_headers)
         if self._framing is LINES:
-            await send_with_timeout(send, LINES.frame(_empty_line(path, name) | {"done": False}))
+            await send_with_timeout(send, LINES.frame(answer_line(path, name, {"content": ""}) | {"done": False}))
         else:
             plain = name.encode("ascii", "replace").decode()
             await send_with_timeout(send, f": {plain}: {self._slot.progress()}, {seconds:.0f} s\n\n".encode())
@@ -229,9 +229,3 @@ def keep_alive(value: Any) -> float | None:
     else:
         raise BadRequest("keep_alive", 'keep_alive must be seconds, or a text such as "10m" or "1h30m"')
     return None if value.startswith("-") or seconds >= _LONGEST else seconds
-
-
-def _empty_line(path: str, name: str) -> dict[str, Any]:
-    """A line without text of a stream of Ollama's API."""
-    content = {"response": ""} if path == "/api/generate" else {"message": {"role": "assistant", "content": ""}}
-    return line_head(name) | content

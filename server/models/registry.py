@@ -46,7 +46,7 @@ class NamedModel:
 
 
 class Registry:
-    """Models by name. A folder is looked at again when a name is unknown, and for lists."""
+    """Models by name. A folder is read again for an unknown name, and for lists."""
 
     def __init__(
         self, common: EngineConfig, place: Path | str | None, names: Sequence[str], pinned: Sequence[str]
@@ -151,9 +151,9 @@ def _models_of_folder(folder: Path, common: EngineConfig) -> list[NamedModel]:
 def _models_of_hub(common: EngineConfig) -> list[NamedModel]:
     """The models in the hub's cache that can be loaded, and those in this program's own cache folder."""
     folder = cache_folder()
-    own = _models_of_folder(folder, common) if folder.is_dir() else []
-    cached = [one for one in local.models() if _is_supported(one.path)]
-    return [*(NamedModel(one.name, settle(one.path, common, {})) for one in cached), *own]
+    own_models = _models_of_folder(folder, common) if folder.is_dir() else []
+    cached_models = [one for one in local.models() if _is_supported(one.path)]
+    return [*(NamedModel(one.name, settle(one.path, common, {})) for one in cached_models), *own_models]
 
 
 @cache

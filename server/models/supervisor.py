@@ -80,18 +80,18 @@ class Supervisor:
         if slot.state == READY:
             slot.active += 1
             return
-        admitted, loading = asyncio.Event(), self.begin_load(slot)
-        slot.waiters.append(admitted)
+        admission, loading = asyncio.Event(), self.begin_load(slot)
+        slot.waiters.append(admission)
         try:
             await asyncio.wait([loading])  # which goes on if this client leaves
             if loading.cancelled():
                 raise refusals.server_closing() if self.is_closing else _cancelled_load(slot)
             loading.result()
         except BaseException:  # the error of loading, or the client has gone
-            if admitted.is_set():
+            if admission.is_set():
                 self.release(slot)
-            elif admitted in slot.waiters:
-                slot.waiters.remove(admitted)
+            elif admission in slot.waiters:
+                slot.waiters.remove(admission)
             raise
 
     @contextmanager
@@ -183,8 +183,8 @@ class Supervisor:
             slot.error = without_folder(error, slot.model.path)
             raise slot.error from None
         slot.state = READY
-        for admitted in slot.waiters:  # they come before a model that needs the memory
-            admitted.set()
+        for admission in slot.waiters:  # they come before a model that needs the memory
+            admission.set()
         slot.active += len(slot.waiters)
         slot.waiters.clear()
         slot.keep_seconds = self.default_keep(slot)

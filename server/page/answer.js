@@ -14,11 +14,11 @@ let live = null; // the answer that is being generated: { conversation, message,
 
 /** Adds a message of the user's after `parent`, by default the last one, and has it answered. */
 function say(message, parent = rows.at(-1)?.message ?? null) {
-  if (message.role === "user") unasked = 0;
+  if (message.role === "user") unaskedCalls = 0;
   const previous = parent === current || parent === null ? null : parent;
   const said = addMessage(current, previous, message);
   chats.set(current.id, current);
-  following = true;
+  followsEnd = true;
   return answer(newAnswer(said));
 }
 
@@ -29,12 +29,11 @@ function variation(message) {
   const { temperature, seed } = Object.fromEntries(["temperature", "seed"].map((name) => [name, $(name).value || $(name).placeholder]));
   return {
     ...(temperature !== "" && Number(temperature) === 0 && { temperature: VARIED }),
-    ...(Number.isFinite(Number(seed)) && { seed: Number(seed) + above(current, message).children.length }),
+    ...(Number.isFinite(Number(seed)) && { seed: Number(seed) + holderOf(current, message).children.length }),
   };
 }
 
-const EMPTY = { text: "", reasoning: "", ending: "", error: "", usage: null, rate: null, thought: null, varied: {} }; // what is known of an answer before it comes
-const newAnswer = (parent) => addMessage(current, parent, { role: "assistant", ...EMPTY, calls: [] });
+const newAnswer = (parent) => addMessage(current, parent, { role: "assistant", ...readAnswer({}) });
 
 /** Generates another version of an answer, which stays; an answer that was never received is requested again. */
 function regenerate(message) {
@@ -52,7 +51,7 @@ const canContinue = ({ text, calls, ending, error }) =>
 /** Lets the model continue an answer; `begin` returns another one, which it begins. */
 function resume(message, begin = () => message) {
   if (live || !settingsHold()) return;
-  following = true;
+  followsEnd = true;
   answer(begin());
   $("message").focus();
 }
@@ -68,25 +67,25 @@ function messagesUpTo(message) {
     }
     messages.unshift(at);
   }
-  const sent = [], system = [$("system").value.trim(), summary && `Summary of the conversation so far:\n\n${summary.text}`].filter(Boolean);
-  if (system.length) sent.push({ role: "system", content: system.join("\n\n") });
+  const sentMessages = [], system = [$("system").value.trim(), summary && `Summary of the conversation so far:\n\n${summary.text}`].filter(Boolean);
+  if (system.length) sentMessages.push({ role: "system", content: system.join("\n\n") });
   messages.forEach((each, place) => {
-    if (each.role === "user") sent.push({ role: "user", content: contentOf(each) });
-    if (each.role === "tool") for (const { id, text } of each.results) sent.push({ role: "tool", tool_call_id: id, content: text });
+    if (each.role === "user") sentMessages.push({ role: "user", content: contentOf(each) });
+    if (each.role === "tool") for (const { id, text } of each.results) sentMessages.push({ role: "tool", tool_call_id: id, content: text });
     if (each.role !== "assistant") return;
-    if (each.text || each.calls.length) sent.push(sentAnswer(each));
-    else if (each !== message && sent.at(-1)?.role === "user") sent.pop(); // most models expect no two questions in a row
+    if (each.text || each.calls.length) sentMessages.push(sentAnswer(each));
+    else if (each !== message && sentMessages.at(-1)?.role === "user") sentMessages.pop(); // most models expect no two questions in a row
     const isLeft = each !== message && messages[place + 1]?.role !== "tool"; // by the user, who wrote something else
-    if (isLeft) for (const { id } of each.calls) sent.push({ role: "tool", tool_call_id: id, content: NOT_RUN });
+    if (isLeft) for (const { id } of each.calls) sentMessages.push({ role: "tool", tool_call_id: id, content: NOT_RUN });
   });
-  return sent;
+  return sentMessages;
 }
 
 function sentAnswer({ text, reasoning, calls }) {
-  const sent = { role: "assistant", content: calls.length && !text ? null : text };
-  if (reasoning) sent.reasoning_content = reasoning;
-  if (calls.length) sent.tool_calls = calls.map(({ id, name, arguments: json }) => ({ id, type: "function", function: { name, arguments: json } }));
-  return sent;
+  const sentMessage = { role: "assistant", content: calls.length && !text ? null : text };
+  if (reasoning) sentMessage.reasoning_content = reasoning;
+  if (calls.length) sentMessage.tool_calls = calls.map(({ id, name, arguments: json }) => ({ id, type: "function", function: { name, arguments: json } }));
+  return sentMessage;
 }
 
 async function answer(message) {
@@ -94,11 +93,11 @@ async function answer(message) {
   const mine = live = { conversation, message, row: null, stop: new AbortController() };
   const pace = { pieces: 0, first: 0, last: 0, thought: 0, thoughtOut: false }, begins = [];
   let flow = "", usage = null, drawing = 0, trouble = null, keptAt = performance.now();
-  prefilling?.abort();
-  answered.set(message, message.changed ?? 0);
+  prefillAbort?.abort();
+  storedTimes.set(message, message.changed ?? 0);
   settle();
-  let before = used.tokens;
-  Object.assign(message, { ending: "", error: "", usage: null, rate: null, drafts: null, model: "", changed: later(message.changed) });
+  let before = contextUse.tokens;
+  Object.assign(message, { ending: "", error: "", usage: null, rate: null, drafts: null, model: "", changed: timeAfter(message.changed) });
   if (!message.text) Object.assign(message, { reasoning: "", thought: null, calls: [] });
   draw();
   mine.row = rowOf(message);
@@ -106,13 +105,13 @@ async function answer(message) {
   begin(mine);
   try {
     await mcpReady(mine.stop.signal);
-    const asked = message.role === "summary" ? await summaryRequest(message, mine.stop.signal) : { messages: messagesUpTo(message), ...requestSettings() };
-    const body = { ...asked, ...message.varied, stream: true, stream_options: { include_usage: true }, return_progress: true };
+    const request = message.role === "summary" ? await summaryRequest(message, mine.stop.signal) : { messages: messagesUpTo(message), ...requestSettings() };
+    const body = { ...request, ...message.varied, stream: true, stream_options: { include_usage: true }, return_progress: true };
     const response = await ask("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal: mine.stop.signal });
     for await (const event of events(response)) {
       usage = event.usage ?? usage;
-      if (several.length && event.model) message.model = event.model;
-      if (event.prompt_progress && live === mine) before = progressed(event.prompt_progress);
+      if (modelNames.length && event.model) message.model = event.model;
+      if (event.prompt_progress && live === mine) before = showProgress(event.prompt_progress);
       const choice = event.choices?.[0];
       message.ending = choice?.finish_reason ?? message.ending;
       const piece = choice && take(message, choice.delta ?? {}, pace);
@@ -144,7 +143,7 @@ async function answer(message) {
 
 /** Keeps an answer and its conversation, unless that was deleted while the answer was generated. */
 function keepLive(conversation, message) {
-  message.changed = later(message.changed);
+  message.changed = timeAfter(message.changed);
   if (chats.get(conversation.id) === conversation) keepConversation(conversation);
 }
 
@@ -180,7 +179,7 @@ function take(message, { reasoning_content: reasoning, content, tool_calls: call
 
 function begin({ row }) {
   row.body.setAttribute("aria-busy", "true");
-  used = { ...used, exact: false };
+  contextUse = { ...contextUse, exact: false };
   busy(true);
   tell("Reading the prompt …");
   speed(0, 0);
@@ -190,8 +189,8 @@ function begin({ row }) {
 }
 
 /** Shows how much of the prompt has been computed, and returns the number of its tokens. */
-function progressed({ total, cache, processed }) {
-  used = { tokens: processed, cached: cache, exact: processed === total };
+function showProgress({ total, cache, processed }) {
+  contextUse = { tokens: processed, cached: cache, exact: processed === total };
   if (processed < total) tell("Reading the prompt …", `${number(processed)} of ${number(total)} tokens`);
   else tell("Answering …");
   meter();
@@ -202,7 +201,7 @@ function progressed({ total, cache, processed }) {
 function show({ row, message }, pace, before) {
   grow(row);
   tell(message.text || message.calls.length ? "Answering …" : "Thinking …");
-  used = { ...used, tokens: before + pace.pieces, exact: false };
+  contextUse = { ...contextUse, tokens: before + pace.pieces, exact: false };
   speed(pace.pieces, pace.last - pace.first);
   meter();
   follow();
@@ -210,7 +209,7 @@ function show({ row, message }, pace, before) {
 
 function finish(mine, pace, usage, trouble, before) {
   const { conversation, message, row } = mine;
-  const stopped = trouble?.name === "AbortError", shown = live === mine;
+  const isStopped = trouble?.name === "AbortError", isShown = live === mine;
   message.calls = message.calls.filter(Boolean);
   for (const call of message.calls) Object.assign(call, originOf(call.name));
   if (usage) {
@@ -220,10 +219,10 @@ function finish(mine, pace, usage, trouble, before) {
     };
   }
   message.drafts = draftsOf(usage?.completion_tokens_details);
-  const timed = pace.last - pace.first, tokens = usage?.completion_tokens ?? pace.pieces;
-  if (timed > 0) message.rate = (1000 * (tokens - 1)) / timed;
-  if (stopped && message.ending !== "loop") message.ending = "stopped";
-  if (trouble && !stopped) {
+  const milliseconds = pace.last - pace.first, tokens = usage?.completion_tokens ?? pace.pieces;
+  if (milliseconds > 0) message.rate = (1000 * (tokens - 1)) / milliseconds;
+  if (isStopped && message.ending !== "loop") message.ending = "stopped";
+  if (trouble && !isStopped) {
     const lost = !(trouble instanceof Failure);
     message.error = lost ? "The connection to the server was lost before the answer was complete." : trouble.message;
     message.ending ||= "error";
@@ -231,20 +230,20 @@ function finish(mine, pace, usage, trouble, before) {
   if (live === mine) live = null;
   conversation.changed = Date.now();
   keepLive(conversation, message);
-  if (!shown) return; // another conversation is shown
+  if (!isShown) return; // another conversation is shown
   row.body.setAttribute("aria-busy", "false");
   grow(row);
   row.text.end();
   complain(row, true);
-  used = { tokens: before + pace.pieces, cached: used.cached, exact: pace.pieces === 0 };
-  speed(tokens, timed);
+  contextUse = { tokens: before + pace.pieces, cached: contextUse.cached, exact: pace.pieces === 0 };
+  speed(tokens, milliseconds);
   draw();
   if (usage || message.role === "summary") settle();
   busy(false);
   if (trouble instanceof Failure) point(trouble);
   if (trouble?.status === 401) lock(message);
-  tell(trouble && !stopped ? "" : stopped || message.ending === "loop" ? "Stopped." : message.calls.length ? "It waits for results." : message.role === "summary" ? "Compacted." : "Answered.");
-  if (message.text && !message.error) announce(spoken(row.body));
+  tell(trouble && !isStopped ? "" : isStopped || message.ending === "loop" ? "Stopped." : message.calls.length ? "It waits for results." : message.role === "summary" ? "Compacted." : "Answered.");
+  if (message.text && !message.error) announce(spokenText(row.body));
   drawList();
   meter();
   follow();
@@ -259,7 +258,7 @@ function draftsOf(details) {
 }
 
 /** The words of an answer, a line for each block; only the beginning of a long answer. */
-function spoken(body) {
+function spokenText(body) {
   let text = "";
   withSources(() => {
     for (const block of body.querySelectorAll("p, h3, h4, h5, h6, th, td, pre")) {

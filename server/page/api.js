@@ -12,7 +12,7 @@ class Failure extends Error {
 
 async function ask(path, options = {}) {
   const headers = {};
-  const key = kept("localStorage", KEY);
+  const key = readStorage("localStorage", KEY);
   if (key) headers.Authorization = `Bearer ${key}`;
   if (options.body) headers["Content-Type"] = options.type ?? "application/json";
   let response;
@@ -36,7 +36,7 @@ async function refusal(response) {
   let sentence = `The server answered with status ${response.status}.`, field = "";
   try {
     const { error } = await response.json();
-    sentence = full(error.message);
+    sentence = withPeriod(error.message);
     field = error.param ?? "";
   } catch { /* a proxy may answer with anything */ }
   const seconds = Number(response.headers.get("Retry-After"));
@@ -45,7 +45,7 @@ async function refusal(response) {
   return new Failure(sentence, response.status, String(field));
 }
 
-const full = (sentence) => (/[.!?]$/.test(sentence) ? sentence : `${sentence}.`);
+const withPeriod = (sentence) => (/[.!?]$/.test(sentence) ? sentence : `${sentence}.`);
 
 /** The JSON of each server-sent event, up to [DONE]. */
 async function* events(response) {
@@ -61,7 +61,7 @@ async function* events(response) {
       const data = frame.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
-      if (event.error) throw new Failure(full(event.error.message), 0, String(event.error.param ?? ""));
+      if (event.error) throw new Failure(withPeriod(event.error.message), 0, String(event.error.param ?? ""));
       yield event;
     }
   }
@@ -75,21 +75,21 @@ const string = (value) => (typeof value === "string" ? value : "");
 const SETTINGS = "polarlm.settings", KEY = "polarlm.key", DRAFT = "polarlm.draft", ENGINE = "polarlm.engine";
 
 /** Values for this page only: storage may be full or forbidden, and even reading its name may throw. */
-const held = {};
+const unstoredValues = {};
 
-function kept(storage, name) {
-  try { return held[name] ?? window[storage].getItem(name); } catch { return null; }
+function readStorage(storage, name) {
+  try { return unstoredValues[name] ?? window[storage].getItem(name); } catch { return null; }
 }
 
 /** What `read` makes of a value that is kept as JSON; of undefined if there is none, or another program's value. */
-function keptValue(storage, name, read) {
-  try { return read(JSON.parse(kept(storage, name))); } catch { return read(); }
+function readStoredValue(storage, name, read) {
+  try { return read(JSON.parse(readStorage(storage, name))); } catch { return read(); }
 }
 
-function keep(storage, name, value) {
-  held[name] = value;
+function writeStorage(storage, name, value) {
+  unstoredValues[name] = value;
   try {
     window[storage].setItem(name, value);
-    delete held[name];
-  } catch { /* it stays in `held` */ }
+    delete unstoredValues[name];
+  } catch { /* it stays in `unstoredValues` */ }
 }

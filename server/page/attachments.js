@@ -4,20 +4,20 @@ const LARGEST = 64 * 2 ** 20; // bytes of a file that the page reads; the server
 const LARGEST_IMAGE = 4 * 2 ** 20; // characters in a request, which carries 16 MiB unless the server has another limit
 const SIDES = [Infinity, 4096, 2048, 1024, 512]; // pixels of an image's longer side that are tried until it is small enough
 
-let attached = []; // the files of the next message: { name, text, tokens, image }; text is null until it has been read
+let attachedFiles = []; // the files of the next message: { name, text, tokens, image }; text is null until it has been read
 
-const attachedTokens = () => attached.reduce((sum, file) => sum + file.tokens, 0);
+const attachedTokens = () => attachedFiles.reduce((sum, file) => sum + file.tokens, 0);
 
 /** A user's message as the model gets it: images, each other file as text between fences, then what the user wrote. */
 function contentOf({ text, files = [] }) {
   const images = files.filter(({ image }) => image).map(imagePart);
-  const written = [...files.filter(({ image }) => !image).map(fenced), text].filter(Boolean).join("\n\n");
-  return images.length ? [...images, ...(written ? [{ type: "text", text: written }] : [])] : written;
+  const writtenText = [...files.filter(({ image }) => !image).map(fencedText), text].filter(Boolean).join("\n\n");
+  return images.length ? [...images, ...(writtenText ? [{ type: "text", text: writtenText }] : [])] : writtenText;
 }
 
 const imagePart = ({ image }) => ({ type: "image_url", image_url: { url: image } });
 
-function fenced({ name, text }) {
+function fencedText({ name, text }) {
   const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length)), fence = "`".repeat(longest + 1);
   return `${name}:\n${fence}\n${text}${text.endsWith("\n") ? "" : "\n"}${fence}`;
 }
@@ -29,15 +29,15 @@ async function attach(files) {
   look(); // at whether the model loads
   await Promise.all([...files].map(async (file) => {
     const entry = { name: file.name.slice(0, 200), text: null, tokens: null };
-    attached.push(entry);
+    attachedFiles.push(entry);
     drawAttached();
     try {
       if (file.size > LARGEST) throw new Failure(`This file has ${size(file.size)}, and at most ${size(LARGEST)} are read.`);
       const isImage = file.type.startsWith("image/") && file.type !== "image/svg+xml";
       await (isImage ? readImage(entry, file) : readText(entry, file));
     } catch (error) {
-      attached = attached.filter((other) => other !== entry);
-      sending = null;
+      attachedFiles = attachedFiles.filter((other) => other !== entry);
+      chatToSend = null;
       troubles.push(`${visible(entry.name)}: ${error instanceof Failure ? error.message : "This file cannot be read."}`);
       sayAttached(troubles.join(" "));
     }
@@ -48,7 +48,7 @@ async function attach(files) {
 
 async function readText(entry, file) {
   const text = await textIn(file);
-  const [whole, empty] = await Promise.all([fenced({ name: entry.name, text }), "…"].map(countTokens));
+  const [whole, empty] = await Promise.all([fencedText({ name: entry.name, text }), "…"].map(countTokens));
   Object.assign(entry, { text, tokens: Math.max(0, whole - empty) });
 }
 
@@ -57,7 +57,7 @@ async function readImage(entry, file) {
   const { modalities } = await askJson(`props?${ofModel()}`);
   if (!modalities?.vision) throw new Failure("This model reads text alone, no images.");
   for (const side of SIDES) {
-    const image = await asAddress(side === Infinity ? file : await scaled(file, side));
+    const image = await asAddress(side === Infinity ? file : await scaleDown(file, side));
     if (image.length > LARGEST_IMAGE) continue;
     try {
       const [whole, empty] = await Promise.all([[imagePart({ image })], "…"].map(countTokens));
@@ -69,7 +69,7 @@ async function readImage(entry, file) {
 }
 
 /** A picture whose longer side has at most so many pixels, as a JPEG, in which white stands behind it. */
-async function scaled(file, side) {
+async function scaleDown(file, side) {
   const picture = await createImageBitmap(file), scale = Math.min(1, side / Math.max(picture.width, picture.height));
   const canvas = new OffscreenCanvas(...[picture.width, picture.height].map((pixels) => Math.max(1, Math.round(scale * pixels))));
   const context = canvas.getContext("2d");
@@ -103,18 +103,18 @@ const countTokens = (content) => tokensOf({ messages: [{ role: "user", content }
 const sayAttached = (sentence) => { $("attached-says").textContent = sentence; };
 
 function drawAttached() {
-  $("attached").replaceChildren(...chips(attached, (file) => {
-    attached = attached.filter((other) => other !== file);
-    sending = null;
+  $("attached").replaceChildren(...chips(attachedFiles, (file) => {
+    attachedFiles = attachedFiles.filter((other) => other !== file);
+    chatToSend = null;
     tellWaiting();
     sayAttached("");
     drawAttached();
     $("attach").focus();
   }));
   const tokens = attachedTokens();
-  const over = stats?.context && used.tokens + tokens > stats.context;
+  const over = stats?.context && contextUse.tokens + tokens > stats.context;
   $("attached").classList.toggle("over", Boolean(over));
-  if (over) sayAttached(`With these files the conversation has about ${count(used.tokens + tokens, "token")}, and the context has ${number(stats.context)}.`);
+  if (over) sayAttached(`With these files the conversation has about ${count(contextUse.tokens + tokens, "token")}, and the context has ${number(stats.context)}.`);
 }
 
 /** An item for each file, with a button that removes it. */

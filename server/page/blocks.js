@@ -12,46 +12,46 @@ class InlineText {
     this.room = room;
     this.text = ""; // the text after the fixed nodes, and one character before it
     this.from = 0; // the place in `text` after that character
-    this.fixed = element.lastChild; // the last node that no longer changes
-    this.lent = 0; // what the other nodes took of the room
-    this.whole = "";
+    this.lastFixed = element.lastChild; // the last node that no longer changes
+    this.elementsOfRest = 0; // what the other nodes took of the room
+    this.wholeText = "";
     this.lines = 1;
-    this.unread = ""; // lines in which no formula has been looked for
-    this.closing = ""; // what ends the formula that they may belong to
-    this.within = 0; // its characters
+    this.unreadLines = ""; // lines in which no formula has been looked for
+    this.formulaEnd = ""; // what ends the formula that they may belong to
+    this.formulaLength = 0; // its characters
   }
 
   write(text) {
     this.text += text;
-    this.whole += text;
-    this.unread += text;
+    this.wholeText += text;
+    this.unreadLines += text;
   }
 
   /** Whether the next line belongs to a formula. */
-  get opened() {
-    const lines = this.unread.split("\n");
-    this.unread = "";
+  get opensFormula() {
+    const lines = this.unreadLines.split("\n");
+    this.unreadLines = "";
     for (const line of lines) this.#look(line);
-    return this.closing !== "";
+    return this.formulaEnd !== "";
   }
 
   #look(line) {
-    const begun = !this.closing && /^(?:\$\$(?!\$)|\\\[)/.exec(line)?.[0];
-    if (begun) [this.closing, this.within] = [begun === "$$" ? "$$" : "\\]", 0];
-    this.within += line.length + 1;
-    if (this.closing && (line.includes(this.closing, begun ? 2 : 0) || this.within > FORMULAS.longest)) this.closing = "";
+    const opening = !this.formulaEnd && /^(?:\$\$(?!\$)|\\\[)/.exec(line)?.[0];
+    if (opening) [this.formulaEnd, this.formulaLength] = [opening === "$$" ? "$$" : "\\]", 0];
+    this.formulaLength += line.length + 1;
+    if (this.formulaEnd && (line.includes(this.formulaEnd, opening ? 2 : 0) || this.formulaLength > FORMULAS.longest)) this.formulaEnd = "";
   }
 
   flush() {
     const { marks, settled } = read(this.text, this.from), { text, room, parts } = this;
     direct(this.element, text);
-    while (parts.last.lastChild !== this.fixed) parts.last.lastChild.remove();
-    room.elements += this.lent;
+    while (parts.last.lastChild !== this.lastFixed) parts.last.lastChild.remove();
+    room.elements += this.elementsOfRest;
     parts.add(nodesOf(text, marks, this.from, settled, room));
-    this.fixed = parts.last.lastChild;
-    this.lent = room.elements;
+    this.lastFixed = parts.last.lastChild;
+    this.elementsOfRest = room.elements;
     parts.last.append(...nodesOf(text, marks, settled, text.length, room));
-    this.lent -= room.elements;
+    this.elementsOfRest -= room.elements;
     if (settled === this.from) return;
     this.text = text.slice(settled - 1);
     this.from = 1;
@@ -70,7 +70,7 @@ let colouredUntil = 0; // when highlight.js stops
 
 /** highlight.js's name of the language that reads `language` in pieces; undefined if it does not know it. */
 function inPieces(language) {
-  const known = hljs.getLanguage(language), subLanguage = known && hljs.listLanguages().find((name) => hljs.getLanguage(name) === known);
+  const languageObject = hljs.getLanguage(language), subLanguage = languageObject && hljs.listLanguages().find((name) => hljs.getLanguage(name) === languageObject);
   const name = subLanguage && `pieces of ${subLanguage}`;
   if (name && !hljs.getLanguage(name)) {
     const stops = () => { if (performance.now() > colouredUntil) throw new Error("the time is over"); }; // highlight.js returns what it has by then
@@ -114,27 +114,27 @@ class Code {
   /** Colours the first `length` characters, if it takes no more than so many milliseconds; those that come later stay as they are. */
   #colour(length, milliseconds) {
     if (!this.pieces || length > COLOURS.longest || milliseconds <= 0) return;
-    const begun = performance.now(), text = visibleCode(this.text.slice(0, length));
-    colouredUntil = begun + milliseconds;
+    const startTime = performance.now(), text = visibleCode(this.text.slice(0, length));
+    colouredUntil = startTime + milliseconds;
     const { _emitter } = hljs.highlight(text, { language: this.pieces, ignoreIllegals: true });
-    const nodes = _emitter.rootNode.children.flatMap((piece) => piece.children ?? piece).map((node) => coloured(node));
+    const nodes = _emitter.rootNode.children.flatMap((piece) => piece.children ?? piece).map((node) => colouredNode(node));
     const parts = new Parts(make("code"), "\n", Infinity), done = nodes.reduce((sum, { textContent }) => sum + textContent.length, 0);
     parts.add(nodes);
     parts.addText(text.slice(done) + visibleCode(this.text.slice(length)));
     this.#replace(parts);
     this.coloured = length;
-    this.room.milliseconds -= performance.now() - begun;
+    this.room.milliseconds -= performance.now() - startTime;
   }
 
   /** Shows other nodes, but keeps those at the beginning that are the same, and with them what somebody has selected. */
   #replace(parts) {
     const code = this.pre.firstChild;
-    let kept = null;
+    let lastSame = null;
     for (let next = code.firstChild; next && parts.element.firstChild?.isEqualNode(next); next = next.nextSibling) {
       parts.element.firstChild.remove();
-      kept = next;
+      lastSame = next;
     }
-    while (code.lastChild !== kept) code.lastChild.remove();
+    while (code.lastChild !== lastSame) code.lastChild.remove();
     const isWhole = parts.last === parts.element;
     while (parts.element.firstChild) code.append(parts.element.firstChild);
     this.parts = Object.assign(parts, { element: code, last: isWhole ? code : code.lastChild });
@@ -142,10 +142,10 @@ class Code {
 }
 
 /** A node of highlight.js's tree as a node of the page: a text, or an element around others. */
-function coloured(node, depth = 0) {
+function colouredNode(node, depth = 0) {
   if (typeof node === "string") return document.createTextNode(node);
   if (depth === COLOURS.depth) return document.createTextNode(textUnder(node));
-  return put(make("span", colourOf(node)), ...node.children.map((child) => coloured(child, depth + 1)));
+  return put(make("span", colourOf(node)), ...node.children.map((child) => colouredNode(child, depth + 1)));
 }
 
 const colourOf = ({ scope }) => (!scope || scope.includes(":") ? "" : `hljs-${scope.split(".")[0]}`); // with a colon: a language in another
@@ -164,31 +164,31 @@ function textUnder(node) {
 /** A row of a table, whose cells grow one after the other. */
 class Row {
   constructor(element, cell, aligns, room) {
-    Object.assign(this, { element, cell, aligns, room, begun: false, held: "", words: null, cells: 0 });
-    this.missing = make(cell); // one element in place of the cells that have not come
-    this.missing.colSpan = aligns.length;
-    element.append(this.missing);
+    Object.assign(this, { element, cell, aligns, room, hasBegun: false, pending: "", words: null, cells: 0 });
+    this.placeholder = make(cell); // one element in place of the cells that have not come
+    this.placeholder.colSpan = aligns.length;
+    element.append(this.placeholder);
     this.dirty = new Set();
   }
 
   write(text) {
-    const parts = (this.held + text).split(/(?<!\\)\|/), last = parts.pop();
+    const parts = (this.pending + text).split(/(?<!\\)\|/), last = parts.pop();
     for (const part of parts) {
       this.#put(part.trimEnd());
-      if (this.begun) this.#begin(); // a bar before the first cell only opens the row
-      this.begun = true;
+      if (this.hasBegun) this.#begin(); // a bar before the first cell only opens the row
+      this.hasBegun = true;
       this.words = null;
     }
-    const known = last.replace(/\\$/, "").trimEnd();
-    const rest = last.slice(known.length); // spaces, and a sign that may be the bar's
-    this.held = `${/\s/.test(rest) ? " " : ""}${rest.endsWith("\\") ? "\\" : ""}`;
-    this.#put(known);
+    const certainText = last.replace(/\\$/, "").trimEnd();
+    const rest = last.slice(certainText.length); // spaces, and a sign that may be the bar's
+    this.pending = `${/\s/.test(rest) ? " " : ""}${rest.endsWith("\\") ? "\\" : ""}`;
+    this.#put(certainText);
   }
 
-  /** Ends the row: nothing follows what was held back. */
+  /** Ends the row: nothing follows the pending text. */
   complete() {
-    this.#put(this.held.trimEnd());
-    this.held = "";
+    this.#put(this.pending.trimEnd());
+    this.pending = "";
   }
 
   flush() {
@@ -197,11 +197,11 @@ class Row {
   }
 
   #put(text) {
-    const shown = this.words ? text : text.trimStart();
-    if (!shown) return;
-    this.begun = true;
+    const shownText = this.words ? text : text.trimStart();
+    if (!shownText) return;
+    this.hasBegun = true;
     this.#begin();
-    this.words.write(shown.replaceAll("\\|", "|"));
+    this.words.write(shownText.replaceAll("\\|", "|"));
     this.dirty.add(this.words);
   }
 
@@ -211,9 +211,9 @@ class Row {
     this.words = new InlineText(make(this.cell, this.aligns[this.cells] ?? ""), this.room);
     this.cells += 1;
     if (this.cells > this.aligns.length) return; // as in other Markdown, a row has no more cells than the head
-    this.missing.before(this.words.element);
-    if (this.cells === this.aligns.length) this.missing.remove();
-    else this.missing.colSpan = this.aligns.length - this.cells;
+    this.placeholder.before(this.words.element);
+    if (this.cells === this.aligns.length) this.placeholder.remove();
+    else this.placeholder.colSpan = this.aligns.length - this.cells;
   }
 }
 

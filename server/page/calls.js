@@ -4,18 +4,18 @@ const UNASKED = 20; // calls in a row that run without a question
 const ALWAYS = "polarlm.always"; // permissions of this tab alone: a file or another browser cannot bring a permission
 const REFUSED = "The user refused this call.", NOT_RUN = "The user did not run this call.";
 
-let unasked = 0;
+let unaskedCalls = 0;
 
-const allowed = () => keptValue("sessionStorage", ALWAYS, (value) => new Set(value));
+const permissions = () => readStoredValue("sessionStorage", ALWAYS, (value) => new Set(value));
 const permissionOf = ({ server, tool }) => JSON.stringify([current.id, server, tool]);
-const allow = (call) => keep("sessionStorage", ALWAYS, JSON.stringify([...allowed().add(permissionOf(call))]));
+const allow = (call) => writeStorage("sessionStorage", ALWAYS, JSON.stringify([...permissions().add(permissionOf(call))]));
 
 /** What is wrong with the arguments of a call; empty if nothing is. */
 function faultOf(call) {
   try {
     return isObject(JSON.parse(call.arguments || "{}")) ? "" : "The arguments are not a JSON object.";
   } catch (error) {
-    return `The arguments are not JSON: ${full(error.message)}`;
+    return `The arguments are not JSON: ${withPeriod(error.message)}`;
   }
 }
 
@@ -26,8 +26,8 @@ const isOurs = ({ server }) => Boolean(server && mcpServer(server));
 async function proceed(message) {
   for (let call; (call = message.calls.find(({ result }) => !result)); ) {
     const fault = isOurs(call) && faultOf(call);
-    if (!isOurs(call) || unasked >= UNASKED || !(fault || allowed().has(permissionOf(call)))) return askAbout(message);
-    unasked += 1;
+    if (!isOurs(call) || unaskedCalls >= UNASKED || !(fault || permissions().has(permissionOf(call)))) return askAbout(message);
+    unaskedCalls += 1;
     if (fault) decide(message, call, { text: fault, failed: true });
     else if (!(await run(message, call))) return undefined;
   }
@@ -63,8 +63,8 @@ async function run(message, call) {
   tell(`${visible(tool)} of ${visible(server)} is running …`);
   let result = null, trouble = null;
   try {
-    const answered = await askJson("mcp/call", { server, tool, arguments: JSON.parse(json || "{}") }, mine.stop.signal);
-    result = { text: answered.text, failed: answered.is_error };
+    const reply = await askJson("mcp/call", { server, tool, arguments: JSON.parse(json || "{}") }, mine.stop.signal);
+    result = { text: reply.text, failed: reply.is_error };
   } catch (error) {
     if ([400, 502].includes(error.status)) result = { text: error.message, failed: true };
     else trouble = error;
@@ -91,7 +91,7 @@ function sendResults(message) {
     delete call.result;
     delete call.begun;
   }
-  message.changed = later(message.changed);
+  message.changed = timeAfter(message.changed);
   return say({ role: "tool", results }, message);
 }
 
@@ -101,7 +101,7 @@ function sendResults(message) {
 function drawWaiting(row) {
   const { message, foot } = row;
   const waits = message.role === "assistant" && message === rows.at(-1).message && message.calls.length > 0 && live?.message !== message;
-  const next = waits && message.calls.find(({ result }) => !result), about = JSON.stringify([next, next && isOurs(next), unasked >= UNASKED]);
+  const next = waits && message.calls.find(({ result }) => !result), about = JSON.stringify([next, next && isOurs(next), unaskedCalls >= UNASKED]);
   [...(row.calls?.children ?? [])].forEach((fold, index) => {
     fold.hidden = waits && isOurs(message.calls[index]) && !message.calls[index].result;
   });
@@ -111,7 +111,7 @@ function drawWaiting(row) {
   };
   if (row.form && (!waits || row.form.dataset.about !== about) && ![...row.form.querySelectorAll("textarea")].some(({ value }) => value)) close(); // nothing is typed
   if (!waits || row.form) return;
-  row.form = next && isOurs(next) ? confirmForm(message, next) : resultsForm(entered(message), "Send results", (results) => {
+  row.form = next && isOurs(next) ? confirmForm(message, next) : resultsForm(callsToEnter(message), "Send results", (results) => {
     for (const { id, text } of results) {
       const call = message.calls.find((each) => each.id === id && !each.result) ?? message.calls.find((each) => each.id === id);
       call.result = { text, failed: call.result?.failed };
@@ -124,9 +124,9 @@ function drawWaiting(row) {
 }
 
 /** The calls whose results the user enters; all of them, with their results, if none lacks one. */
-function entered({ calls }) {
-  const missing = calls.filter((call) => !call.result && !isOurs(call));
-  return (missing.length ? missing : calls).map(({ id, name, result }) => ({ id, name, text: result?.text ?? "" }));
+function callsToEnter({ calls }) {
+  const openCalls = calls.filter((call) => !call.result && !isOurs(call));
+  return (openCalls.length ? openCalls : calls).map(({ id, name, result }) => ({ id, name, text: result?.text ?? "" }));
 }
 
 /** A question about a call, with its arguments. */
@@ -134,29 +134,29 @@ function confirmForm(message, call) {
   const fault = faultOf(call), all = message.calls.length;
   const name = `${visible(call.tool)} of ${visible(call.server)}`, place = all > 1 ? ` (call ${message.calls.indexOf(call) + 1} of ${all})` : "";
   const title = `${fault ? "The model cannot run" : "Run"} ${name}${fault ? "" : "?"}${place}`;
-  const form = make("div", "results confirm", "", title), text = region("pre", "", visibleCode(indented(call.arguments || "{}")), "Arguments");
+  const form = make("div", "results confirm", "", title), text = region("pre", "", visibleCode(indentedJson(call.arguments || "{}")), "Arguments");
   form.tabIndex = -1;
   form.setAttribute("role", "group");
   const notes = [
     fault, !fault && call.begun && "It was started before, and may have run.",
-    unasked >= UNASKED && `${UNASKED} calls have run without a question.`,
+    unaskedCalls >= UNASKED && `${UNASKED} calls have run without a question.`,
   ].filter(Boolean);
-  const settled = (result) => {
-    unasked = 0;
+  const settleCall = (result) => {
+    unaskedCalls = 0;
     $("message").focus();
     decide(message, call, result);
     proceed(message);
   };
   const runs = async (always) => {
     if (live) return;
-    unasked = 0;
+    unaskedCalls = 0;
     if (always) allow(call);
     $("message").focus();
     if (await run(message, call)) proceed(message);
   };
-  const buttons = fault ? [button("Tell the model", () => settled({ text: fault, failed: true }), "main")] : [
+  const buttons = fault ? [button("Tell the model", () => settleCall({ text: fault, failed: true }), "main")] : [
     button("Run once", () => runs(false), "main"), button("Always in this conversation", () => runs(true), ""),
-    button("Refuse", () => settled({ text: REFUSED, failed: true }), ""),
+    button("Refuse", () => settleCall({ text: REFUSED, failed: true }), ""),
   ];
   const lines = notes.map((note) => make("p", fault ? "wrong" : "hint", note));
   return put(form, dir(make("p", "asks", title)), text, ...lines, put(make("div", "row"), ...buttons));

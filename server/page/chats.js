@@ -5,8 +5,8 @@ const chats = new Map(); // id → conversation; one without messages is not in 
 /** Shows how much of the context the current conversation takes, by its last answer. */
 function settle() {
   const path = pathOf(current), last = path.findLast((message) => message.usage && (message.role !== "summary" || inUse(message)));
-  if (last?.role === "summary") used = { tokens: last.compacted ?? last.usage.completion, cached: 0, exact: last.compacted !== null && last === path.at(-1) };
-  else used = last
+  if (last?.role === "summary") contextUse = { tokens: last.compacted ?? last.usage.completion, cached: 0, exact: last.compacted !== null && last === path.at(-1) };
+  else contextUse = last
     ? { tokens: last.usage.prompt + last.usage.completion, cached: last.usage.cached ?? 0, exact: last === path.at(-1) }
     : { tokens: 0, cached: 0, exact: path.length === 0 };
   meter();
@@ -33,7 +33,7 @@ function openChat(conversation, fresh = true) {
   leave();
   if ($("unkept").textContent === GONE) warn("");
   current = conversation;
-  renaming = false;
+  isRenaming = false;
   for (const row of rows.splice(0)) drop(row);
   showSettings(current.settings);
   draw();
@@ -42,7 +42,7 @@ function openChat(conversation, fresh = true) {
   tell("");
   speed(0, 0);
   if (fresh) history.pushState(null, "", current.children.length ? `#${current.id}` : location.pathname + location.search);
-  following = true;
+  followsEnd = true;
   follow();
   look();
 }
@@ -65,7 +65,7 @@ function branch(message) {
 async function openShelved() {
   for (const chat of await openShelf()) {
     if (!chats.has(chat.id)) chats.set(chat.id, chat);
-    unsent.add(chat.id);
+    unsentIds.add(chat.id);
   }
   if (!current.children.length) openAddressed();
   drawList();
@@ -112,11 +112,11 @@ function showNews(chat, { messages, settings }) {
 }
 
 otherTabs?.addEventListener("message", async ({ data: id }) => {
-  const kept = database && await taken(id).catch(() => null);
-  if (kept === null) return; // it cannot be read; undefined stands for a deleted one
-  if (!kept) return lose(id);
+  const theirs = database && await shelvedChat(id).catch(() => null);
+  if (theirs === null) return; // it cannot be read; undefined stands for a deleted one
+  if (!theirs) return lose(id);
   const isBack = current.id === id && !chats.has(id); // it was deleted there and is restored
-  shelved.add(id);
-  const chat = adopt(kept);
+  shelvedIds.add(id);
+  const chat = adopt(theirs);
   if (isBack) keepConversation(chat); // it may have more messages here
 });

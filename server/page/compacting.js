@@ -5,7 +5,7 @@ const SHORT = 3; // characters of a token, before they are counted: most texts h
 const ROUNDS = 5; // rounds of counting and shortening the text that is summarized
 const INSTRUCTION = "Summarize our conversation so that it can go on from your summary alone: facts, decisions, open questions, code in use.";
 
-const newSummary = () => ({ role: "summary", off: false, left: 0, compacted: null, ...EMPTY, calls: [] });
+const newSummary = () => ({ role: "summary", ...READERS.summary({}) });
 
 /** Whether prompts have the summary in place of the messages above it. */
 const inUse = ({ role, text, off, ending, error }) => role === "summary" && text !== "" && !off && !error && !["", "stopped"].includes(ending);
@@ -21,27 +21,27 @@ function canCompact() {
 
 /** Whether a message of this text, and `more` tokens of files, would leave little of the context. */
 const isNearlyFull = (text, more) =>
-  $("auto_compact").checked && canCompact() && used.tokens + more + text.length / SHORT > NEARLY_FULL * stats.context;
+  $("auto_compact").checked && canCompact() && contextUse.tokens + more + text.length / SHORT > NEARLY_FULL * stats.context;
 
 /** The request for a summary: the conversation up to it, whose prompt is in the cache, and the instruction. */
 async function summaryRequest(message, signal) {
   const { tools, tool_choice: _, response_format: __, ...settings } = requestSettings();
   if (tools) Object.assign(settings, { tools, tool_choice: "none" }); // they are in the prompt that is in the cache
-  const sent = messagesUpTo(parentOf(message)), all = sent.length;
+  const sentMessages = messagesUpTo(parentOf(message)), all = sentMessages.length;
   for (let round = 0; ; round += 1) {
-    const request = { ...settings, messages: [...sent, { role: "user", content: INSTRUCTION }], max_tokens: summaryTokens() };
+    const request = { ...settings, messages: [...sentMessages, { role: "user", content: INSTRUCTION }], max_tokens: summaryTokens() };
     const tokens = await tokensOf(request, signal), over = tokens + summaryTokens() - stats.context;
-    message.left = all - sent.length;
+    message.left = all - sentMessages.length;
     if (over <= 0 || round === ROUNDS) return request; // the server refuses a request that is still too long
-    shorten(sent, over / tokens);
+    shorten(sentMessages, over / tokens);
   }
 }
 
 /** Takes all images away, or else about this part of the text: first messages other than the system's, and the beginning of the longest of the last two. */
 function shorten(messages, part) {
-  const pictured = messages.filter(({ content }) => Array.isArray(content));
-  for (const message of pictured) message.content = message.content.at(-1).text ?? "…";
-  if (pictured.length) return;
+  const withImages = messages.filter(({ content }) => Array.isArray(content));
+  for (const message of withImages) message.content = message.content.at(-1).text ?? "…";
+  if (withImages.length) return;
   const size = ({ content }) => content?.length ?? 0, first = messages[0].role === "system" ? 1 : 0;
   let over = 1.1 * part * messages.reduce((sum, message) => sum + size(message), 0);
   while (messages.length > first + 2 && (over > 0 || messages[first].role !== "user")) over -= size(messages.splice(first, 1)[0]);
@@ -52,19 +52,19 @@ function shorten(messages, part) {
 /** Adds a summary at the end of the conversation. Returns whether it is in use. */
 async function compact() {
   const summary = addMessage(current, rows.at(-1).message, newSummary());
-  following = true;
+  followsEnd = true;
   await answer(summary);
   return inUse(summary);
 }
 
-let prefilling = null; // ends the request that computes the compacted prompt
+let prefillAbort = null; // ends the request that computes the compacted prompt
 
 /** Has the server compute the compacted prompt while its summary is read; the next message finds it in the cache. */
 async function prefill(summary) {
-  prefilling = new AbortController();
+  prefillAbort = new AbortController();
   const body = { ...requestSettings(), messages: [...messagesUpTo(summary), { role: "user", content: "…" }], max_tokens: 1 };
   try {
-    summary.compacted = (await askJson("v1/chat/completions", body, prefilling.signal)).usage.prompt_tokens;
+    summary.compacted = (await askJson("v1/chat/completions", body, prefillAbort.signal)).usage.prompt_tokens;
   } catch {
     return; // the next message computes it
   }
@@ -73,7 +73,7 @@ async function prefill(summary) {
 
 /** Sets whether prompts have the summary in place of what is above it. */
 function useSummary(message, yes) {
-  Object.assign(message, { off: !yes, changed: later(message.changed) });
+  Object.assign(message, { off: !yes, changed: timeAfter(message.changed) });
   const row = rowOf(message);
   nameSummary(row);
   drawFoot(row);

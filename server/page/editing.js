@@ -27,7 +27,7 @@ function edit(row) {
     if (summary) return save();
     close();
     $("message").focus();
-    if (mine) say({ role: "user", text: area.value.trim(), ...(files.length && { files }) }, above(current, message));
+    if (mine) say({ role: "user", text: area.value.trim(), ...(files.length && { files }) }, holderOf(current, message));
     else resume(rewrite(message, area.value));
   });
   area.addEventListener("keydown", (event) => {
@@ -60,12 +60,12 @@ function openForm(row, form) {
 /** Adds a version of an answer with another text, which no message follows yet. */
 function rewrite(message, text) {
   const { role, reasoning, calls, thought } = message;
-  const written = { role, text, reasoning, thought, calls: structuredClone(calls), ending: "edited", error: "", usage: null, rate: null };
-  const made = addMessage(current, parentOf(message), written);
+  const version = { ...readAnswer({}), role, text, reasoning, thought, calls: structuredClone(calls), ending: "edited" };
+  const newVersion = addMessage(current, parentOf(message), version);
   draw();
   settle();
   changed();
-  return made;
+  return newVersion;
 }
 
 /** A form with a field for the result of each call. */

@@ -12,11 +12,11 @@ const visibleCode = (text) =>
 
 /** An element with a text; `label` is its name for screen readers, if that is not the text. */
 function make(name, className = "", text = "", label = "") {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  made.textContent = text;
-  if (label) made.setAttribute("aria-label", label);
-  return made;
+  const element = document.createElement(name);
+  if (className) element.className = className;
+  element.textContent = text;
+  if (label) element.setAttribute("aria-label", label);
+  return element;
 }
 
 /** Appends children to an element, and returns it. */
@@ -26,17 +26,17 @@ function put(element, ...children) {
 }
 
 function button(name, does, className = "quiet act", label = "") {
-  const made = Object.assign(make("button", className, name, label), { type: "button" });
-  made.addEventListener("click", does);
-  return made;
+  const element = Object.assign(make("button", className, name, label), { type: "button" });
+  element.addEventListener("click", does);
+  return element;
 }
 
 /** An element that the keyboard can scroll. */
 function region(name, className, text, label) {
-  const made = make(name, className, text, label);
-  made.tabIndex = 0;
-  made.setAttribute("role", "region");
-  return made;
+  const element = make(name, className, text, label);
+  element.tabIndex = 0;
+  element.setAttribute("role", "region");
+  return element;
 }
 
 const option = (value, text = "") => Object.assign(make("option", "", text), { value });
@@ -44,15 +44,15 @@ const option = (value, text = "") => Object.assign(make("option", "", text), { v
 /** Sets the text of an element unless it has that text: a screen reader would read it again. */
 const setText = (element, text) => { if (element.textContent !== text) element.textContent = text; };
 
-const nameOf = (made) => made.getAttribute("aria-label") ?? made.textContent;
+const nameOf = (element) => element.getAttribute("aria-label") ?? element.textContent;
 
 /** Replaces the children of an element. If an old child had the focus, the new child with the same name gets it. */
 function redraw(element, children, other = () => null) {
-  const keyOf = (made) => made.id || made.dataset.does || nameOf(made), at = document.activeElement;
+  const keyOf = (child) => child.id || child.dataset.does || nameOf(child), at = document.activeElement;
   const key = element.contains(at) && at !== element && keyOf(at);
   element.replaceChildren(...children);
   if (!key) return;
-  const same = [...element.querySelectorAll("button, input, summary")].find((made) => keyOf(made) === key);
+  const same = [...element.querySelectorAll("button, input, summary")].find((child) => keyOf(child) === key);
   (same ?? other())?.focus({ preventScroll: true });
 }
 
@@ -143,17 +143,17 @@ function direct(element, text) {
 /** A button that copies what `text` returns; with `signed`, it shows a sign, not a word. */
 function copyButton(name, text, signed = false) {
   const show = (word, drawing) => {
-    made.textContent = word;
-    if (signed) sign(made, drawing);
+    element.textContent = word;
+    if (signed) sign(element, drawing);
   };
-  const made = button("Copy", async () => {
-    const copied = await copy(text());
-    show(copied ? "Copied" : "Not copied", copied ? "done" : "failed");
-    announce(copied ? "Copied." : "The browser does not let the page copy.");
+  const element = button("Copy", async () => {
+    const isCopied = await copy(text());
+    show(isCopied ? "Copied" : "Not copied", isCopied ? "done" : "failed");
+    announce(isCopied ? "Copied." : "The browser does not let the page copy.");
     setTimeout(show, 2000, "Copy", "copy");
   }, "quiet", name);
   show("Copy", "copy");
-  return made;
+  return element;
 }
 
 /** Copies a text to the clipboard, and returns whether it could. Browsers have `navigator.clipboard` on safe origins only. */
@@ -162,11 +162,11 @@ async function copy(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch { /* the older command follows */ }
-  const area = Object.assign(make("textarea", "unseen"), { value: text }), focused = document.activeElement;
+  const area = Object.assign(make("textarea", "unseen"), { value: text }), focus = document.activeElement;
   document.body.append(area);
   area.select();
-  const copied = document.execCommand("copy");
+  const isCopied = document.execCommand("copy");
   area.remove();
-  focused?.focus();
-  return copied;
+  focus?.focus();
+  return isCopied;
 }

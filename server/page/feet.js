@@ -2,12 +2,12 @@
 
 function drawFoot(row) {
   const { message, foot } = row;
-  const last = message === rows.at(-1).message, copied = () => message.text;
+  const last = message === rows.at(-1).message, textToCopy = () => message.text;
   const parts = [...arrows(row)];
   const branches = button("Branch", () => branch(message));
   branches.title = "Continue from here in a new conversation";
   if (message.role === "user") {
-    parts.unshift(sign(branches, "branch"), sign(button("Edit", () => edit(row)), "edit"), copyButton("Copy message", copied, true));
+    parts.unshift(sign(branches, "branch"), sign(button("Edit", () => edit(row)), "edit"), copyButton("Copy message", textToCopy, true));
     if (last) parts.unshift(button("Answer", () => resume(message, () => newAnswer(message))));
   }
   if (message.role === "tool") parts.push(button("Edit", () => editResults(row)), branches);
@@ -16,27 +16,27 @@ function drawFoot(row) {
     const fails = !whole || message.error;
     parts.push(button(fails ? "Retry" : "Regenerate", () => regenerate(message), `quiet act ${fails ? "retry" : ""}`));
     if (last && canContinue(message)) parts.push(button("Continue", () => resume(message)));
-    if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy answer", copied), branches);
+    if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy answer", textToCopy), branches);
   }
   if (message.role === "summary" && live?.message !== message) {
     nameSummary(row);
     if (inUse(message) || message.off) parts.push(button(message.off ? "Use again" : "Undo", () => useSummary(message, message.off)));
     parts.push(button(message.text ? "Regenerate" : "Retry", () => regenerate(message), `quiet act ${message.text ? "" : "retry"}`));
-    if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy summary", copied));
+    if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy summary", textToCopy));
   }
   if (["assistant", "summary"].includes(message.role)) parts.push(make("span", "figures", figuresOf(message)));
   redraw(foot, parts);
   drawWaiting(row);
 }
 
-const buttonOf = ({ foot }, name) => [...foot.querySelectorAll("button")].find((made) => nameOf(made) === name);
+const buttonOf = ({ foot }, name) => [...foot.querySelectorAll("button")].find((element) => nameOf(element) === name);
 
 /** The number of the version of a message that is shown, with buttons to show others; nothing for a single version. */
 function arrows({ message }) {
-  const holder = above(current, message), all = holder.children.length;
+  const holder = holderOf(current, message), all = holder.children.length;
   if (all < 2) return [];
   const turn = (by, name, sign) => {
-    const made = button(sign, () => {
+    const arrow = button(sign, () => {
       holder.shown += by;
       draw();
       settle();
@@ -44,8 +44,8 @@ function arrows({ message }) {
       const buttons = rowOf(current.messages[holder.children[holder.shown]]).foot.querySelectorAll(".arrows button");
       [...buttons].sort((a, b) => a.disabled - b.disabled || (a.textContent === sign ? -1 : 1))[0].focus();
     }, "quiet act", name);
-    made.disabled = !(holder.shown + by in holder.children);
-    return made;
+    arrow.disabled = !(holder.shown + by in holder.children);
+    return arrow;
   };
   const element = make("span", "arrows", "", `Version ${holder.shown + 1} of ${all}`);
   element.setAttribute("role", "group");

@@ -18,9 +18,9 @@ async function importChats(text) {
   if (value?.format !== FORMAT || !Array.isArray(value.conversations)) throw new Failure("This file has no conversations of this page in it.");
   const read = value.conversations.map(readConversation).filter((chat) => chat.children.length);
   savePrompts(readPrompts(value.prompts));
-  const known = read.filter(({ id }) => chats.has(id)).length;
+  const knownCount = read.filter(({ id }) => chats.has(id)).length;
   for (const chat of read) await keepConversation(adopt(chat), true);
-  return [read.length - known, known];
+  return [read.length - knownCount, knownCount];
 }
 
 $("export-all").addEventListener("click", () => exportChats([...chats.values()], savedPrompts()));
@@ -29,9 +29,9 @@ $("file").addEventListener("change", async () => {
   const [file] = $("file").files;
   if (!file) return;
   try {
-    const [added, known] = await importChats(await file.text());
-    const parts = [added || !known ? `${count(added, "conversation")} imported.` : ""];
-    if (known) parts.push(`${count(known, "conversation")} ${known === 1 ? "was" : "were"} here already: what the file has more is added.`);
+    const [addedCount, knownCount] = await importChats(await file.text());
+    const parts = [addedCount || !knownCount ? `${count(addedCount, "conversation")} imported.` : ""];
+    if (knownCount) parts.push(`${count(knownCount, "conversation")} ${knownCount === 1 ? "was" : "were"} here already: what the file has more is added.`);
     $("shelf-says").textContent = parts.join(" ").trim();
   } catch (error) {
     $("shelf-says").textContent = error instanceof Failure ? error.message : "This file cannot be read.";

@@ -4,21 +4,21 @@ const FOLDED = "polarlm.folded"; // the names of the folders whose conversations
 
 const folderOf = (chat) => chat.folder ?? "";
 
-const foldedNames = () => keptValue("localStorage", FOLDED, (names) => new Set(names));
+const foldedNames = () => readStoredValue("localStorage", FOLDED, (names) => new Set(names));
 
 /** Items of the list: the conversations without a folder, then the folders by name, each with its conversations. */
 function inFolders(list, item, open) {
-  const folded = open ? new Set() : foldedNames(), names = [...new Set(list.map(folderOf))].filter(Boolean);
+  const foldedFolders = open ? new Set() : foldedNames(), names = [...new Set(list.map(folderOf))].filter(Boolean);
   const among = (name) => list.filter((chat) => folderOf(chat) === name);
   names.sort((one, other) => one.localeCompare(other));
-  return [...among("").map(item), ...names.map((name) => folderItem(name, among(name), item, !folded.has(name)))];
+  return [...among("").map(item), ...names.map((name) => folderItem(name, among(name), item, !foldedFolders.has(name)))];
 }
 
 function folderItem(name, list, item, open) {
   const inside = put(make("ul", "", "", visible(name)), ...(open ? list.map(item) : [])), opener = button(visible(name), () => {
-    const folded = foldedNames();
-    if (!folded.delete(name)) folded.add(name);
-    keep("localStorage", FOLDED, JSON.stringify([...folded]));
+    const foldedFolders = foldedNames();
+    if (!foldedFolders.delete(name)) foldedFolders.add(name);
+    writeStorage("localStorage", FOLDED, JSON.stringify([...foldedFolders]));
     drawList();
   }, "quiet");
   opener.setAttribute("aria-expanded", String(open));
@@ -29,11 +29,11 @@ function folderItem(name, list, item, open) {
 
 // -- moving conversations ---------------------------------------------------------------------------------------------
 
-let moving = []; // the conversations that are being put into a folder
+let chatsToMove = []; // the conversations that are being put into a folder
 
 /** Asks for the folder of conversations. */
 function move(list) {
-  moving = list;
+  chatsToMove = list;
   $("folders").replaceChildren(...[...new Set([...chats.values()].map(folderOf))].filter(Boolean).map((name) => option(name)));
   $("folder").value = folderOf(list[0]);
   $("move").hidden = false;
@@ -41,20 +41,20 @@ function move(list) {
   $("folder").select();
 }
 
-function moved() {
+function endMove() {
   $("move").hidden = true;
-  moving = [];
+  chatsToMove = [];
   drawList();
-  ($("list").querySelector("[data-does=move]") ?? $(picked ? "move-picked" : "search")).focus();
+  ($("list").querySelector("[data-does=move]") ?? $(pickedChats ? "move-picked" : "search")).focus();
 }
 
 onSubmit($("move"), () => {
-  const list = moving;
+  const list = chatsToMove;
   for (const chat of list) {
-    Object.assign(chat, { folder: $("folder").value.trim(), filed: later(chat.filed) });
+    Object.assign(chat, { folder: $("folder").value.trim(), filed: timeAfter(chat.filed) });
     if (chats.has(chat.id)) keepConversation(chat);
   }
-  if (picked) pick(false);
-  moved();
+  if (pickedChats) pick(false);
+  endMove();
 });
-onEscape($("move"), moved);
+onEscape($("move"), endMove);

@@ -21,15 +21,15 @@ function formula(source, room) {
 }
 
 function drawFormula(source) {
-  const displayMode = /^(\$\$|\\\[)/.test(source), cut = /^\$[^$]/.test(source) ? 1 : 2, drawn = make("span");
+  const displayMode = /^(\$\$|\\\[)/.test(source), cut = /^\$[^$]/.test(source) ? 1 : 2, drawing = make("span");
   const options = { displayMode, throwOnError: false, errorColor: "var(--alarm)", trust: false, strict: false, maxSize: 20, maxExpand: 1000 };
-  try { katex.render(source.slice(cut, -cut), drawn, options); } catch { return { element: null, elements: FORMULAS.longest }; } // KaTeX is recursive, too
-  const elements = drawn.getElementsByTagName("*").length;
-  if (elements > FORMULAS.elements || depthOf(drawn) > FORMULAS.depth || heightOfLines(drawn) > FORMULAS.tall || drawn.firstChild.className === "katex-error") {
+  try { katex.render(source.slice(cut, -cut), drawing, options); } catch { return { element: null, elements: FORMULAS.longest }; } // KaTeX is recursive, too
+  const elements = drawing.getElementsByTagName("*").length;
+  if (elements > FORMULAS.elements || depthOf(drawing) > FORMULAS.depth || heightOfLines(drawing) > FORMULAS.tall || drawing.firstChild.className === "katex-error") {
     return { element: null, elements };
   }
-  const made = displayMode ? region("span", "maths display", "", "Formula") : make("span", "maths");
-  return { element: put(made, make("span", "source", source), drawn), elements: elements + 3 };
+  const element = displayMode ? region("span", "maths display", "", "Formula") : make("span", "maths");
+  return { element: put(element, make("span", "source", source), drawing), elements: elements + 3 };
 }
 
 function depthOf(element) {
@@ -39,9 +39,9 @@ function depthOf(element) {
 }
 
 /** The height of a formula's lines together, in em. */
-function heightOfLines(drawn) {
+function heightOfLines(drawing) {
   let all = 0, line = 0;
-  for (const part of drawn.querySelectorAll(".katex-strut, .katex-newline")) {
+  for (const part of drawing.querySelectorAll(".katex-strut, .katex-newline")) {
     line = Math.max(line, Number.parseFloat(part.style.height) || 0);
     if (!part.matches(".katex-newline")) continue;
     all += line;

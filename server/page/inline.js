@@ -49,14 +49,14 @@ const matchAt = (expression, text, place) => Object.assign(expression, { lastInd
  * the length of the beginning that later text cannot change.
  */
 function read(text, from = 0) {
-  const marks = [], found = new Map(), all = text.length;
+  const marks = [], endPlaces = new Map(), all = text.length;
   let undecided = all; // the first place about which later text decides
   const later = (place) => { undecided = Math.min(undecided, place); };
 
   /** The first place with one of the `ends`, from a place on. Where a search has ended, the next one begins: together they read the text once. */
   const endOf = (ends, place) => {
-    if (!(found.get(ends) >= place)) found.set(ends, matchAt(ends, text, place)?.index ?? all);
-    return found.get(ends);
+    if (!(endPlaces.get(ends) >= place)) endPlaces.set(ends, matchAt(ends, text, place)?.index ?? all);
+    return endPlaces.get(ends);
   };
 
   const pairAt = (index, pair) => {

@@ -9,7 +9,7 @@ function readPrompts(value) {
 }
 
 /** What this browser keeps now: another tab may have changed it. */
-const savedPrompts = () => keptValue("localStorage", LIBRARY, readPrompts);
+const savedPrompts = () => readStoredValue("localStorage", LIBRARY, readPrompts);
 
 /** Keeps prompts; each takes the place of the one that has its name. */
 function savePrompts(prompts) {
@@ -19,17 +19,17 @@ function savePrompts(prompts) {
 
 function keepPrompts(prompts) {
   prompts.sort((one, other) => one.name.localeCompare(other.name));
-  keep("localStorage", LIBRARY, JSON.stringify(prompts));
+  writeStorage("localStorage", LIBRARY, JSON.stringify(prompts));
   drawPrompts();
 }
 
 function drawPrompts() {
   $("prompts").replaceChildren(...savedPrompts().map(({ name, text }) => {
     const title = visible(name), act = (label, does, what) => button(label, does, "quiet", what);
-    const shown = dir(make("span", "name", title));
-    shown.title = visible(text.slice(0, 500));
+    const label = dir(make("span", "name", title));
+    label.title = visible(text.slice(0, 500));
     return put(
-      make("li"), shown,
+      make("li"), label,
       act("System", () => {
         $("system").value = text;
         remember();

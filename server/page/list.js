@@ -1,8 +1,8 @@
 // The list of conversations: search, names, deletion.
 
-let deleted = []; // the conversations that can be restored
-let renaming = false; // whether the current conversation is being renamed
-let pressed = false; // whether a pointer is down on the list
+let deletedChats = []; // the conversations that can be restored
+let isRenaming = false; // whether the current conversation is being renamed
+let isPressed = false; // whether a pointer is down on the list
 
 /** Whether a conversation has these words in its title, its messages or its files. */
 function hasWords(conversation, words) {
@@ -15,23 +15,23 @@ function hasWords(conversation, words) {
 const nameTab = () => { document.title = current.children.length ? `${visible(titleOf(current))} – PolarLM` : "PolarLM"; };
 
 function drawList() {
-  if (renaming || pressed) return; // a new list would lose what is typed there, or the click that comes
+  if (isRenaming || isPressed) return; // a new list would lose what is typed there, or the click that comes
   nameTab();
   const words = $("search").value.trim().toLowerCase();
   const sorted = [...chats.values()].filter((chat) => hasWords(chat, words)).sort((a, b) => b.changed - a.changed);
   const none = sorted.length ? "" : words ? "No conversation has these words in it." : "No conversation is kept yet.";
   setText($("none"), none);
   $("export-all").disabled = $("select").disabled = !chats.size;
-  if (picked) drawPicks();
+  if (pickedChats) drawPicks();
   const list = $("list");
-  redraw(list, inFolders(sorted, picked ? pickItem : listItem, picked || words), () => list.querySelector("[aria-current]"));
+  redraw(list, inFolders(sorted, pickedChats ? pickItem : listItem, pickedChats || words), () => list.querySelector("[aria-current]"));
 }
 
-$("list").addEventListener("pointerdown", () => { pressed = true; });
-addEventListener("click", () => { pressed = false; }, { capture: true }); // what is clicked may draw the list
+$("list").addEventListener("pointerdown", () => { isPressed = true; });
+addEventListener("click", () => { isPressed = false; }, { capture: true }); // what is clicked may draw the list
 for (const ended of ["pointerup", "pointercancel"]) {
   addEventListener(ended, () => setTimeout(() => { // after the click, if there is one
-    pressed = false;
+    isPressed = false;
     drawList();
   }));
 }
@@ -53,9 +53,9 @@ function listItem(chat) {
     save: ["Export", () => exportChats([chat])], remove: ["Delete", () => remove([chat])],
   };
   const buttons = Object.entries(does).map(([key, [label, act]]) => {
-    const made = button(label, act, "quiet");
-    made.dataset.does = key;
-    return made;
+    const element = button(label, act, "quiet");
+    element.dataset.does = key;
+    return element;
   });
   return put(item, put(make("div", "row"), ...buttons));
 }
@@ -64,10 +64,10 @@ function listItem(chat) {
 function rename(chat, opener) {
   const field = Object.assign(make("input", "", "", "Name of the conversation"), { value: titleOf(chat), maxLength: 200 });
   const done = (keepIt) => {
-    if (!renaming) return;
-    renaming = false;
+    if (!isRenaming) return;
+    isRenaming = false;
     if (keepIt) {
-      Object.assign(chat, { title: field.value.trim(), named: later(chat.named) });
+      Object.assign(chat, { title: field.value.trim(), named: timeAfter(chat.named) });
       keepConversation(chat);
     }
     opener.textContent = opener.title = visible(titleOf(chat));
@@ -83,14 +83,14 @@ function rename(chat, opener) {
     $("list").querySelector("[data-does=rename]")?.focus();
   });
   field.addEventListener("blur", () => done(true));
-  renaming = true;
+  isRenaming = true;
   opener.replaceWith(field);
   field.focus();
   field.select();
 }
 
 function remove(list) {
-  deleted = list;
+  deletedChats = list;
   for (const { id } of list) {
     chats.delete(id);
     removeSent(id);
@@ -104,14 +104,14 @@ function remove(list) {
 }
 
 $("restore").addEventListener("click", () => {
-  const restored = deleted;
-  deleted = [];
+  const chatsToRestore = deletedChats;
+  deletedChats = [];
   $("undo").hidden = true;
-  for (const chat of restored) {
+  for (const chat of chatsToRestore) {
     chats.set(chat.id, chat);
     keepConversation(chat, true);
   }
-  if (restored.length === 1) openChat(restored[0]);
+  if (chatsToRestore.length === 1) openChat(chatsToRestore[0]);
   else drawList();
   ($("list").querySelector("[aria-current]") ?? $("list").querySelector("button, input")).focus();
 });

@@ -1,11 +1,11 @@
 // The composer, sheets, the key, and the keyboard.
 
 function busy(yes) {
-  const focused = document.activeElement === $("send") || document.activeElement === $("stop");
+  const hasFocus = document.activeElement === $("send") || document.activeElement === $("stop");
   $("send").hidden = yes;
   $("stop").hidden = !yes;
   $("turns").classList.toggle("busy", yes);
-  if (focused) $("message").focus();
+  if (hasFocus) $("message").focus();
 }
 
 /** Shows what is happening. Screen readers read the sentence, but not the figure, which changes all the time. */
@@ -15,22 +15,22 @@ function tell(sentence, figure = "") {
 }
 
 const SAID_MS = 7000; // how long a text for screen readers exists: later, reading or searching the page must not find it twice
-let silencing = 0;
+let silenceTimer = 0;
 
 /** Has screen readers read a text that is not shown. */
 function announce(text) {
   $("said").textContent = text;
-  clearTimeout(silencing);
-  silencing = setTimeout(() => { $("said").textContent = ""; }, SAID_MS);
+  clearTimeout(silenceTimer);
+  silenceTimer = setTimeout(() => { $("said").textContent = ""; }, SAID_MS);
 }
 
 // -- the view follows the answer --------------------------------------------------------------------------------------
 
-let following = true; // whether the end of the conversation stays in view
+let followsEnd = true; // whether the end of the conversation stays in view
 let scrolledTo = 0;
 
 function follow() {
-  if (!following) return;
+  if (!followsEnd) return;
   $("log").scrollTop = $("log").scrollHeight;
   scrolledTo = $("log").scrollTop; // so that the event of this tells nothing of what somebody does
 }
@@ -38,12 +38,12 @@ function follow() {
 $("log").addEventListener("scroll", () => {
   const { scrollTop, scrollHeight, clientHeight } = $("log"), below = scrollHeight - scrollTop - clientHeight;
   if (scrollTop === scrolledTo) return;
-  following = below < (scrolledTo > scrollTop ? 1 : 48); // the smallest step upwards ends it, unless the end itself moved up
+  followsEnd = below < (scrolledTo > scrollTop ? 1 : 48); // the smallest step upwards ends it, unless the end itself moved up
   scrolledTo = scrollTop;
 }, { passive: true });
 
 /** The view stays where it is when somebody begins to scroll up: a piece that comes before the first step would undo it. */
-const leaveEnd = () => { if ($("log").scrollTop > 0) following = false; };
+const leaveEnd = () => { if ($("log").scrollTop > 0) followsEnd = false; };
 
 $("log").addEventListener("wheel", ({ deltaY }) => { if (deltaY < 0) leaveEnd(); }, { passive: true });
 $("log").addEventListener("keydown", ({ key, target }) => {
@@ -67,49 +67,49 @@ $("message").addEventListener("keydown", (event) => {
   $("say").requestSubmit();
 });
 
-let sending = null; // the conversation whose message goes once its files are read
-let waiting = ""; // what is said of that
+let chatToSend = null; // the conversation whose message goes once its files are read
+let waitingText = ""; // what is said of that
 
-const areRead = () => attached.every(({ text }) => text !== null);
+const areRead = () => attachedFiles.every(({ text }) => text !== null);
 
 /** Says what the files of the next message wait for. */
 function tellWaiting() {
   if (live) return;
-  const loads = stats?.state && (askedModel() ?? stats.model), said = waiting;
-  waiting = areRead() ? "" : loads ? `Loading ${visible(loads)} …` : sending === current ? "The message goes once its files are read …" : "";
-  if (waiting || (said && $("status").textContent === said)) tell(waiting);
+  const loads = stats?.state && (askedModel() ?? stats.model), said = waitingText;
+  waitingText = areRead() ? "" : loads ? `Loading ${visible(loads)} …` : chatToSend === current ? "The message goes once its files are read …" : "";
+  if (waitingText || (said && $("status").textContent === said)) tell(waitingText);
 }
 
 /** Sends the message that has waited for its files, now that they are read. */
 function sendRead() {
   tellWaiting();
-  if (sending === current && areRead()) $("say").requestSubmit();
+  if (chatToSend === current && areRead()) $("say").requestSubmit();
 }
 
 /** Keeps what is not sent yet in this tab, also over a reload. */
-const keepDraft = () => keep("sessionStorage", DRAFT, $("message").value);
+const keepDraft = () => writeStorage("sessionStorage", DRAFT, $("message").value);
 
 $("message").addEventListener("input", () => {
-  sending = null; // it is still being written
+  chatToSend = null; // it is still being written
   tellWaiting();
   keepDraft();
 });
 
 onSubmit($("say"), async () => {
   const conversation = current;
-  const empty = () => !$("message").value.trim() && !attached.length;
+  const empty = () => !$("message").value.trim() && !attachedFiles.length;
   if (empty() || live || !settingsHold()) return;
   if (!areRead()) {
-    sending = conversation;
+    chatToSend = conversation;
     return tellWaiting();
   }
-  sending = null;
+  chatToSend = null;
   if (isNearlyFull($("message").value, attachedTokens()) && (!(await compact()) || current !== conversation)) return; // the field keeps the message
   if (empty()) return;
-  const text = $("message").value.trim(), files = attached;
+  const text = $("message").value.trim(), files = attachedFiles;
   $("message").value = "";
   keepDraft();
-  attached = [];
+  attachedFiles = [];
   drawAttached();
   sayAttached("");
   say({ role: "user", text, ...(files.length && { files }) });
@@ -156,11 +156,11 @@ $("open-meters").addEventListener("click", () => {
 
 // -- the key ----------------------------------------------------------------------------------------------------------
 
-let locked = null; // the answer that was refused because the key was missing or wrong
+let lockedAnswer = null; // the answer that was refused because the key was missing or wrong
 
 function lock(message = null) {
-  const again = kept("localStorage", KEY);
-  locked = message ?? locked;
+  const again = readStorage("localStorage", KEY);
+  lockedAnswer = message ?? lockedAnswer;
   $("door-why").textContent = again ? "The server does not know this key." : "This server asks for one. This browser keeps it until the settings forget it.";
   if ($("door").hidden) {
     $("door").hidden = false;
@@ -169,24 +169,24 @@ function lock(message = null) {
 }
 
 onSubmit($("door"), async () => {
-  keep("localStorage", KEY, $("key").value);
+  writeStorage("localStorage", KEY, $("key").value);
   $("keyed").hidden = false;
   $("door").hidden = true;
   $("key").value = "";
   $("message").focus();
   await look();
-  const message = locked;
+  const message = lockedAnswer;
   if (!$("door").hidden || !message) return;
-  locked = null;
+  lockedAnswer = null;
   if (message === rows.at(-1)?.message && !live) answer(message);
 });
 
 $("forget").addEventListener("click", () => {
-  keep("localStorage", KEY, "");
+  writeStorage("localStorage", KEY, "");
   $("keyed").hidden = true;
   look();
 });
-$("keyed").hidden = !kept("localStorage", KEY);
+$("keyed").hidden = !readStorage("localStorage", KEY);
 
 // -- start ------------------------------------------------------------------------------------------------------------
 
@@ -194,9 +194,9 @@ document.addEventListener("visibilitychange", () => {
   if (!document.hidden) look();
 });
 
-$("message").value = kept("sessionStorage", DRAFT) ?? "";
-$("engine").open = kept("localStorage", ENGINE) === "open";
-$("engine").addEventListener("toggle", () => keep("localStorage", ENGINE, $("engine").open ? "open" : ""));
+$("message").value = readStorage("sessionStorage", DRAFT) ?? "";
+$("engine").open = readStorage("localStorage", ENGINE) === "open";
+$("engine").addEventListener("toggle", () => writeStorage("localStorage", ENGINE, $("engine").open ? "open" : ""));
 showSettings(current.settings);
 drawList();
 inTurn(openShelved); // first: the server may name conversations that were deleted, and the browser has to delete them, too

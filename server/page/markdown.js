@@ -192,9 +192,9 @@ class Markdown {
       this.#block = null;
       return this.#none();
     }
-    const begun = line.slice(Math.min(code.indent, /^ */.exec(line)[0].length));
+    const text = line.slice(Math.min(code.indent, /^ */.exec(line)[0].length));
     this.#open = code;
-    this.#put(code.lines ? `\n${begun}` : begun);
+    this.#put(code.lines ? `\n${text}` : text);
     code.lines += 1;
     return undefined;
   }
@@ -202,11 +202,11 @@ class Markdown {
   #isRuler(line) {
     const head = this.#block;
     if (!(head instanceof InlineText) || head.lines !== 1 || this.#blank || !RULER.test(line)) return false;
-    return head.whole.includes("|") && cells(head.whole).length === cells(line).length;
+    return head.wholeText.includes("|") && cells(head.wholeText).length === cells(line).length;
   }
 
   #table(line) {
-    const head = this.#block, text = head.whole;
+    const head = this.#block, text = head.wholeText;
     const aligns = cells(line).map((cell) => (/^:-+:$/.test(cell) ? "middle" : /-:$/.test(cell) ? "right" : "left"));
     const box = region("div", "table", "", "Table"), table = make("table");
     head.element.replaceWith(box);
@@ -236,7 +236,7 @@ class Markdown {
   }
 
   /** Whether the last line has opened a formula; in a quote, each line begins anew. */
-  get #inFormula() { return this.#block instanceof InlineText && !this.#quote && !this.#blank && this.#block.opened; }
+  get #inFormula() { return this.#block instanceof InlineText && !this.#quote && !this.#blank && this.#block.opensFormula; }
 
   get #target() { return this.#lists.at(-1)?.item ?? this.target; }
 

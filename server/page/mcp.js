@@ -2,7 +2,7 @@
 
 let mcpServers = []; // { name, state, trouble, tools: [{ name, function, trouble }] }, as the server has them
 let mcpOn = {}; // the current conversation's: name of a server that is on → names of its tools that are off
-const connecting = new Map(); // name → the promise of a server that is being connected to
+const connections = new Map(); // name → the promise of a server that is being connected to
 
 async function listMcp() {
   mcpServers = (await askJson("mcp/servers")).servers;
@@ -12,18 +12,18 @@ async function listMcp() {
 
 /** Connects to a server, and shows its tools or why it has failed. Rejects if `signal` ends it. */
 async function connectTo(name, signal) {
-  if (!connecting.has(name)) {
-    const connected = askJson("mcp/connect", { server: name })
+  if (!connections.has(name)) {
+    const connection = askJson("mcp/connect", { server: name })
       .catch((error) => ({ name, state: "failed", trouble: error.message, tools: [] }))
       .then((connectedServer) => {
-        connecting.delete(name);
+        connections.delete(name);
         mcpServers = mcpServers.map((server) => (server.name === name ? connectedServer : server));
         drawMcp();
       });
-    connecting.set(name, connected);
+    connections.set(name, connection);
     drawMcp();
   }
-  await Promise.race([connecting.get(name), new Promise((_, reject) => {
+  await Promise.race([connections.get(name), new Promise((_, reject) => {
     signal?.addEventListener("abort", () => reject(signal.reason), { once: true });
   })]);
 }
@@ -43,8 +43,8 @@ const mcpTools = () => mcpServers.filter(({ name, state }) => state === "ready" 
   tools.filter((tool) => !tool.trouble && !mcpOn[name].includes(tool.name)).map((tool) => ({ server: name, tool })));
 
 /** The names of the server and its tool that a model calls by this name; undefined if no server has it. */
-function originOf(called) {
-  const match = mcpTools().find(({ tool }) => tool.function.name === called);
+function originOf(functionName) {
+  const match = mcpTools().find(({ tool }) => tool.function.name === functionName);
   return match && { server: match.server, tool: match.tool.name };
 }
 
@@ -62,13 +62,13 @@ function drawMcp() {
   const open = [...$("servers").querySelectorAll("details[open]")].map(({ dataset }) => dataset.server);
   $("mcp").hidden = !mcpServers.length;
   redraw($("servers"), mcpServers.map((server, place) => mcpItem(server, place, open.includes(server.name))));
-  const failed = mcpServers.filter(({ name, state }) => state === "failed" && Object.hasOwn(mcpOn, name));
-  const sentence = failed.map(({ name, trouble }) => `${visible(name)} is not available. ${full(visible(trouble))}`).join(" ");
+  const failedServers = mcpServers.filter(({ name, state }) => state === "failed" && Object.hasOwn(mcpOn, name));
+  const sentence = failedServers.map(({ name, trouble }) => `${visible(name)} is not available. ${withPeriod(visible(trouble))}`).join(" ");
   setText($("unconnected"), sentence);
 }
 
 function mcpItem(server, place, open) {
-  const item = make("li"), on = Object.hasOwn(mcpOn, server.name), isConnecting = connecting.has(server.name);
+  const item = make("li"), on = Object.hasOwn(mcpOn, server.name), isConnecting = connections.has(server.name);
   const state = isConnecting ? "connecting …" : !on ? "" : server.state === "ready" ? "" : server.state;
   item.append(switchOf(`server-${place}`, visible(server.name), state, on, (yes) => {
     if (yes) mcpOn[server.name] = [];
@@ -78,7 +78,7 @@ function mcpItem(server, place, open) {
   }));
   if (on && server.state === "failed" && !isConnecting) {
     const again = button("Connect again", () => connectTo(server.name), "quiet", `Connect to ${visible(server.name)} again`);
-    item.append(make("p", "wrong", full(visible(server.trouble))), again);
+    item.append(make("p", "wrong", withPeriod(visible(server.trouble))), again);
   }
   if (!on || server.state !== "ready") return item;
   const off = mcpOn[server.name], items = server.tools.map((tool, index) => {
@@ -88,7 +88,7 @@ function mcpItem(server, place, open) {
       setTimeout(drawMcp);
     });
     box.querySelector("input").disabled = Boolean(tool.trouble);
-    const about = tool.trouble ? full(`It cannot be used: ${tool.trouble}`) : tool.function.description ?? "";
+    const about = tool.trouble ? withPeriod(`It cannot be used: ${tool.trouble}`) : tool.function.description ?? "";
     return put(make("li"), box, ...(about ? [dir(make("p", tool.trouble ? "wrong" : "hint", visible(about.slice(0, 300))))] : []));
   });
   const usable = mcpTools().filter((each) => each.server === server.name).length;

@@ -1,9 +1,9 @@
 // Merges the trees of a conversation that several tabs write in.
 
 /** The time of a change now, always later than the last change, even if the clock was set back. */
-const later = (than = 0) => Math.max(Date.now(), than + 1);
+const timeAfter = (than = 0) => Math.max(Date.now(), than + 1);
 
-const answered = new WeakMap(); // answer written in this tab → `changed` of its kept version
+const storedTimes = new WeakMap(); // answer written in this tab → `changed` of its kept version
 
 /**
  * Merges `theirs`, a conversation as another tab or a file has it, into `mine`: messages and their versions by id, and
@@ -23,7 +23,7 @@ function absorb(mine, theirs) {
     else if (message.changed > (own.changed ?? 0)) {
       const { parent, children, shown } = own;
       Object.assign(own, message, { parent, children, shown });
-      answered.delete(own);
+      storedTimes.delete(own);
     } else continue;
     messages.push(mine.messages[message.id]);
   }
@@ -38,17 +38,17 @@ function absorb(mine, theirs) {
  * The same child stays shown.
  */
 function unite(conversation, mine, theirs) {
-  const id = mine === conversation ? null : mine.id, shown = mine.children[mine.shown] ?? theirs.children[theirs.shown];
-  const known = theirs.children.filter((child) => conversation.messages[child]?.parent === id); // a file may have loops
-  if (known.every((child) => mine.children.includes(child))) return;
-  mine.children = [...known, ...mine.children.filter((child) => !known.includes(child))];
-  mine.shown = Math.max(0, mine.children.indexOf(shown));
+  const id = mine === conversation ? null : mine.id, shownChild = mine.children[mine.shown] ?? theirs.children[theirs.shown];
+  const knownChildren = theirs.children.filter((child) => conversation.messages[child]?.parent === id); // a file may have loops
+  if (knownChildren.every((child) => mine.children.includes(child))) return;
+  mine.children = [...knownChildren, ...mine.children.filter((child) => !knownChildren.includes(child))];
+  mine.shown = Math.max(0, mine.children.indexOf(shownChild));
 }
 
 /** Whether an answer was written both here and in another tab since it was kept. */
 function isDisputed(own, theirs) {
-  const kept = answered.get(own);
-  return theirs.changed > kept && (own === live?.message || own.changed > kept);
+  const storedTime = storedTimes.get(own);
+  return theirs.changed > storedTime && (own === live?.message || own.changed > storedTime);
 }
 
 /** Makes a separate version of what was written here. */
@@ -57,6 +57,6 @@ function fork(conversation, own, theirs) {
   conversation.messages[id] = { ...theirs, children, shown };
   Object.assign(own, { id: newId(), children: [], shown: 0 });
   conversation.messages[own.id] = own;
-  const holder = above(conversation, own);
+  const holder = holderOf(conversation, own);
   holder.shown = holder.children.push(own.id) - 1;
 }

@@ -34,15 +34,15 @@ function nameSummary({ message, title, element }) {
   element.classList.toggle("off", message.off);
 }
 
-/** Shows a whole answer anew; `going`: whether it is still being generated. */
-function fill(row, going = false) {
+/** Shows a whole answer anew; `isGoing`: whether it is still being generated. */
+function fill(row, isGoing = false) {
   row.thoughts?.remove();
   row.thoughts = null;
   row.calls.replaceChildren();
   row.text = new Markdown(row.body);
   row.written = 0;
   grow(row);
-  if (!going) row.text.end();
+  if (!isGoing) row.text.end();
   complain(row);
 }
 
@@ -89,14 +89,14 @@ function showCall(row, call, index) {
     text.replaceChildren();
     element.parts = new Parts(text);
   }
-  element.parts.addText(visibleCode(busy ? call.arguments.slice(grows ? shown.length : 0) : indented(call.arguments)));
+  element.parts.addText(visibleCode(busy ? call.arguments.slice(grows ? shown.length : 0) : indentedJson(call.arguments)));
   Object.assign(element, { shown: call.arguments, busy });
 }
 
 const INDENTED = 8; // times its length that a JSON text may grow by
 
 /** A JSON text with a line for each value; as it is if it is no JSON, or so deep that it would be mostly spaces. */
-function indented(json) {
+function indentedJson(json) {
   let depth = 0, spaces = 0;
   for (const [sign] of json.matchAll(/[[\]{},]/g)) {
     if (sign !== ",") depth += "[{".includes(sign) ? 1 : -1;
@@ -108,7 +108,7 @@ function indented(json) {
 
 function buildResults({ message, element, foot }) {
   const results = message.results.map(({ name, text, failed }) => {
-    const body = region("pre", "", visibleCode(indented(text)), `Result of ${visible(name)}`);
+    const body = region("pre", "", visibleCode(indentedJson(text)), `Result of ${visible(name)}`);
     return fold(failed ? "call failed" : "call", `${failed ? "Error" : "Result"} of ${visible(name)}`, body);
   });
   element.append(put(make("div", "calls"), ...results), foot);

@@ -2,7 +2,7 @@
 
 const BUSY_MS = 1000, IDLE_MS = 5000; // between two requests for /stats
 
-let used = { tokens: 0, cached: 0, exact: true }; // tokens of the conversation, and how many of them were in the cache
+let contextUse = { tokens: 0, cached: 0, exact: true }; // tokens of the conversation, and how many of them were in the cache
 let stats = null; // the last response of /stats
 
 const number = (value, digits = 0) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
@@ -26,12 +26,12 @@ function meter() {
   tellWaiting();
   showChoice();
   if (stats.state) return meterless();
-  const about = used.exact ? "" : "≈ ";
+  const about = contextUse.exact ? "" : "≈ ";
   $("model").textContent = stats.model;
-  $("context").textContent = `${about}${number(used.tokens)} of ${number(stats.context)}`;
+  $("context").textContent = `${about}${number(contextUse.tokens)} of ${number(stats.context)}`;
   $("context-brief").textContent = `${$("context").textContent} tokens`;
   $("filled").max = stats.context;
-  $("filled").value = used.tokens;
+  $("filled").value = contextUse.tokens;
   $("bits").textContent = `${number(stats.bits_per_value, 2)} bits/value`;
   $("types").textContent = `Stored as ${stats.cache_types}; a token takes ` +
     `${size(stats.bytes_per_token)}, in f16 ${size(stats.f16_bytes_per_token)}`;
@@ -48,7 +48,7 @@ function meter() {
   $("requests").textContent = `${stats.running} running, ${stats.waiting} waiting`;
   $("in-use").textContent = `${number(stats.blocks_used)} of ${number(stats.blocks)} blocks in use, ${number(stats.blocks_kept)} kept` +
     Object.entries(stats.blocks_by_type ?? {}).map(([type, count]) => `, ${number(count)} as ${type}`).join("");
-  drawBlocks(blocksOf(used.tokens, used.cached, stats), stats);
+  drawBlocks(blocksOf(contextUse.tokens, contextUse.cached, stats), stats);
 }
 
 /** Shows that the model is not in memory, so that nothing is known of its cache. */
@@ -62,37 +62,37 @@ function meterless() {
   const nothing = { block_size: 1, bits_per_value: 16, context: 0 };
   drawBlocks(blocksOf(0, 0, nothing), nothing);
   $("blocks-say").textContent = "";
-  drawn = "";
+  drawnState = "";
   if (live && live.row && !live.message.text) tell(stats.state === "unloaded" ? "Loading the model …" : `The model is ${stats.state} …`);
 }
 
-let looking = 0;
+let lookTimer = 0;
 let worry = ""; // the error of the last request
-let listing = null; // the first request for the models
-let known = ""; // the name of the model whose /props are shown
+let listRequest = null; // the first request for the models
+let shownModel = ""; // the name of the model whose /props are shown
 
 /** Requests /stats now, and repeatedly while the page is visible. */
 async function look() {
-  clearTimeout(looking);
+  clearTimeout(lookTimer);
   try {
-    if (!listing) await (listing = Promise.all([listModels(), listMcp()]).catch((error) => { listing = null; throw error; }));
-    const query = ofModel(), answered = await askJson(`stats?${[`tokens=${used.tokens}`, query].filter(Boolean).join("&")}`);
+    if (!listRequest) await (listRequest = Promise.all([listModels(), listMcp()]).catch((error) => { listRequest = null; throw error; }));
+    const query = ofModel(), reply = await askJson(`stats?${[`tokens=${contextUse.tokens}`, query].filter(Boolean).join("&")}`);
     if (query !== ofModel()) return look(); // another model was chosen meanwhile
-    stats = answered;
+    stats = reply;
     if ($("status").textContent === worry) tell("");
     meter();
-    if (known !== stats.model && !stats.state) { // to ask of a model that is not in memory would load it
-      known = stats.model;
+    if (shownModel !== stats.model && !stats.state) { // to ask of a model that is not in memory would load it
+      shownModel = stats.model;
       showProps(await askJson(`props?${query}`));
     }
-    if (keeps !== false) sync();
+    if (serverKeeps !== false) sync();
   } catch (error) {
     if (error.status === 401) return lock();
     worry = error.message;
     if (!live) tell(worry);
   }
-  clearTimeout(looking);
-  if (!document.hidden) looking = setTimeout(look, live || !areRead() ? BUSY_MS : IDLE_MS);
+  clearTimeout(lookTimer);
+  if (!document.hidden) lookTimer = setTimeout(look, live || !areRead() ? BUSY_MS : IDLE_MS);
 }
 
 // -- the picture of the cache -----------------------------------------------------------------------------------------
@@ -125,25 +125,25 @@ function blocksInWords({ all, length, full, coded, shared }, bits) {
   return `${count(all, "block")} of ${length} tokens: ${parts.join(", ")}`;
 }
 
-let drawn = ""; // the state that the picture shows
+let drawnState = ""; // the state that the picture shows
 
 /** Draws a cell for each block, filled in proportion to the bits of its values, of 16, and to its tokens. */
 function drawBlocks(blocks, { bits_per_value: bits, context }) {
   const words = blocksInWords(blocks, bits), state = `${words} ${blocks.filled.toFixed(2)}`;
-  if (state === drawn) return;
-  drawn = state;
+  if (state === drawnState) return;
+  drawnState = state;
   setText($("blocks-say"), words);
   const [pitch, most] = PITCHES.find(([, cells]) => blocks.all <= cells) ?? PITCHES.at(-1);
   const columns = Math.floor(WIDTH / pitch), each = Math.max(1, Math.ceil(blocks.all / most)); // blocks to a cell
   const cells = Math.ceil(blocks.all / each), room = Math.ceil(context / blocks.length / each);
-  const seen = Math.max(cells, Math.min(room, columns * Math.max(2, Math.ceil(cells / columns))));
+  const drawnCells = Math.max(cells, Math.min(room, columns * Math.max(2, Math.ceil(cells / columns))));
   const side = pitch - (pitch > 8 ? 3 : 2), height = Math.min(1, bits / 16);
   const paths = { free: "", "outline own": "", "outline shared": "", "fill own": "", "fill shared": "" };
   const box = (cell, part) => {
     const x = (cell % columns) * pitch + .5, bottom = Math.floor(cell / columns) * pitch + side + .5, high = side * part;
     return `M${x} ${(bottom - high).toFixed(2)}h${side}v${high.toFixed(2)}h${-side}z`;
   };
-  for (let cell = 0; cell < seen; cell += 1) {
+  for (let cell = 0; cell < drawnCells; cell += 1) {
     const block = blocks.first + cell * each;
     if (cell >= cells) { paths.free += box(cell, 1); continue; }
     const whose = cell * each < blocks.shared ? "shared" : "own";
@@ -151,7 +151,7 @@ function drawBlocks(blocks, { bits_per_value: bits, context }) {
     paths[`outline ${whose}`] += box(cell, 1);
     paths[`fill ${whose}`] += box(cell, full ? (block >= blocks.complete ? blocks.filled : 1) : height);
   }
-  $("blocks").setAttribute("viewBox", `0 0 ${WIDTH} ${Math.ceil(seen / columns) * pitch}`);
+  $("blocks").setAttribute("viewBox", `0 0 ${WIDTH} ${Math.ceil(drawnCells / columns) * pitch}`);
   for (const [name, path] of Object.entries(paths)) {
     $("blocks").querySelector(`.${name.replace(" ", ".")}`).setAttribute("d", path);
   }

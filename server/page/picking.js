@@ -1,10 +1,10 @@
 // What is done with several conversations at once.
 
-let picked = null; // the conversations that are selected; null while none can be
+let pickedChats = null; // the conversations that are selected; null while none can be
 
 /** Shows boxes in place of the conversations' buttons, or the buttons again. */
 function pick(yes) {
-  picked = yes ? new Set() : null;
+  pickedChats = yes ? new Set() : null;
   $("files").hidden = yes;
   $("picks").hidden = !yes;
   drawList();
@@ -12,19 +12,19 @@ function pick(yes) {
 }
 
 function pickItem(chat) {
-  const box = Object.assign(make("input"), { type: "checkbox", checked: picked.has(chat) });
+  const box = Object.assign(make("input"), { type: "checkbox", checked: pickedChats.has(chat) });
   box.addEventListener("change", () => {
-    if (box.checked) picked.add(chat);
-    else picked.delete(chat);
+    if (box.checked) pickedChats.add(chat);
+    else pickedChats.delete(chat);
     drawPicks();
   });
   return put(make("li"), put(make("label", "chat"), box, dir(make("span", "", visible(titleOf(chat))))));
 }
 
 function drawPicks() {
-  for (const chat of picked) if (!chats.has(chat.id)) picked.delete(chat); // another tab has deleted it
-  for (const name of ["export", "remove", "move"]) $(`${name}-picked`).disabled = !picked.size;
-  $("remove-picked").textContent = picked.size ? `Delete ${number(picked.size)}` : "Delete";
+  for (const chat of pickedChats) if (!chats.has(chat.id)) pickedChats.delete(chat); // another tab has deleted it
+  for (const name of ["export", "remove", "move"]) $(`${name}-picked`).disabled = !pickedChats.size;
+  $("remove-picked").textContent = pickedChats.size ? `Delete ${number(pickedChats.size)}` : "Delete";
 }
 
 $("select").addEventListener("click", () => pick(true));
@@ -33,11 +33,11 @@ $("pick-all").addEventListener("click", () => {
   const boxes = [...$("list").querySelectorAll("input")], all = boxes.every(({ checked }) => checked);
   for (const box of boxes) if (box.checked === all) box.click();
 });
-$("move-picked").addEventListener("click", () => move([...picked]));
-$("export-picked").addEventListener("click", () => exportChats([...picked]));
+$("move-picked").addEventListener("click", () => move([...pickedChats]));
+$("export-picked").addEventListener("click", () => exportChats([...pickedChats]));
 $("remove-picked").addEventListener("click", () => {
-  const list = [...picked];
+  const list = [...pickedChats];
   pick(false);
   remove(list);
 });
-for (const part of ["picks", "list"]) onEscape($(part), () => pick(false), () => picked);
+for (const part of ["picks", "list"]) onEscape($(part), () => pick(false), () => pickedChats);

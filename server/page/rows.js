@@ -11,9 +11,9 @@ function draw() {
   let same = 0;
   while (same < rows.length && rows[same].message === path[same]) same += 1;
   for (const row of rows.splice(same)) drop(row);
-  const added = path.slice(same).map(plainRow);
-  rows.push(...added);
-  $("turns").append(...added.map(({ element }) => element));
+  const newRows = path.slice(same).map(plainRow);
+  rows.push(...newRows);
+  $("turns").append(...newRows.map(({ element }) => element));
   for (const row of rows) if (row.foot) drawFoot(row);
   for (let place = rows.length - 1, room = SCREENS * $("log").clientHeight; place >= 0 && room > 0; place -= 1) {
     room -= heightOf(build(rows[place]).message);

@@ -18,7 +18,7 @@ function readSettings(value) {
   return settings;
 }
 
-const lastSettings = () => keptValue("localStorage", SETTINGS, readSettings);
+const lastSettings = () => readStoredValue("localStorage", SETTINGS, readSettings);
 
 function showSettings(settings) {
   for (const name of FIELDS) $(name).value = settings[name] ?? "";
@@ -37,8 +37,8 @@ function remember() {
   for (const name of SWITCHES) if (!$(name).checked) settings[name] = false;
   if (chosenModel) settings.model = chosenModel;
   if (Object.keys(mcpOn).length) settings.mcp = structuredClone(mcpOn);
-  keep("localStorage", SETTINGS, JSON.stringify({ ...settings, mcp: undefined })); // a new conversation begins without servers
-  Object.assign(current, { settings, chosen: later(current.chosen) });
+  writeStorage("localStorage", SETTINGS, JSON.stringify({ ...settings, mcp: undefined })); // a new conversation begins without servers
+  Object.assign(current, { settings, chosen: timeAfter(current.chosen) });
   if (current.children.length) keepConversation(current);
 }
 
@@ -69,7 +69,7 @@ function wrongJson(name) {
   const text = $(name).value.trim();
   if (!text) return "";
   let value;
-  try { value = JSON.parse(text); } catch (error) { return `This is not JSON: ${full(error.message)}`; }
+  try { value = JSON.parse(text); } catch (error) { return `This is not JSON: ${withPeriod(error.message)}`; }
   if (name === "tools") return Array.isArray(value) ? "" : "Tools are a JSON array: [{\"name\": …, \"parameters\": …}].";
   return isObject(value) ? "" : "A schema is a JSON object: {\"type\": \"object\", …}.";
 }

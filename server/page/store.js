@@ -25,7 +25,7 @@ const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte)
 const newConversation = (settings) => ({ id: newId(), title: "", changed: Date.now(), settings, children: [], shown: 0, messages: {} });
 
 /** The message, or the conversation, whose child a message is. */
-const above = (conversation, message) => (message.parent === null ? conversation : conversation.messages[message.parent]);
+const holderOf = (conversation, message) => (message.parent === null ? conversation : conversation.messages[message.parent]);
 
 /** The messages that are shown, first to last. */
 function pathOf(conversation) {
@@ -39,23 +39,23 @@ function pathOf(conversation) {
 
 /** Adds a message after `parent`, or as a first one if that is null, and shows it. */
 function addMessage(conversation, parent, message) {
-  const added = { id: newId(), parent: parent?.id ?? null, children: [], shown: 0, ...message };
-  conversation.messages[added.id] = added;
-  const holder = above(conversation, added);
-  holder.shown = holder.children.push(added.id) - 1;
-  return added;
+  const newMessage = { id: newId(), parent: parent?.id ?? null, children: [], shown: 0, ...message };
+  conversation.messages[newMessage.id] = newMessage;
+  const holder = holderOf(conversation, newMessage);
+  holder.shown = holder.children.push(newMessage.id) - 1;
+  return newMessage;
 }
 
 /** A new conversation with the messages that are shown up to and including one, which has no messages in common with it. */
 function branchOf(conversation, last) {
   const title = `${titleOf(conversation).replace(/ \(branch\)$/, "")} (branch)`;
-  const made = { ...newConversation(conversation.settings), title, named: Date.now(), folder: conversation.folder }, path = pathOf(conversation);
+  const branch = { ...newConversation(conversation.settings), title, named: Date.now(), folder: conversation.folder }, path = pathOf(conversation);
   let parent = null;
   for (const message of path.slice(0, path.indexOf(last) + 1)) {
     const { id, parent: _, children, shown, ...rest } = message;
-    parent = addMessage(made, parent, structuredClone(rest));
+    parent = addMessage(branch, parent, structuredClone(rest));
   }
-  return made;
+  return branch;
 }
 
 const titleOf = (conversation) =>
@@ -113,18 +113,18 @@ function readConversation(value) {
   Object.assign(conversation, { title: string(value.title).slice(0, 200), named: figure(value.named), chosen: figure(value.chosen) });
   Object.assign(conversation, { folder: string(value.folder).trim().slice(0, 80), filed: figure(value.filed) });
   conversation.changed = figure(value.changed) ?? conversation.changed;
-  const waiting = [[value, null]], seen = new Set();
-  while (waiting.length) { // not recursive, since a conversation may be deeper than the stack
-    const [from, to] = waiting.pop();
+  const queue = [[value, null]], readIds = new Set();
+  while (queue.length) { // not recursive, since a conversation may be deeper than the stack
+    const [from, to] = queue.pop();
     for (const id of Array.isArray(from.children) ? from.children : []) {
       const source = Object.hasOwn(value.messages, id) ? value.messages[id] : null;
-      if (seen.has(id) || !Object.keys(READERS).includes(source?.role)) continue;
-      seen.add(id);
+      if (readIds.has(id) || !Object.keys(READERS).includes(source?.role)) continue;
+      readIds.add(id);
       const message = { role: source.role, id: ID.test(id) ? id : newId(), changed: figure(source.changed), ...READERS[source.role](source) };
-      waiting.push([source, addMessage(conversation, to, message)]);
+      queue.push([source, addMessage(conversation, to, message)]);
     }
-    const holder = to ?? conversation, shown = Number.isInteger(from.shown) ? from.shown : 0;
-    holder.shown = Math.min(Math.max(0, shown), Math.max(0, holder.children.length - 1));
+    const holder = to ?? conversation, shownIndex = Number.isInteger(from.shown) ? from.shown : 0;
+    holder.shown = Math.min(Math.max(0, shownIndex), Math.max(0, holder.children.length - 1));
   }
   return conversation;
 }
@@ -139,9 +139,9 @@ let database = null; // null if the browser keeps nothing
 let otherTabs = null; // the channel that gets the id of each conversation that has changed
 try { otherTabs = new BroadcastChannel(DATABASE); } catch { /* some browsers forbid it along with storage */ }
 
-const shelved = new Set(); // ids of conversations that were kept: one that the database lacks was deleted
+const shelvedIds = new Set(); // ids of conversations that were kept: one that the database lacks was deleted
 
-const granted = (request) => new Promise((resolve, reject) => {
+const resultOf = (request) => new Promise((resolve, reject) => {
   request.onsuccess = () => resolve(request.result);
   request.onerror = () => reject(request.error);
 });
@@ -151,18 +151,18 @@ async function openShelf() {
   try {
     const request = indexedDB.open(DATABASE, 1);
     request.onupgradeneeded = () => request.result.createObjectStore(SHELF, { keyPath: "id" });
-    database = await granted(request);
+    database = await resultOf(request);
     database.onversionchange = () => database.close();
-    const kept = await granted(database.transaction(SHELF).objectStore(SHELF).getAll());
-    for (const { id } of kept) shelved.add(id);
-    return kept;
+    const conversations = await resultOf(database.transaction(SHELF).objectStore(SHELF).getAll());
+    for (const { id } of conversations) shelvedIds.add(id);
+    return conversations;
   } catch {
     warn(NOT_KEPT);
     return [];
   }
 }
 
-const taken = (id) => granted(database.transaction(SHELF).objectStore(SHELF).get(id));
+const shelvedChat = (id) => resultOf(database.transaction(SHELF).objectStore(SHELF).get(id));
 
 /** Applies `change` to the database in one transaction, and tells other tabs. */
 async function shelve(id, change) {
@@ -192,12 +192,12 @@ async function keepConversation(conversation, again = false) {
 }
 
 const store = (conversation, again) => shelve(conversation.id, async (shelf) => {
-  const { id } = conversation, kept = await granted(shelf.get(id));
-  if (!kept && shelved.has(id) && !again) return;
-  const news = kept && absorb(conversation, kept);
+  const { id } = conversation, stored = await resultOf(shelf.get(id));
+  if (!stored && shelvedIds.has(id) && !again) return;
+  const news = stored && absorb(conversation, stored);
   shelf.put(conversation);
-  shelved.add(id);
-  for (const message of Object.values(conversation.messages)) if (answered.has(message)) answered.set(message, message.changed);
+  shelvedIds.add(id);
+  for (const message of Object.values(conversation.messages)) if (storedTimes.has(message)) storedTimes.set(message, message.changed);
   warn("");
   if (news) showNews(conversation, news);
 });

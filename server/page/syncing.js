@@ -4,14 +4,14 @@
 const BATCH = 400_000; // characters of messages in a request
 const TRIES = 5; // attempts to send a change when other changes come before it
 
-let keeps = null; // whether the server keeps conversations; null until it has told
-let seen = 0; // the revision up to which the page has the server's changes
-let passing = ""; // the sentence about a trouble that ends when the next request succeeds
-let syncing = Promise.resolve(); // the last request: each request waits for the one before it
+let serverKeeps = null; // whether the server keeps conversations; null until it has told
+let seenRevision = 0; // the revision up to which the page has the server's changes
+let passingTrouble = ""; // the sentence about a trouble that ends when the next request succeeds
+let lastSync = Promise.resolve(); // the last request: each request waits for the one before it
 
 const mirrors = new Map(); // id → { head, messages }: a conversation as the server has it
-const written = new Map(); // id → the revision of the page's own last change
-const unsent = new Set(); // ids of conversations that have changed here
+const writtenRevisions = new Map(); // id → the revision of the page's own last change
+const unsentIds = new Set(); // ids of conversations that have changed here
 
 /** What differs between two states of a message, or of a conversation's head. Which version is shown is not sent. */
 const printOf = (message) =>
@@ -20,46 +20,46 @@ const headPrint = (head) => head && [head.title, head.named, head.folder, head.f
 
 /** Sends a conversation soon, if the server keeps conversations. */
 function sendChat(chat) {
-  unsent.add(chat.id);
-  if (keeps) sync();
+  unsentIds.add(chat.id);
+  if (serverKeeps) sync();
 }
 
 /** Has the server delete a conversation. */
 function removeSent(id) {
-  unsent.delete(id);
+  unsentIds.delete(id);
   mirrors.delete(id);
-  if (!keeps) return;
+  if (!serverKeeps) return;
   inTurn(async () => {
     const { revision } = await (await ask(`conversations/${id}`, { method: "DELETE" })).json();
-    written.set(id, revision);
+    writtenRevisions.set(id, revision);
   });
 }
 
 /** Runs a task after all earlier tasks. */
 function inTurn(task) {
-  syncing = syncing.then(task).catch((error) => {
-    if (!keeps || error.status === 401) return;
+  lastSync = lastSync.then(task).catch((error) => {
+    if (!serverKeeps || error.status === 401) return;
     const sentence = `Changes are not saved on the server: ${error.message}`;
     warn(sentence);
-    if (error.status !== 413) passing = sentence;
+    if (error.status !== 413) passingTrouble = sentence;
   });
-  return syncing;
+  return lastSync;
 }
 
 /** Gets what is new at the server, and sends what is new here. */
 function sync() {
   return inTurn(async () => {
     await pull();
-    if (!keeps) return;
-    if (passing && $("unkept").textContent === passing) warn("");
-    for (const id of [...unsent]) {
+    if (!serverKeeps) return;
+    if (passingTrouble && $("unkept").textContent === passingTrouble) warn("");
+    for (const id of [...unsentIds]) {
       const chat = chats.get(id);
       if (chat && live?.conversation === chat) continue; // it is sent when the answer is complete
-      unsent.delete(id);
+      unsentIds.delete(id);
       try {
         if (chat) await push(chat);
       } catch (error) {
-        if (error.status !== 413) unsent.add(id); // what is too large once is too large always
+        if (error.status !== 413) unsentIds.add(id); // what is too large once is too large always
         throw error;
       }
     }
@@ -68,13 +68,13 @@ function sync() {
 
 async function pull() {
   for (let more = true; more;) {
-    const answered = await askJson(`conversations?since=${seen}`);
-    keeps = answered.kept === true;
-    if (!keeps) return;
+    const reply = await askJson(`conversations?since=${seenRevision}`);
+    serverKeeps = reply.kept === true;
+    if (!serverKeeps) return;
     $("where").textContent = "Conversations are kept at this server, and in this browser.";
-    for (const [id, change] of Object.entries(answered.conversations)) if (ID.test(id)) await receive(id, change);
-    seen = answered.revision;
-    more = answered.more;
+    for (const [id, change] of Object.entries(reply.conversations)) if (ID.test(id)) await receive(id, change);
+    seenRevision = reply.revision;
+    more = reply.more;
   }
 }
 
@@ -82,7 +82,7 @@ async function pull() {
 async function receive(id, { head, messages }) {
   if (head === null) {
     mirrors.delete(id);
-    unsent.delete(id);
+    unsentIds.delete(id);
     if (!chats.has(id)) return;
     await forget(id);
     return lose(id);
@@ -96,7 +96,7 @@ async function receive(id, { head, messages }) {
   if (!theirs.children.length) return;
   const here = adopt(theirs);
   await store(here, true);
-  if (differs(here).length || headPrint(here) !== headPrint(mirror.head)) unsent.add(id);
+  if (differs(here).length || headPrint(here) !== headPrint(mirror.head)) unsentIds.add(id);
 }
 
 const differs = (chat) => Object.values(chat.messages).filter((message) => printOf(message) !== printOf(mirrors.get(chat.id)?.messages[message.id]));
@@ -124,9 +124,9 @@ async function pushOnce(chat) {
       batch[message.id] = message;
       size += JSON.stringify(message).length;
     }
-    const base = Math.max(seen, written.get(chat.id) ?? 0);
+    const base = Math.max(seenRevision, writtenRevisions.get(chat.id) ?? 0);
     const { revision } = await askJson(`conversations/${chat.id}`, { base, head, messages: batch });
-    written.set(chat.id, revision);
+    writtenRevisions.set(chat.id, revision);
     mirror.head = head;
     Object.assign(mirror.messages, batch);
     mirrors.set(chat.id, mirror);

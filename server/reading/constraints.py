@@ -40,14 +40,14 @@ def _response_format(field: str, value: Any) -> dict[str, Any]:
         return _schema(f"{field}.schema", value.get("schema"))
     if kind != "json_schema":
         raise wrong_value(f"{field}.type", "text, json_object or json_schema", kind)
-    inside = f"{field}.json_schema"
+    inner_field = f"{field}.json_schema"
     inner = value.get("json_schema")
     if inner is None and value.get("schema") is not None:  # as llama-server's documentation has it
         return _schema(f"{field}.schema", value["schema"])
-    inner = mapping(inside, inner, "an object with a schema")
-    schema = _schema(f"{inside}.schema", inner.get("schema"))
+    inner = mapping(inner_field, inner, "an object with a schema")
+    schema = _schema(f"{inner_field}.schema", inner.get("schema"))
     strict = inner.get("strict")
-    return _strict(schema) if strict is not None and flag(f"{inside}.strict", strict) else schema
+    return _strict(schema) if strict is not None and flag(f"{inner_field}.strict", strict) else schema
 
 
 def _strict(constraint: dict[str, Any]) -> dict[str, Any]:

@@ -59,13 +59,13 @@ def _is_neutral(name: str, value: Any, body: Body) -> bool:
 
 
 def refusal_of(body: Body) -> tuple[str, str] | None:
-    """The first refused field of a body of `asking` fields, and a sentence that names it; else None."""
+    """The first refused field of a body of `requested_fields`, and a sentence that names it; else None."""
     refused_fields = (FIELDS[name] for name in body if name in FIELDS and FIELDS[name].treatment == "refused")
     return next(((field.name, f"{field.name}: {field.sentence}") for field in refused_fields), None)
 
 
 def field_warnings(body: Body) -> list[tuple[str, str]]:
-    """The `asking` fields that are not done as they ask, each with a sentence that names it."""
+    """The fields, of `requested_fields`, that are not done as they ask, each with a sentence that names it."""
     ignored = [FIELDS[name] for name in body if name in FIELDS and FIELDS[name].treatment == "ignored"]
     sentences = [(field.name, f"{field.name} is ignored: {field.sentence}") for field in ignored]
     for name, most in CAPS.items():

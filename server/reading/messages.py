@@ -1,10 +1,10 @@
 """Reads a conversation in JSON, in the shapes of every API, into the messages that chat templates take.
 
 Agents send their history with every turn, so a part of it that this server cannot use must not end the conversation: it
-is put otherwise, or left out with a warning. Only what the user asks now is refused for the media in it, and so is a
-reference to an item: without the model's own turns the conversation would be another one. How a part is put does not
-depend on later ones, so that a prompt begins with the prompt of the turn before, but for a result, which goes to its
-call unless an answer was begun without it.
+is written in another form, or left out with a warning. Media are refused only in what the user asks now. A reference to
+an item is refused, too: without the model's own turns the conversation would be another one. Later parts do not change
+how a part is written, so that a prompt begins with the prompt of the turn before. Results are the exception: a result
+goes to its call, unless an answer was begun without it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_messages(history: Any, field_warnings: FieldWarnings, *, reads_images: 
 
 
 def _question(history: list[Any]) -> int | None:
-    """The place of what the user asks now: the last message of the user's, unless an answer follows it."""
+    """The index of what the user asks now: the user's last message; None if an answer follows it."""
     for index in reversed(range(len(history))):
         role = history[index].get("role") if isinstance(history[index], dict) else None
         if role not in ("system", "developer"):
@@ -311,7 +311,7 @@ def _call(at: str, call: Mapping[str, Any], arguments: Any, member: str) -> Mess
 
 
 def _name(value: Any) -> str:
-    """The name of a function that was called, however another server let it be."""
+    """The name of a function that was called, without characters that another server allowed and templates do not."""
     return _UNSAFE_CHARACTERS.sub("_", _text(value))[:_LONGEST_NAME] or "unknown"
 
 

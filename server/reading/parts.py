@@ -1,4 +1,4 @@
-"""Parts of messages: blocks and items of any API, of types that are made up later as well. Their texts, and images."""
+"""Parts of messages: blocks and items of any API, also of types that do not exist yet. Their texts, and images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_NAMED, _LONGEST = 5, 38  # names in a sentence, and characters of each
 
 @dataclass(frozen=True)
 class Losses:
-    """Types of parts that a prompt does not have whole, in the order in which they were read."""
+    """Types of parts that a prompt lacks, or has as text, in the order in which they were read."""
 
     left_out: dict[str, None] = field(default_factory=dict)
     as_text: dict[str, None] = field(default_factory=dict)

@@ -57,7 +57,7 @@ def read_prompt(
 
 
 def choose_field(body: Mapping[str, Any], names: Collection[str]) -> str:
-    """The one of `names` that a body has; an empty one counts where no other is there. Raises BadRequest."""
+    """Which of `names` a body has; one with an empty value counts if it is the only one. Raises BadRequest."""
     present = [name for name in names if body.get(name) is not None]
     nonempty = [name for name in present if not is_empty(body[name])] or present
     if len(nonempty) == 1:
@@ -67,8 +67,8 @@ def choose_field(body: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def spelling(body: Mapping[str, Any], names: Sequence[str], field_warnings: FieldWarnings) -> str:
-    """The one of several spellings of a field that counts in a body: the first that it has, and is not empty. told:
-    gets a sentence for each of the others that has another value."""
+    """Which of several spellings of a field counts in a body: the first one with a value that is not empty.
+    field_warnings: gets a sentence for each other spelling with another value."""
     present = [name for name in names if body.get(name) is not None]
     first, *others = [name for name in present if not is_empty(body[name])] or present or names
     field_warnings += [

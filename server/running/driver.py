@@ -177,7 +177,7 @@ class Driver:
 
         results: list[T] = []
         with self._job(self._answers) as job:
-            # A decoder takes them one by one, between which the answers of others go on.
+            # A decoder takes one at a time, so that answers of other requests go on in between.
             batch = _BATCH if self.engine.model.config.is_encoder else 1
             for first in range(0, len(jobs), batch):
                 part = jobs[first : first + batch]
@@ -241,13 +241,13 @@ class Driver:
         return replace(params, max_tokens=limit)
 
     async def _submit(
-        self, job: Job, prompt: Prompt, start: Submit, into: Outbox | None = None, *, compiles: bool = False
+        self, job: Job, prompt: Prompt, start: Submit, outbox: Outbox | None = None, *, compiles: bool = False
     ) -> Ticket:
-        """Submit a request with `start`, in a thread of a pool. into: gets its chunks, in place of the job."""
+        """Submit a request with `start`, in a thread of a pool. outbox: gets its chunks, in place of the job."""
 
         def submit() -> Ticket:
             with read_until(lambda: job.closed):
-                ticket = start(into=into or job, gone=lambda: job.closed)
+                ticket = start(into=outbox or job, gone=lambda: job.closed)
             job.queued(ticket)
             self._thread.wake()
             return ticket
@@ -297,8 +297,8 @@ class Driver:
     async def _run_on_disk(
         self, outcome: str, work: Callable[[], T], preparation: Callable[[], Any] | None = None
     ) -> T:
-        """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits. before:
-        see `_counted`."""
+        """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits.
+        preparation: see `_run_counted`."""
         return await self._run_counted(self._transfers, self._disk.submit, outcome, work, preparation)
 
     @property

@@ -35,7 +35,7 @@ class Job(Mailbox):
         super().append(item)
 
     async def next(self) -> Any:
-        """The next item; sets `appended` to the time when it was appended. Raises it if it is an exception."""
+        """The next item; sets `append_time` to the time when it was appended. Raises it if it is an exception."""
         item = await super().next()
         self.append_time = self._times.popleft()
         return item

@@ -17,12 +17,13 @@ from typing import Any
 from polarlm.engine import Chunk
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.requests.request import WARNINGS
+from polarlm.server.running.listening import HEALTH_PATHS
 
 _REQUESTS = logging.getLogger("server.requests")
 KEY = "polarlm.key"  # in an ASGI scope: the name of the key, where another process has checked it
 _MOST_PATH = 200  # characters of a path, which clients choose
 # Paths that open pages and monitors poll. Their lines would hide all others, so they are logged only if they fail.
-_MONITOR_ROUTES = {"/stats", "/conversations", "/health", "/v1/health", "/ping", "/metrics"}
+_MONITOR_ROUTES = {*HEALTH_PATHS, "/stats", "/conversations", "/metrics"}
 
 
 def note(sentence: str) -> None:
@@ -57,7 +58,7 @@ class Entry:
             self.answer = (self.answer or "") + chunk.text
 
     def line(self) -> dict[str, Any]:
-        fields = {name: value for name, value in vars(self).items() if name not in ("silent", "_started")}
+        fields = {name: value for name, value in vars(self).items() if name not in ("silent", "_start_time")}
         present = {name: value for name, value in fields.items() if value is not None and value != []}
         return present | {"seconds": round(time.monotonic() - self._start_time, 6)}
 
@@ -146,8 +147,8 @@ def _in_words(line: Mapping[str, Any]) -> str:
     if "adapter" in line:
         facts.insert(0, f"adapter {line['adapter']}")
     if line["prompt_tokens"]:
-        cached, prompt = line["cached_tokens"], line["prompt_tokens"]
-        facts.insert(0, f"{cached} of {prompt} prompt tokens cached, {line['completion_tokens']} new")
+        cached_tokens, prompt_tokens = line["cached_tokens"], line["prompt_tokens"]
+        facts.insert(0, f"{cached_tokens} of {prompt_tokens} prompt tokens cached, {line['completion_tokens']} new")
     if "warnings" in line:
         facts.append(f"warning: {'; '.join(line['warnings'])}")
     texts = [

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+HEALTH_PATHS = ("/health", "/v1/health", "/ping")  # vLLM's name of it is the last
 BACKLOG = 128  # connections that the system holds until they are accepted
 _OTHER_FILES = 256  # files that the process opens in addition to its connections
 _LOG = logging.getLogger(__name__)
@@ -112,19 +113,19 @@ def allow_open_files(connections: int) -> str | None:
         import resource
     except ImportError:  # a system without such limits
         return None
-    required = connections + _OTHER_FILES
+    required_files = connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= required:
+    if soft == resource.RLIM_INFINITY or soft >= required_files:
         return None
-    most = required if hard == resource.RLIM_INFINITY else min(required, hard)
+    most = required_files if hard == resource.RLIM_INFINITY else min(required_files, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     except (OSError, ValueError):
         most = soft
-    if most >= required:
+    if most >= required_files:
         return None
     return (
-        f"warning: this process may open {most} files, and needs {required} for all connections: raise the limit "
+        f"warning: this process may open {most} files, and needs {required_files} for all connections: raise the limit "
         "(ulimit -n), or lower --max-connections"
     )
 
@@ -160,7 +161,7 @@ def notice_lost_peers(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, limit)
 
 
-_PROBE = re.compile(rb"(GET|HEAD) /((v1/)?health|ping)[ ?]")
+_PROBE = re.compile(rf"(GET|HEAD) ({'|'.join(HEALTH_PATHS)})[ ?]".encode())
 _PEEK_BYTES = 32  # bytes, more than the start of a probe
 _BODY = b'{"status": "loading"}'
 _ANSWER = (

@@ -1,4 +1,4 @@
-"""The threads that read prompts. A prompt gets one of a pool of its kind: it waits for none that takes longer."""
+"""The threads that read prompts, in a pool for each kind of prompt: a short prompt waits for no long one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _MESSAGE = 128  # characters that take as long as a message
 
 
 class Readers:
-    """Pools of threads. Those that wait for a template or for long prompts are apart, and so are those that only count:
-    texts delay no answer."""
+    """Pools of threads. Chats, which wait for a template, and long prompts have pools of their own, and so have prompts
+    that are only counted: they delay no answer."""
 
     def __init__(self, size: int) -> None:
         """size: requests that may wait for constraints to be compiled and images to be decoded, each in a thread."""

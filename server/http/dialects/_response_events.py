@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,9 @@ from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import Event
 from polarlm.server.reading.tools import in_namespace
 from polarlm.server.reading.values import array, text
+
+NameFields = Mapping[str, dict[str, str]]
+"""Our name of a function in a namespace → fields with its name and namespace."""
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # kind of item → prefix of its id
 
@@ -53,7 +56,7 @@ class ResponseWriter(Writer):
     tells_cached: bool  # whether the usage has the number of cached tokens
     repeated: Mapping[str, Any]  # fields of the request that a response repeats
     logprobs: ChatLogprobs | None  # writes log-probabilities, if requested
-    tools: ResponseTools
+    name_fields: NameFields
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     _output: list[dict[str, Any]] = field(default_factory=list)  # complete items
@@ -114,7 +117,7 @@ class ResponseWriter(Writer):
         if self._open is not None and self._open.kind == kind:
             return
         yield from self._end("completed")
-        name_fields = {} if call is None else self.tools.name_fields(call.name)
+        name_fields = {} if call is None else self.name_fields.get(call.name, {"name": call.name})
         self._open = _Item(kind, f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", call, name_fields)
         yield self._event("response.output_item.added", item=self._open.to_json("in_progress"), **self._place())
         if call is None:
@@ -189,30 +192,29 @@ class ResponseWriter(Writer):
         }
 
 
-@dataclass(frozen=True)
-class ResponseTools:
-    """The tools of a request; functions have names that include their namespaces."""
-
-    tools: list[dict[str, Any]] = field(default_factory=list)  # functions in our own names, others as sent
-    namespaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # our name → namespace, name
-
-    def name_fields(self, name: str) -> dict[str, str]:
-        namespace, inner = self.namespaced.get(name, ("", name))
-        return {"name": inner, "namespace": namespace} if namespace else {"name": name}
-
-
-def tools_of(value: Any) -> ResponseTools:
-    response_tools = ResponseTools()
-    for at, tool, namespace in _each_tool("tools", value):
+def read_tools(field: str, value: Any) -> list[dict[str, Any]] | None:
+    """Functions in our own names, which include their namespaces, and other tools as sent. Raises BadRequest."""
+    tools: list[dict[str, Any]] = []
+    for at, tool, namespace in _each_tool(field, value):
         if tool.get("type", "function") != "function":
-            response_tools.tools.append({**tool, "paths": FieldPaths({"": at})})
+            tools.append({**tool, "paths": FieldPaths({"": at})})
             continue
         function = {name: member for name, member in tool.items() if name != "type"}
+        ours: dict[str, Any] = {"type": "function", "function": function, "paths": FieldPaths({".function": at})}
         if namespace:
-            function["name"] = in_namespace(namespace, name := text(f"{at}.name", tool.get("name")))
-            response_tools.namespaced[function["name"]] = namespace, name
-        response_tools.tools.append({"type": "function", "function": function, "paths": FieldPaths({".function": at})})
-    return response_tools
+            name = text(f"{at}.name", tool.get("name"))
+            function["name"] = in_namespace(namespace, name)
+            ours["name_fields"] = {"name": name, "namespace": namespace}
+        tools.append(ours)
+    return tools or None
+
+
+def name_fields_of(tools: Iterable[Mapping[str, Any]]) -> NameFields:
+    return {
+        tool["function"]["name"]: tool["name_fields"]
+        for tool in tools
+        if tool.get("type") == "function" and "name_fields" in tool
+    }
 
 
 def _each_tool(field: str, value: Any, namespace: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -226,16 +228,17 @@ def _each_tool(field: str, value: Any, namespace: str = "") -> Iterator[tuple[st
             yield at, tool, namespace
 
 
-def read_choice(value: Any) -> dict[str, Any]:
-    if value is None or isinstance(value, str):
-        return {} if value is None else {"tool_choice": value}
-    choice = members("tool_choice", value)
+def read_choice(field: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    choice = members(field, value)
     kind = choice.get("type")
     if kind == "allowed_tools":
-        listed_tools = [(at, tool) for at, tool, _ in _each_tool("tool_choice.tools", choice.get("tools"))]
+        listed_tools = [(at, tool) for at, tool, _ in _each_tool(f"{field}.tools", choice.get("tools"))]
         tools = [_function(at, tool) if tool.get("type") == "function" else tool for at, tool in listed_tools]
-        return {"tool_choice": {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}}
-    return {"tool_choice": _function("tool_choice", choice) if kind == "function" else choice}
+        inner = {"mode": choice.get("mode"), "tools": tools}
+        return {"type": kind, kind: inner, "paths": FieldPaths({f".{kind}": field})}
+    return _function(field, choice) if kind == "function" else choice
 
 
 def _function(at: str, value: Mapping[str, Any]) -> dict[str, Any]:

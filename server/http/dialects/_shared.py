@@ -1,13 +1,13 @@
-"""What dialects share: requests in our own names, parts of JSON, and arguments of calls."""
+"""What dialects share: the tables of their fields, parts of JSON, and arguments of calls."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from polarlm.server.http.generation import ModelInfo
 from polarlm.server.reading.parameters import ParsedRequest, read
@@ -15,34 +15,75 @@ from polarlm.server.reading.values import BadRequest, array, mapping
 
 
 class FieldPaths(dict[str, str]):
-    """The client's paths, by our relative paths in a message or a tool; "" is the whole. JSON has no such class."""
+    """The client's paths, by our relative paths, in a part of a body such as a message, which has them as "paths"; ""
+    is the whole part. JSON has no such class."""
 
 
-def read_own(
-    body: Mapping[str, Any], names: Mapping[str, str], info: ModelInfo, takes: Collection[str] = ("messages",)
-) -> ParsedRequest:
-    """The request in `body`, which has our own names. Raises BadRequest with the client's names: `names` maps ours to
-    the client's, and so do the "paths" of messages and tools."""
-    paths: dict[str, str] = {}
-    for i, message in enumerate(body.get("messages", ())):
-        paths |= _client_paths(f"messages[{i}]", message)
-    for i, tool in enumerate(body.get("tools", ())):
-        paths |= _client_paths(f"tools[{i}]", tool)
-    try:
-        request = read(body, info, takes)
-    except BadRequest as error:
-        raise _with_client_name(error, {**paths, **names}) from None
-    warnings_renamed = [_with_client_name(BadRequest(*warning), names) for warning in request.warnings]
-    by, warnings = request.constrained_by, tuple((one.field or "", one.message) for one in warnings_renamed)
-    return replace(request, constrained_by=by and names.get(by, by), warnings=warnings)
+class Row(NamedTuple):
+    """A field of an API."""
+
+    theirs: str  # its path in a body, such as "output_config.format"
+    ours: str = ""  # our field that it sets, and whose errors name it; "" for one that is validated alone
+    read: Callable[[str, Any], Any] = lambda path, value: value  # our value; None sets nothing. Raises BadRequest
 
 
-def _client_paths(at: str, value: Any) -> dict[str, str]:
-    """Our path → the client's path, for each part of `value` that has one; the longest path first."""
-    paths = value.get("paths") if isinstance(value, dict) else None
-    if not isinstance(paths, FieldPaths):
-        return {}
-    return {at + ours: paths[ours] for ours in sorted(paths, key=len, reverse=True)}
+class FieldTable:
+    """The fields of an API that a request is read from. Of several rows for a field of ours the last names it."""
+
+    def __init__(self, api: str, same_names: Iterable[str], *rows: Row) -> None:
+        """same_names: fields with our own names, unless a row sets one."""
+        ours = {row.ours for row in rows}
+        self._api = api
+        self._rows = (*(Row(name, name) for name in same_names if name not in ours), *rows)
+        self._names = {row.ours: row.theirs for row in self._rows if row.ours}
+        self.known = known_fields(api, *(row.theirs.partition(".")[0] for row in self._rows))
+
+    def refuse(self, body: Mapping[str, Any]) -> None:
+        """Raises BadRequest for the first field that is set in `body`, and that is refused."""
+        for name, reason in _FIELDS[self._api]["refused"].items():
+            if body.get(name):
+                raise BadRequest(name, f"{name}: {reason}")
+
+    def translate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of `body` in our own names: where several set one, arrays and objects are joined, and of other
+        values the last counts. Raises BadRequest."""
+        ours: dict[str, Any] = {}
+        for row in self._rows:
+            parent, _, name = row.theirs.rpartition(".")
+            fields = members(parent, body.get(parent, {})) if parent else body
+            value = row.read(row.theirs, fields[name]) if name in fields else None
+            if value is None or not row.ours:
+                continue
+            earlier_value = ours.get(row.ours)
+            if isinstance(earlier_value, list) and isinstance(value, list):
+                value = earlier_value + value
+            elif isinstance(earlier_value, dict) and isinstance(value, dict):
+                value = earlier_value | value
+            ours[row.ours] = value
+        return ours
+
+    def read(self, ours: Mapping[str, Any], info: ModelInfo, takes: Collection[str] = ("messages",)) -> ParsedRequest:
+        """The request in a body with our own names. Raises BadRequest, with the client's names."""
+        try:
+            request = read(ours, info, takes)
+        except BadRequest as error:
+            raise _with_client_name(error, _client_paths(ours) | self._names) from None
+        warnings_renamed = [_with_client_name(BadRequest(*warning), self._names) for warning in request.warnings]
+        warnings = tuple((one.field or "", one.message) for one in warnings_renamed)
+        constrained_by = request.constrained_by and self._names.get(request.constrained_by, request.constrained_by)
+        return replace(request, constrained_by=constrained_by, warnings=warnings)
+
+
+def _client_paths(ours: Mapping[str, Any]) -> dict[str, str]:
+    """Our path → the client's path, for each part of a body that has "paths"; the longest path of a part first."""
+    client_paths: dict[str, str] = {}
+    for name, value in ours.items():
+        parts = [(f"{name}[{i}]", one) for i, one in enumerate(value)] if isinstance(value, list) else [(name, value)]
+        for at, part in parts:
+            paths = part.get("paths") if isinstance(part, dict) else None
+            if isinstance(paths, FieldPaths):
+                client_paths |= {at + inner: paths[inner] for inner in sorted(paths, key=len, reverse=True)}
+    return client_paths
 
 
 def _with_client_name(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
@@ -64,16 +105,14 @@ def known_fields(api: str, *read: str) -> frozenset[str]:
     return frozenset((*read, *_FIELDS[api]["refused"], *_FIELDS[api]["harmless"]))
 
 
-def refuse(body: Mapping[str, Any], api: str) -> None:
-    """Raises BadRequest for the first field that is set in `body`, and that is refused."""
-    for name, reason in _FIELDS[api]["refused"].items():
-        if body.get(name):
-            raise BadRequest(name, f"{name}: {reason}")
-
-
 def members(field: str, value: Any) -> dict[str, Any]:
     """The members of a JSON object that are not null. Raises BadRequest."""
     return {name: member for name, member in mapping(field, value).items() if member is not None}
+
+
+def message_of(field: str, role: str, content: Any) -> dict[str, Any]:
+    """The message that is in a field of its own."""
+    return {"paths": FieldPaths({"": field}), "role": role, "content": content}
 
 
 def objects_with_paths(field: str, value: Any) -> list[dict[str, Any]]:

@@ -12,15 +12,7 @@ from starlette.routing import Route
 
 from polarlm.engine import Usage
 from polarlm.engine.parsing.pieces import Answer, Piece
-from polarlm.server.http.dialects._shared import (
-    FieldPaths,
-    arguments_of,
-    known_fields,
-    members,
-    objects_with_paths,
-    read_own,
-    refuse,
-)
+from polarlm.server.http.dialects._shared import FieldPaths, FieldTable, Row, arguments_of, members, objects_with_paths
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import Endpoint, Generation, ModelInfo, Writer
 from polarlm.server.http.streams import NAMED, Event
@@ -32,18 +24,6 @@ from polarlm.server.running.driver import Driver
 
 PATHS = ("/v1/messages",)
 
-_NAMES = {
-    "stop": "stop_sequences",
-    "tool_choice": "tool_choice",
-    "response_format.json_schema": "output_config.format",
-    "response_format": "output_config.format",
-    "chat_template_kwargs": "thinking",
-}  # our name of a field → Anthropic's
-_SAME_NAMES = (
-    *("model", "max_tokens", "temperature", "top_p", "top_k", "stream"),
-    *(name for name in EXTENSIONS if name not in _NAMES),  # not in Anthropic's API
-)
-_OWN_NAMES = ("stop_sequences", "messages", "system", "tools", "tool_choice", "thinking")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _BILLING = "x-anthropic-billing-header:"  # begins a block that is for Anthropic only and changes with every request
 
@@ -56,40 +36,25 @@ def routes(driver: Driver) -> list[Route]:
     ]
 
 
-class Messages(Endpoint):
-    framing = NAMED
-    known = known_fields("anthropic", *_SAME_NAMES, *_OWN_NAMES, "output_config", "context_management")
-
-    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, MessageWriter]:
-        request = read_own(_in_own_names(body), _NAMES, info)
-        return request, MessageWriter(info.name, info.tells_cached)
-
-
-def _in_own_names(body: Mapping[str, Any]) -> dict[str, Any]:
-    body = requested_fields(body)
-    refuse(body, "anthropic")
-    ours = {name: body[name] for name in _SAME_NAMES if name in body}
-    messages = array("messages", body.get("messages"), "an array with at least one message", 1)
-    ours["messages"] = [*_system(body.get("system", "")), *objects_with_paths("messages", messages)]
-    if "stop_sequences" in body:
-        ours["stop"] = array("stop_sequences", body["stop_sequences"])
-    if tools := [_tool(f"tools[{i}]", tool) for i, tool in enumerate(array("tools", body.get("tools", [])))]:
-        ours["tools"] = tools
-    _check_edits(body.get("context_management", {}))
-    return ours | _tool_choice(body.get("tool_choice")) | _reasoning(body) | _format(body)
-
-
-def _system(value: Any) -> list[dict[str, Any]]:
+def _read_system(field: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, (str, list)):
-        raise wrong_value("system", "a string or an array of text blocks", value)
+        raise wrong_value(field, "a string or an array of text blocks", value)
     prompt = value
     if isinstance(value, list):
         texts = (block.get("text") if isinstance(block, dict) else None for block in value)
         prompt = [one for one, text in zip(value, texts, strict=True) if not str(text).startswith(_BILLING)]
-    return [{"paths": FieldPaths({"": "system"}), "role": "system", "content": prompt}] if prompt else []
+    return [{"paths": FieldPaths({"": field}), "role": "system", "content": prompt}] if prompt else []
 
 
-def _tool(path: str, value: Any) -> dict[str, Any]:
+def _read_messages(field: str, value: Any) -> list[dict[str, Any]]:
+    return objects_with_paths(field, array(field, value, "an array with at least one message", 1))
+
+
+def _read_tools(field: str, value: Any) -> list[dict[str, Any]] | None:
+    return [_read_tool(f"{field}[{i}]", tool) for i, tool in enumerate(array(field, value))] or None
+
+
+def _read_tool(path: str, value: Any) -> dict[str, Any]:
     tool = members(path, value)
     if tool.get("type", "custom") != "custom" and "input_schema" not in tool:  # one of Anthropic's own
         return tool | {"paths": FieldPaths({"": path})}
@@ -100,50 +65,70 @@ def _tool(path: str, value: Any) -> dict[str, Any]:
     return {"type": "function", "function": function, "paths": paths}
 
 
-def _tool_choice(value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not (choice := members("tool_choice", value)):
-        return {}
-    kind = one_of("tool_choice.type", choice.get("type"), ("tool", *_CHOICES))
-    ours: dict[str, Any] = {"tool_choice": _CHOICES.get(kind)}
+def _read_choice(field: str, value: Any) -> Any:
+    if not (choice := members(field, value)):
+        return None
+    kind = one_of(f"{field}.type", choice.get("type"), ("tool", *_CHOICES))
     if kind == "tool":
-        ours["tool_choice"] = {"type": "function", "function": {"name": text("tool_choice.name", choice.get("name"))}}
-    if "disable_parallel_tool_use" in choice:
-        disabled = flag("tool_choice.disable_parallel_tool_use", choice["disable_parallel_tool_use"])
-        ours["parallel_tool_calls"] = not disabled
-    return ours
+        return {"type": "function", "function": {"name": text(f"{field}.name", choice.get("name"))}}
+    return _CHOICES[kind]
 
 
-def _check_edits(value: Any) -> None:
+def _check_edits(field: str, value: Any) -> None:
     """Raises BadRequest for an edit that removes a part of the conversation."""
-    edits = array("context_management.edits", members("context_management", value).get("edits", []))
-    for index, edit in enumerate(edits):
-        path = f"context_management.edits[{index}]"
+    for index, edit in enumerate(array(field, value)):
+        path = f"{field}[{index}]"
         if members(path, edit).get("keep") != "all":
             raise BadRequest(path, f"{path}: this server leaves nothing out of a conversation; leave the edit out")
 
 
-def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The template's variables that say whether the model reasons before it answers, and with which effort."""
-    variables: dict[str, Any] = {}
-    if thinking := members("thinking", body.get("thinking", {})):
-        kind = one_of("thinking.type", thinking.get("type"), ("enabled", "adaptive", "disabled"))
-        if kind != "adaptive":
-            variables["enable_thinking"] = kind == "enabled"
-    effort = members("output_config", body.get("output_config", {})).get("effort")
-    if effort:
-        variables["reasoning_effort"] = text("output_config.effort", effort)
-    return {"chat_template_kwargs": variables} if variables else {}
+def _read_thinking(field: str, value: Any) -> dict[str, Any] | None:
+    """The template's variable that says whether the model reasons before it answers."""
+    if not (thinking := members(field, value)):
+        return None
+    kind = one_of(f"{field}.type", thinking.get("type"), ("enabled", "adaptive", "disabled"))
+    return None if kind == "adaptive" else {"enable_thinking": kind == "enabled"}
 
 
-def _format(body: Mapping[str, Any]) -> dict[str, Any]:
-    setting = members("output_config", body.get("output_config", {})).get("format")
-    if not setting:
-        return {}
-    format = members("output_config.format", setting)
-    one_of("output_config.format.type", format.get("type"), ("json_schema",))
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": format.get("schema")}}}
+def _read_effort(field: str, value: Any) -> dict[str, Any] | None:
+    """The template's variable for the effort of reasoning."""
+    return {"reasoning_effort": text(field, value)} if value else None
+
+
+def _read_format(field: str, value: Any) -> dict[str, Any] | None:
+    if not value:
+        return None
+    format = members(field, value)
+    one_of(f"{field}.type", format.get("type"), ("json_schema",))
+    inner = {"schema": format.get("schema")}
+    return {"type": "json_schema", "json_schema": inner, "paths": FieldPaths({".json_schema": field})}
+
+
+TABLE = FieldTable(
+    "anthropic",
+    ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", *EXTENSIONS),
+    Row("system", "messages", _read_system),
+    Row("messages", "messages", _read_messages),
+    Row("stop_sequences", "stop", array),
+    Row("tools", "tools", _read_tools),
+    Row("context_management.edits", read=_check_edits),
+    Row("tool_choice", "tool_choice", _read_choice),
+    Row("tool_choice.disable_parallel_tool_use", "parallel_tool_calls", lambda field, value: not flag(field, value)),
+    Row("thinking", "chat_template_kwargs", _read_thinking),
+    Row("output_config.effort", "chat_template_kwargs", _read_effort),
+    Row("output_config.format", "response_format", _read_format),
+)
+
+
+class Messages(Endpoint):
+    framing = NAMED
+    known = TABLE.known
+
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, MessageWriter]:
+        body = requested_fields(body)
+        TABLE.refuse(body)
+        request = TABLE.read(TABLE.translate({"messages": None} | body), info)
+        return request, MessageWriter(info.name, info.tells_cached)
 
 
 _ERROR_TYPES = {
@@ -237,14 +222,14 @@ class MessageWriter(Writer):
     def _usage_of(self, usage: Usage) -> dict[str, Any]:
         return self._usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
 
-    def _usage(self, prompt: int, cached: int, output: int) -> dict[str, Any]:
+    def _usage(self, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, Any]:
         """The usage; tokens that were read from the cache do not count as input."""
-        cached = cached if self.tells_cached else 0
+        cached_tokens = cached_tokens if self.tells_cached else 0
         return {
-            "input_tokens": prompt - cached,
+            "input_tokens": prompt_tokens - cached_tokens,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": output,
+            "cache_read_input_tokens": cached_tokens,
+            "output_tokens": output_tokens,
         }
 
 

@@ -19,16 +19,16 @@ from polarlm.model_loaders.forks import cached_property
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.dialects._shared import (
     FieldPaths,
+    FieldTable,
+    Row,
     arguments_of,
     known_fields,
-    members,
+    message_of,
     objects_with_paths,
-    read_own,
-    refuse,
 )
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import Endpoint, Generation, ModelInfo, Writer
-from polarlm.server.http.model_details import NEVER, line_head, list_entry, ollama_version, show_response
+from polarlm.server.http.model_details import NEVER, answer_line, list_entry, ollama_version, show_response
 from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import HEADERS, LINES, Event
@@ -42,34 +42,14 @@ from polarlm.server.running.driver import Driver
 
 PATHS = ("/api",)
 
-_EMBED_FIELDS = known_fields(
-    "ollama", "model", "truncate", "dimensions", "prompt_name", "options", "cache_prompt", "cache_salt"
-)
-_SAME_NAMES = ("model", "cache_prompt", "cache_salt")  # but for the first, not in Ollama's API
-_OPTIONS = {
-    **{name: name for name in EXTENSIONS if name in OPTIONS and name != "max_tokens"},
-    **{name: name for name in ("typical_p", "tfs_z", "mirostat", "logit_bias")},
-    "penalize_newline": "penalize_nl",
-    "num_predict": "max_tokens",
-}  # option that changes an answer → our name; other options are about memory and speed
-_NAMES = {
-    **{ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()},
-    "response_format.json_schema.schema": "format",
-    "response_format": "format",
-    "logprobs": "top_logprobs",
-    "chat_template_kwargs": "think",
-    "reasoning_effort": "think",
-}
-_SHARED_FIELDS = known_fields(
-    "ollama", *_SAME_NAMES, "stream", "options", "format", "think", "logprobs", "top_logprobs"
-)
+_CACHE = ("cache_prompt", "cache_salt")  # not in Ollama's API
+_EMBED_FIELDS = known_fields("ollama", "model", "truncate", "dimensions", "prompt_name", "options", *_CACHE)
 
 
 def routes(driver: Driver) -> list[Route]:
     server = _ModelEndpoints(driver)
     return [
-        Route("/api/chat", _Generation(driver, CHAT).serve, methods=["POST"]),
-        Route("/api/generate", _Generation(driver, GENERATE).serve, methods=["POST"]),
+        *(Route(one.path, _Generation(driver, one).serve, methods=["POST"]) for one in (CHAT, GENERATE)),
         Route("/api/embed", server.embed, methods=["POST"]),
         Route("/api/embeddings", server.embed_older, methods=["POST"]),
         Route("/api/pull", server.pull, methods=["POST"]),
@@ -80,24 +60,6 @@ def routes(driver: Driver) -> list[Route]:
     ]
 
 
-@dataclass(frozen=True)
-class GenerateEndpoint(Endpoint):
-    prompt_of: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names
-    content: Callable[[dict[str, Any]], dict[str, Any]]  # wraps text, reasoning and calls in the fields of an answer
-    known: Collection[str] = field()
-    framing = LINES
-
-    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, LinesWriter]:
-        body = requested_fields(body)
-        request = read_own(self.prompt_of(body) | _shared_fields(body), _NAMES, info, ("messages", "prompt"))
-        logprobs = None if request.params.logprobs is None else ChatLogprobs(info.model.tokenizer)
-        return request, LinesWriter(info.name, self.content, logprobs)
-
-    def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        options = unknown_fields(body.get("options") or {}, known_fields("ollama's options", *_OPTIONS), "options.")
-        return super().warnings(body) + options
-
-
 class _Generation(Generation):
     """An endpoint. A request without a prompt asks to load the model, which is always loaded."""
 
@@ -105,8 +67,8 @@ class _Generation(Generation):
         if all(is_empty(body.get(name)) for name in ("messages", "prompt", "suffix", "images")):
             text("model", body.get("model") or "")
             assert isinstance(self._endpoint, GenerateEndpoint)
-            empty = line_head(self._driver.engine.model.name) | self._endpoint.content({"content": ""})
-            return JSONResponse(empty | {"done": True, "done_reason": "load"})
+            line = answer_line(self._endpoint.path, self._driver.engine.model.name, {"content": ""})
+            return JSONResponse(line | {"done": True, "done_reason": "load"})
         return await super().respond(raw_request, body)
 
 
@@ -137,7 +99,7 @@ class _ModelEndpoints(Endpoints):
     ) -> tuple[list[str], int, list[str]]:
         """(JSON of each vector, tokens of all prompts, sentences about what is not done as asked)."""
         text("model", body.get("model") or "")
-        cache_fields = {name: body[name] for name in _SAME_NAMES if body.get(name) is not None}
+        cache_fields = {name: body[name] for name in _CACHE if body.get(name) is not None}
         options = read_options(cache_fields, parse_special=self._driver.config.parse_special)
         options = self._driver.engine.embedding_options(None, options)
         options = replace(options, **read_vector_options(requested_fields(body), truncates=True))
@@ -178,29 +140,41 @@ class _ModelEndpoints(Endpoints):
         return list_entry(model.name, model.config, model.weights, model.dtype, model.path.is_dir())
 
 
-def _shared_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of both endpoints except the prompt, in our own names. Raises BadRequest."""
-    ours: dict[str, Any] = {"stream": body.get("stream", True)} | {name: body.get(name) for name in _SAME_NAMES}
-    for name, value in members("options", body.get("options", {})).items():
-        if name in _OPTIONS:
-            ours[_OPTIONS[name]] = value
-    format = body.get("format", "")
-    if format == "json":
-        ours["response_format"] = {"type": "json_object"}
-    elif isinstance(format, dict):
-        ours["response_format"] = {"type": "json_schema", "json_schema": {"schema": format}}
-    elif format != "":
-        raise wrong_value("format", 'a JSON schema or "json"', format)
-    if flag("logprobs", body.get("logprobs", False)):
-        ours["logprobs"] = body.get("top_logprobs", 0)
-    think = body.get("think")
-    if isinstance(think, bool):
-        ours["chat_template_kwargs"] = {"enable_thinking": think}
-    elif isinstance(think, str):
-        ours["reasoning_effort"] = think
-    elif think is not None:
-        raise wrong_value("think", 'true, false, or an effort such as "high"', think)
-    return ours
+def _read_format(field: str, value: Any) -> dict[str, Any]:
+    if value == "json":
+        return {"type": "json_object"}
+    if isinstance(value, dict):
+        inner, paths = {"schema": value}, FieldPaths({".json_schema.schema": field})
+        return {"type": "json_schema", "json_schema": inner, "paths": paths}
+    raise wrong_value(field, 'a JSON schema or "json"', value)
+
+
+def _read_thinking(field: str, value: Any) -> dict[str, Any] | None:
+    """The template's variable that says whether the model reasons before it answers."""
+    if not isinstance(value, (bool, str)):
+        raise wrong_value(field, 'true, false, or an effort such as "high"', value)
+    return {"enable_thinking": value} if isinstance(value, bool) else None
+
+
+OPTION_ROWS = (
+    *(Row(f"options.{name}", name) for name in EXTENSIONS if name in OPTIONS and name != "max_tokens"),
+    *(Row(f"options.{name}", name) for name in ("typical_p", "tfs_z", "mirostat", "logit_bias")),
+    Row("options.penalize_newline", "penalize_nl"),
+    Row("options.num_predict", "max_tokens"),
+)
+"""Options that change an answer; others are about memory and speed."""
+
+TABLE = FieldTable(
+    "ollama",
+    ("model", *_CACHE, "stream"),
+    *OPTION_ROWS,
+    Row("format", "response_format", _read_format),
+    Row("logprobs", "logprobs", lambda field, value: 0 if flag(field, value) else None),
+    Row("top_logprobs", "logprobs"),
+    Row("think", "chat_template_kwargs", _read_thinking),
+    Row("think", "reasoning_effort", lambda field, value: value if isinstance(value, str) else None),
+)
+"""The fields of both endpoints that generate, but for the prompt."""
 
 
 def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +184,7 @@ def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
     """The prompt of /api/generate: a question to the model, or a raw text."""
-    refuse(body, "ollama")  # of /api/generate
+    TABLE.refuse(body)
     prompt, system = text("prompt", body.get("prompt", "")), text("system", body.get("system", ""))
     is_raw = flag("raw", body.get("raw", False))
     if body.get("images") and ("suffix" in body or is_raw):
@@ -221,21 +195,31 @@ def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
         return {"prompt": prompt}
     paths = FieldPaths({".images": "images", "": "prompt"})
     question = {"paths": paths, "role": "user", "content": prompt, "images": body.get("images")}
-    first = [{"paths": FieldPaths({"": "system"}), "role": "system", "content": system}] if system else []
-    return {"messages": [*first, question]}
+    return {"messages": [*([message_of("system", "system", system)] if system else []), question]}
 
 
-def _as_response(content: dict[str, Any]) -> dict[str, Any]:
-    return {("response" if name == "content" else name): value for name, value in content.items()}
+@dataclass(frozen=True)
+class GenerateEndpoint(Endpoint):
+    path: str
+    prompt_of: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names
+    known: Collection[str] = field()
+    framing = LINES
+
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, LinesWriter]:
+        body = {"stream": True} | requested_fields(body)
+        if not body.get("logprobs"):
+            body.pop("top_logprobs", None)  # which asks for nothing by itself
+        request = TABLE.read(self.prompt_of(body) | TABLE.translate(body), info, ("messages", "prompt"))
+        logprobs = None if request.params.logprobs is None else ChatLogprobs(info.model.tokenizer)
+        return request, LinesWriter(info.name, self.path, logprobs)
+
+    def warnings(self, body: Mapping[str, Any]) -> list[str]:
+        known_options = known_fields("ollama's options", *(row.theirs.removeprefix("options.") for row in OPTION_ROWS))
+        return super().warnings(body) + unknown_fields(body.get("options") or {}, known_options, "options.")
 
 
-CHAT = GenerateEndpoint(
-    _conversation, lambda content: {"message": {"role": "assistant", **content}}, {*_SHARED_FIELDS, "messages", "tools"}
-)
-"""POST /api/chat"""
-
-GENERATE = GenerateEndpoint(_completion, _as_response, {*_SHARED_FIELDS, "prompt", "system", "suffix", "raw", "images"})
-"""POST /api/generate"""
+CHAT = GenerateEndpoint("/api/chat", _conversation, {*TABLE.known, "messages", "tools"})
+GENERATE = GenerateEndpoint("/api/generate", _completion, {*TABLE.known, "prompt", "system", "suffix", "raw", "images"})
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -247,7 +231,7 @@ class LinesWriter(Writer):
     error_body = error_body
 
     model: str
-    content: Callable[[dict[str, Any]], dict[str, Any]]
+    path: str
     logprobs: ChatLogprobs | None
     _start_time: float = field(default_factory=time.monotonic)
     _call: Call | None = None  # the current call, which is written when it is complete
@@ -284,7 +268,7 @@ class LinesWriter(Writer):
     def _object(self, piece: Piece | Answer, calls: list[dict[str, Any]]) -> dict[str, Any]:
         more = {"thinking": piece.reasoning, "tool_calls": calls}
         content = {"content": piece.text, **{name: part for name, part in more.items() if part}}
-        line = line_head(self.model) | self.content(content)
+        line = answer_line(self.path, self.model, content)
         if self.logprobs is not None and piece.logprobs:
             line["logprobs"] = self.logprobs.write(piece.logprobs)["content"]
         return line

@@ -12,8 +12,14 @@ from starlette.routing import Route
 from polarlm.engine import EngineError
 from polarlm.engine.parsing.pieces import Piece
 from polarlm.engine.sampling.sample import most_tokens
-from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter, read_choice, tools_of
-from polarlm.server.http.dialects._shared import FieldPaths, known_fields, members, objects_with_paths, read_own, refuse
+from polarlm.server.http.dialects._response_events import (
+    NameFields,
+    ResponseWriter,
+    name_fields_of,
+    read_choice,
+    read_tools,
+)
+from polarlm.server.http.dialects._shared import FieldPaths, FieldTable, Row, members, message_of, objects_with_paths
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import Endpoint, Generation, ModelInfo
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -28,24 +34,6 @@ from polarlm.server.running.driver import Driver
 
 PATHS = ("/v1/responses", "/responses")
 
-_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "logprobs": "top_logprobs",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "tool_choice.allowed_tools": "tool_choice",
-    "verbosity": "text.verbosity",
-    "reasoning_effort": "reasoning.effort",
-}  # our name of a field → this API's
-_SAME_NAMES = (
-    *("model", "temperature", "top_p", "parallel_tool_calls", "stream"),
-    *(name for name in EXTENSIONS if name not in _NAMES),  # not in OpenAI's API
-)
-_OWN_NAMES = (
-    *("input", "instructions", "max_output_tokens", "top_logprobs", "include", "text"),
-    *("tools", "tool_choice", "reasoning", "metadata", "truncation"),
-)
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"  # reasoning is in the response as it is
 _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
@@ -62,18 +50,48 @@ def routes(driver: Driver) -> list[Route]:
 error_body = ApiError.body
 
 
+def _read_input(field: str, value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        return [message_of(field, "user", value)]
+    return objects_with_paths(field, array(field, value, "a string, or an array with at least one item", 1))
+
+
+def _read_format(field: str, value: Any) -> dict[str, Any] | None:
+    if not value:
+        return None
+    format = members(field, value)
+    return {"type": format.get("type"), "json_schema": format, "paths": FieldPaths({".json_schema": field})}
+
+
+TABLE = FieldTable(
+    "responses",
+    ("model", "temperature", "top_p", "parallel_tool_calls", "stream", *EXTENSIONS),
+    Row("truncation", read=lambda field, value: one_of(field, value, ("auto", "disabled"))),
+    Row("max_output_tokens", "max_tokens"),
+    Row("include", "logprobs", lambda field, value: 0 if _LOGPROBS in array(field, value) else None),
+    Row("top_logprobs", "logprobs"),
+    Row("instructions", "messages", lambda field, value: [message_of(field, "system", text(field, value))]),
+    Row("input", "messages", _read_input),
+    Row("tool_choice", "tool_choice", read_choice),
+    Row("text.verbosity", "verbosity"),
+    Row("text.format", "response_format", _read_format),
+    Row("reasoning.effort", "reasoning_effort"),
+    Row("tools", "tools", read_tools),
+    Row("metadata"),
+)
+
+
 class Responses(Endpoint):
     framing = NAMED
-    known = known_fields("responses", *_SAME_NAMES, *_OWN_NAMES)
+    known = TABLE.known
 
     def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, ResponseWriter]:
         body = requested_fields(body)
-        ours = _in_own_names(body)
-        tools = tools_of(body.get("tools", []))
-        if tools.tools:
-            ours["tools"] = tools.tools
-        request = read_own(ours, _NAMES, info)
-        params = request.params
+        TABLE.refuse(body)
+        ours = TABLE.translate({"input": None} | body)
+        ours["continue_final_message"] = False  # an answer is an item of its own
+        request = TABLE.read(ours, info)
+        params, name_fields = request.params, name_fields_of(ours.get("tools", []))
         logprobs = None if params.logprobs is None else ChatLogprobs(info.model.tokenizer)
         repeated_fields = {
             "instructions": body.get("instructions"),
@@ -82,17 +100,17 @@ class Responses(Endpoint):
             "parallel_tool_calls": flag("parallel_tool_calls", body.get("parallel_tool_calls", True)),
             "temperature": params.temperature,
             "text": {"format": _format(body)},
-            "tool_choice": _choice(ours.get("tool_choice", "auto"), tools),
+            "tool_choice": _choice(ours.get("tool_choice", "auto"), name_fields),
             "top_p": params.top_p,
         }
-        return request, ResponseWriter(info.name, info.tells_cached, repeated_fields, logprobs, tools)
+        return request, ResponseWriter(info.name, info.tells_cached, repeated_fields, logprobs, name_fields)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         truncation = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
         include = body.get("include")
         names = include if isinstance(include, list) else ()
-        unsupported = [str(one) for one in names if one not in (None, _LOGPROBS, _ENCRYPTED)]
-        others = [f"include names {list_kinds(unsupported)}, which responses here do not have"] if unsupported else []
+        parts = [str(one) for one in names if one not in (None, _LOGPROBS, _ENCRYPTED)]
+        others = [f"include names {list_kinds(parts)}, which responses here do not have"] if parts else []
         return [*truncation, *others, *super().warnings(body)]
 
 
@@ -112,59 +130,22 @@ class _Generation(Generation):
             return warn(Response(content, headers=HEADERS, media_type=NAMED.media_type), warnings)
 
 
-def _in_own_names(body: Mapping[str, Any]) -> dict[str, Any]:
-    refuse(body, "responses")
-    one_of("truncation", body.get("truncation", "auto"), ("auto", "disabled"))
-    ours = {name: body[name] for name in _SAME_NAMES if name in body}
-    if "max_output_tokens" in body:
-        ours["max_tokens"] = body["max_output_tokens"]
-    if "top_logprobs" in body or _LOGPROBS in array("include", body.get("include", [])):
-        ours["logprobs"] = body.get("top_logprobs", 0)
-    ours["messages"] = _messages(body)
-    ours["continue_final_message"] = False  # an answer is an item of its own
-    return ours | read_choice(body.get("tool_choice")) | _text_settings(body.get("text")) | _reasoning(body)
-
-
-def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    first: list[dict[str, Any]] = []
-    if "instructions" in body and (instructions := text("instructions", body["instructions"])):
-        first.append({"paths": FieldPaths({"": "instructions"}), "role": "system", "content": instructions})
-    items = body.get("input")
-    if isinstance(items, str):
-        return [*first, {"paths": FieldPaths({"": "input"}), "role": "user", "content": items}]
-    return first + objects_with_paths("input", array("input", items, "a string, or an array with at least one item", 1))
-
-
-def _choice(choice: Any, tools: ResponseTools) -> Any:
+def _choice(choice: Any, name_fields: NameFields) -> Any:
     if isinstance(choice, str):
         return choice
     if (allowed_tools := choice.get("allowed_tools")) is not None:
-        functions = [_choice(one, tools) for one in allowed_tools["tools"] if "function" in one]
+        functions = [_choice(one, name_fields) for one in allowed_tools["tools"] if "function" in one]
         return {"type": "allowed_tools", **allowed_tools, "tools": functions} if functions else "auto"
-    return {"type": "function", **tools.name_fields(choice["function"]["name"])} if "function" in choice else "auto"
-
-
-def _text_settings(value: Any) -> dict[str, Any]:
-    """The constraint and the verbosity of the answer, in our own names."""
-    if value is None:
-        return {}
-    settings = members("text", value)
-    ours = {"verbosity": settings["verbosity"]} if "verbosity" in settings else {}
-    if settings.get("format"):
-        format = members("text.format", settings["format"])
-        ours["response_format"] = {"type": format.get("type"), "json_schema": format}
-    return ours
+    if "function" not in choice:
+        return "auto"
+    name = choice["function"]["name"]
+    return {"type": "function", **name_fields.get(name, {"name": name})}
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The form of the answer as a response repeats it; `_text_settings` has validated it."""
+    """The form of the answer as a response repeats it; `_read_format` has validated it."""
     format: dict[str, Any] = (body.get("text") or {}).get("format") or {"type": "text"}
     return {"name": "answer", **format} if format["type"] == "json_schema" else format
-
-
-def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
-    settings = members("reasoning", body.get("reasoning", {}))
-    return {"reasoning_effort": settings["effort"]} if "effort" in settings else {}
 
 
 def _metadata(value: Any) -> dict[str, str]:

@@ -25,10 +25,7 @@ class ChatWriter(ChoicesWriter):
     opening: ClassVar[dict[str, Any] | None] = {"delta": {"role": "assistant", "content": ""}}
 
     def fields(self, answer: Answer) -> dict[str, Any]:
-        calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in answer.calls
-        ]
+        calls = [call.to_json() for call in answer.calls]
         content = None if calls and not answer.text else answer.text
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if answer.reasoning:

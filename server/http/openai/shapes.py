@@ -114,8 +114,8 @@ def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
     prompts = [usages[first : first + n] for first in range(0, len(usages), n)]
     prompt = sum(answers[0].prompt_tokens for answers in prompts)
     least = [min(answers, key=lambda answer: answer.cached_tokens) for answers in prompts]
-    cached = sum(answer.cached_tokens for answer in least)
-    details: dict[str, Any] = {"cached_tokens": cached}
+    cached_tokens = sum(answer.cached_tokens for answer in least)
+    details: dict[str, Any] = {"cached_tokens": cached_tokens}
     if any(answer.from_tiers for answer in least):
         places = sorted({place for answer in least for place in answer.cached_from})
         details["cached_from"] = {place: sum(answer.cached_from.get(place, 0) for answer in least) for place in places}

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from polarlm.engine.parsing.pieces import fold
-from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter
+from polarlm.server.http.dialects._response_events import ResponseWriter
 from polarlm.server.http.warnings import HEADER
 from tests.lazily import openai
 from tests.server.apis import alone
@@ -68,7 +68,7 @@ def test_openais_client_accumulates_reasoning_and_calls() -> None:
     from openai.lib.streaming.responses._responses import ResponseStreamState
 
     def writer() -> ResponseWriter:
-        return ResponseWriter("m", True, {"parallel_tool_calls": True, "tool_choice": "auto"}, None, ResponseTools())
+        return ResponseWriter("m", True, {"parallel_tool_calls": True, "tool_choice": "auto"}, None, {})
 
     stream = writer()
     events = [event for i, piece in enumerate(PIECES) for event in stream.events(0, piece, first=i == 0)]

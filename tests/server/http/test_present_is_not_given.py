@@ -17,6 +17,7 @@ from tests.server.lines import Client
 
 TEXT = "then he ran on"
 OF_THE_MACHINE = _shared._FIELDS["ollama's options"]["harmless"]
+OPTIONS = {row.theirs.removeprefix("options.") for row in ollama.OPTION_ROWS}
 GREEDY = {"temperature": 0}
 MESSAGES = [{"role": "user", "content": TEXT}]
 CHAT: dict[str, Any] = {"messages": MESSAGES, **GREEDY}
@@ -61,7 +62,7 @@ NEUTRAL: dict[str, list[Any]] = {
         {**GREEDY, **dict.fromkeys(OF_THE_MACHINE, -1)},
         {**GREEDY, **dict.fromkeys(OF_THE_MACHINE, 1 << 40), "stop": [""], "seed": -1},
         {**GREEDY, "num_predict": -2, "mirostat": 0, "tfs_z": 1, "typical_p": 0, "repeat_last_n": 64.0},
-        {**GREEDY, **dict.fromkeys(ollama._OPTIONS.keys() - GREEDY.keys())},
+        {**GREEDY, **dict.fromkeys(OPTIONS - GREEDY.keys())},
     ],
 }
 OF_CHAT = {**NEUTRAL, **{key: [0, 0.0] for key in ("max_tokens", "max_completion_tokens", "logprobs")}}

@@ -26,7 +26,7 @@ def attach(page: Page, wait: bool = True, **files: bytes) -> None:
         attachments.dispatchEvent(new Event("change"));
     """
     page.run(script, [[name.replace("_", ".", 1), base64.b64encode(data).decode()] for name, data in files.items()])
-    page.until(lambda: not wait or page.run("return attached.every(({text}) => text !== null)"))
+    page.until(lambda: not wait or page.run("return attachedFiles.every(({text}) => text !== null)"))
 
 
 def chips(page: Page) -> list[str]:
@@ -36,7 +36,7 @@ def chips(page: Page) -> list[str]:
 def test_text_and_pdf_go_with_a_message(page: Page) -> None:
     page.says(["one"], ["two"])
     attach(page, notes_md=b"a\r\n```\nb\n```\n", paper_pdf=made_pdf("Hello, PDF"))
-    names = page.run("return attached.map(({name, tokens}) => [name, tokens])")
+    names = page.run("return attachedFiles.map(({name, tokens}) => [name, tokens])")
     assert [name for name, _ in names] == ["notes.md", "paper.pdf"]
     assert all(tokens > 3 for _, tokens in names)
     page.send_and_wait("What is it?")
@@ -69,7 +69,7 @@ def test_a_file_is_removed_before_and_after_sending(page: Page) -> None:
 
 def test_what_is_no_text_or_too_long_is_said(page: Page) -> None:
     attach(page, bad_pdf=b"%PDF-1.7", x_bin=b"\0\xff", empty_txt=b" \n", large_txt=b"a " * (1 << 20))
-    page.until(lambda: page.run("return attached.length") == 0)
+    page.until(lambda: page.run("return attachedFiles.length") == 0)
     said = page.text("#attached-says")
     for sentence in (
         "bad.pdf: This PDF is damaged.",
@@ -96,7 +96,7 @@ SEES = """
       const props = await response.json();
       return Response.json({...props, modalities: {vision: true}});
     };
-    known = ""; // the page asks for the model's properties again
+    shownModel = ""; // the page asks for the model's properties again
     return look();
 """
 
@@ -138,7 +138,7 @@ def test_an_image_that_is_too_large_is_scaled_and_a_model_without_images_gets_no
     assert page.text("#attached-says") == "page.png: This model reads text alone, no images."
     page.run(SEES, len(picture))
     attach(page, page_png=picture)
-    image = page.run("return attached[0].image")
+    image = page.run("return attachedFiles[0].image")
     assert image.startswith("data:image/jpeg;base64,")
     assert len(image) < len(picture)
 
@@ -176,7 +176,7 @@ def test_a_message_that_is_still_written_or_has_lost_its_file_does_not_go_by_its
     page.type("#message", "ds")
     assert page.text("#status") == ""
     page.run("window.counted = true")
-    page.until(lambda: page.run("return attached[0].text") == "first")
+    page.until(lambda: page.run("return attachedFiles[0].text") == "first")
     page.run("window.counted = false")
     attach(page, wait=False, b_pdf=b"%PDF-1.7")
     page.type("#message", ENTER)

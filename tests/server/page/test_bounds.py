@@ -161,8 +161,8 @@ def test_code_has_colours_while_it_comes_and_what_is_selected_stays(drawing: Pag
 def test_the_arguments_of_a_call_are_indented_unless_most_of_it_were_spaces(drawing: Page) -> None:
     deep = "[" * 5000 + "]" * 5000
     wide = "[" * 100 + "1," * 50_000 + "1" + "]" * 100
-    assert drawing.run("return arguments[0].map((json) => indented(json) === json)", [deep, wide]) == [True, True]
-    assert drawing.run('return indented(\'{"a": [1, {"b": 2}]}\')').count("\n") == 7
+    assert drawing.run("return arguments[0].map((json) => indentedJson(json) === json)", [deep, wide]) == [True, True]
+    assert drawing.run('return indentedJson(\'{"a": [1, {"b": 2}]}\')').count("\n") == 7
 
 
 def test_an_answer_is_drawn_the_same_however_it_comes(drawing: Page) -> None:

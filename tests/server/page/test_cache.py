@@ -68,7 +68,7 @@ def test_it_moves_with_the_answer_and_is_what_the_engine_tells(
         )
         page.send_and_wait("the rain")
         assert len(set(page.run("return window.seen"))) > 3
-        expected = blocks(page, page.run("return used.tokens"), 0, 8)
+        expected = blocks(page, page.run("return contextUse.tokens"), 0, 8)
         assert page.text("#blocks-say").startswith(f"{expected['all']} blocks of 8 tokens: {expected['full']} in full")
         assert "shared" not in page.text("#blocks-say")
         page.click("#new")
@@ -80,7 +80,7 @@ def test_it_moves_with_the_answer_and_is_what_the_engine_tells(
 def test_every_block_has_a_cell_up_to_a_long_context(page: Page) -> None:
     script = """
         const [tokens, context] = arguments, length = 64;
-        drawn = "";
+        drawnState = "";
         drawBlocks(blocksOf(tokens, tokens / 2, {block_size: length, window: null}), {bits_per_value: 4, context});
         const cells = (path) => path.getAttribute("d").split("M").length - 1;
         const counted = [...document.querySelectorAll("#blocks path")].map(cells);

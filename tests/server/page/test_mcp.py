@@ -45,7 +45,7 @@ def page(visit: Callable[[Process], Page], keeper: Process) -> Iterator[Page]:
 def switch_on(page: Page, place: int = 0) -> None:
     """Checks a server's box, and returns once it is ready or has failed."""
     page.click(f"#server-{place}")
-    page.until(lambda: page.run(f"return ['ready', 'failed'].includes(mcpServers[{place}].state) && !connecting.size"))
+    page.until(lambda: page.run(f"return ['ready', 'failed'].includes(mcpServers[{place}].state) && !connections.size"))
 
 
 def begin(page: Page, *answers: list[Piece]) -> None:
@@ -192,7 +192,7 @@ def test_another_tab_shows_what_became_of_a_call(page: Page, keeper: Process) ->
         page.press_button("Always in this conversation")
         other.until(lambda: other.text_of() == "Five." and asks(other) == "")
         assert other.text(".tool summary") == "Result of tools_add"
-        assert other.run("return allowed().size") == 0  # which holds for one tab
+        assert other.run("return permissions().size") == 0  # which holds for one tab
 
 
 def test_a_server_that_fails_is_said_and_the_answer_goes_on_without_it(page: Page) -> None:

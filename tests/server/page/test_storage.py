@@ -102,7 +102,7 @@ def test_results_that_are_being_typed_stay_when_another_tab_changes_the_conversa
 def test_a_change_in_another_tab_leaves_the_place_that_is_read(page: Page) -> None:
     page.talk("line\n\n" * 100)
     page.run("log.scrollTop = 300")
-    page.until(lambda: not page.run("return following"))
+    page.until(lambda: not page.run("return followsEnd"))
     page.change_elsewhere("renamed")
     page.until(lambda: page.titles() == ["renamed"])
-    assert page.run("return [log.scrollTop, following]") == [300, False]
+    assert page.run("return [log.scrollTop, followsEnd]") == [300, False]

@@ -29,7 +29,7 @@ def page(visit: Callable[[Process], Page], keeper: Process) -> Iterator[Page]:
     for name in at_server(keeper):
         httpx.delete(f"{keeper.url}/conversations/{name}").raise_for_status()
     page = visit(keeper)
-    page.until(lambda: page.run("return keeps"))
+    page.until(lambda: page.run("return serverKeeps"))
     yield page
     page.open("about:blank")
 
@@ -76,7 +76,7 @@ def test_changes_of_two_browsers_both_stay(page: Page, keeper: Process) -> None:
     page.says(["one"], ["two"])
     page.send_and_wait("first")
     page.until(lambda: texts(keeper) == ["first", "one"])
-    page.run("return syncing")
+    page.run("return lastSync")
     ((name, chat),) = at_server(keeper).items()
     last = next(key for key, message in chat["messages"].items() if message["text"] == "one")
     new = {"id": "c" * 16, "parent": last, "children": [], "shown": 0, "role": "user", "text": "elsewhere"}
@@ -85,7 +85,7 @@ def test_changes_of_two_browsers_both_stay(page: Page, keeper: Process) -> None:
     page.send_and_wait("second")
     page.until(lambda: texts(keeper) == ["elsewhere", "first", "one", "second", "two"])
     page.until(lambda: page.run("return Object.values(current.messages).length") == 5)
-    page.run("return syncing")
+    page.run("return lastSync")
     children = at_server(keeper)[name]["messages"][last]["children"]
     assert len(children) == 2
     assert page.texts() == ["first", "one", "second", "two"]
@@ -104,7 +104,7 @@ def test_a_deletion_here_and_elsewhere(page: Page, keeper: Process) -> None:
     page.until(lambda: texts(keeper) == ["first", "one"])
     page.click("#restore")
     page.until(lambda: len(at_server(keeper)) == 2)
-    page.run("return syncing")
+    page.run("return lastSync")
     for name in at_server(keeper):
         httpx.delete(f"{keeper.url}/conversations/{name}").raise_for_status()
     look(page)
@@ -112,7 +112,7 @@ def test_a_deletion_here_and_elsewhere(page: Page, keeper: Process) -> None:
     page.until(lambda: page.kept() == [])
     assert "deleted in another tab or browser" in page.text("#unkept")
     page.reload()
-    page.until(lambda: page.run("return keeps"))
+    page.until(lambda: page.run("return serverKeeps"))
     look(page)
     assert (page.titles(), at_server(keeper)) == ([], {})
 

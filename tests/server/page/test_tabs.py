@@ -200,7 +200,7 @@ def test_conversations_kept_by_earlier_versions_of_the_page_are_read_and_go_on(p
         },
     }
     page.until(lambda: page.run("return database !== null"))  # a page opens it a moment after its scripts
-    page.run("return granted(database.transaction(SHELF, 'readwrite').objectStore(SHELF).put(arguments[0]))", old)
+    page.run("return resultOf(database.transaction(SHELF, 'readwrite').objectStore(SHELF).put(arguments[0]))", old)
     page.reload()
     page.until(lambda: page.titles() == ["Old"])
     page.click("button.chat")

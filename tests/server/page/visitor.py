@@ -78,7 +78,7 @@ class Page(Browser):
         script = """
             return (async (title) => {
                 const other = {...structuredClone(current), title, named: Date.now()};
-                await granted(database.transaction(SHELF, "readwrite").objectStore(SHELF).put(other));
+                await resultOf(database.transaction(SHELF, "readwrite").objectStore(SHELF).put(other));
                 new BroadcastChannel("polarlm").postMessage(other.id);
             })(arguments[0]);
         """
@@ -138,7 +138,7 @@ class Page(Browser):
 
     def kept(self) -> list[dict[str, Any]]:
         """The conversations in the browser's database."""
-        return self.run("return granted(database.transaction(SHELF).objectStore(SHELF).getAll())")
+        return self.run("return resultOf(database.transaction(SHELF).objectStore(SHELF).getAll())")
 
     def figures(self) -> str:
         """What is said below the last answer."""

@@ -163,8 +163,8 @@ OLLAMA: dict[str, Piece] = {
 }
 APIS: dict[str, tuple[dict[str, Piece], Callable[[list[Any]], Any]]] = {
     "chat": (CHAT, list),
-    "responses": (RESPONSES, lambda history: responses._in_own_names({"input": history})["messages"]),
-    "anthropic": (ANTHROPIC, lambda history: anthropic._in_own_names({"messages": history})["messages"]),
+    "responses": (RESPONSES, lambda history: responses.TABLE.translate({"input": history})["messages"]),
+    "anthropic": (ANTHROPIC, lambda history: anthropic.TABLE.translate({"messages": history})["messages"]),
     "ollama": (OLLAMA, lambda history: ollama._conversation({"messages": history})["messages"]),
 }
 

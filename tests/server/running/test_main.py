@@ -260,3 +260,4 @@ def test_both_ways_to_speak_to_it_and_its_log(tiny_path: Path, tmp_path: Path) -
         assert [(line["outcome"], line["completion_tokens"]) for line in lines.values()] == [("length", 9)] * 2
         assert lines["POST /v1/completions"]["status"] == 200
         assert all(line.keys() >= {"time", "client", "seconds", "prompt_tokens"} for line in lines.values())
+        assert not [name for line in lines.values() for name in line if name.startswith("_")]
