@@ -67,7 +67,8 @@ def read(
     Raises BadRequest.
     """
     warnings: FieldWarnings = []
-    body = normalize_spellings(requested_fields(body), warnings)
+    body = requested_fields(body)
+    body = normalize_spellings(_reasoning_fields(body.get("reasoning", {})) | body, warnings)
     if refusal := refusal_of(body):
         raise BadRequest(*refusal)
     usage = mapping("stream_options", body.get("stream_options", {})).get("include_usage")
@@ -97,6 +98,19 @@ def read(
         reasoning=_reasoning(body),
         warnings=(*warnings, *field_warnings(body)),
     )
+
+
+def _reasoning_fields(value: Any) -> dict[str, Any]:
+    """The fields that members of `reasoning`, as OpenRouter has it, stand for; those beside it count. Raises
+    BadRequest."""
+    members = requested_fields(mapping("reasoning", value))
+    named = {"effort": "reasoning_effort", "max_tokens": "reasoning_budget_tokens"}
+    fields = {ours: members[theirs] for theirs, ours in named.items() if theirs in members}
+    if not flag("reasoning.enabled", members.get("enabled", True)):
+        fields["reasoning_effort"] = "none"
+    if flag("reasoning.exclude", members.get("exclude", False)):
+        fields["include_reasoning"] = False
+    return fields
 
 
 def _sign_seconds(body: Mapping[str, Any]) -> float | None:

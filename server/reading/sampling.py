@@ -126,7 +126,10 @@ _FIELDS: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
 }
 """Field → (parameter, how a value is read). If several fields of a parameter are set, the last of them counts."""
 
-EXTENSIONS = (*(field for field, (name, _) in _FIELDS.items() if field == name), "cache_prompt", "cache_salt")
+EXTENSIONS = (
+    *(field for field, (name, _) in _FIELDS.items() if field == name),
+    *("reasoning_budget_tokens", "cache_prompt", "cache_salt"),
+)
 """Fields that every API takes under these names, unless it has a name of its own for them."""
 
 

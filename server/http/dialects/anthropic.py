@@ -115,6 +115,7 @@ TABLE = FieldTable(
     Row("tool_choice", "tool_choice", _read_choice),
     Row("tool_choice.disable_parallel_tool_use", "parallel_tool_calls", lambda field, value: not flag(field, value)),
     Row("thinking", "chat_template_kwargs", _read_thinking),
+    Row("thinking.budget_tokens", "reasoning_budget_tokens"),
     Row("output_config.effort", "chat_template_kwargs", _read_effort),
     Row("output_config.format", "response_format", _read_format),
 )

@@ -76,6 +76,7 @@ TABLE = FieldTable(
     Row("text.verbosity", "verbosity"),
     Row("text.format", "response_format", _read_format),
     Row("reasoning.effort", "reasoning_effort"),
+    Row("reasoning.max_tokens", "reasoning_budget_tokens"),
     Row("tools", "tools", read_tools),
     Row("metadata"),
 )

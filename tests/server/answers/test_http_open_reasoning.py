@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
+from tests.server.apis import APIS
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
@@ -134,3 +135,27 @@ def test_the_next_turn_finds_the_answer(server: Serving, body: dict[str, Any]) -
     turns = [*ASKED, {"role": "assistant", "content": first["choices"][0]["message"]["content"]}, *ASKED]
     usage = server.post("/v1/chat/completions", {**body, "messages": turns, "response_format": FORM}).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+BUDGETS: dict[str, Any] = {  # an endpoint → how its requests name a budget of seven tokens
+    "/v1/chat/completions": {"reasoning_budget_tokens": 7},
+    "/v1/messages": {"thinking": {"type": "enabled", "budget_tokens": 7}},
+    "/v1/responses": {"reasoning": {"max_tokens": 7}},
+    "/api/chat": {"options": {"reasoning_budget_tokens": 7}},
+}
+
+
+def test_every_api_has_a_budget_of_reasoning(server: Serving, engine: Engine) -> None:
+    """A greedy model that does not end its reasoning: every answer has the same reasoning, and a text after it."""
+    found = set()
+    for api in APIS.values():
+        if api.path in BUDGETS:
+            body = api.body("How many?", max_tokens=40, temperature=0, ignore_eos=True)
+            more = {name: {**body.get(name, {}), **value} if isinstance(value, dict) else value
+                    for name, value in BUDGETS[api.path].items()}  # fmt: skip
+            reply = api.whole(server.post(api.path, body | more).json())
+            assert reply.text
+            found.add(reply.reasoning)
+    (reasoning,) = found
+    settings = {"temperature": 0, "ignore_eos": True, "max_tokens": 7}
+    assert reasoning == engine.generate(ASKED, SamplingParams(**settings)).text.strip()

@@ -44,6 +44,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # the other fields: a value, and what 
     "parse_special": (False, PromptOptions(parse_special=False)),
     "chat_template_kwargs": ({"a": 1}, PromptOptions(parse_special=True, template_variables={"a": 1})),
     **{name: (7, SamplingParams(reasoning_budget=7)) for name in ("reasoning_budget_tokens", "thinking_token_budget")},
+    "reasoning": ({"max_tokens": 7}, SamplingParams(reasoning_budget=7)),
     "reasoning_effort": (
         "low",
         PromptOptions(parse_special=True, template_variables={"enable_thinking": True, "reasoning_effort": "low"}),
