@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any
 
 from polarlm import model_loaders
 from polarlm.engine.errors import EngineError
@@ -28,7 +27,7 @@ from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
 from polarlm.engine.sampling.sample import Sampled, Sampling, most_tokens, resolve
 from polarlm.engine.state.image_positions import ImagePositions
-from polarlm.engine.state.store import RowAdapter, SequenceKV, Span
+from polarlm.engine.state.store import RowAdapter, SequenceKV
 from polarlm.engine.storage.copies import Snapshot
 from polarlm.engine.storage.tiers.search import TierHit, count_sources
 from polarlm.model_loaders.tokenizers import Tokenizer
@@ -55,16 +54,6 @@ class Ticket:
     cached_tokens: Callable[[], int] = lambda: 0  # prompt tokens found in the store; 0 before the prefix is matched
     conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
     warnings: Sequence[str] = ()  # sentences about what is not done as the request asks
-
-
-@dataclass
-class Prefill:
-    """A prefill under way."""
-
-    span: Span
-    chunks: Generator[int, None, Any]
-    reader: PromptReader | None = None  # reads the prompt's hidden states
-    rows: int = 0  # rows done, summed over layers
 
 
 @dataclass
@@ -104,7 +93,6 @@ class Request:
     constraint: Constraint | None = None
     drafts: Drafts | None = None  # never with a constraint or DRY
     kv: SequenceKV | None = None
-    prefill: Prefill | None = None
     cached: int | None = None  # prompt tokens found in the store; None before that, fixed once the first token exists
     hit: TierHit | None = None  # the part of the prompt that tiers have and the store lacked
     saved: Snapshot | None = None  # what the store held when the request was preempted
