@@ -19,13 +19,23 @@ from polarlm.engine.backends.ops import Array, ExpertCache, Ops, PeerArray
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.batch_graphs import BatchGraphs
-from polarlm.engine.model.decoder import Chunk, InputChoice, Inputs, Rows, compute, decoder_layer, run_graph
+from polarlm.engine.model.decoder import (
+    Chunk,
+    InputChoice,
+    Inputs,
+    PromptRows,
+    PromptTap,
+    Rows,
+    compute,
+    decoder_layer,
+    run_graph,
+    stages,
+)
 from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.layers.mtp import MtpLayer
-from polarlm.engine.model.prefill import PromptRows, PromptTap, prefill, stages
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.model.vision_encoders import ImageReader
 from polarlm.engine.model.vision_encoders._rows import ImagePart, PlacedImage, read_images
@@ -137,10 +147,10 @@ class Transformer:
             ids = [one if one < IMAGE_IDS else 0 for one in ids]
         rows = table_rows(self.weights.embedding, ids)
         x, added = self._embed(self._stages[0].ops.to_device(rows), read)
-        first_output = 0 if outputs is None else len(ids) - outputs
+        first_output, last = 0 if outputs is None else len(ids) - outputs, len(self._layers) - 1
         prompt = PromptRows(
             self._choice,
-            len(self._layers) - 1,
+            last,
             spans,
             parts or spans,
             first_output,
@@ -149,7 +159,18 @@ class Transformer:
             tap=self.tap,
             mtp_input=None if self.mtp is None else partial(self.mtp.prompt_input, spans[0], rows),
         )
-        x = yield from prefill(self._stages, self._layers, x, added, prompt, by_layer=by_layer)
+        done = 0
+        for number, (ops, numbers) in enumerate(self._stages):
+            if number:
+                x = ops.to_device(PeerArray(x, self._stages[number - 1].ops))
+            prompt.cut_for(ops, added)
+            for layer, chunk in compute(((one, self._layers[one]) for one in numbers), x, prompt):
+                count = chunk.rows.stop - chunk.rows.start
+                done += count
+                if by_layer or done + count > prompt.step or (layer == last and chunk.rows.stop == len(x)):
+                    yield done
+                    done = 0
+                    prompt.follow_blocks()
         return x[first_output:]
 
     def forward(

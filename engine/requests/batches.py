@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-from polarlm.engine.backends.ops import Array
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import PromptReader, forward_and_read
@@ -63,7 +62,7 @@ class Batch:
     """
 
     rows: list[Rows] = field(default_factory=list)
-    chunks: Generator[int, None, Array] | None = None
+    chunks: Generator[int, None, Any] | None = None
     reader: PromptReader | None = None
     done: int = 0
     fetch: Fetch | None = None
@@ -210,45 +209,6 @@ class Batches:
                     return None
         return None
 
-    def open_prompts(self, requests: Sequence[Request], running: Sequence[Request] = ()) -> Batch:
-        """Open rows for the prompts of the first requests, and for a step of the running ones, without drafts, if there
-        is room for all. Raises OutOfBlocks if there is no room for the first request, and MemoryError if there is no
-        memory for its buffers."""
-        batch, prompts = Batch(), [(kv, len(one.sequence.prompt) - kv.length) for one in requests if (kv := one.kv)]
-        spans: list[Span] = []
-        while not spans:
-            try:
-                spans = self._store.open_batch(prompts)
-            except MemoryError:
-                if len(prompts) == 1:
-                    raise
-                prompts = prompts[: len(prompts) // 2]
-        batch.rows += [_rows(request, span, is_prompt=True) for request, span in zip(requests, spans, strict=False)]
-        steps = list[Rows]()
-        with self._aborting(batch), suppress(OutOfBlocks), self._aborting(Batch(steps)):
-            for request in running:
-                assert request.kv is not None
-                missing = len(request.sequence.ids) - request.kv.length
-                span = self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
-                steps.append(_rows(request, span))
-            batch.rows += steps
-        self._timer.add(*(rows.request for rows in batch.rows[1:]))
-        return batch
-
-    def open_prefill(self, request: Request, *, as_steps: bool) -> Batch:
-        """Open rows for the next part of a long prompt, which is `prefill` until all of it is computed. as_steps: see
-        `KVStore.open`. Raises OutOfBlocks."""
-        assert request.kv is not None
-        start, reader = request.kv.length, request.reader()
-        stop = request.span_end(start, self._store.shape.block_size)
-        span, ids = self._store.open(request.kv, stop - start, as_steps=as_steps), request.sequence.ids[start:stop]
-        if reader is None:
-            chunks = self._model.forward_chunks([span], ids, outputs=1, images=request.images)
-        else:
-            chunks = forward_and_read(self._model, span, ids, reader)
-        self.prefill = Batch([_rows(request, span, is_prompt=True)], chunks, reader)
-        return self.prefill
-
     # -- run ---------------------------------------------------------------------------------------------------
 
     def run(self, batch: Batch) -> None:
@@ -275,16 +235,6 @@ class Batches:
             self.next_step = self._begin_next(batch, batch.fetch)
         finally:  # an error in the next step must not lose the tokens of this one
             self._take(batch, batch.fetch)
-
-    def _run_one_by_one(self, requests: Sequence[Request]) -> None:
-        for request in [one for one in requests if not one.sequence.finished]:
-            try:
-                self.run(self.open_prompts([request]))
-            except OutOfBlocks:
-                self.unmatch(request)
-            except Exception as error:
-                self._model.ops.check()
-                request.fail(error)
 
     def _compute(self, batch: Batch) -> None:
         """Compute the rows of a batch, unless it is a step that has begun, and begin to sample the tokens after them,
@@ -316,30 +266,6 @@ class Batches:
         tokens = self._model.step(spans, ids, inputs)
         self._timer.tokens_arrived()
         batch.fetch = Fetch(None, lambda: tokens)
-
-    def _advance(self, batch: Batch, chunks: Generator[int, None, Array]) -> None:
-        """Compute one chunk of a long prompt; after the last one, begin to sample the token after it."""
-        (rows,), layers = batch.rows, len(self._model.config.layers)
-        try:
-            batch.done += next(chunks)
-            rows.request.report_progress((rows.request.cached or 0) + batch.done // layers)
-            if batch.done == len(rows.ids) * layers:
-                next(chunks)  # returns the hidden states, as StopIteration's value
-            if self._model.ops.fetch_later is not None:
-                self._timer.launched.append(rows.request)
-            return
-        except StopIteration as end:
-            hidden = end.value
-        self._sample(batch, hidden)
-
-    def _sample(self, batch: Batch, hidden: Array) -> None:
-        """Begin to sample the tokens of a batch with prompts, from the hidden states (n, E) of their last rows and of
-        all other rows."""
-        inputs = self._sampler_inputs(batch)
-        if [rows for rows in batch.rows if not rows.is_known and _expects_token(rows.request)]:
-            batch.fetch = Fetch(None, self._model.begin_choosing(hidden, inputs))
-        else:
-            batch.fetch = Fetch(None, lambda: [0] * len(inputs))
 
     def _sampler_inputs(self, batch: Batch) -> list[SamplerInput]:
         """The sampler inputs of all rows with outputs. A request whose constraint raises fails."""
@@ -440,6 +366,81 @@ class Batches:
             self._seconds.record(batch.count, seconds)
         elif prompts and batch.chunks is None and batch.count >= _MANY_ROWS:
             self.rates.append(batch.count / seconds)
+
+    # -- prompts -----------------------------------------------------------------------------------------------
+
+    def open_prompts(self, requests: Sequence[Request], running: Sequence[Request] = ()) -> Batch:
+        """Open rows for the prompts of the first requests, and for a step of the running ones, without drafts, if there
+        is room for all. Raises OutOfBlocks if there is no room for the first request, and MemoryError if there is no
+        memory for its buffers."""
+        batch, prompts = Batch(), [(kv, len(one.sequence.prompt) - kv.length) for one in requests if (kv := one.kv)]
+        spans: list[Span] = []
+        while not spans:
+            try:
+                spans = self._store.open_batch(prompts)
+            except MemoryError:
+                if len(prompts) == 1:
+                    raise
+                prompts = prompts[: len(prompts) // 2]
+        batch.rows += [_rows(request, span, is_prompt=True) for request, span in zip(requests, spans, strict=False)]
+        steps = list[Rows]()
+        with self._aborting(batch), suppress(OutOfBlocks), self._aborting(Batch(steps)):
+            for request in running:
+                assert request.kv is not None
+                missing = len(request.sequence.ids) - request.kv.length
+                span = self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
+                steps.append(_rows(request, span))
+            batch.rows += steps
+        self._timer.add(*(rows.request for rows in batch.rows[1:]))
+        return batch
+
+    def open_prefill(self, request: Request, *, as_steps: bool) -> Batch:
+        """Open rows for the next part of a long prompt, which is `prefill` until all of it is computed. as_steps: see
+        `KVStore.open`. Raises OutOfBlocks."""
+        assert request.kv is not None
+        start, reader = request.kv.length, request.reader()
+        stop = request.span_end(start, self._store.shape.block_size)
+        span, ids = self._store.open(request.kv, stop - start, as_steps=as_steps), request.sequence.ids[start:stop]
+        if reader is None:
+            chunks = self._model.forward_chunks([span], ids, outputs=1, images=request.images)
+        else:
+            chunks = forward_and_read(self._model, span, ids, reader)
+        self.prefill = Batch([_rows(request, span, is_prompt=True)], chunks, reader)
+        return self.prefill
+
+    def _advance(self, batch: Batch, chunks: Generator[int, None, Any]) -> None:
+        """Compute one chunk of a long prompt; after the last one, begin to sample the token after it."""
+        (rows,), layers = batch.rows, len(self._model.config.layers)
+        try:
+            batch.done += next(chunks)
+            rows.request.report_progress((rows.request.cached or 0) + batch.done // layers)
+            if batch.done == len(rows.ids) * layers:
+                next(chunks)  # returns the hidden states, as StopIteration's value
+            if self._model.ops.fetch_later is not None:
+                self._timer.launched.append(rows.request)
+            return
+        except StopIteration as end:
+            hidden = end.value
+        self._sample(batch, hidden)
+
+    def _sample(self, batch: Batch, hidden: Any) -> None:
+        """Begin to sample the tokens of a batch with prompts, from the hidden states (n, E) of their last rows and of
+        all other rows."""
+        inputs = self._sampler_inputs(batch)
+        if [rows for rows in batch.rows if not rows.is_known and _expects_token(rows.request)]:
+            batch.fetch = Fetch(None, self._model.begin_choosing(hidden, inputs))
+        else:
+            batch.fetch = Fetch(None, lambda: [0] * len(inputs))
+
+    def _run_one_by_one(self, requests: Sequence[Request]) -> None:
+        for request in [one for one in requests if not one.sequence.finished]:
+            try:
+                self.run(self.open_prompts([request]))
+            except OutOfBlocks:
+                self.unmatch(request)
+            except Exception as error:
+                self._model.ops.check()
+                request.fail(error)
 
 
 def _rows(request: Request, span: Span, guesses: Sequence[int] = (), *, is_prompt: bool = False) -> Rows:
