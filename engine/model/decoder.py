@@ -20,7 +20,7 @@ from polarlm.engine.model.layers.gated_mlp import GatedMLP
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights, Mixer
 from polarlm.engine.model.layers.layer_embedding import LayerEmbedding
 from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.model.vision_encoders._rows import ImagePart
+from polarlm.engine.model.vision_encoders import ImagePart
 from polarlm.engine.state.positions import rope_positions, whole_images
 from polarlm.engine.state.store import KVStore, Span
 from polarlm.model_loaders import config
@@ -239,6 +239,8 @@ def cut(count: int, step: int, whole: Sequence[range] = ()) -> list[slice]:
 
 class PromptRows(Rows):
     """The rows of prompts, layer by layer. They are sealed in a layer once all of them are appended there."""
+
+    last: int
 
     def __init__(
         self,

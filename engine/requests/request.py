@@ -15,7 +15,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
 from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader, Ranking
-from polarlm.engine.model.vision_encoders._rows import PlacedImage
+from polarlm.engine.model.vision_encoders import PlacedImage
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers, Conversation

@@ -10,8 +10,7 @@ import numpy as np
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
-from polarlm.engine.model.vision_encoders._patches import PatchReader, PlainLayer
-from polarlm.engine.model.vision_encoders._qwen import patches, places
+from polarlm.engine.model.vision_encoders._patches import PatchReader, PlainLayer, qwen_patches, qwen_places
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.vision_encoders import ImageShape
 from polarlm.model_loaders.vision_encoders.qwen3_vl import DeepStackVisionEncoder
@@ -48,9 +47,9 @@ class Reader(PatchReader[DeepStackVisionEncoder, Weights, LayerWeights]):
 
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, encoder, w = self._ops, self.encoder, self._weights
-        where, added = places(encoder, shape), []
+        where, added = qwen_places(encoder, shape), []
         x = ops.to_device(self._positions_of(where, shape))
-        ops.linear(ops.to_device(patches(encoder, pixels, shape)), w.patches, residual=x)
+        ops.linear(ops.to_device(qwen_patches(encoder, pixels, shape)), w.patches, residual=x)
         rope = self._rope(*where, dim=encoder.hidden_size // encoder.heads)
         for layer in self._layers:
             self._add_layer(x, layer, rope)
