@@ -18,7 +18,7 @@ from typing import Any
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import PromptReader, forward_and_read
-from polarlm.engine.requests.drafts import StepPlan, StepSeconds
+from polarlm.engine.requests.drafts import Drafts, StepPlan, StepSeconds
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.scheduler import Scheduler, Unit
 from polarlm.engine.sampling.sample import NEWEST, Fetch, Sampled, SamplerInput
@@ -172,7 +172,7 @@ class Batches:
         with self._aborting(batch):
             for request in requests:
                 try:
-                    guesses = () if request.drafts is None else self._draft(request, plan)
+                    guesses = () if request.drafts is None else self._draft(request, request.drafts, plan)
                 except Exception as error:  # the other requests of the step continue
                     self._model.ops.check()
                     request.fail(error)
@@ -182,12 +182,14 @@ class Batches:
                     batch.rows.append(_rows(request, span, guesses))
         return batch if batch.rows else None
 
-    def _draft(self, request: Request, plan: StepPlan) -> Sequence[int]:
+    def _draft(self, request: Request, drafts: Drafts, plan: StepPlan) -> Sequence[int]:
         """Return drafted tokens to verify after the newest one, at most as many as fit into the current block."""
-        if request.kv is None:  # it was preempted for this step
+        kv, sequence = request.kv, request.sequence
+        if kv is None:  # it was preempted for this step
             return ()
-        missing = len(request.sequence.ids) - request.kv.length
-        return request.draft(self._store.rows_of_block(request.kv) - missing + 1, plan)
+        missing, left = len(sequence.ids) - kv.length, sequence.max_tokens - sequence.generated
+        room = min(self._store.rows_of_block(kv) - missing + 1, left) - 1  # the final token needs no row
+        return drafts.draft(sequence.ids, room, plan)
 
     def _open(self, request: Request, drafted: int) -> Span | None:
         """Open a span of the tokens that have no K/V yet, the newest one last, and of `drafted` ones after it; None if
@@ -323,7 +325,7 @@ class Batches:
             return None
         if [rows for rows in batch.rows if rows.is_known]:
             return None
-        if [one for one in requests if not one.expects_more or (one.drafts is not None and one.may_draft)]:
+        if [one for one in requests if not one.expects_more or (one.drafts and one.drafts.is_ready(one.sequence.ids))]:
             return None  # requests that have left the step expect nothing
         step = Batch()
         with suppress(OutOfBlocks), self._aborting(step):  # `open_step` will preempt a request for it

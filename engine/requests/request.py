@@ -19,7 +19,7 @@ from polarlm.engine.model.vision_encoders import PlacedImage
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers, Conversation
-from polarlm.engine.requests.drafts import Drafting, Drafts, StepPlan
+from polarlm.engine.requests.drafts import Drafting, Drafts
 from polarlm.engine.requests.prompts import Prompt, check_vectors, checked_ids, is_chat, prompt_ids, within, yes_and_no
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
@@ -213,18 +213,6 @@ class Request:
             return Pooling(self.options.pooling, self.options.dimensions)
         assert self.params.prompt_logprobs is not None
         return PromptLogprobs(self.sequence.prompt, self.params.prompt_logprobs, self.vocabulary.stop)
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether tokens may be drafted after the next one, which is not known yet."""
-        return self.drafts is not None and self.drafts.is_ready(self.sequence.ids)
-
-    def draft(self, rows: int, plan: StepPlan) -> Sequence[int]:
-        """Return drafted tokens to verify in the step `plan`. rows: the most for them and the newest token."""
-        if self.drafts is None:
-            return ()
-        left = self.sequence.max_tokens - self.sequence.generated  # the final token needs no row
-        return self.drafts.draft(self.sequence.ids, min(rows, left) - 1, plan)
 
     @property
     def expects_more(self) -> bool:
