@@ -108,11 +108,11 @@ def _report(argv: Sequence[str]) -> str:
     else:
         model, source, dtype = model_loaders.load_weights(path, mtp=config.mtp)
         try:
-            asked = numbers or context_steps(model.max_context)
+            contexts = numbers or context_steps(model.max_context)
             fits = []
             for name, ops in devices(options.device):
-                more = companion_bytes(config, ops, model, Path(path))
-                fits.append(fit_device(config, name, ops, model, source, contexts=asked, other_bytes=more))
+                other_bytes = companion_bytes(config, ops, model, Path(path))
+                fits.append(fit_device(config, name, ops, model, source, contexts=contexts, other_bytes=other_bytes))
         finally:
             source.close()
     advice = advise(fits, config, model)
@@ -136,10 +136,10 @@ def _fit_hub(
 ) -> tuple[ModelConfig, str, list[DeviceFit]]:
     """(configuration, format of the files, what fits) of a model on the hub, whose weights are not fetched."""
     model, files = hub.sizes(name)
-    asked = numbers or context_steps(model.max_context)
+    contexts = numbers or context_steps(model.max_context)
     plain = str(replace(name, quantization=None))
     sizes = {f"{plain}:{label}" if label else "": size for label, size in files}
-    fits = [fit_files(config, device, ops, model, sizes, contexts=asked) for device, ops in devices(config.device)]
+    fits = [fit_files(config, device, ops, model, sizes, contexts=contexts) for device, ops in devices(config.device)]
     return model, "GGUF" if files[0][0] else "safetensors", fits
 
 

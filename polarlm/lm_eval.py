@@ -171,12 +171,12 @@ class PolarLM(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return results
 
-    def _end_of(self, context: list[int], more: int) -> list[int]:
+    def _end_of(self, context: list[int], count: int) -> list[int]:
         """The last ids of a context that leave room for so many more. Raises EngineError if there is none for one."""
-        room = self.engine.context - more
+        room = self.engine.context - count
         if room < 1:
             raise EngineError(
-                f"A continuation of {more} tokens does not fit into the context of {self.engine.context}: raise "
+                f"A continuation of {count} tokens does not fit into the context of {self.engine.context}: raise "
                 "ctx_size"
             )
         return context[-room:] or [self.prefix_token_id]

@@ -200,14 +200,14 @@ def compute(layers: Iterable[tuple[int, DecoderLayer]], x: Array, rows: Rows) ->
 
 
 def _compute_chunk(number: int, layer: DecoderLayer, x: Array, rows: Rows, chunk: Chunk) -> None:
-    inputs, kept = chunk.inputs[rows.choice.index[number]], chunk.rows
+    inputs, output_rows = chunk.inputs[rows.choice.index[number]], chunk.rows
     projected = rows.project(number, layer, x, chunk, inputs)
     if number == rows.last and chunk.skipped:
         if chunk.skipped == len(projected):
             return
-        kept, projected = slice(kept.start + chunk.skipped, kept.stop), projected[chunk.skipped :]
+        output_rows, projected = slice(output_rows.start + chunk.skipped, output_rows.stop), projected[chunk.skipped :]
         inputs = inputs.after(chunk.skipped)._replace(spans=chunk.last)
-    layer.complete(x[kept], projected, inputs)
+    layer.complete(x[output_rows], projected, inputs)
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------
@@ -291,10 +291,10 @@ class PromptRows(Rows):
         last, count = self._store.group_of(self.last), rows.stop - rows.start
         skipped = min(max(0, self._first_output - rows.start), count)
         spans = self._store.spans(self._parts, rows)
-        kept = spans[last]
+        last_spans = spans[last]
         if skipped not in (0, count):  # if all rows are skipped, none attends in the last layer
-            kept = self._store.spans(self._parts, slice(rows.start + skipped, rows.stop))[last]
-        return Chunk(rows, self.choice.distinct(inputs._replace(spans=tuple(spans))), skipped, kept)
+            last_spans = self._store.spans(self._parts, slice(rows.start + skipped, rows.stop))[last]
+        return Chunk(rows, self.choice.distinct(inputs._replace(spans=tuple(spans))), skipped, last_spans)
 
     def follow_blocks(self) -> None:
         """Read blocks that earlier turns left where they are now, if they have been moved."""

@@ -51,8 +51,8 @@ def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
         _prompt(model, sequence, _ROWS)
     if not any(group.is_sparse for group in model.store.groups):
         return
-    if more := -(sequence.length + 1) % model.store.shape.block_size:
-        _prompt(model, sequence, more)
+    if tokens_left := -(sequence.length + 1) % model.store.shape.block_size:
+        _prompt(model, sequence, tokens_left)
     _step(model, sequence)
 
 

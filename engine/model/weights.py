@@ -250,8 +250,8 @@ def load_weights(
     dense = [last_reader.linear(top[f"dense_{i}"], top.get(f"dense_{i}_bias", ())) for i in range(len(config.dense))]
     pair_head = None
     if config.scores_pairs:
-        before, score = (read.linear(top[slot], top[f"{slot}_bias"]) for slot in ("score_dense", "score"))
-        pair_head = before, score
+        score_dense, score = (read.linear(top[slot], top[f"{slot}_bias"]) for slot in ("score_dense", "score"))
+        pair_head = score_dense, score
     ops.wait()  # on a GPU, an overlapped launch may read weights before their upload has finished
     nbytes = sum(one.bytes for one in readers.values())
     return ModelWeights(
@@ -347,12 +347,12 @@ def kept(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None
     return tuple(sorted(kinds, key=lambda one: -one.bytes))
 
 
-def in_words(kept: Sequence[Kept]) -> str:
+def in_words(matrices: Sequence[Kept]) -> str:
     """Return a description of weights for users: "Q4_K, Q6_K weights as stored", or if they are kept in several ways,
     "weights of IQ2_XXS kept as q8_0 (947 MiB), of Q5_K, Q4_K as stored (50 MiB)"."""
-    if len(kept) == 1:
-        return f"{', '.join(kept[0].stored)} weights {kept[0].how}"
-    return "weights of " + ", of ".join(f"{one} ({format_bytes(one.bytes)})" for one in kept)
+    if len(matrices) == 1:
+        return f"{', '.join(matrices[0].stored)} weights {matrices[0].how}"
+    return "weights of " + ", of ".join(f"{one} ({format_bytes(one.bytes)})" for one in matrices)
 
 
 def left_out(ops: Ops, source: WeightSource, weight_type: WeightFormat) -> str:
@@ -362,10 +362,10 @@ def left_out(ops: Ops, source: WeightSource, weight_type: WeightFormat) -> str:
     names = [name for name, shape in shapes.items() if len(shape) > 1 and not fits(shape[1], weight_type)]
     if not names:
         return ""
-    more = f" (and {len(names) - 1} other matrices)" if len(names) > 1 else ""
-    kept = _format(ops, source, names[0], weight_type).name
+    others = f" (and {len(names) - 1} other matrices)" if len(names) > 1 else ""
+    format_name = _format(ops, source, names[0], weight_type).name
     return (
-        f"warning: {names[0]}{more} is loaded as {kept}, not as {weight_type.name}: its rows of "
+        f"warning: {names[0]}{others} is loaded as {format_name}, not as {weight_type.name}: its rows of "
         f"{shapes[names[0]][1]} values are not whole blocks of {weight_type.values}"
     )
 

@@ -288,9 +288,9 @@ class Batches:
         """Keep the rows of a computed batch, of drafted tokens those that are right, which are taken here."""
         active = batch.active
         with self._aborting(batch):
-            kept = self._take_verified(batch) if [rows for rows in active if rows.guesses] else None
+            kept_rows = self._take_verified(batch) if [rows for rows in active if rows.guesses] else None
             growing = [rows for rows in active if rows.span is not None and rows.span.reservations]
-            errors = self._store.commit_steps(_spans(active), kept)
+            errors = self._store.commit_steps(_spans(active), kept_rows)
         batch.damaged = {rows.request: errors[number] for number, rows in enumerate(active) if number in errors}
         for rows in growing:
             if rows.span is not None and rows.request.options.pooling is None:
@@ -311,12 +311,12 @@ class Batches:
         """Take drafted tokens that are right, and the one after them. Return how many rows of each request are kept;
         None for all, without a draft."""
         assert batch.fetch is not None
-        tokens, kept = iter(batch.fetch.wait()), list[int | None]()
+        tokens, kept_rows = iter(batch.fetch.wait()), list[int | None]()
         for rows in batch.rows:
             sampled, drafted = [*islice(tokens, rows.outputs)], len(rows.guesses)
             right = rows.request.take_verified(rows.guesses, sampled[-1 - drafted :]) if drafted else 0
-            kept.append(len(rows.ids) - drafted + right if drafted else None)
-        return kept
+            kept_rows.append(len(rows.ids) - drafted + right if drafted else None)
+        return kept_rows
 
     def _begin_next(self, batch: Batch, fetch: Fetch) -> Batch | None:
         """Begin the step after a step, whose tokens are not known yet; None if it has to wait for them."""

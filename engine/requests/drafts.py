@@ -213,7 +213,7 @@ class StepSeconds:
         self._count = 0
         self._first: dict[int, int] = {}  # rows → steps so far that were not measured
         self._recent: dict[int, deque[float]] = {}
-        self._known: dict[int, tuple[float, int]] = {}  # rows → the median, and the count of steps at its last update
+        self._medians: dict[int, tuple[float, int]] = {}  # rows → the median, and the count of steps at its last update
 
     def record(self, rows: int, seconds: float) -> None:
         """Record a step of `rows` rows, summed over its requests."""
@@ -223,24 +223,24 @@ class StepSeconds:
             return
         recent = self._recent.setdefault(rows, deque(maxlen=_RECENT))
         recent.append(seconds)
-        self._known[rows] = median(recent), self._count
+        self._medians[rows] = median(recent), self._count
 
     def __call__(self, rows: int) -> float:
         """Return the seconds of a step of `rows` rows; while nothing is measured, in multiples of a step of no row."""
-        known = self._lately(rows)
-        if known is not None:
-            return known
-        measured = [other for other in self._known if self._lately(other) is not None]
+        seconds = self._lately(rows)
+        if seconds is not None:
+            return seconds
+        measured = [other for other in self._medians if self._lately(other) is not None]
         if not measured:
             return 1 + _ROW * rows
         closest, *others = sorted(measured, key=lambda other: abs(other - rows))[:2]
-        seconds = self._known[closest][0]
-        row = (seconds - self._known[others[0]][0]) / (closest - others[0]) if others else 0.0
+        seconds = self._medians[closest][0]
+        row = (seconds - self._medians[others[0]][0]) / (closest - others[0]) if others else 0.0
         usual = seconds * _ROW / (1 + _ROW * closest)  # a lower bound: by noise, more rows may seem to take less time
         return seconds + (rows - closest) * max(row, usual)
 
     def _lately(self, rows: int) -> float | None:
-        seconds, number = self._known.get(rows, (0.0, -_STALE))
+        seconds, number = self._medians.get(rows, (0.0, -_STALE))
         return seconds if self._count - number < _STALE else None
 
 
@@ -280,8 +280,8 @@ class Drafts:
         if len(ids) < self._resumes or room < self._lengths[0]:
             return ()
         likely = self._right / self._tried
-        wanted = self._best(room, plan, likely) or self._lengths[0]
-        drafted = self._drafter.draft(ids, wanted)
+        length_wanted = self._best(room, plan, likely) or self._lengths[0]
+        drafted = self._drafter.draft(ids, length_wanted)
         length = next((length for length in reversed(self._lengths) if length <= len(drafted)), 0)
         if not length:
             return ()

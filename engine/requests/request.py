@@ -171,8 +171,8 @@ class Request:
         self._end_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
             self._end_ids |= self.tokenizer.eos_ids
-        more = self._end_ids, self.tokenizer, self.vocabulary, self.constraint
-        self.sampler = Sampler(self.sequence, self.params, self.sampling, *more)
+        limits = self._end_ids, self.tokenizer, self.vocabulary, self.constraint
+        self.sampler = Sampler(self.sequence, self.params, self.sampling, *limits)
         self.begins_ahead = self.params.logprobs is None
         """Whether the next step may start before this token is known: not with logprobs, whose logits it overwrites."""
         self._last_length = len(self.sequence.prompt) + self.sequence.max_tokens  # of the ids

@@ -258,8 +258,8 @@ class Runner:
         if request.kv is None or request.kv.length < len(request.sequence.prompt):
             return
         others = sum(one.saved.bytes for one in self.requests.values() if one.saved is not None)
-        held = self._store.bytes_held(request.kv)
-        if others + held <= self._store.plan.copy_bytes and held <= host_memory.available() // 2:
+        size = self._store.bytes_held(request.kv)
+        if others + size <= self._store.plan.copy_bytes and size <= host_memory.available() // 2:
             with suppress(MemoryError):
                 request.saved = export(self._store, request.kv, request.sequence.ids)
 

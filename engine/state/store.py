@@ -207,13 +207,15 @@ class KVStore:
         kv_heads = [shape.kv_heads for shape in self.shape.kv_layers.values()]
         return Buffers(rows, together or layers_together(self.ops.encoded_at_once, kv_heads, -(-rows // n)))
 
-    def _open(self, sequence: SequenceKV, count: int, buffers: Buffers, *, as_steps: bool = False, **more: Any) -> Span:
+    def _open(
+        self, sequence: SequenceKV, count: int, buffers: Buffers, *, as_steps: bool = False, **fields: Any
+    ) -> Span:
         start, n = sequence.length, self.shape.block_size
         reservations = self._reserve(
             sequence, lambda group, table: group.open(table, start, count, buffers, as_steps=as_steps)
         )
         buffers.first += -(-(start % n + count) // n)
-        return Span(sequence, start, count, reservations, together=buffers.together, **more)
+        return Span(sequence, start, count, reservations, together=buffers.together, **fields)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
         """Open a span of `count` ≤ STEP_ROWS rows of a step, or `rows_of_block` if a group is sparse. If it raises

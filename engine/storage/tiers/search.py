@@ -78,10 +78,10 @@ class StoreAccess(NamedTuple):
 
 
 class PromptBlock(NamedTuple):
-    """A block of a prompt that was found in a tier. before, key: the hashes before it and at its end; a block with
+    """A block of a prompt that was found in a tier. parent, key: the hashes before it and at its end; a block with
     fewer than N tokens has no key."""
 
-    before: bytes
+    parent: bytes
     key: bytes | None
     ids: Sequence[int]
     block: Object
@@ -149,10 +149,10 @@ class TierHit:
         missing = []
         for candidate in run.blocks:
             if is_full or candidate.key is None:
-                known = prefixes.find_full(candidate.before, candidate.ids)
+                store_blocks = prefixes.find_full(candidate.parent, candidate.ids)
             else:
-                known = prefixes.find_quantized(candidate.key)
-            if any(block is None and run.needed_groups >> index & 1 for index, block in enumerate(known)):
+                store_blocks = prefixes.find_quantized(candidate.key)
+            if any(block is None and run.needed_groups >> index & 1 for index, block in enumerate(store_blocks)):
                 missing.append(candidate)
         allocators = [group.full if is_full else group.quantized for group in store.groups]
         allocated: list[Sequence[int | None]] = []
@@ -165,9 +165,9 @@ class TierHit:
                 write_objects(store, payloads, blocks, [candidate.block for candidate in missing])
             for candidate, ids in zip(missing, blocks, strict=True):
                 if candidate.key is None:
-                    prefixes.add_full(candidate.before, candidate.ids, ids)
+                    prefixes.add_full(candidate.parent, candidate.ids, ids)
                 else:
-                    prefixes.add(self._root, candidate.before, candidate.ids, ids)
+                    prefixes.add(self._root, candidate.parent, candidate.ids, ids)
         except OutOfBlocks:
             return False
         finally:
@@ -211,8 +211,8 @@ class Search:
         """Return how many tokens of the prompt are in no block that the store has."""
         stored = self._n * sum(self._has_dense(self._store_blocks(number)) for number in range(len(self._hashes)))
         rest = self._ids[len(self._hashes) * self._n :]
-        known = self._prefixes.common_length(self._hashes[-1], rest) if self._hashes and rest else 0
-        return len(self._ids) - stored - known
+        shared = self._prefixes.common_length(self._hashes[-1], rest) if self._hashes and rest else 0
+        return len(self._ids) - stored - shared
 
     def run(self, query: TierQuery) -> TierHit | None:
         """Return the blocks of the longest prefix that tiers hold and the store lacks; None if none."""
@@ -381,10 +381,10 @@ class Search:
         rest = self._ids[count * self._n : (count + 1) * self._n]
         if not count or not rest:
             return None, 0
-        before = self._hashes[count - 1]
-        if known := self._prefixes.common_length(before, rest):
-            return None, known
-        read = self._query.read(self._names.tail(before), self._payloads.check_full)
+        parent = self._hashes[count - 1]
+        if shared := self._prefixes.common_length(parent, rest):
+            return None, shared
+        read = self._query.read(self._names.tail(parent), self._payloads.check_full)
         if read is None or read.block.groups != self._payloads.every_group:
             return None, 0
         shared = common_prefix(read.block.ids, rest)
@@ -407,5 +407,5 @@ class Search:
         ]
 
     def _prompt_block(self, number: int, block: Object) -> PromptBlock:
-        before = self._hashes[number - 1] if number else self._root
-        return PromptBlock(before, self._hashes[number], self._ids[number * self._n : (number + 1) * self._n], block)
+        parent = self._hashes[number - 1] if number else self._root
+        return PromptBlock(parent, self._hashes[number], self._ids[number * self._n : (number + 1) * self._n], block)
