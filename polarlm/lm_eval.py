@@ -159,11 +159,11 @@ class PolarLM(TemplateLM):
         def answer(request: Instance) -> str:
             context, options = request.args
             options_read = normalize_gen_kwargs(options, _ANSWER)
-            most = min(options_read["max_gen_toks"], self.engine.context - 1)
+            max_tokens = min(options_read["max_gen_toks"], self.engine.context - 1)
             sampling = {name: options_read[name] for name in FALLBACKS if name in options_read}
             stop = tuple(text for text in options_read["until"] if text)
-            params = SamplingParams(**{"temperature": 0.0, **sampling}, max_tokens=most, stop=stop)
-            prompt = self._end_of(self.tok_encode(context), most)
+            params = SamplingParams(**{"temperature": 0.0, **sampling}, max_tokens=max_tokens, stop=stop)
+            prompt = self._end_of(self.tok_encode(context), max_tokens)
             return self._count_tokens(self.engine.generate(prompt, params)).text
 
         results = self._in_parallel(answer, requests, [request.args[0] for request in requests], disable_tqdm)

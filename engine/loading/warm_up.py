@@ -110,13 +110,13 @@ def _warm_up_encoder(
 def warm_up_later(later: Sequence[Callable[[], None]], wait: Callable[[], None]) -> threading.Timer | None:
     """Make these calls in a thread, a moment from now, and then `wait` for the kernels that they need; return its
     timer, or None if the system refuses the thread."""
-    left = [*later, wait]
+    calls = [*later, wait]
 
     def run() -> None:
         with suppress(Exception):  # what cannot be warmed up is an error of the requests that need it
-            while left:
-                left.pop(0)()
-        left.clear()  # the timer stays, and they have a model
+            while calls:
+                calls.pop(0)()
+        calls.clear()  # the timer stays, and they have a model
 
     timer = threading.Timer(_SECONDS, run)
     timer.daemon = True

@@ -343,10 +343,10 @@ def table_rows(table: Matrix, numbers: Sequence[int] | np.ndarray) -> np.ndarray
     """Return numbers (T,) of rows of `table` as int32. Raises EngineError for a row that it lacks: kernels would read
     whatever lies there."""
     ids = np.asarray(numbers)
-    beyond = ids[(ids < 0) | (ids >= table.shape[0])]
-    if beyond.size:
+    strays = ids[(ids < 0) | (ids >= table.shape[0])]
+    if strays.size:
         raise EngineError(
-            f"The model has no row {beyond[0]} in a table of {table.shape[0]:,}: send fewer or other tokens"
+            f"The model has no row {strays[0]} in a table of {table.shape[0]:,}: send fewer or other tokens"
         )
     return ids.astype(np.int32)
 

@@ -309,11 +309,11 @@ class Drafts:
 
     def _best(self, room: int, plan: StepPlan, likely: float) -> int:
         """Return the length of a draft with which `plan` gives the most tokens per second; 0 if none pays."""
-        best, most = 0, _MARGIN * plan.tokens / self._seconds(plan.rows)
+        best, best_rate = 0, _MARGIN * plan.tokens / self._seconds(plan.rows)
         for length in self._lengths:
             rate = (plan.tokens + _expected(length, likely)) / self._seconds(plan.rows + length)
-            if length <= room and rate > most:
-                best, most = length, rate
+            if length <= room and rate > best_rate:
+                best, best_rate = length, rate
         return best
 
 
@@ -342,12 +342,12 @@ class Drafting:
         engine's store, if it has one. Raises EngineError if the request asks for what is not loaded."""
         config = self._config
         kind = config.spec_type if params.spec_type is None else params.spec_type
-        most = config.draft_max if params.draft_max is None else params.draft_max
+        draft_max = config.draft_max if params.draft_max is None else params.draft_max
         if params.spec_type is None and kind == DRAFTS[0] and self.model is not None:
             kind = DRAFT_MODEL
-        if kind == DRAFTS[0] or most == 0 or (kind == DRAFT_MODEL and max(ids) >= self._vocabulary):
+        if kind == DRAFTS[0] or draft_max == 0 or (kind == DRAFT_MODEL and max(ids) >= self._vocabulary):
             return None  # a draft model reads no images
-        return Drafts(self.drafter(kind, ids, kv), most, self.seconds)
+        return Drafts(self.drafter(kind, ids, kv), draft_max, self.seconds)
 
     def drafter(self, kind: str, ids: Sequence[int], kv: Callable[[], SequenceKV | None]) -> Drafter:
         """Return a drafter of `kind` for a request with the prompt `ids`. Raises EngineError as `drafts` does."""

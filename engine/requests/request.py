@@ -140,10 +140,10 @@ class Request:
             params = replace(params, stop=(*params.stop, *model.template.stops))
         is_answer = is_chat(prompt) and not options.continue_final_message
         room = context - len(ids)
-        most = most_tokens(params, model.generation)
-        most = room if most < 0 else min(most, room)
+        max_tokens = most_tokens(params, model.generation)
+        max_tokens = room if max_tokens < 0 else min(max_tokens, room)
         request = cls(
-            TokenSequence(tuple(ids), most, text_from=image_positions.images[-1].stop if image_positions else 0),
+            TokenSequence(tuple(ids), max_tokens, text_from=image_positions.images[-1].stop if image_positions else 0),
             params,
             sampling,
             model.tokenizer,

@@ -105,19 +105,19 @@ def plan_for_memory(
         return plan_for_tokens(shape, tokens, sequences)
 
     least = plan(min(max_tokens, 2 * shape.block_size))
-    left = memory - other_bytes(least.tokens)
-    if least.bytes > left:
+    room = memory - other_bytes(least.tokens)
+    if least.bytes > room:
         snapshots = 0 if shape.has_host else least.snapshot_bytes
-        if least.bytes - snapshots <= left:
+        if least.bytes - snapshots <= room:
             raise EngineError(
                 f"{format_bytes(snapshots)} for snapshots of recurrent layers are too much: there is room for "
-                f"{format_bytes(left - least.bytes + snapshots)}; give a smaller state_cache, raise kv_memory, or free "
+                f"{format_bytes(room - least.bytes + snapshots)}; give a smaller state_cache, raise kv_memory, or free "
                 "some memory",
                 "out_of_memory",
                 ("state_cache", "kv_memory"),
             )
         raise EngineError(
-            f"{format_bytes(max(0, left))} for the KV store is too little for this model: the first blocks alone take "
+            f"{format_bytes(max(0, room))} for the KV store is too little for this model: the first blocks alone take "
             f"{format_bytes(least.bytes)}; raise kv_memory, or free some memory",
             "out_of_memory",
             ("kv_memory",),

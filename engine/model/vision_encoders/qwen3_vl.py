@@ -70,6 +70,6 @@ class Reader(PatchReader[DeepStackVisionEncoder, Weights, LayerWeights]):
 def _stretched(x: np.ndarray, count: int) -> np.ndarray:
     """x (n, …) → (count, …): the first and the last are the same, the others lie between neighbours."""
     at = np.arange(count, dtype=np.float32) * np.float32((len(x) - 1) / max(1, count - 1))
-    before = np.minimum(at.astype(np.int64), len(x) - 1)
-    beyond = (at - before)[:, None, None]
-    return x[before] * (1 - beyond) + x[np.minimum(before + 1, len(x) - 1)] * beyond
+    lower = np.minimum(at.astype(np.int64), len(x) - 1)
+    fraction = (at - lower)[:, None, None]
+    return x[lower] * (1 - fraction) + x[np.minimum(lower + 1, len(x) - 1)] * fraction

@@ -307,8 +307,8 @@ class Search:
             return self._prefixes.find_quantized(self._hashes[number])
         return self._prefixes.find_full(self._root, self._ids[: self._n])
 
-    def _store_lacks(self, number: int, needed: int) -> bool:
-        return any(block is None and needed >> index & 1 for index, block in enumerate(self._store_blocks(number)))
+    def _store_lacks(self, number: int, groups: int) -> bool:
+        return any(block is None and groups >> index & 1 for index, block in enumerate(self._store_blocks(number)))
 
     def _needed_groups(self, number: int, length: int) -> int:
         """Return the groups, as bits, in which the token after `length` tokens sees block `number`, but sparse ones."""
@@ -331,15 +331,15 @@ class Search:
         Each takes the most bytes that a block can have from the budget, in order, until it has been read."""
         numbers = [number for number in range(count) if number not in self._requested and self._lacks(number, length)]
         self._requested.update(numbers)
-        left, order, most = list(reversed(numbers)), Lock(), self._payloads.most_bytes
+        numbers_left, order, block_bytes = list(reversed(numbers)), Lock(), self._payloads.most_bytes
 
         def read_next() -> bool:
             with order:
-                if not left or not self._claim.take(most):
+                if not numbers_left or not self._claim.take(block_bytes):
                     return False
-                number = left.pop()
+                number = numbers_left.pop()
             read = self._block(number)
-            self._claim.replace(most, 0 if read is None else len(read.block.payload))
+            self._claim.replace(block_bytes, 0 if read is None else len(read.block.payload))
             if read is not None:
                 self._blocks_read[number] = read
             return read is not None
@@ -347,7 +347,7 @@ class Search:
         def read_all() -> None:
             while read_next():
                 pass
-            left.clear()  # later blocks are of no use
+            numbers_left.clear()  # later blocks are of no use
 
         readers = [Thread(target=read_all, name="tiers reading", daemon=True) for _ in numbers[:_READERS]]
         for reader in readers:
@@ -397,8 +397,8 @@ class Search:
 
         def kind(member: tuple[int, tuple[int, TierObject]]) -> tuple[Any, ...]:
             index, (number, (block, _)) = member
-            most = max(1, _RUN_BYTES // len(block.payload))
-            return self._needed_groups(number, length) & block.groups, number - index, block.header, index // most
+            run_blocks = max(1, _RUN_BYTES // len(block.payload))
+            return self._needed_groups(number, length) & block.groups, number - index, block.header, index // run_blocks
 
         return [
             BlockRun([self._prompt_block(number, read.block) for _, (number, read) in members], needed)

@@ -345,9 +345,9 @@ class Writer:
         takes += [
             partial(self._take_full, name, *block) for name, block in tails.items()
         ]  # last: without a state it is of no use
-        left: deque[Take] = deque(takes)
-        while left:
-            for name, block in self._copy(left):
+        takes_left: deque[Take] = deque(takes)
+        while takes_left:
+            for name, block in self._copy(takes_left):
                 self._write(name, block, replaces=name in tails)
         for tier in self._tiers:
             tier.touch([*first, *quantized, *states, *tails])
