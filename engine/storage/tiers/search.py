@@ -21,8 +21,8 @@ from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.copies import write_objects
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.circuit_breaker import TierObject, TierQuery
 from polarlm.engine.storage.tiers.names import ObjectNames
+from polarlm.engine.storage.tiers.tier_store import TierObject, TierQuery
 
 _LOG = logging.getLogger(__name__)
 _WAITING_BYTES = 1 << 30  # most bytes of blocks that have been read for all requests in the queue together

@@ -19,8 +19,8 @@ from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.copies import group_bits, select_groups, take_blocks, take_full
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.names import ObjectNames
+from polarlm.engine.storage.tiers.tier_store import CircuitBreaker
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
