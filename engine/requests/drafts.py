@@ -45,12 +45,14 @@ class Drafter(Protocol):
 
     def is_ready(self, ids: Sequence[int]) -> bool:
         """Whether a draft may follow the token that follows `ids`. If so, the next step waits for that token."""
+        return True
 
     def release(self) -> None:
-        """Free blocks of shared stores: the request ends, or waits."""
+        """Free blocks of shared stores, if it holds any: the request ends, or waits."""
+        return
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Drafts the tokens that followed the latest earlier occurrence of the newest `size` tokens in the sequence; a
     draft that reaches its end repeats itself. An index maps each n-gram to the position after it."""
 
@@ -87,11 +89,8 @@ class PromptLookup:
         self.read(ids)
         return self._earlier is not None
 
-    def release(self) -> None:
-        """It holds no blocks."""
 
-
-class MtpDrafter:
+class MtpDrafter(Drafter):
     """Drafts the most likely tokens of one request; none after a pause, until a step has computed a hidden state.
 
     Its rows are in a span that is aborted: the step that verifies them opens another one, at the same place.
@@ -100,9 +99,6 @@ class MtpDrafter:
     def __init__(self, layer: MtpLayer, vocabulary: int, kv: Callable[[], SequenceKV | None]) -> None:
         """vocabulary: the number of ids. kv: returns the request's sequence in the engine's store, if it has one."""
         self._layer, self._vocabulary, self._kv = layer, vocabulary, kv
-
-    def is_ready(self, ids: Sequence[int]) -> bool:
-        return True
 
     def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
         kv, guesses = self._kv(), list[int]()
@@ -126,11 +122,8 @@ class MtpDrafter:
             self._layer.store.abort(span)
         return guesses
 
-    def release(self) -> None:
-        """It holds no blocks."""
 
-
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts the most likely tokens of one request, each by a step of a second, smaller model; none if its store has no
     room.
 
@@ -144,9 +137,6 @@ class ModelDrafter:
         self._sampler_input = greedy(vocabulary)
         self._kv: SequenceKV | None = None
         self._stored: list[int] = []  # the ids whose K/V are stored
-
-    def is_ready(self, ids: Sequence[int]) -> bool:
-        return True
 
     def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
         try:
