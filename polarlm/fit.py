@@ -35,7 +35,7 @@ from polarlm.engine.loading.fit import (
     fit_files,
 )
 from polarlm.engine.loading.placement.request import companion_bytes
-from polarlm.engine.model.weights import in_words
+from polarlm.engine.model.weights import describe_formats
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import ModelConfig, hub
 from polarlm.model_loaders.demo import demo_model
@@ -152,7 +152,7 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
     weights = device.weights[0]
     what = "The weights" if weights.weight_type == AS_STORED else f"The weights as {weights.weight_type}"
     if weights.kept:
-        words = in_words(weights.kept)
+        words = describe_formats(weights.kept)
         what = words[0].upper() + words[1:]
     room = f", {format_bytes(weights.lacking)} too much." if weights.lacking else ""
     room = room or f"; up to {format_bytes(weights.room)} is for the KV cache."
