@@ -25,9 +25,9 @@ from polarlm.engine.model.warm_up import (
     least_plan,
     warm_up,
     warm_up_adapter,
+    warm_up_batch,
     warm_up_codes,
     warm_up_drafts,
-    warm_up_pass,
     warm_up_rows,
 )
 from polarlm.engine.model.weights import layer_formats, load_weights
@@ -87,7 +87,7 @@ def warm_up_first(
         *([partial(warm_up_adapter, transformer)] if adapters else []),
         partial(warm_up_codes, transformer, sequence),
         *(partial(warm_up_drafts, transformer, rows) for rows in _STEP_ROWS if rows <= most_rows),
-        *(partial(warm_up_pass, transformer, rows) for rows in DRAFT_ROWS),
+        *(partial(warm_up_batch, transformer, rows) for rows in DRAFT_ROWS),
         *(
             partial(warm_up_rows, transformer, rows, in_steps=fewer < config.parallel)
             for fewer, rows in itertools.pairwise((1, *warm.rows))

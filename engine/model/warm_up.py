@@ -56,7 +56,7 @@ def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
     _step(model, sequence)
 
 
-def warm_up_pass(model: Transformer, rows: int) -> None:
+def warm_up_batch(model: Transformer, rows: int) -> None:
     """Run a batch of a first prompt, with a step of `rows` rows of another sequence, if there are batches."""
     if not model.batch_rows:
         return
