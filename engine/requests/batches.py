@@ -160,8 +160,8 @@ class Batches:
             self._prefixes.release(request.kv, request.sequence.ids)
             request.kv = None
 
-    def _aborting(self, batch: Batch) -> AbstractContextManager[None]:
-        return self._store.aborting(rows.span for rows in batch.rows if rows.span is not None)
+    def _abort_on_error(self, batch: Batch) -> AbstractContextManager[None]:
+        return self._store.abort_on_error(rows.span for rows in batch.rows if rows.span is not None)
 
     # -- open --------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Batches:
         """Open a row for the newest token of each request, oldest first, and for drafted tokens after it. Some requests
         may fail or be preempted for it; None if none is left."""
         batch, plan = Batch(), StepPlan(len(requests))
-        with self._aborting(batch):
+        with self._abort_on_error(batch):
             for request in requests:
                 try:
                     guesses = () if request.drafts is None else self._draft(request, request.drafts, plan)
@@ -243,7 +243,7 @@ class Batches:
         unless chunks are left. Aborts the rows if it raises."""
         if batch.fetch is not None:
             return
-        with self._aborting(batch):
+        with self._abort_on_error(batch):
             if batch.logits is not None:
                 for rows in batch.active:
                     assert rows.span is not None
@@ -287,7 +287,7 @@ class Batches:
     def _commit(self, batch: Batch) -> None:
         """Keep the rows of a computed batch, of drafted tokens those that are right, which are taken here."""
         active = batch.active
-        with self._aborting(batch):
+        with self._abort_on_error(batch):
             kept_rows = self._take_verified(batch) if [rows for rows in active if rows.guesses] else None
             growing = [rows for rows in active if rows.span is not None and rows.span.reservations]
             errors = self._store.commit_steps(_spans(active), kept_rows)
@@ -328,7 +328,7 @@ class Batches:
         if [one for one in requests if not one.expects_more or (one.drafts and one.drafts.is_ready(one.sequence.ids))]:
             return None  # requests that have left the step expect nothing
         step = Batch()
-        with suppress(OutOfBlocks), self._aborting(step):  # `open_step` will preempt a request for it
+        with suppress(OutOfBlocks), self._abort_on_error(step):  # `open_step` will preempt a request for it
             for request in requests:
                 assert request.kv is not None
                 step.rows += (Rows(request, self._store.open_step(request.kv), (NEWEST,)),)
@@ -386,7 +386,7 @@ class Batches:
                 prompts = prompts[: len(prompts) // 2]
         batch.rows += [_rows(request, span, is_prompt=True) for request, span in zip(requests, spans, strict=False)]
         steps = list[Rows]()
-        with self._aborting(batch), suppress(OutOfBlocks), self._aborting(Batch(steps)):
+        with self._abort_on_error(batch), suppress(OutOfBlocks), self._abort_on_error(Batch(steps)):
             for request in running:
                 assert request.kv is not None
                 missing = len(request.sequence.ids) - request.kv.length

@@ -177,7 +177,7 @@ class ModelDrafter(Drafter):
         """Compute the rows of `ids`, which follow `kv`, and return the most likely next token. Raises OutOfBlocks."""
         if len(ids) > MOST_DRAFTED:
             span = self._store.open(kv, len(ids) - 1)
-            with self._store.aborting([span]):
+            with self._store.abort_on_error([span]):
                 self._model.forward([span], ids[:-1], outputs=1)
                 self._store.commit(span)
             self._stored += ids[:-1]
@@ -187,7 +187,7 @@ class ModelDrafter(Drafter):
             room = min(len(ids), self._store.rows_of_block(kv))
             now = ids[: max(rows for rows in (1, *DRAFT_ROWS) if rows <= room)]  # those that have kernels
             span = self._store.open_step(kv, len(now))
-            with self._store.aborting([span]):
+            with self._store.abort_on_error([span]):
                 *_, sampled = self._model.step([span], now, [self._sampler_input] * len(now))
                 self._store.commit(span)
             self._stored += now

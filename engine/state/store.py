@@ -188,7 +188,7 @@ class KVStore:
         """Open spans of prompts that are computed together, each as `open` does: of the first ones that there is room
         for. If it raises OutOfBlocks, there is none for the first one, and nothing has changed."""
         buffers, spans, unsealed = self._buffers(prompts), list[Span](), list[int]()
-        with self.aborting(spans):
+        with self.abort_on_error(spans):
             for sequence, count in prompts:
                 try:
                     spans.append(self._open(sequence, count, buffers, unsealed=unsealed))
@@ -381,7 +381,7 @@ class KVStore:
             group.abort(reservation)
 
     @contextmanager
-    def aborting(self, spans: Iterable[Span]) -> Iterator[None]:
+    def abort_on_error(self, spans: Iterable[Span]) -> Iterator[None]:
         """A context in which an exception aborts `spans`, also those that are added to them inside it."""
         try:
             yield

@@ -138,7 +138,7 @@ def test_a_pass_that_fails_leaves_nothing_to_the_next_one(place: str, monkeypatc
 
     def run() -> Any:
         spans = model.store.open_batch([(model.store.new_sequence(), 20)])
-        with model.store.aborting(spans):
+        with model.store.abort_on_error(spans):
             hidden = model.logits(model.forward_batch(spans, [[*range(5, 25)]]))
             model.store.commit_steps(spans)
         return hidden
