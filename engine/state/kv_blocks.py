@@ -59,7 +59,7 @@ class KVBlocks(TableGroup):
             format = self._shape.format(self.layers[0])
             key = format.kv_heads, format.head_dim, self.layers if self._is_shared else ()
             if key not in buffers.by_shape:
-                buffer = self._ops.buffer(format, buffers.rows, as_slots=as_steps, layers=buffers.together)
+                buffer = self._ops.buffer(format, buffers.rows, as_slots=as_steps, layers=buffers.layers)
                 buffers.by_shape[key] = buffer
             reservation.buffer, reservation.first = buffers.by_shape[key], buffers.first
         except BaseException:  # there is no memory for the buffer
