@@ -155,7 +155,7 @@ def _modules() -> dict[str, ModuleType]:
 
 
 @contextmanager
-def also(modules: Iterable[ModuleType]) -> Iterator[None]:
+def more_types(modules: Iterable[ModuleType]) -> Iterator[None]:
     """Know the types of more modules for a while: types of a measurement, or of a file outside of the package."""
     types = {name: module for module in modules for name in module.NAMES}
     _modules().update(types)
