@@ -67,7 +67,7 @@ def _implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
 
 GGUF = GgufLayout(
     "granitehybrid",
-    also=("granitemoe",),
+    other_architectures=("granitemoe",),
     interleaved=True,
     keys={
         **MAMBA_KEYS,

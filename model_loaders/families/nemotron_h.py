@@ -90,7 +90,11 @@ _GGUF_KEYS = {
     "layers_after_last": "nextn_predict_layers",  # which predict several tokens; the lists have them, too
 }
 GGUF = GgufLayout(
-    "nemotron_h", also=("nemotron_h_moe",), interleaved=True, keys=_GGUF_KEYS, implied_values=_implied_values
+    "nemotron_h",
+    other_architectures=("nemotron_h_moe",),
+    interleaved=True,
+    keys=_GGUF_KEYS,
+    implied_values=_implied_values,
 )
 
 
