@@ -14,13 +14,13 @@ AS_STORED = "as-stored"
 AUTO = "auto"  # tensor_split, cpu_moe: as memory allows
 
 
-def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
+def setting(default: Any = MISSING, *flags: str, help: str, **metadata: Any) -> Any:
     """A dataclass field with the names of its flag and the help for it.
 
-    more: the other metadata that `engine.cli.flags` reads. A field without flags is not on the command line.
+    metadata: the rest of what `engine.cli.flags` reads. A field without flags is not on the command line.
     elsewhere: names of it in other programs.
     """
-    metadata = {"flags": flags, "help": help, **more}
+    metadata = {"flags": flags, "help": help, **metadata}
     if default is dict:
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -45,12 +45,12 @@ class Settings:
     """A dataclass of settings. An unknown name raises EngineError with the field that it means: the field's name on the
     command line, in JSON or in another program, or one that resembles it."""
 
-    def __new__(cls, *_: Any, **named: Any) -> Settings:
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        for name in named:
-            if name not in known:
-                meant = names_of(cls).get(name) or next(iter(get_close_matches(name, known, n=1)), None)
-                advice = f"did you mean {meant}?" if meant else f"there are {', '.join(sorted(known))}"
+    def __new__(cls, *_: Any, **settings: Any) -> Settings:
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        for name in settings:
+            if name not in names:
+                meant = names_of(cls).get(name) or next(iter(get_close_matches(name, names, n=1)), None)
+                advice = f"did you mean {meant}?" if meant else f"there are {', '.join(sorted(names))}"
                 raise EngineError(f"{cls.__name__} has no setting {name!r}; {advice}")
         return super().__new__(cls)
 

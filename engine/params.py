@@ -29,15 +29,15 @@ def option(
     fallback: Any = None,
     json: tuple[str, ...] | None = None,
     page: str | None = None,
-    **more: Any,
+    **metadata: Any,
 ) -> Any:
     """A field of SamplingParams, with its valid values and the names that it has elsewhere.
 
     fallback: the value where neither the request nor the model's files name one; the default is None then.
     json: the fields of a request's JSON, the last one counts, if they are not the option's name; () if the
-    server reads the option in a way of its own. page: its label on the chat page. flags, more: as in `setting`.
+    server reads the option in a way of its own. page: its label on the chat page. flags, metadata: as in `setting`.
     """
-    return setting(default, *flags, valid=valid, fallback=fallback, json=json, page=page, **more)
+    return setting(default, *flags, valid=valid, fallback=fallback, json=json, page=page, **metadata)
 
 
 @dataclass(frozen=True)

@@ -91,10 +91,10 @@ class Vectors:
             )
         yes_and_no(self.model.tokenizer)
         options = PromptOptions(pooling=RANK, template_variables={"enable_thinking": False})
-        asked = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
+        instruct = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
 
         def prompt(document: str) -> Prompt:
-            return [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked + document}]
+            return [{"role": "system", "content": _JUDGE}, {"role": "user", "content": instruct + document}]
 
         def over(document: str) -> int:
             """How many tokens too long its prompt is, which an answer of one token follows."""
@@ -114,14 +114,14 @@ class Vectors:
         ids = self.model.tokenizer.tokenize(text, continued=True)
         if len(ids) <= most and over(text) <= 0:
             return text
-        begun = ""
+        beginning = ""
         while most > 0:  # tokens at the ends of a text may be others between what stands around it
-            begun = self.detokenize(ids[:most]).rstrip("\ufffd")  # half of a character
-            if (more := over(begun)) <= 0:
+            beginning = self.detokenize(ids[:most]).rstrip("\ufffd")  # half of a character
+            if (excess := over(beginning)) <= 0:
                 break
-            most -= more
+            most -= excess
         within(ids, max(0, most), warn)
-        return begun if most > 0 else ""
+        return beginning if most > 0 else ""
 
     def embedding_options(self, pooling: str | None, options: PromptOptions | None = None) -> PromptOptions:
         """`options` of a request for an embedding, with `pooling`, or else the model's pooling."""

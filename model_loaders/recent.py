@@ -14,12 +14,12 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Key, Value]):
-    """A cache of the most recently used values, by key. The sizes of all values together are at most `most`, except for
-    a single value. Thread-safe, also in a forked child."""
+    """A cache of the most recently used values, by key. The sizes of all values together are at most `limit`, except
+    for a single value. Thread-safe, also in a forked child."""
 
-    def __init__(self, most: float, size: Callable[[Value], Any] = lambda value: 1) -> None:
+    def __init__(self, limit: float, size: Callable[[Value], Any] = lambda value: 1) -> None:
         """size: of a value."""
-        self._most, self._size_of = most, size
+        self._limit, self._size_of = limit, size
         self._values: OrderedDict[Key, Value] = OrderedDict()
         self.size: Any = 0  # of all values
         self.renew()
@@ -49,7 +49,7 @@ class Recent(Generic[Key, Value]):
             self._remove(key)
             self._values[key] = value
             self.size += self._size_of(value)
-            while self.size > self._most and len(self._values) > 1:
+            while self.size > self._limit and len(self._values) > 1:
                 self._remove(next(iter(self._values)))
 
     def drop(self, key: Key) -> None:

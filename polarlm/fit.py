@@ -35,7 +35,7 @@ from polarlm.engine.loading.fit import (
     fit_files,
 )
 from polarlm.engine.loading.placement.request import companion_bytes
-from polarlm.engine.model.weights import in_words
+from polarlm.engine.model.weights import describe_formats
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import ModelConfig, hub
 from polarlm.model_loaders.demo import demo_model
@@ -108,11 +108,11 @@ def _report(argv: Sequence[str]) -> str:
     else:
         model, source, dtype = model_loaders.load_weights(path, mtp=config.mtp)
         try:
-            asked = numbers or context_steps(model.max_context)
+            contexts = numbers or context_steps(model.max_context)
             fits = []
             for name, ops in devices(options.device):
-                more = companion_bytes(config, ops, model, Path(path))
-                fits.append(fit_device(config, name, ops, model, source, contexts=asked, other_bytes=more))
+                other_bytes = companion_bytes(config, ops, model, Path(path))
+                fits.append(fit_device(config, name, ops, model, source, contexts=contexts, other_bytes=other_bytes))
         finally:
             source.close()
     advice = advise(fits, config, model)
@@ -136,10 +136,10 @@ def _fit_hub(
 ) -> tuple[ModelConfig, str, list[DeviceFit]]:
     """(configuration, format of the files, what fits) of a model on the hub, whose weights are not fetched."""
     model, files = hub.sizes(name)
-    asked = numbers or context_steps(model.max_context)
+    contexts = numbers or context_steps(model.max_context)
     plain = str(replace(name, quantization=None))
     sizes = {f"{plain}:{label}" if label else "": size for label, size in files}
-    fits = [fit_files(config, device, ops, model, sizes, contexts=asked) for device, ops in devices(config.device)]
+    fits = [fit_files(config, device, ops, model, sizes, contexts=contexts) for device, ops in devices(config.device)]
     return model, "GGUF" if files[0][0] else "safetensors", fits
 
 
@@ -152,7 +152,7 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
     weights = device.weights[0]
     what = "The weights" if weights.weight_type == AS_STORED else f"The weights as {weights.weight_type}"
     if weights.kept:
-        words = in_words(weights.kept)
+        words = describe_formats(weights.kept)
         what = words[0].upper() + words[1:]
     room = f", {format_bytes(weights.lacking)} too much." if weights.lacking else ""
     room = room or f"; up to {format_bytes(weights.room)} is for the KV cache."

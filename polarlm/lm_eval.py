@@ -159,11 +159,11 @@ class PolarLM(TemplateLM):
         def answer(request: Instance) -> str:
             context, options = request.args
             options_read = normalize_gen_kwargs(options, _ANSWER)
-            most = min(options_read["max_gen_toks"], self.engine.context - 1)
+            max_tokens = min(options_read["max_gen_toks"], self.engine.context - 1)
             sampling = {name: options_read[name] for name in FALLBACKS if name in options_read}
             stop = tuple(text for text in options_read["until"] if text)
-            params = SamplingParams(**{"temperature": 0.0, **sampling}, max_tokens=most, stop=stop)
-            prompt = self._end_of(self.tok_encode(context), most)
+            params = SamplingParams(**{"temperature": 0.0, **sampling}, max_tokens=max_tokens, stop=stop)
+            prompt = self._end_of(self.tok_encode(context), max_tokens)
             return self._count_tokens(self.engine.generate(prompt, params)).text
 
         results = self._in_parallel(answer, requests, [request.args[0] for request in requests], disable_tqdm)
@@ -171,12 +171,12 @@ class PolarLM(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return results
 
-    def _end_of(self, context: list[int], more: int) -> list[int]:
+    def _end_of(self, context: list[int], count: int) -> list[int]:
         """The last ids of a context that leave room for so many more. Raises EngineError if there is none for one."""
-        room = self.engine.context - more
+        room = self.engine.context - count
         if room < 1:
             raise EngineError(
-                f"A continuation of {more} tokens does not fit into the context of {self.engine.context}: raise "
+                f"A continuation of {count} tokens does not fit into the context of {self.engine.context}: raise "
                 "ctx_size"
             )
         return context[-room:] or [self.prefix_token_id]

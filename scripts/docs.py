@@ -137,7 +137,7 @@ STEP = (
     (
         "requests/batches.py",
         "Batches.open_step",
-        "Batches.commit",
+        "Batches._commit",
         "rows of all running requests: open, compute, commit",
     ),
     ("state/store.py", "KVStore.open_step", "KVStore.open_step", "the store opens a place for a token's K/V"),

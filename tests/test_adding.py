@@ -84,7 +84,7 @@ def test_a_codec_of_the_document_is_a_cache_type(name: str, tmp_path: Path) -> N
 def test_an_engine_has_the_codec_of_a_module_of_one_s_own(tmp_path: Path) -> None:
     module = ModuleType("hex3")
     exec(compile(_example("engine/codecs/hex3.py"), "hex3.py", "exec", dont_inherit=True), vars(module))
-    with codecs.also([module]), Engine.load(make_model(tmp_path), cache_type="hex3", device="cpu") as engine:
+    with codecs.more_types([module]), Engine.load(make_model(tmp_path), cache_type="hex3", device="cpu") as engine:
         assert "hex3" in engine.fit_line()
     assert "hex3" not in codecs.available()
 

@@ -47,7 +47,7 @@ def chosen(types: str, ablate: str | None, config: ModelConfig) -> list[CacheTyp
 def also_of_file(path: str | None) -> Iterator[tuple[str, ...]]:
     """Know the cache types of a codec's file for a while; yields their names, none without a file. Raises FlagError."""
     modules = [] if path is None else [_module(path)]
-    with codecs.also(modules):
+    with codecs.more_types(modules):
         yield tuple(name for module in modules for name in module.NAMES)
 
 

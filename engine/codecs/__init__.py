@@ -155,14 +155,14 @@ def _modules() -> dict[str, ModuleType]:
 
 
 @contextmanager
-def also(modules: Iterable[ModuleType]) -> Iterator[None]:
+def more_types(modules: Iterable[ModuleType]) -> Iterator[None]:
     """Know the types of more modules for a while: types of a measurement, or of a file outside of the package."""
-    more = {name: module for module in modules for name in module.NAMES}
-    _modules().update(more)
+    types = {name: module for module in modules for name in module.NAMES}
+    _modules().update(types)
     try:
         yield
     finally:
-        for name in more:
+        for name in types:
             del _modules()[name]
 
 

@@ -173,8 +173,8 @@ def _direction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarPair:
-    known = {"minmax-radius": "radius", "minmax": "both"}
-    minmax = [option for option in options if option in known]
+    minmax_modes = {"minmax-radius": "radius", "minmax": "both"}
+    minmax = [option for option in options if option in minmax_modes]
     groups = [option for option in options if option[:1] == "g" and option[1:].isdecimal() and int(option[1:]) > 0]
     if len(minmax) + len(groups) < len(options) or len(minmax) > 1 or len(groups) > 1:
         raise ValueError(
@@ -185,5 +185,5 @@ def create(name: str, options: tuple[str, ...]) -> PolarPair:
         "+".join((name, *options)),
         int(name[-1]),
         int(groups[0][1:]) if groups else None,
-        known[minmax[0]] if minmax else "",
+        minmax_modes[minmax[0]] if minmax else "",
     )

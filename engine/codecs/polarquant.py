@@ -56,8 +56,7 @@ from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
 from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS, preconditioning
 from polarlm.engine.codecs.schema.arrays import HALF_MAX, widen
-from polarlm.engine.codecs.schema.joined import join, joined_table
-from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
+from polarlm.engine.codecs.schema.streams import Schema, codes, join, joined_table, numbers
 
 NAMES = ("polarquant",)
 

@@ -37,7 +37,7 @@ from polarlm.engine.codecs.parts.cosets import STATES
 from polarlm.engine.codecs.parts.pair_codec import PairStore, RotatedPairs, parse_options
 from polarlm.engine.codecs.parts.trellis_points import THOUSANDTHS
 from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
-from polarlm.engine.codecs.schema.joined import join_wide
+from polarlm.engine.codecs.schema.streams import join_wide
 
 NAMES = ("trellis2.5", "trellis3", "trellis3.5", "trellis4")
 

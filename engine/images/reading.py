@@ -25,7 +25,7 @@ import numpy as np
 
 from polarlm.engine.data_urls import file_in, is_data_url
 from polarlm.engine.errors import EngineError, counted, shown
-from polarlm.engine.model.vision_encoders._rows import PlacedImage
+from polarlm.engine.model.vision_encoders import PlacedImage
 from polarlm.engine.state.image_positions import IMAGE_IDS, ImagePositions
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed, TookTooLong

@@ -64,9 +64,9 @@ def _in_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     """The RGB of an image by its colour profile, if it has one that can be used."""
     if profile is not None:
         with suppress(ImageCms.PyCMSError, OSError, TypeError, ValueError, ImportError):  # Pillow may be without it
-            own, srgb = ImageCms.ImageCmsProfile(io.BytesIO(profile)), ImageCms.createProfile("sRGB")
-            if "sRGB" not in ImageCms.getProfileDescription(own):
-                return ImageCms.profileToProfile(image, own, srgb, outputMode="RGB") or image
+            own_profile, srgb = ImageCms.ImageCmsProfile(io.BytesIO(profile)), ImageCms.createProfile("sRGB")
+            if "sRGB" not in ImageCms.getProfileDescription(own_profile):
+                return ImageCms.profileToProfile(image, own_profile, srgb, outputMode="RGB") or image
     return image.convert("RGB")
 
 

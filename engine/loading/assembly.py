@@ -197,8 +197,8 @@ class _Loader:
         if warm is not None:
             later = warm_up_first(config, warm, source, placement.shape, host_layers, self._adapters.all)
         weights = self._weights(placement, host_layers)
-        if lost := source.left_out():  # what is wrong with the tokenizer is an error of loading
-            self._say(lost)
+        if warning := source.left_out():  # what is wrong with the tokenizer is an error of loading
+            self._say(warning)
         bars.close()
         if not source.config.is_encoder:
             ops.reserve_workspace(Load(source.config, plan.shape.widest, plan.tokens, config.parallel))

@@ -29,7 +29,7 @@ from polarlm.engine.loading.placement.request import (
 )
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import read_adapters
-from polarlm.engine.model.weights import Kept, kept
+from polarlm.engine.model.weights import FormatGroup, format_groups
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders.config import ModelConfig
@@ -75,7 +75,7 @@ class WeightFit:
     room: int  # bytes for the KV store and for activations, with the default cache type
     lacking: int  # bytes by which the weights alone are too large; 0 if they fit
     caches: tuple[CacheFit, ...]
-    kept: tuple[Kept, ...] = ()  # how the matrices are kept; empty if only the size of a file is known
+    kept: tuple[FormatGroup, ...] = ()  # how the matrices are kept; empty if only the size of a file is known
     experts: ExpertPlan | None = None  # with the default cache type, as `CacheFit.experts`
     cpu_experts: CpuExperts | None = None  # with the default cache type, as `CacheFit.cpu_experts`
 
@@ -119,7 +119,7 @@ def fit_device(
         settings = replace(config, weight_type=weight_type)
         request = replace(request_from_source(settings, ops, model, source, adapters), other_bytes=other_bytes)
         row = fit_weights(request, ops, cache_types, () if number else contexts)
-        rows.append(replace(row, kept=kept(ops, source, weight_format(settings))))
+        rows.append(replace(row, kept=format_groups(ops, source, weight_format(settings))))
     return DeviceFit(device, ops.name, ops.free_memory(), tuple(rows))
 
 

@@ -14,7 +14,7 @@ from polarlm.engine.loading.placement.place import Placement
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.weights import in_words, kept
+from polarlm.engine.model.weights import describe_formats, format_groups
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes
 from polarlm.engine.storage.tiers.tier_store import FolderTier, TierStore
@@ -89,7 +89,7 @@ def fit_line(parts: Parts) -> str:
     """Return a line for users: the model, how its weights are kept, the memory of weights and KV store, its context."""
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
     types = cache_types.describe_types(parts.config, shape)
-    weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
+    weights = describe_formats(format_groups(ops, model.weights, weight_format(parts.config)))
     name = f"{model.name} ({model.config.family}, {model.config.depth} layers)"
     where = f", {ops.inputs}" if ops.inputs else ""
     where += ", mapped from the tile cache" if parts.is_mapped else ""

@@ -121,11 +121,11 @@ def is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:
 
 def limit_context(config: EngineConfig, model: ModelConfig, say: Callable[[str], None]) -> EngineConfig:
     """Return `config` with a context of at most the rows of the model's table of positions, if it has one."""
-    most = model.positions - model.first_position
-    if model.positions == 0 or config.ctx_size <= most:
+    positions = model.positions - model.first_position
+    if model.positions == 0 or config.ctx_size <= positions:
         return config
-    say(f"warning: the context is {most:,} tokens, not {config.ctx_size:,}: the model has no more positions")
-    return replace(config, ctx_size=most)
+    say(f"warning: the context is {positions:,} tokens, not {config.ctx_size:,}: the model has no more positions")
+    return replace(config, ctx_size=positions)
 
 
 def warn_of_context(config: EngineConfig, model: ModelConfig, plan: StorePlan, say: Callable[[str], None]) -> None:

@@ -199,10 +199,10 @@ class _Sums:
         self._bytes_added = 0
 
     def add(self, part: bytes | memoryview) -> bytes | memoryview:
-        left = memoryview(part)
-        while left:
+        rest = memoryview(part)
+        while rest:
             piece, inside = divmod(self._bytes_added, _PIECE)
-            head, left = left[: _PIECE - inside], left[_PIECE - inside :]
+            head, rest = rest[: _PIECE - inside], rest[_PIECE - inside :]
             self._sums[piece] = zlib.crc32(head, int(self._sums[piece]))
             self._bytes_added += len(head)
         return part

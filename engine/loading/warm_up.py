@@ -25,9 +25,9 @@ from polarlm.engine.model.warm_up import (
     least_plan,
     warm_up,
     warm_up_adapter,
+    warm_up_batch,
     warm_up_codes,
     warm_up_drafts,
-    warm_up_pass,
     warm_up_rows,
 )
 from polarlm.engine.model.weights import layer_formats, load_weights
@@ -87,7 +87,7 @@ def warm_up_first(
         *([partial(warm_up_adapter, transformer)] if adapters else []),
         partial(warm_up_codes, transformer, sequence),
         *(partial(warm_up_drafts, transformer, rows) for rows in _STEP_ROWS if rows <= most_rows),
-        *(partial(warm_up_pass, transformer, rows) for rows in DRAFT_ROWS),
+        *(partial(warm_up_batch, transformer, rows) for rows in DRAFT_ROWS),
         *(
             partial(warm_up_rows, transformer, rows, in_steps=fewer < config.parallel)
             for fewer, rows in itertools.pairwise((1, *warm.rows))
@@ -110,13 +110,13 @@ def _warm_up_encoder(
 def warm_up_later(later: Sequence[Callable[[], None]], wait: Callable[[], None]) -> threading.Timer | None:
     """Make these calls in a thread, a moment from now, and then `wait` for the kernels that they need; return its
     timer, or None if the system refuses the thread."""
-    left = [*later, wait]
+    calls = [*later, wait]
 
     def run() -> None:
         with suppress(Exception):  # what cannot be warmed up is an error of the requests that need it
-            while left:
-                left.pop(0)()
-        left.clear()  # the timer stays, and they have a model
+            while calls:
+                calls.pop(0)()
+        calls.clear()  # the timer stays, and they have a model
 
     timer = threading.Timer(_SECONDS, run)
     timer.daemon = True

@@ -53,8 +53,8 @@ class BatchGraphs:
         self._store = choice.store
         self._groups = tuple(RecordedSpans(self._begin, self._seal) for _ in self._store.groups)
         self._spans: Sequence[Span] = ()  # of the prompts in the batch that runs
-        most = max(_FEW_ROWS, _SHORT // hidden_size**2)
-        self.most_rows = max(size for size in _BUCKETS if size <= most)  # of a recorded batch
+        limit = max(_FEW_ROWS, _SHORT // hidden_size**2)
+        self.most_rows = max(size for size in _BUCKETS if size <= limit)  # of a recorded batch
 
     def _begin(self, layer: int) -> None:
         for span in self._spans:
@@ -75,19 +75,19 @@ class BatchGraphs:
         try:
             for group, now in zip(self._groups, store.spans(parts, slice(0, count)), strict=True):
                 group.spans = now
-            x, projected, *more = self._ops.run_graph("batch", work, arrays)
+            x, projected, *added = self._ops.run_graph("batch", work, arrays)
         finally:
             self._spans = ()
             for group in self._groups:
                 group.spans = group.pending = None  # which hold the prompts' buffers, and arrays of a recording
-        kept, layer = slice(count - outputs, count), self._layers[last]
+        at, layer = slice(count - outputs, count), self._layers[last]
         of_layer = LayerInputs(
-            spans=store.spans(parts, kept)[store.group_of(last)],
-            adapters=None if adapters is None else Routing(*(self._ops.to_device(table[kept]) for table in adapters)),
-            added=more[0][kept] if more else None,
+            spans=store.spans(parts, at)[store.group_of(last)],
+            adapters=None if adapters is None else Routing(*(self._ops.to_device(table[at]) for table in adapters)),
+            added=added[0][at] if added else None,
         )
-        layer.complete(x[kept], projected[kept], of_layer)
-        return x[kept]
+        layer.complete(x[at], projected[at], of_layer)
+        return x[at]
 
     def _compute(self, inputs: Inputs) -> tuple[Array, ...]:
         """All layers up to the last one's attention → hidden states (T, E), that layer's queries, and `Inputs.added`,
@@ -95,8 +95,8 @@ class BatchGraphs:
         x, added = self._embed(inputs.x)
         distinct = self._choice.distinct(inputs._replace(spans=self._groups, added=added))
         rows = _Rows(self._choice, [Chunk(slice(None), distinct)])
-        *before, (last, layer) = enumerate(self._layers)
-        for _ in compute(before, x, rows):
+        *first_layers, (last, layer) = enumerate(self._layers)
+        for _ in compute(first_layers, x, rows):
             pass
         of_layer = distinct[self._choice.index[last]]
         rows.begin(last, x)

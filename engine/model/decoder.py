@@ -1,25 +1,32 @@
-"""The loop over the layers of a decoder, and the inputs of their rows: those of a step, of prompts that are computed
-together, of a long prompt.
+"""The loop over the layers of a decoder, and its rows with their inputs: of a step, or of prompts, in chunks.
 
-Letters: T rows, E hidden size, L layers, P size of a layer's embedding.
+Letters: T rows, E hidden size, H query heads, K KV heads, D head dim, L layers, P size of a layer's embedding.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from polarlm.engine.backends.kv import Spans
 from polarlm.engine.backends.ops import Array, Ops, Result, Routing, SamplerInputs
+from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.layers import Eps, LayerInputs
 from polarlm.engine.model.layers.experts import Experts
 from polarlm.engine.model.layers.gated_mlp import GatedMLP
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights, Mixer
 from polarlm.engine.model.layers.layer_embedding import LayerEmbedding
 from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.state.store import KVStore
+from polarlm.engine.model.vision_encoders import ImagePart
+from polarlm.engine.state.positions import rope_positions, whole_images
+from polarlm.engine.state.store import KVStore, Span
 from polarlm.model_loaders import config
+
+PromptTap = Callable[[int, int, Array, Array], None]
+"""tap(layer, position, queries, keys): a `Tap` for rows of a layer, the first row at `position`."""
 
 
 class MtpInputs(NamedTuple):
@@ -193,11 +200,120 @@ def compute(layers: Iterable[tuple[int, DecoderLayer]], x: Array, rows: Rows) ->
 
 
 def _compute_chunk(number: int, layer: DecoderLayer, x: Array, rows: Rows, chunk: Chunk) -> None:
-    inputs, kept = chunk.inputs[rows.choice.index[number]], chunk.rows
+    inputs, output_rows = chunk.inputs[rows.choice.index[number]], chunk.rows
     projected = rows.project(number, layer, x, chunk, inputs)
     if number == rows.last and chunk.skipped:
         if chunk.skipped == len(projected):
             return
-        kept, projected = slice(kept.start + chunk.skipped, kept.stop), projected[chunk.skipped :]
+        output_rows, projected = slice(output_rows.start + chunk.skipped, output_rows.stop), projected[chunk.skipped :]
         inputs = inputs.after(chunk.skipped)._replace(spans=chunk.last)
-    layer.complete(x[kept], projected, inputs)
+    layer.complete(x[output_rows], projected, inputs)
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------
+
+
+class Stage(NamedTuple):
+    """The consecutive layers of a model that one device has."""
+
+    ops: Ops
+    layers: Sequence[int]
+
+
+def stages(ops: Ops, layers: int) -> list[Stage]:
+    """Return the stages of a model with this number of layers."""
+    runs = itertools.groupby(range(layers), ops.layer_ops)
+    return [Stage(device, [*numbers]) for device, numbers in runs]
+
+
+def cut(count: int, step: int, whole: Sequence[range] = ()) -> list[slice]:
+    """Cut `count` rows into chunks of at most `step`, or of one of `whole`, rows that are not cut. The last one is no
+    single row, which other kernels would compute, whose sums differ by a rounding."""
+    firsts = [0]
+    while (left := count - firsts[-1]) > step:
+        first = firsts[-1] + step - (left == step + 1 and step > 2)
+        image = next((rows for rows in whole if rows.start < first < rows.stop), None)
+        firsts.append(first if image is None else image.start if image.start > firsts[-1] else image.stop)
+    return [slice(first, end) for first, end in zip(firsts, [*firsts[1:], count], strict=True)]
+
+
+class PromptRows(Rows):
+    """The rows of prompts, layer by layer. They are sealed in a layer once all of them are appended there."""
+
+    last: int
+
+    def __init__(
+        self,
+        choice: InputChoice,
+        last: int,
+        spans: Sequence[Span],
+        parts: Sequence[Span],
+        first_output: int,
+        *,
+        rows: int,
+        images: Sequence[ImagePart] = (),
+        tap: PromptTap | None = None,
+        mtp_input: Callable[[Array, slice], Array] | None = None,
+    ) -> None:
+        """last: the number of the model's last layer, in which rows before `first_output` only append their state.
+        parts: those of `spans` in the order of the rows. rows: most of a chunk. images: of rows of one span. tap: of
+        prompts of one span. mtp_input: returns the input of the last layer, which has K/V alone, if it is the one of
+        `ModelConfig.mtp`; see `MtpLayer.prompt_input`."""
+        super().__init__(choice, [], last)
+        self._store, self._spans, self._parts = choice.store, spans, parts
+        self._images, self._tap, self._mtp_input = images, tap, mtp_input
+        self._count = sum(part.count for part in parts)
+        self._first_output = first_output if mtp_input is None else self._count
+        self._round_trips = [span for span in spans if span.round_trip]
+        # With a round trip, a block is encoded as a whole before any of its tokens attends.
+        self.step = self._count if self._round_trips else rows
+        self._slices = cut(self._count, self.step, whole_images(parts) if self._store.sees_whole_images else ())
+        self._tables = choice.ropes.tables(rope_positions(parts)), row_adapters(parts)
+
+    def cut_for(self, ops: Ops, added: Array | None) -> None:
+        """Make the chunks for layers of a device. added: see `Inputs.added`."""
+        self._ops, (ropes, adapters) = ops, self._tables
+        tables = [tuple(map(ops.to_device, table)) for table in ropes]
+        routing = None if adapters is None else Routing(*map(ops.to_device, adapters))
+        self._inputs = [self._part(rows, tables, routing, added) for rows in self._slices]
+        self._place_chunks()
+
+    @staticmethod
+    def _part(rows: slice, tables: Sequence[Any], adapters: Routing | None, added: Array | None) -> Inputs:
+        ropes = tuple([tuple([array[rows] for array in table]) for table in tables])  # no views for each layer
+        routing = None if adapters is None else adapters.part(rows)
+        return Inputs(None, ropes, (), routing, None if added is None else added[rows])
+
+    def _place_chunks(self) -> None:
+        self.chunks[:], self._changes = map(self._chunk, self._slices, self._inputs), self._store.changes
+
+    def _chunk(self, rows: slice, inputs: Inputs) -> Chunk:
+        last, count = self._store.group_of(self.last), rows.stop - rows.start
+        skipped = min(max(0, self._first_output - rows.start), count)
+        spans = self._store.spans(self._parts, rows)
+        last_spans = spans[last]
+        if skipped not in (0, count):  # if all rows are skipped, none attends in the last layer
+            last_spans = self._store.spans(self._parts, slice(rows.start + skipped, rows.stop))[last]
+        return Chunk(rows, self.choice.distinct(inputs._replace(spans=tuple(spans))), skipped, last_spans)
+
+    def follow_blocks(self) -> None:
+        """Read blocks that earlier turns left where they are now, if they have been moved."""
+        if self._store.changes != self._changes:
+            self._place_chunks()
+
+    def begin(self, layer: int, x: Array) -> None:
+        for part in self._images:
+            if 0 < layer <= len(part.added):
+                self._ops.linear(*part.added[layer - 1], residual=x[part.at])
+        for span in self._spans:
+            self._store.begin_layer(layer, span)
+
+    def project(self, number: int, layer: DecoderLayer, x: Array, chunk: Chunk, inputs: LayerInputs) -> Any:
+        rows, tap = chunk.rows, self._tap and partial(self._tap, number, self._spans[0].start + chunk.rows.start)
+        mixed = x[rows] if self._mtp_input is None or number != self.last else self._mtp_input(x, rows)
+        projected = layer.mixer.project(mixed, inputs, tap)
+        if rows.stop == self._count:
+            self._store.seal(number, *self._spans)
+            for span in self._round_trips:
+                self._store.round_trip(number, span)
+        return projected

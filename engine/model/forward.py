@@ -19,16 +19,25 @@ from polarlm.engine.backends.ops import Array, ExpertCache, Ops, PeerArray
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.batch_graphs import BatchGraphs
-from polarlm.engine.model.decoder import Chunk, InputChoice, Inputs, Rows, compute, decoder_layer, run_graph
+from polarlm.engine.model.decoder import (
+    Chunk,
+    InputChoice,
+    Inputs,
+    PromptRows,
+    PromptTap,
+    Rows,
+    compute,
+    decoder_layer,
+    run_graph,
+    stages,
+)
 from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.layers.mtp import MtpLayer
-from polarlm.engine.model.prefill import PromptRows, PromptTap, prefill, stages
 from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.model.vision_encoders import ImageReader
-from polarlm.engine.model.vision_encoders._rows import ImagePart, PlacedImage, read_images
+from polarlm.engine.model.vision_encoders import ImagePart, ImageReader, PlacedImage, read_images
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.image_positions import IMAGE_IDS
 from polarlm.engine.state.kv_blocks import KVBlocks
@@ -93,10 +102,10 @@ class Transformer:
         ]
         self._batch_graphs = BatchGraphs(self.ops, self._layers, self._choice, self.config.hidden_size, self._embed)
         if self.config.mtp:
-            own = weights.layers[-1].mtp
-            assert own is not None
-            more = weights.norm, weights.head, self._layers[-1], self._choice, self._embed
-            self.mtp = MtpLayer(self._stages[0].ops, self.config, own, *more)
+            mtp = weights.layers[-1].mtp
+            assert mtp is not None
+            shared = weights.norm, weights.head, self._layers[-1], self._choice, self._embed
+            self.mtp = MtpLayer(self._stages[0].ops, self.config, mtp, *shared)
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone
@@ -137,10 +146,10 @@ class Transformer:
             ids = [one if one < IMAGE_IDS else 0 for one in ids]
         rows = table_rows(self.weights.embedding, ids)
         x, added = self._embed(self._stages[0].ops.to_device(rows), read)
-        first_output = 0 if outputs is None else len(ids) - outputs
+        first_output, last = 0 if outputs is None else len(ids) - outputs, len(self._layers) - 1
         prompt = PromptRows(
             self._choice,
-            len(self._layers) - 1,
+            last,
             spans,
             parts or spans,
             first_output,
@@ -149,7 +158,18 @@ class Transformer:
             tap=self.tap,
             mtp_input=None if self.mtp is None else partial(self.mtp.prompt_input, spans[0], rows),
         )
-        x = yield from prefill(self._stages, self._layers, x, added, prompt, by_layer=by_layer)
+        done = 0
+        for number, (ops, numbers) in enumerate(self._stages):
+            if number:
+                x = ops.to_device(PeerArray(x, self._stages[number - 1].ops))
+            prompt.cut_for(ops, added)
+            for layer, chunk in compute(((one, self._layers[one]) for one in numbers), x, prompt):
+                count = chunk.rows.stop - chunk.rows.start
+                done += count
+                if by_layer or done + count > prompt.step or (layer == last and chunk.rows.stop == len(x)):
+                    yield done
+                    done = 0
+                    prompt.follow_blocks()
         return x[first_output:]
 
     def forward(
@@ -255,28 +275,28 @@ class Transformer:
         chosen, _ = self._run("step", spans, rows, sampler_inputs)
         return self.ops.fetch_later(chosen, sampler_inputs)
 
-    def rows_ahead(self, spans: Sequence[Span], before: Fetch) -> Array:
+    def rows_ahead(self, spans: Sequence[Span], fetch: Fetch) -> Array:
         """Run a `step_ahead` without sampling, and return the logits (B, V), valid until the next step begins."""
-        return self._run("rows", spans, before.ids)[0]
+        return self._run("rows", spans, fetch.ids)[0]
 
     def sample_ahead(self, logits: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:
         """Sample the tokens of `rows_ahead` from its logits (B, V), without waiting for them."""
         assert self.ops.fetch_later is not None
-        packed = self.ops.pack_sampler_inputs(sampler_inputs)
-        return self.ops.fetch_later(self.ops.sample(logits, packed), sampler_inputs)
+        sampler = self.ops.pack_sampler_inputs(sampler_inputs)
+        return self.ops.fetch_later(self.ops.sample(logits, sampler), sampler_inputs)
 
     def _run(self, name: str, spans: Sequence[Span], ids: Any, sampler_inputs: Sequence[SamplerInput] = ()) -> Any:
         """Compute the rows, stage by stage, and return their logits (T, V) on the device; with sampler inputs, the next
         tokens (T,) before these; with `mtp`, the normed hidden states (T, E) behind these."""
         ropes, tables, adapters = self._ropes.tables(rope_positions(spans)), self._spans.of(spans), row_adapters(spans)
-        *before, last = self._stages
+        *first_stages, last = self._stages
         x, newest = ids, None
-        for number, (ops, _) in enumerate(before):
+        for number, (ops, _) in enumerate(first_stages):
             hidden = run_graph(ops, name, self._work[number], Inputs(x, ropes, tables, adapters))
             x, newest = PeerArray(hidden, ops), ids if sampler_inputs else None
-        packed = last.ops.pack_sampler_inputs(sampler_inputs) if sampler_inputs else None
+        sampler = last.ops.pack_sampler_inputs(sampler_inputs) if sampler_inputs else None
         mtp = None if self.mtp is None else self.mtp.step_inputs(spans, ids)
-        return run_graph(last.ops, name, self._work[-1], Inputs(x, ropes, tables, adapters, None, packed, newest, mtp))
+        return run_graph(last.ops, name, self._work[-1], Inputs(x, ropes, tables, adapters, None, sampler, newest, mtp))
 
     def _compute_stage(self, number: int, inputs: Inputs) -> Any:
         """One stage of a step → hidden states (T, E), or of the last stage what `_run` returns."""
@@ -323,10 +343,10 @@ def table_rows(table: Matrix, numbers: Sequence[int] | np.ndarray) -> np.ndarray
     """Return numbers (T,) of rows of `table` as int32. Raises EngineError for a row that it lacks: kernels would read
     whatever lies there."""
     ids = np.asarray(numbers)
-    beyond = ids[(ids < 0) | (ids >= table.shape[0])]
-    if beyond.size:
+    strays = ids[(ids < 0) | (ids >= table.shape[0])]
+    if strays.size:
         raise EngineError(
-            f"The model has no row {beyond[0]} in a table of {table.shape[0]:,}: send fewer or other tokens"
+            f"The model has no row {strays[0]} in a table of {table.shape[0]:,}: send fewer or other tokens"
         )
     return ids.astype(np.int32)
 
@@ -345,12 +365,12 @@ class StepSpans:
             return tuple(store.spans(spans, slice(0, len(at))))
         tables = [None if span.reservations else span.sequence.table_version for span in spans]
         changes, rows, last = self._last
-        known = map(rows.get, tables) if changes == store.changes else [None] * len(spans)
-        before = [-1 if row is None else row for row in known]
-        for group, packed in zip(store.groups, last, strict=True):
+        found_rows = map(rows.get, tables) if changes == store.changes else [None] * len(spans)
+        last_rows = [-1 if row is None else row for row in found_rows]
+        for group, last_spans in zip(store.groups, last, strict=True):
             is_kv, layer, n = isinstance(group, KVBlocks), group.layers[0], store.shape.block_size
-            new = [(row, spans[row]) for row, old in enumerate(before) if old < 0 or not is_kv]
+            new = [(row, spans[row]) for row, last_row in enumerate(last_rows) if last_row < 0 or not is_kv]
             views = {row: store.view(layer, span, slice(row, row + 1), span.start) for row, span in new}
-            result.append(next_spans(packed, before, views, at, n) if is_kv else group.spans([*views.values()]))
+            result.append(next_spans(last_spans, last_rows, views, at, n) if is_kv else group.spans([*views.values()]))
         self._last = store.changes, {one: row for row, one in enumerate(tables) if one is not None}, result
         return tuple(result)

@@ -57,12 +57,12 @@ class _Turns:
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if positions.ndim > 1:
             return self._turn_sections(positions)
-        stretches, within = np.divmod(positions, _STRETCH)
-        if (needed := int(stretches.max(initial=0)) + 1) > len(self._starts):
-            starts = _STRETCH * np.arange(max(needed, 2 * len(self._starts)))
+        stretches, offsets = np.divmod(positions, _STRETCH)
+        if (count := int(stretches.max(initial=0)) + 1) > len(self._starts):
+            starts = _STRETCH * np.arange(max(count, 2 * len(self._starts)))
             self._starts = np.exp(1j * starts[:, None] * self._frequencies) * self._factors
         turns = self._starts[stretches]
-        turns *= self._within[within]
+        turns *= self._within[offsets]
         return turns.real.astype(np.float32), turns.imag.astype(np.float32)
 
     def _turn_sections(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

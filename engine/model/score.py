@@ -23,16 +23,16 @@ def score(model: Transformer, ids: Sequence[int], *, every_token_coded: bool = F
     kv = model.store.new_sequence()
     try:
         logprobs = np.empty(len(ids) - 1, np.float32)
-        kept = np.empty((len(ids) if logits else 0, model.config.vocab_size), np.float32)
+        all_logits = np.empty((len(ids) if logits else 0, model.config.vocab_size), np.float32)
         for start, hidden in states(model, kv, ids, every_token_coded=every_token_coded):
             for first in range(0, len(hidden), _ROWS):
                 rows = model.logits(hidden[first : first + _ROWS])
                 at = start + first
                 if logits:
-                    kept[at : at + len(rows)] = rows
+                    all_logits[at : at + len(rows)] = rows
                 following = ids[at + 1 : at + 1 + len(rows)]
                 logprobs[at : at + len(following)] = logprobs_of(rows[: len(following)], following)
-        return Score(logprobs, kept)
+        return Score(logprobs, all_logits)
     except MemoryError:
         advice = "score fewer tokens" + (", or without their logits" if logits else "")
         raise EngineError(f"There is not enough memory to score {len(ids)} tokens: {advice}", "out_of_memory") from None

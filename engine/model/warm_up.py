@@ -51,12 +51,12 @@ def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
         _prompt(model, sequence, _ROWS)
     if not any(group.is_sparse for group in model.store.groups):
         return
-    if more := -(sequence.length + 1) % model.store.shape.block_size:
-        _prompt(model, sequence, more)
+    if tokens_left := -(sequence.length + 1) % model.store.shape.block_size:
+        _prompt(model, sequence, tokens_left)
     _step(model, sequence)
 
 
-def warm_up_pass(model: Transformer, rows: int) -> None:
+def warm_up_batch(model: Transformer, rows: int) -> None:
     """Run a batch of a first prompt, with a step of `rows` rows of another sequence, if there are batches."""
     if not model.batch_rows:
         return

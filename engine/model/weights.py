@@ -250,8 +250,8 @@ def load_weights(
     dense = [last_reader.linear(top[f"dense_{i}"], top.get(f"dense_{i}_bias", ())) for i in range(len(config.dense))]
     pair_head = None
     if config.scores_pairs:
-        before, score = (read.linear(top[slot], top[f"{slot}_bias"]) for slot in ("score_dense", "score"))
-        pair_head = before, score
+        score_dense, score = (read.linear(top[slot], top[f"{slot}_bias"]) for slot in ("score_dense", "score"))
+        pair_head = score_dense, score
     ops.wait()  # on a GPU, an overlapped launch may read weights before their upload has finished
     nbytes = sum(one.bytes for one in readers.values())
     return ModelWeights(
@@ -318,8 +318,8 @@ def bytes_of_layers(
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Matrices that the device keeps in the same way. stored: their types in the file, the one with the most bytes
+class FormatGroup:
+    """Matrices that the device keeps in the same format. stored: their types in the file, the one with the most bytes
     first; how: "as stored", "kept as q8_0", "converted to q4_0" or both of the latter; bytes: on the device."""
 
     stored: tuple[str, ...]
@@ -330,7 +330,7 @@ class Kept:
         return f"{', '.join(self.stored)} {self.how}"
 
 
-def kept(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None) -> tuple[Kept, ...]:
+def format_groups(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None) -> tuple[FormatGroup, ...]:
     """Return how the device keeps all matrices, for the `weight_type` of `load_weights`, the most bytes first."""
     sizes: dict[str, Counter[str]] = {}  # how → type in the file → bytes
     for name in sorted(source.names()):
@@ -343,16 +343,17 @@ def kept(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None
                 if format is weight_type and format is not find(stored):
                     how = f"converted to {format.name}" + (f" and {how}" if device is not format else "")
             sizes.setdefault(how, Counter())[stored] += ops.matrix_bytes(format, math.prod(shape))
-    kinds = (Kept(tuple(name for name, _ in types.most_common()), how, types.total()) for how, types in sizes.items())
-    return tuple(sorted(kinds, key=lambda one: -one.bytes))
+    names = {how: tuple(name for name, _ in types.most_common()) for how, types in sizes.items()}
+    groups = [FormatGroup(names[how], how, types.total()) for how, types in sizes.items()]
+    return tuple(sorted(groups, key=lambda group: -group.bytes))
 
 
-def in_words(kept: Sequence[Kept]) -> str:
+def describe_formats(groups: Sequence[FormatGroup]) -> str:
     """Return a description of weights for users: "Q4_K, Q6_K weights as stored", or if they are kept in several ways,
     "weights of IQ2_XXS kept as q8_0 (947 MiB), of Q5_K, Q4_K as stored (50 MiB)"."""
-    if len(kept) == 1:
-        return f"{', '.join(kept[0].stored)} weights {kept[0].how}"
-    return "weights of " + ", of ".join(f"{one} ({format_bytes(one.bytes)})" for one in kept)
+    if len(groups) == 1:
+        return f"{', '.join(groups[0].stored)} weights {groups[0].how}"
+    return "weights of " + ", of ".join(f"{one} ({format_bytes(one.bytes)})" for one in groups)
 
 
 def left_out(ops: Ops, source: WeightSource, weight_type: WeightFormat) -> str:
@@ -362,10 +363,10 @@ def left_out(ops: Ops, source: WeightSource, weight_type: WeightFormat) -> str:
     names = [name for name, shape in shapes.items() if len(shape) > 1 and not fits(shape[1], weight_type)]
     if not names:
         return ""
-    more = f" (and {len(names) - 1} other matrices)" if len(names) > 1 else ""
-    kept = _format(ops, source, names[0], weight_type).name
+    others = f" (and {len(names) - 1} other matrices)" if len(names) > 1 else ""
+    format_name = _format(ops, source, names[0], weight_type).name
     return (
-        f"warning: {names[0]}{more} is loaded as {kept}, not as {weight_type.name}: its rows of "
+        f"warning: {names[0]}{others} is loaded as {format_name}, not as {weight_type.name}: its rows of "
         f"{shapes[names[0]][1]} values are not whole blocks of {weight_type.values}"
     )
 

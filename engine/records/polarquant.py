@@ -20,10 +20,9 @@ from polarlm.engine.codecs.polarquant import (
     rows_of,
     upper_table,
 )
-from polarlm.engine.codecs.schema.joined import join, split
 from polarlm.engine.codecs.schema.planes import Planes
 from polarlm.engine.codecs.schema.sections import Section, numbered
-from polarlm.engine.codecs.schema.streams import codes, numbers
+from polarlm.engine.codecs.schema.streams import codes, join, numbers, split
 from polarlm.engine.records.fragments import LANES, Geometry, LaneWords, Record
 
 _POINT_BYTES = 4 * 256 * 4  # bytes of the points: two float16 for each pair of a half and each byte

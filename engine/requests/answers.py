@@ -56,8 +56,8 @@ class Answers:
             return Conversation(read, prompt, (), self)  # `prompt_ids` refuses malformed messages
         keys = tuple(_keys(prompt, salt))
         self._recall(prompt, keys)
-        known = [self._with_known_ids(message, key) for message, key in zip(prompt, keys, strict=True)]
-        return Conversation(read, known, keys, self)
+        messages = [self._with_known_ids(message, key) for message, key in zip(prompt, keys, strict=True)]
+        return Conversation(read, messages, keys, self)
 
     def _recall(self, messages: Sequence[Message], keys: Sequence[bytes]) -> None:
         """Fetch answers that are not in memory from the tiers."""
@@ -74,9 +74,9 @@ class Answers:
     def _with_known_ids(self, message: Message, key: bytes) -> Message:
         if message["role"] != "assistant" or message.get("token_ids") is not None:
             return message
-        for either, more in ((key, {}), (_reasoned(key), {"reasoned": True})):
-            if (known := self._ids.get(either)) is not None:
-                return {**message, "token_ids": tuple(known), **more}
+        for either, fields in ((key, {}), (_reasoned(key), {"reasoned": True})):
+            if (ids := self._ids.get(either)) is not None:
+                return {**message, "token_ids": tuple(ids), **fields}
         return message
 
     def put(self, key: bytes, ids: Sequence[int]) -> None:
@@ -90,12 +90,12 @@ class Answers:
         each = [either for key in keys for either in (key, _reasoned(key))]
         return tuple((key.hex(), tuple(ids)) for key in each if (ids := self._ids.get(key)) is not None)
 
-    def restore(self, known: KnownAnswers) -> None:
+    def restore(self, answers: KnownAnswers) -> None:
         """Keep the answers of a session file, which is trusted, except answers with control tokens or unknown ids."""
-        self._put_all((bytes.fromhex(key), ids) for key, ids in known)
+        self._put_all((bytes.fromhex(key), ids) for key, ids in answers)
 
-    def _put_all(self, known: Iterable[tuple[bytes, Sequence[int]]]) -> None:
-        for key, ids in known:
+    def _put_all(self, answers: Iterable[tuple[bytes, Sequence[int]]]) -> None:
+        for key, ids in answers:
             if all(i in self._vocabulary for i in ids) and self.control.isdisjoint(ids):
                 self._ids.put(key, array("i", ids))
 
@@ -144,11 +144,11 @@ def _keys(messages: Sequence[Message], salt: str = "") -> Iterator[bytes]:
     return islice(accumulate(messages, _key, initial=begin), 1, None)
 
 
-def _key(before: bytes, message: Message) -> bytes:
+def _key(parent: bytes, message: Message) -> bytes:
     said = [message["role"], message.get("content") or ""]
     if calls := message.get("tool_calls"):
         said += [_called(call) for call in calls]
-    return hashlib.blake2b(before + json.dumps(said).encode(), digest_size=KEY_BYTES).digest()
+    return hashlib.blake2b(parent + json.dumps(said).encode(), digest_size=KEY_BYTES).digest()
 
 
 def _reasoned(key: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """Batches: rows of prompts and of requests that run, which are computed together, and what becomes of their tokens.
 
-open → compute → finish: commit the rows, begin the next step, take the tokens. A step is a batch without prompts. A
-long prompt is a batch by itself, whose chunks are computed one by one (`requests/prefills.py`).
+open → run: compute the rows, commit them, begin the next step, take the tokens. A step is a batch without prompts. A
+long prompt is a batch by itself, whose chunks are computed one by one, and other requests take steps between them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -17,7 +17,8 @@ from typing import Any
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.requests.drafts import StepPlan, StepSeconds
+from polarlm.engine.model.prompt_readers import PromptReader, forward_and_read
+from polarlm.engine.requests.drafts import Drafts, StepPlan, StepSeconds
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.scheduler import Scheduler, Unit
 from polarlm.engine.sampling.sample import NEWEST, Fetch, Sampled, SamplerInput
@@ -55,14 +56,19 @@ class Rows:
 class Batch:
     """Rows that are computed together: those of prompts, then those of requests that run, oldest first.
 
-    fetch: their tokens; None before `compute`, and while `logits` wait for sampler inputs.
+    chunks: of a long prompt, which is alone; computes it, see `Transformer.forward_chunks`. reader: of its hidden
+    states. done: rows computed so far, summed over layers. fetch: the tokens; None before they are computed, and while
+    `logits` wait for sampler inputs.
     """
 
     rows: list[Rows] = field(default_factory=list)
+    chunks: Generator[int, None, Any] | None = None
+    reader: PromptReader | None = None
+    done: int = 0
     fetch: Fetch | None = None
     logits: Any = None
     began: float = field(default_factory=time.perf_counter)
-    damaged: dict[Request, EngineError] | None = None  # once it is committed
+    damaged: dict[Request, EngineError] = field(default_factory=dict)  # by request: what `KVStore.commit_steps` says
 
     @property
     def active(self) -> list[Rows]:
@@ -133,19 +139,29 @@ class Batches:
         self._model, self._store, self._prefixes, self._tiers = model, model.store, prefixes, tiers
         self._scheduler, self._timer, self._preempt, self._seconds = scheduler, timer, preempt, seconds
         self.next_step: Batch | None = None  # which has begun while the tokens of the last one were taken
+        self.prefill: Batch | None = None  # a long prompt whose last chunk is not computed yet
         self.rates = deque([math.inf], _RECENT)  # rows per second of the latest batches of many rows with prompts
 
     def leave(self, request: Request) -> None:
-        """Abort a request's rows in the step that has begun: they come after its final token."""
-        if (step := self.next_step) is not None:
-            for rows in step.active:
-                if rows.request is request and rows.span is not None:
-                    self._store.abort(rows.span)
-                    rows.span = None
-            self.next_step = step if step.active else None
+        """Abort a request's rows: of its prompt, and in the step that has begun, which come after its final token."""
+        self.next_step, self.prefill = self._without(self.next_step, request), self._without(self.prefill, request)
 
-    def _aborting(self, batch: Batch) -> AbstractContextManager[None]:
-        return self._store.aborting(rows.span for rows in batch.rows if rows.span is not None)
+    def _without(self, batch: Batch | None, request: Request) -> Batch | None:
+        """Abort a request's rows in a batch, and return it; None if no other has rows in it."""
+        for rows in [] if batch is None else batch.active:
+            if rows.request is request and rows.span is not None:
+                self._store.abort(rows.span)
+                rows.span = None
+        return batch if batch is not None and batch.active else None
+
+    def unmatch(self, request: Request) -> None:
+        """Let a request whose prefix is matched wait with nothing in the store."""
+        if request.kv is not None:
+            self._prefixes.release(request.kv, request.sequence.ids)
+            request.kv = None
+
+    def _abort_on_error(self, batch: Batch) -> AbstractContextManager[None]:
+        return self._store.abort_on_error(rows.span for rows in batch.rows if rows.span is not None)
 
     # -- open --------------------------------------------------------------------------------------------------
 
@@ -153,10 +169,10 @@ class Batches:
         """Open a row for the newest token of each request, oldest first, and for drafted tokens after it. Some requests
         may fail or be preempted for it; None if none is left."""
         batch, plan = Batch(), StepPlan(len(requests))
-        with self._aborting(batch):
+        with self._abort_on_error(batch):
             for request in requests:
                 try:
-                    guesses = () if request.drafts is None else self._draft(request, plan)
+                    guesses = () if request.drafts is None else self._draft(request, request.drafts, plan)
                 except Exception as error:  # the other requests of the step continue
                     self._model.ops.check()
                     request.fail(error)
@@ -166,12 +182,14 @@ class Batches:
                     batch.rows.append(_rows(request, span, guesses))
         return batch if batch.rows else None
 
-    def _draft(self, request: Request, plan: StepPlan) -> Sequence[int]:
+    def _draft(self, request: Request, drafts: Drafts, plan: StepPlan) -> Sequence[int]:
         """Return drafted tokens to verify after the newest one, at most as many as fit into the current block."""
-        if request.kv is None:  # it was preempted for this step
+        kv, sequence = request.kv, request.sequence
+        if kv is None:  # it was preempted for this step
             return ()
-        missing = len(request.sequence.ids) - request.kv.length
-        return request.draft(self._store.rows_of_block(request.kv) - missing + 1, plan)
+        missing, left = len(sequence.ids) - kv.length, sequence.max_tokens - sequence.generated
+        room = min(self._store.rows_of_block(kv) - missing + 1, left) - 1  # the final token needs no row
+        return drafts.draft(sequence.ids, room, plan)
 
     def _open(self, request: Request, drafted: int) -> Span | None:
         """Open a span of the tokens that have no K/V yet, the newest one last, and of `drafted` ones after it; None if
@@ -193,59 +211,63 @@ class Batches:
                     return None
         return None
 
-    def open_prompts(self, requests: Sequence[Request], running: Sequence[Request] = ()) -> Batch:
-        """Open rows for the prompts of the first requests, and for a step of the running ones, without drafts, if there
-        is room for all. Raises OutOfBlocks if there is no room for the first request, and MemoryError if there is no
-        memory for its buffers."""
-        batch, prompts = Batch(), [(kv, len(one.sequence.prompt) - kv.length) for one in requests if (kv := one.kv)]
-        spans: list[Span] = []
-        while not spans:
-            try:
-                spans = self._store.open_batch(prompts)
-            except MemoryError:
-                if len(prompts) == 1:
-                    raise
-                prompts = prompts[: len(prompts) // 2]
-        batch.rows += [_rows(request, span, is_prompt=True) for request, span in zip(requests, spans, strict=False)]
-        steps = list[Rows]()
-        with self._aborting(batch), suppress(OutOfBlocks), self._aborting(Batch(steps)):
-            for request in running:
-                assert request.kv is not None
-                missing = len(request.sequence.ids) - request.kv.length
-                span = self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
-                steps.append(_rows(request, span))
-            batch.rows += steps
-        self._timer.add(*(rows.request for rows in batch.rows[1:]))
-        return batch
+    # -- run ---------------------------------------------------------------------------------------------------
 
-    # -- compute -----------------------------------------------------------------------------------------------
+    def run(self, batch: Batch) -> None:
+        """Compute an open batch, or a chunk of a long prompt, commit its rows, and take its tokens.
 
-    def compute(self, batch: Batch) -> None:
-        """Compute the rows of an open batch, and begin to sample the tokens after them. Aborts them if it raises."""
-        with self._aborting(batch):
-            prompts, steps = batch.prompts, [rows for rows in batch.rows if not rows.is_prompt]
-            spans, ids = _spans(steps), [*chain.from_iterable(rows.ids for rows in steps)]
-            if prompts:
-                hidden = self._model.forward_batch(_spans(prompts), [rows.ids for rows in prompts], spans, ids)
-                self.sample(batch, hidden)
-                return
-            inputs = self._sampler_inputs(batch)
-            begins_ahead = len(ids) == len(steps) and all(rows.request.begins_ahead for rows in steps)
-            if begins_ahead and self._model.ops.fetch_later is not None and self._model.mtp is None:
-                batch.fetch = self._model.step_ahead(spans, ids, inputs)
-                return
-            tokens = self._model.step(spans, ids, inputs)
-            self._timer.tokens_arrived()
-            batch.fetch = Fetch(None, lambda: tokens)
+        If every request of a step allows it, the following step, which is the next unit of work, begins before, so that
+        the device computes it while tokens are taken and constraints compute their masks. If several prompts fail, or
+        one with a step, they are computed one by one: what fails a request harms nobody else.
+        """
+        try:
+            self._compute(batch)
+            if batch.fetch is None:
+                return  # chunks are left
+            self._commit(batch)
+        except Exception:
+            if not batch.prompts or len(batch.rows) == 1:
+                raise
+            self._model.ops.check()
+            self._run_one_by_one([rows.request for rows in batch.prompts])
+            return
+        if batch.rows[0].is_prompt and batch.rows[0].is_known:
+            return  # a prompt that is computed again: the token after it was taken before
+        try:
+            self.next_step = self._begin_next(batch, batch.fetch)
+        finally:  # an error in the next step must not lose the tokens of this one
+            self._take(batch, batch.fetch)
 
-    def sample(self, batch: Batch, hidden: Any) -> None:
-        """Begin to sample the tokens of a batch with prompts, from the hidden states (n, E) of their last rows and of
-        all other rows."""
+    def _compute(self, batch: Batch) -> None:
+        """Compute the rows of a batch, unless it is a step that has begun, and begin to sample the tokens after them,
+        unless chunks are left. Aborts the rows if it raises."""
+        if batch.fetch is not None:
+            return
+        with self._abort_on_error(batch):
+            if batch.logits is not None:
+                for rows in batch.active:
+                    assert rows.span is not None
+                    rows.is_known = len(rows.request.sequence.ids) > rows.span.start + 1
+                batch.fetch = self._model.sample_ahead(batch.logits, self._sampler_inputs(batch))
+            elif batch.chunks is not None:
+                self._advance(batch, batch.chunks)
+            else:
+                self._compute_rows(batch)
+
+    def _compute_rows(self, batch: Batch) -> None:
+        prompts, steps = batch.prompts, [rows for rows in batch.rows if not rows.is_prompt]
+        spans, ids = _spans(steps), [*chain.from_iterable(rows.ids for rows in steps)]
+        if prompts:
+            self._sample(batch, self._model.forward_batch(_spans(prompts), [one.ids for one in prompts], spans, ids))
+            return
         inputs = self._sampler_inputs(batch)
-        if [rows for rows in batch.rows if not rows.is_known and _expects_token(rows.request)]:
-            batch.fetch = Fetch(None, self._model.begin_choosing(hidden, inputs))
-        else:
-            batch.fetch = Fetch(None, lambda: [0] * len(inputs))
+        begins_ahead = len(ids) == len(steps) and all(rows.request.begins_ahead for rows in steps)
+        if begins_ahead and self._model.ops.fetch_later is not None and self._model.mtp is None:
+            batch.fetch = self._model.step_ahead(spans, ids, inputs)
+            return
+        tokens = self._model.step(spans, ids, inputs)
+        self._timer.tokens_arrived()
+        batch.fetch = Fetch(None, lambda: tokens)
 
     def _sampler_inputs(self, batch: Batch) -> list[SamplerInput]:
         """The sampler inputs of all rows with outputs. A request whose constraint raises fails."""
@@ -262,58 +284,39 @@ class Batches:
             inputs += [*[sampler.none] * first, *last]
         return inputs
 
-    # -- finish ------------------------------------------------------------------------------------------------
-
-    def finish(self, batch: Batch) -> None:
-        """Commit a computed batch and take its tokens.
-
-        If every request of a step allows it, the following step, which is the next unit of work, begins before, so that
-        the device computes it while tokens are taken and constraints compute their masks.
-        """
-        if batch.fetch is None:
-            with self._aborting(batch):
-                for rows in batch.active:
-                    assert rows.span is not None
-                    rows.is_known = len(rows.request.sequence.ids) > rows.span.start + 1
-                batch.fetch = self._model.sample_ahead(batch.logits, self._sampler_inputs(batch))
-        self.commit(batch)
-        try:
-            self.next_step = self._begin_next(batch, batch.fetch)
-        finally:  # an error in the next step must not lose the tokens of this one
-            self._take(batch, batch.fetch)
-
-    def commit(self, batch: Batch) -> None:
+    def _commit(self, batch: Batch) -> None:
         """Keep the rows of a computed batch, of drafted tokens those that are right, which are taken here."""
-        if batch.damaged is not None:
-            return
         active = batch.active
-        with self._aborting(batch):
-            kept = self._take_verified(batch) if [rows for rows in active if rows.guesses] else None
+        with self._abort_on_error(batch):
+            kept_rows = self._take_verified(batch) if [rows for rows in active if rows.guesses] else None
             growing = [rows for rows in active if rows.span is not None and rows.span.reservations]
-            errors = self._store.commit_steps(_spans(active), kept)
+            errors = self._store.commit_steps(_spans(active), kept_rows)
         batch.damaged = {rows.request: errors[number] for number, rows in enumerate(active) if number in errors}
         for rows in growing:
             if rows.span is not None and rows.request.options.pooling is None:
                 self._prefixes.insert(rows.span.sequence, rows.request.sequence.ids)
-        for request in [rows.request for rows in active if rows.request.wants_progress]:
-            if request.prefill is None:  # which has reported each chunk
+        if batch.chunks is None:  # a long prompt has reported each chunk
+            for request in [rows.request for rows in active if rows.request.wants_progress]:
                 request.report_progress(len(request.sequence.prompt))
         for request in [rows.request for rows in active if rows.is_prompt]:
-            request.prefill = None
             self._scheduler.admit(request.sequence)
             if request.kv is not None and request.kv.length == request.sequence.computable:
                 self._scheduler.prefilled(request.sequence)
+        if batch is self.prefill:
+            self.prefill = None
+            if batch.reader is not None:
+                batch.rows[0].request.outbox.append(batch.reader.chunk())
 
     def _take_verified(self, batch: Batch) -> list[int | None]:
         """Take drafted tokens that are right, and the one after them. Return how many rows of each request are kept;
         None for all, without a draft."""
         assert batch.fetch is not None
-        tokens, kept = iter(batch.fetch.wait()), list[int | None]()
+        tokens, kept_rows = iter(batch.fetch.wait()), list[int | None]()
         for rows in batch.rows:
             sampled, drafted = [*islice(tokens, rows.outputs)], len(rows.guesses)
             right = rows.request.take_verified(rows.guesses, sampled[-1 - drafted :]) if drafted else 0
-            kept.append(len(rows.ids) - drafted + right if drafted else None)
-        return kept
+            kept_rows.append(len(rows.ids) - drafted + right if drafted else None)
+        return kept_rows
 
     def _begin_next(self, batch: Batch, fetch: Fetch) -> Batch | None:
         """Begin the step after a step, whose tokens are not known yet; None if it has to wait for them."""
@@ -322,10 +325,10 @@ class Batches:
             return None
         if [rows for rows in batch.rows if rows.is_known]:
             return None
-        if [one for one in requests if not one.expects_more or (one.drafts is not None and one.may_draft)]:
+        if [one for one in requests if not one.expects_more or (one.drafts and one.drafts.is_ready(one.sequence.ids))]:
             return None  # requests that have left the step expect nothing
         step = Batch()
-        with suppress(OutOfBlocks), self._aborting(step):  # `open_step` will preempt a request for it
+        with suppress(OutOfBlocks), self._abort_on_error(step):  # `open_step` will preempt a request for it
             for request in requests:
                 assert request.kv is not None
                 step.rows += (Rows(request, self._store.open_step(request.kv), (NEWEST,)),)
@@ -339,7 +342,7 @@ class Batches:
 
     def _take(self, batch: Batch, fetch: Fetch) -> None:
         tokens, began = _last_tokens(batch, fetch.wait()), self._timer.tokens_arrived()
-        prompts, damaged = batch.prompts, batch.damaged or {}
+        prompts, damaged = batch.prompts, batch.damaged
         for rows in prompts:
             rows.request.clock.lap()
         if prompts and self._tiers is not None:
@@ -363,8 +366,83 @@ class Batches:
             self._scheduler.take_step()
         if not prompts and [rows for rows in batch.rows if rows.request.drafts is not None]:
             self._seconds.record(batch.count, seconds)
-        elif prompts and batch.count >= _MANY_ROWS:
+        elif prompts and batch.chunks is None and batch.count >= _MANY_ROWS:
             self.rates.append(batch.count / seconds)
+
+    # -- prompts -----------------------------------------------------------------------------------------------
+
+    def open_prompts(self, requests: Sequence[Request], running: Sequence[Request] = ()) -> Batch:
+        """Open rows for the prompts of the first requests, and for a step of the running ones, without drafts, if there
+        is room for all. Raises OutOfBlocks if there is no room for the first request, and MemoryError if there is no
+        memory for its buffers."""
+        batch, prompts = Batch(), [(kv, len(one.sequence.prompt) - kv.length) for one in requests if (kv := one.kv)]
+        spans: list[Span] = []
+        while not spans:
+            try:
+                spans = self._store.open_batch(prompts)
+            except MemoryError:
+                if len(prompts) == 1:
+                    raise
+                prompts = prompts[: len(prompts) // 2]
+        batch.rows += [_rows(request, span, is_prompt=True) for request, span in zip(requests, spans, strict=False)]
+        steps = list[Rows]()
+        with self._abort_on_error(batch), suppress(OutOfBlocks), self._abort_on_error(Batch(steps)):
+            for request in running:
+                assert request.kv is not None
+                missing = len(request.sequence.ids) - request.kv.length
+                span = self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
+                steps.append(_rows(request, span))
+            batch.rows += steps
+        self._timer.add(*(rows.request for rows in batch.rows[1:]))
+        return batch
+
+    def open_prefill(self, request: Request, *, as_steps: bool) -> Batch:
+        """Open rows for the next part of a long prompt, which is `prefill` until all of it is computed. as_steps: see
+        `KVStore.open`. Raises OutOfBlocks."""
+        assert request.kv is not None
+        start, reader = request.kv.length, request.reader()
+        stop = request.span_end(start, self._store.shape.block_size)
+        span, ids = self._store.open(request.kv, stop - start, as_steps=as_steps), request.sequence.ids[start:stop]
+        if reader is None:
+            chunks = self._model.forward_chunks([span], ids, outputs=1, images=request.images)
+        else:
+            chunks = forward_and_read(self._model, span, ids, reader)
+        self.prefill = Batch([_rows(request, span, is_prompt=True)], chunks, reader)
+        return self.prefill
+
+    def _advance(self, batch: Batch, chunks: Generator[int, None, Any]) -> None:
+        """Compute one chunk of a long prompt; after the last one, begin to sample the token after it."""
+        (rows,), layers = batch.rows, len(self._model.config.layers)
+        try:
+            batch.done += next(chunks)
+            rows.request.report_progress((rows.request.cached or 0) + batch.done // layers)
+            if batch.done == len(rows.ids) * layers:
+                next(chunks)  # returns the hidden states, as StopIteration's value
+            if self._model.ops.fetch_later is not None:
+                self._timer.launched.append(rows.request)
+            return
+        except StopIteration as end:
+            hidden = end.value
+        self._sample(batch, hidden)
+
+    def _sample(self, batch: Batch, hidden: Any) -> None:
+        """Begin to sample the tokens of a batch with prompts, from the hidden states (n, E) of their last rows and of
+        all other rows."""
+        inputs = self._sampler_inputs(batch)
+        if [rows for rows in batch.rows if not rows.is_known and _expects_token(rows.request)]:
+            batch.fetch = Fetch(None, self._model.begin_choosing(hidden, inputs))
+        else:
+            batch.fetch = Fetch(None, lambda: [0] * len(inputs))
+
+    def _run_one_by_one(self, requests: Sequence[Request]) -> None:
+        for request in [one for one in requests if not one.sequence.finished]:
+            try:
+                self.run(self.open_prompts([request]))
+            except OutOfBlocks:
+                self.unmatch(request)
+            except Exception as error:
+                self._model.ops.check()
+                request.fail(error)
 
 
 def _rows(request: Request, span: Span, guesses: Sequence[int] = (), *, is_prompt: bool = False) -> Rows:

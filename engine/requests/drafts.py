@@ -45,12 +45,14 @@ class Drafter(Protocol):
 
     def is_ready(self, ids: Sequence[int]) -> bool:
         """Whether a draft may follow the token that follows `ids`. If so, the next step waits for that token."""
+        return True
 
     def release(self) -> None:
-        """Free blocks of shared stores: the request ends, or waits."""
+        """Free blocks of shared stores, if it holds any: the request ends, or waits."""
+        return
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Drafts the tokens that followed the latest earlier occurrence of the newest `size` tokens in the sequence; a
     draft that reaches its end repeats itself. An index maps each n-gram to the position after it."""
 
@@ -87,11 +89,8 @@ class PromptLookup:
         self.read(ids)
         return self._earlier is not None
 
-    def release(self) -> None:
-        """It holds no blocks."""
 
-
-class MtpDrafter:
+class MtpDrafter(Drafter):
     """Drafts the most likely tokens of one request; none after a pause, until a step has computed a hidden state.
 
     Its rows are in a span that is aborted: the step that verifies them opens another one, at the same place.
@@ -100,9 +99,6 @@ class MtpDrafter:
     def __init__(self, layer: MtpLayer, vocabulary: int, kv: Callable[[], SequenceKV | None]) -> None:
         """vocabulary: the number of ids. kv: returns the request's sequence in the engine's store, if it has one."""
         self._layer, self._vocabulary, self._kv = layer, vocabulary, kv
-
-    def is_ready(self, ids: Sequence[int]) -> bool:
-        return True
 
     def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
         kv, guesses = self._kv(), list[int]()
@@ -126,11 +122,8 @@ class MtpDrafter:
             self._layer.store.abort(span)
         return guesses
 
-    def release(self) -> None:
-        """It holds no blocks."""
 
-
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts the most likely tokens of one request, each by a step of a second, smaller model; none if its store has no
     room.
 
@@ -144,9 +137,6 @@ class ModelDrafter:
         self._sampler_input = greedy(vocabulary)
         self._kv: SequenceKV | None = None
         self._stored: list[int] = []  # the ids whose K/V are stored
-
-    def is_ready(self, ids: Sequence[int]) -> bool:
-        return True
 
     def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
         try:
@@ -187,7 +177,7 @@ class ModelDrafter:
         """Compute the rows of `ids`, which follow `kv`, and return the most likely next token. Raises OutOfBlocks."""
         if len(ids) > MOST_DRAFTED:
             span = self._store.open(kv, len(ids) - 1)
-            with self._store.aborting([span]):
+            with self._store.abort_on_error([span]):
                 self._model.forward([span], ids[:-1], outputs=1)
                 self._store.commit(span)
             self._stored += ids[:-1]
@@ -197,7 +187,7 @@ class ModelDrafter:
             room = min(len(ids), self._store.rows_of_block(kv))
             now = ids[: max(rows for rows in (1, *DRAFT_ROWS) if rows <= room)]  # those that have kernels
             span = self._store.open_step(kv, len(now))
-            with self._store.aborting([span]):
+            with self._store.abort_on_error([span]):
                 *_, sampled = self._model.step([span], now, [self._sampler_input] * len(now))
                 self._store.commit(span)
             self._stored += now
@@ -213,7 +203,7 @@ class StepSeconds:
         self._count = 0
         self._first: dict[int, int] = {}  # rows → steps so far that were not measured
         self._recent: dict[int, deque[float]] = {}
-        self._known: dict[int, tuple[float, int]] = {}  # rows → the median, and the count of steps at its last update
+        self._medians: dict[int, tuple[float, int]] = {}  # rows → the median, and the count of steps at its last update
 
     def record(self, rows: int, seconds: float) -> None:
         """Record a step of `rows` rows, summed over its requests."""
@@ -223,24 +213,24 @@ class StepSeconds:
             return
         recent = self._recent.setdefault(rows, deque(maxlen=_RECENT))
         recent.append(seconds)
-        self._known[rows] = median(recent), self._count
+        self._medians[rows] = median(recent), self._count
 
     def __call__(self, rows: int) -> float:
         """Return the seconds of a step of `rows` rows; while nothing is measured, in multiples of a step of no row."""
-        known = self._lately(rows)
-        if known is not None:
-            return known
-        measured = [other for other in self._known if self._lately(other) is not None]
+        seconds = self._lately(rows)
+        if seconds is not None:
+            return seconds
+        measured = [other for other in self._medians if self._lately(other) is not None]
         if not measured:
             return 1 + _ROW * rows
         closest, *others = sorted(measured, key=lambda other: abs(other - rows))[:2]
-        seconds = self._known[closest][0]
-        row = (seconds - self._known[others[0]][0]) / (closest - others[0]) if others else 0.0
+        seconds = self._medians[closest][0]
+        row = (seconds - self._medians[others[0]][0]) / (closest - others[0]) if others else 0.0
         usual = seconds * _ROW / (1 + _ROW * closest)  # a lower bound: by noise, more rows may seem to take less time
         return seconds + (rows - closest) * max(row, usual)
 
     def _lately(self, rows: int) -> float | None:
-        seconds, number = self._known.get(rows, (0.0, -_STALE))
+        seconds, number = self._medians.get(rows, (0.0, -_STALE))
         return seconds if self._count - number < _STALE else None
 
 
@@ -280,8 +270,8 @@ class Drafts:
         if len(ids) < self._resumes or room < self._lengths[0]:
             return ()
         likely = self._right / self._tried
-        wanted = self._best(room, plan, likely) or self._lengths[0]
-        drafted = self._drafter.draft(ids, wanted)
+        length_wanted = self._best(room, plan, likely) or self._lengths[0]
+        drafted = self._drafter.draft(ids, length_wanted)
         length = next((length for length in reversed(self._lengths) if length <= len(drafted)), 0)
         if not length:
             return ()
@@ -309,11 +299,11 @@ class Drafts:
 
     def _best(self, room: int, plan: StepPlan, likely: float) -> int:
         """Return the length of a draft with which `plan` gives the most tokens per second; 0 if none pays."""
-        best, most = 0, _MARGIN * plan.tokens / self._seconds(plan.rows)
+        best, best_rate = 0, _MARGIN * plan.tokens / self._seconds(plan.rows)
         for length in self._lengths:
             rate = (plan.tokens + _expected(length, likely)) / self._seconds(plan.rows + length)
-            if length <= room and rate > most:
-                best, most = length, rate
+            if length <= room and rate > best_rate:
+                best, best_rate = length, rate
         return best
 
 
@@ -342,12 +332,12 @@ class Drafting:
         engine's store, if it has one. Raises EngineError if the request asks for what is not loaded."""
         config = self._config
         kind = config.spec_type if params.spec_type is None else params.spec_type
-        most = config.draft_max if params.draft_max is None else params.draft_max
+        draft_max = config.draft_max if params.draft_max is None else params.draft_max
         if params.spec_type is None and kind == DRAFTS[0] and self.model is not None:
             kind = DRAFT_MODEL
-        if kind == DRAFTS[0] or most == 0 or (kind == DRAFT_MODEL and max(ids) >= self._vocabulary):
+        if kind == DRAFTS[0] or draft_max == 0 or (kind == DRAFT_MODEL and max(ids) >= self._vocabulary):
             return None  # a draft model reads no images
-        return Drafts(self.drafter(kind, ids, kv), most, self.seconds)
+        return Drafts(self.drafter(kind, ids, kv), draft_max, self.seconds)
 
     def drafter(self, kind: str, ids: Sequence[int], kv: Callable[[], SequenceKV | None]) -> Drafter:
         """Return a drafter of `kind` for a request with the prompt `ids`. Raises EngineError as `drafts` does."""

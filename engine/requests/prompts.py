@@ -80,10 +80,10 @@ def prompt_ids(
         return ids if closing is None else [*ids, closing]
     if is_chat(prompt):
         check_roles(prompt)
-        messages, begun = _split(prompt) if options.continue_final_message else (prompt, None)
+        messages, beginning = _split(prompt) if options.continue_final_message else (prompt, None)
         tools, variables = options.tools, options.template_variables
         ids = chat_ids(messages, model.template, tokenizer, check, warn, tools=tools, variables=variables, cut=cut)
-        return ids if begun is None else ids + _begun_ids(begun, model, check)
+        return ids if beginning is None else ids + _begun_ids(beginning, model, check)
     if not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, bytes):
         raise EngineError(f"A prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}")
     if not any(isinstance(part, str) for part in prompt):
@@ -183,14 +183,14 @@ def _begun_ids(message: Mapping[str, Any], model: model_loaders.Model, check: Ca
 def chat_text(prompt: Prompt, model: model_loaders.Model, options: PromptOptions) -> str:
     """Return messages as the model's template renders them, with the generation prompt. Raises EngineError."""
     assert is_chat(prompt)
-    messages, begun = _split(prompt) if options.continue_final_message else (prompt, {"content": ""})
-    put = adapt_conversation(model.template, messages, options.tools, options.template_variables)
-    (text,) = model.template.render_each([put.messages], **put.variables)
+    messages, beginning = _split(prompt) if options.continue_final_message else (prompt, {"content": ""})
+    adapted = adapt_conversation(model.template, messages, options.tools, options.template_variables)
+    (text,) = model.template.render_each([adapted.messages], **adapted.variables)
     if not isinstance(text, str):
         raise EngineError(str(text))
     channels = model.template.channels if options.continue_final_message else None
     header = "" if channels is None else channels.header(channels.final)
-    return text + header + str(begun["content"])
+    return text + header + str(beginning["content"])
 
 
 @_as_engine_error()
@@ -201,9 +201,9 @@ def place_of_answer(prompt: Sequence[Mapping[str, Any]], model: model_loaders.Mo
     place = model.template.place_of_answer(options.template_variables, after_result=after_result)
     if tags is None or not options.continue_final_message:
         return place
-    begun = str(last.get("content"))
-    opened = place == "inside" or tags.open in begun
-    return "inside" if opened and tags.close not in begun else "after"
+    beginning = str(last.get("content"))
+    opened = place == "inside" or tags.open in beginning
+    return "inside" if opened and tags.close not in beginning else "after"
 
 
 def constrain_after_reasoning(
@@ -216,8 +216,8 @@ def constrain_after_reasoning(
         return params, ""
     assert model.template.tags is not None
     tag = model.template.tags.close
-    shown = [token for name, token in model.tokenizer.control_tokens().items() if name == tag]
-    return replace(params, shown_tokens=(*params.shown_tokens, *shown)), tag
+    tag_ids = [token for name, token in model.tokenizer.control_tokens().items() if name == tag]
+    return replace(params, shown_tokens=(*params.shown_tokens, *tag_ids)), tag
 
 
 @_as_engine_error()
@@ -334,12 +334,12 @@ def checked_ids(
 ) -> list[int]:
     """Return `ids` as ints. Raises EngineError if there are none, if one is unknown, or if fewer than `room` tokens of
     the context are left for the answer. rows: ids of images' rows."""
-    known = model.vocabulary
+    vocabulary = model.vocabulary
     if len(ids) == 0:
         raise EngineError("The prompt is empty: give at least one token")
     for i in ids:
-        if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not (i in known or i in rows):
-            raise EngineError(f"The prompt holds {shown(i)}, which is not a token id below {known.stop}")
+        if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not (i in vocabulary or i in rows):
+            raise EngineError(f"The prompt holds {shown(i)}, which is not a token id below {vocabulary.stop}")
     if len(ids) > context - room:
         size = f"the available context size of {counted(context, 'token')}"
         problem = f"The prompt of {counted(len(ids), 'token')} exceeds {size}"

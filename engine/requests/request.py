@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any
 
 from polarlm import model_loaders
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
 from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader, Ranking
-from polarlm.engine.model.vision_encoders._rows import PlacedImage
+from polarlm.engine.model.vision_encoders import PlacedImage
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers, Conversation
-from polarlm.engine.requests.drafts import Drafting, Drafts, StepPlan
+from polarlm.engine.requests.drafts import Drafting, Drafts
 from polarlm.engine.requests.prompts import Prompt, check_vectors, checked_ids, is_chat, prompt_ids, within, yes_and_no
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
@@ -28,7 +27,7 @@ from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
 from polarlm.engine.sampling.sample import Sampled, Sampling, most_tokens, resolve
 from polarlm.engine.state.image_positions import ImagePositions
-from polarlm.engine.state.store import RowAdapter, SequenceKV, Span
+from polarlm.engine.state.store import RowAdapter, SequenceKV
 from polarlm.engine.storage.copies import Snapshot
 from polarlm.engine.storage.tiers.search import TierHit, count_sources
 from polarlm.model_loaders.tokenizers import Tokenizer
@@ -55,16 +54,6 @@ class Ticket:
     cached_tokens: Callable[[], int] = lambda: 0  # prompt tokens found in the store; 0 before the prefix is matched
     conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
     warnings: Sequence[str] = ()  # sentences about what is not done as the request asks
-
-
-@dataclass
-class Prefill:
-    """A prefill under way."""
-
-    span: Span
-    chunks: Generator[int, None, Any]
-    reader: PromptReader | None = None  # reads the prompt's hidden states
-    rows: int = 0  # rows done, summed over layers
 
 
 @dataclass
@@ -104,7 +93,6 @@ class Request:
     constraint: Constraint | None = None
     drafts: Drafts | None = None  # never with a constraint or DRY
     kv: SequenceKV | None = None
-    prefill: Prefill | None = None
     cached: int | None = None  # prompt tokens found in the store; None before that, fixed once the first token exists
     hit: TierHit | None = None  # the part of the prompt that tiers have and the store lacked
     saved: Snapshot | None = None  # what the store held when the request was preempted
@@ -152,10 +140,10 @@ class Request:
             params = replace(params, stop=(*params.stop, *model.template.stops))
         is_answer = is_chat(prompt) and not options.continue_final_message
         room = context - len(ids)
-        most = most_tokens(params, model.generation)
-        most = room if most < 0 else min(most, room)
+        max_tokens = most_tokens(params, model.generation)
+        max_tokens = room if max_tokens < 0 else min(max_tokens, room)
         request = cls(
-            TokenSequence(tuple(ids), most, text_from=image_positions.images[-1].stop if image_positions else 0),
+            TokenSequence(tuple(ids), max_tokens, text_from=image_positions.images[-1].stop if image_positions else 0),
             params,
             sampling,
             model.tokenizer,
@@ -183,8 +171,8 @@ class Request:
         self._end_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
             self._end_ids |= self.tokenizer.eos_ids
-        more = self._end_ids, self.tokenizer, self.vocabulary, self.constraint
-        self.sampler = Sampler(self.sequence, self.params, self.sampling, *more)
+        limits = self._end_ids, self.tokenizer, self.vocabulary, self.constraint
+        self.sampler = Sampler(self.sequence, self.params, self.sampling, *limits)
         self.begins_ahead = self.params.logprobs is None
         """Whether the next step may start before this token is known: not with logprobs, whose logits it overwrites."""
         self._last_length = len(self.sequence.prompt) + self.sequence.max_tokens  # of the ids
@@ -225,18 +213,6 @@ class Request:
             return Pooling(self.options.pooling, self.options.dimensions)
         assert self.params.prompt_logprobs is not None
         return PromptLogprobs(self.sequence.prompt, self.params.prompt_logprobs, self.vocabulary.stop)
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether tokens may be drafted after the next one, which is not known yet."""
-        return self.drafts is not None and self.drafts.is_ready(self.sequence.ids)
-
-    def draft(self, rows: int, plan: StepPlan) -> Sequence[int]:
-        """Return drafted tokens to verify in the step `plan`. rows: the most for them and the newest token."""
-        if self.drafts is None:
-            return ()
-        left = self.sequence.max_tokens - self.sequence.generated  # the final token needs no row
-        return self.drafts.draft(self.sequence.ids, min(rows, left) - 1, plan)
 
     @property
     def expects_more(self) -> bool:

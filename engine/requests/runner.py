@@ -7,17 +7,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from polarlm.engine.backends.numpy import host_memory
-from polarlm.engine.errors import DeviceLost
+from polarlm.engine.errors import DeviceLost, EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.warm_up import recording_warm_ups
 from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
 from polarlm.engine.requests.batches import Batch, Batches, UnitTimer
 from polarlm.engine.requests.drafts import Drafting
-from polarlm.engine.requests.matching import Matcher
 from polarlm.engine.requests.prefills import Prefills
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence, Unit
-from polarlm.engine.state.blocks import BlockAllocator
+from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.requantize.blocks import Requantizer
 from polarlm.engine.state.store import SequenceKV
@@ -54,8 +53,7 @@ class Runner:
         self._requantizer = Requantizer(self._store.mixed_precision)
         self._timer = timer = UnitTimer(scheduler)
         self._batches = Batches(model, prefixes, scheduler, tiers, timer, self._preempt, drafting.seconds)
-        matcher = Matcher(model.store, prefixes, self._requantizer)
-        self._prefills = Prefills(model, scheduler, self._batches, matcher, self._requantizer, timer, self._release)
+        self._prefills = Prefills(model, prefixes, scheduler, self._batches, self._requantizer)
 
     def submit(self, request: Request) -> None:
         request.why_damaged = self._model.weights.why_damaged
@@ -71,21 +69,36 @@ class Runner:
         if unit is None:
             return
         with self._working(unit):
-            batch = self._batch(unit)
+            batch = self._next_batch(unit)
             if batch is not None:
-                self._batches.finish(batch)
+                self._batches.run(batch)
         self._requantize()
 
-    def _batch(self, unit: Unit) -> Batch | None:
-        """Return the next batch, computed: the step that has begun, a new one, or complete prompts."""
+    def _next_batch(self, unit: Unit) -> Batch | None:
+        """Return the next batch: a long prompt or the step that has begun, or another one, opened; None if its requests
+        wait or have ended."""
         requests = [self.requests[sequence] for sequence in unit.sequences]
-        if unit.is_prefill:
-            return self._prefills.compute(requests, [self.requests[sequence] for sequence in unit.running])
-        self._timer.add(*requests)
-        batch, self._batches.next_step = self._batches.next_step, None
-        if batch is None and (batch := self._batches.open_step(requests)) is not None:
-            self._batches.compute(batch)
-        return batch
+        if not unit.is_prefill:
+            self._timer.add(*requests)
+            step, self._batches.next_step = self._batches.next_step, None
+            return step or self._batches.open_step(requests)
+        self._timer.add(requests[0])
+        try:
+            running = [self.requests[sequence] for sequence in unit.running]
+            return self._batches.prefill or self._prefills.open(requests, running)
+        except OutOfBlocks:
+            self._requeue(requests[0])
+            return None
+
+    def _requeue(self, request: Request) -> None:
+        """Let a request wait for room; finish or fail it if there never will be any."""
+        self._release(request)
+        if self._scheduler.requeue(request.sequence):
+            return
+        if request.reads_prompt and not request.sequence.generated:
+            request.fail(EngineError("The KV store has no room for this prompt: shorten it", "out_of_memory"))
+        else:
+            request.finish("length")
 
     @contextmanager
     def _working(self, unit: Unit) -> Iterator[None]:
@@ -217,9 +230,7 @@ class Runner:
         self._batches.leave(request)
         if request.drafts is not None:
             request.drafts.release()
-        prefill, kv, request.prefill, request.kv = request.prefill, request.kv, None, None
-        if prefill is not None:
-            self._store.abort(prefill.span)
+        kv, request.kv = request.kv, None
         if kv is None:
             return
         if request.damaged or self._lost is not None:
@@ -247,8 +258,8 @@ class Runner:
         if request.kv is None or request.kv.length < len(request.sequence.prompt):
             return
         others = sum(one.saved.bytes for one in self.requests.values() if one.saved is not None)
-        held = self._store.bytes_held(request.kv)
-        if others + held <= self._store.plan.copy_bytes and held <= host_memory.available() // 2:
+        size = self._store.bytes_held(request.kv)
+        if others + size <= self._store.plan.copy_bytes and size <= host_memory.available() // 2:
             with suppress(MemoryError):
                 request.saved = export(self._store, request.kv, request.sequence.ids)
 

@@ -65,18 +65,18 @@ class Sampler:
     def next(self, after: Sequence[int] = ()) -> SamplerInput:
         """Return the sampler input of the next token. Raises whatever the constraint raises. after: tokens before it
         that are not in the sequence yet: drafted ones, or NEWEST for one that is not known."""
-        beyond = len(after)
+        count = len(after)
         recent: Sequence[int] = ()
         if window := self._window:
-            recent = self._sequence.ids[max(self._sequence.text_from, len(self._sequence.ids) + beyond - window) :]
-            recent += after[max(0, beyond - window) :]
+            recent = self._sequence.ids[max(self._sequence.text_from, len(self._sequence.ids) + count - window) :]
+            recent += after[max(0, count - window) :]
         dry = None if self._dry is None else self._dry.penalties(self._sequence.ids)
-        while len(self._numbers) <= beyond:
+        while len(self._numbers) <= count:
             self._numbers += self._rng.random(_AT_ONCE).tolist()
         sampling = self._sampling if self._is_constant else self._sampling_after(after)
         allowed = self._mask if self._has_mask else self._allowed()
         return SamplerInput(
-            sampling, recent, self._numbers[beyond], self._vocabulary, self._params.logprobs, dry, allowed
+            sampling, recent, self._numbers[count], self._vocabulary, self._params.logprobs, dry, allowed
         )
 
     def only_token(self) -> int | None:

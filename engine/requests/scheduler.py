@@ -143,8 +143,8 @@ class Scheduler:
     @property
     def _share(self) -> float:
         waiting = min(len(self._waiting) + self.prefilling, self.parallel - len(self._running))
-        most = min(_MOST_SHARE, GAP / (GAP + _CATCH_UP * (self.usual_step or 0.0)))  # then the budget is `GAP`
-        return max(_LEAST_SHARE, min(most, waiting / max(1, waiting + len(self._running))))
+        most_share = min(_MOST_SHARE, GAP / (GAP + _CATCH_UP * (self.usual_step or 0.0)))  # then the budget is `GAP`
+        return max(_LEAST_SHARE, min(most_share, waiting / max(1, waiting + len(self._running))))
 
     @property
     def _step_fills_a_block(self) -> bool:

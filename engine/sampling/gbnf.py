@@ -63,18 +63,18 @@ def _derived(clauses: Iterable[tuple[str, set[str]]]) -> set[str]:
     users: dict[str, list[list[Any]]] = {}
     ready, holding = [], set()
     for name, needs in clauses:
-        left: list[Any] = [name, len(needs)]  # how many names of the clause are not known to be true
+        clause: list[Any] = [name, len(needs)]  # how many names of the clause are not known to be true
         for other in needs:
-            users.setdefault(other, []).append(left)
+            users.setdefault(other, []).append(clause)
         ready += [] if needs else [name]
     while ready:
         if (name := ready.pop()) in holding:
             continue
         holding.add(name)
-        for left in users.get(name, ()):
-            left[1] -= 1
-            if not left[1]:
-                ready.append(left[0])
+        for clause in users.get(name, ()):
+            clause[1] -= 1
+            if not clause[1]:
+                ready.append(clause[0])
     return holding
 
 

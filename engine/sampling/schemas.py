@@ -87,15 +87,15 @@ def _says_nothing(name: str, value: Any) -> bool:
 def _copy(value: Any) -> Any:
     """A copy of a JSON value of any depth."""
     top: list[Any] = [None]
-    left: list[tuple[Any, Any, Any]] = [(value, top, 0)]
-    while left:
-        value, place, key = left.pop()
+    stack: list[tuple[Any, Any, Any]] = [(value, top, 0)]
+    while stack:
+        value, place, key = stack.pop()
         if isinstance(value, Mapping):
             place[key] = dict.fromkeys(value)
-            left.extend((inner, place[key], name) for name, inner in value.items())
+            stack.extend((inner, place[key], name) for name, inner in value.items())
         elif isinstance(value, list):
             place[key] = [None] * len(value)
-            left.extend((inner, place[key], index) for index, inner in enumerate(value))
+            stack.extend((inner, place[key], index) for index, inner in enumerate(value))
         else:
             place[key] = value
     return top[0]
@@ -103,33 +103,33 @@ def _copy(value: Any) -> Any:
 
 def _nodes(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """All schemas inside `root` that are objects, and `root` itself."""
-    left: list[Any] = [root]
-    while left:
-        node = left.pop()
+    stack: list[Any] = [root]
+    while stack:
+        node = stack.pop()
         if not isinstance(node, dict):
             continue
         yield node
         for name in _BY_NAME:
-            left.extend(node[name].values() if isinstance(node.get(name), dict) else [])
+            stack.extend(node[name].values() if isinstance(node.get(name), dict) else [])
         for name in (*_IN_PLACE, "prefixItems", "items"):
-            left.extend(node[name] if isinstance(node.get(name), list) else [])
-        left.extend(node.get(name) for name in _OF_PARTS)
+            stack.extend(node[name] if isinstance(node.get(name), list) else [])
+        stack.extend(node.get(name) for name in _OF_PARTS)
 
 
 def _same_value_schemas(root: dict[str, Any], node: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The schemas that a node applies to the same value, by keywords or by references, directly or indirectly."""
     visited: set[int] = set()
-    left: list[Any] = [node]
-    while left:
-        one = left.pop()
+    stack: list[Any] = [node]
+    while stack:
+        one = stack.pop()
         if not isinstance(one, dict) or id(one) in visited:
             continue
         visited.add(id(one))
         if one is not node:
             yield one
         for name in _IN_PLACE:
-            left.extend(one[name] if isinstance(one.get(name), list) else [])
-        left.append(_target(root, one.get("$ref")))
+            stack.extend(one[name] if isinstance(one.get(name), list) else [])
+        stack.append(_target(root, one.get("$ref")))
 
 
 def _target(root: Any, reference: Any) -> Any:

@@ -55,13 +55,13 @@ class BlockAllocator:
         """Allocate `count` blocks with one reference each and return their ids; all, or none and raise OutOfBlocks."""
         if count > self.free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
-        taken = [self._take() for _ in range(count)]
-        for block in taken:
+        blocks = [self._take() for _ in range(count)]
+        for block in blocks:
             self._references[block] = 1
             if block in self._kept:
                 self._firsts.discard(block)
                 self._kept.pop(block)()
-        return taken
+        return blocks
 
     def _take(self) -> int:
         block = next(iter(self._free), None)

@@ -56,8 +56,8 @@ def types_by_side(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str
             "bits by room are no more: choose compact, which has room for as many tokens, balanced (the default) or "
             "quality; in all of them the newest tokens of a text have the most bits",
         )
-    if named := PRESETS_BY_NAME.get(config.cache_type):
-        k, v = named.low_precision if preset(config) else named.uniform
+    if cache_preset := PRESETS_BY_NAME.get(config.cache_type):
+        k, v = cache_preset.low_precision if preset(config) else cache_preset.uniform
     else:
         k, v = _split_pair(config.cache_type)
     return (
@@ -98,8 +98,8 @@ def setting_by_layer(names: Sequence[str | None]) -> str:
     >>> setting_by_layer(["ring3", "ring4", "ring4", "ring3", "ring5", "ring3"])
     'ring3,ring4@1-2,ring5@4'
     """
-    named = [name for name in names if name is not None]
-    common = max(sorted(set(named)), key=named.count)
+    types = [name for name in names if name is not None]
+    common = max(sorted(set(types)), key=types.count)
     parts, first = [common], 0
     for name, run in itertools.groupby(names):
         last = first + len(list(run)) - 1

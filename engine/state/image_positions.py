@@ -56,13 +56,13 @@ class ImagePositions:
     def positions(self, start: int, count: int) -> np.ndarray:
         """Return the positions for RoPE of `count` tokens from `start` on: (count,), or (3, count) if an image is among
         them."""
-        own = np.arange(start, start + count)
+        indices = np.arange(start, start + count)
         if self.rope_positions is None:
-            return own
-        known = self.rope_positions[:, start : start + count]
+            return indices
+        of_images = self.rope_positions[:, start : start + count]
         lag = self.rope_positions.shape[1] - 1 - self.rope_positions.max()
-        if not known.shape[1]:
-            return own - lag
+        if not of_images.shape[1]:
+            return indices - lag
         return np.concatenate(
-            [known, np.broadcast_to(own[known.shape[1] :] - lag, (3, count - known.shape[1]))], axis=1
+            [of_images, np.broadcast_to(indices[of_images.shape[1] :] - lag, (3, count - of_images.shape[1]))], axis=1
         )

@@ -59,7 +59,7 @@ class KVBlocks(TableGroup):
             format = self._shape.format(self.layers[0])
             key = format.kv_heads, format.head_dim, self.layers if self._is_shared else ()
             if key not in buffers.by_shape:
-                buffer = self._ops.buffer(format, buffers.rows, as_slots=as_steps, layers=buffers.together)
+                buffer = self._ops.buffer(format, buffers.rows, as_slots=as_steps, layers=buffers.layers)
                 buffers.by_shape[key] = buffer
             reservation.buffer, reservation.first = buffers.by_shape[key], buffers.first
         except BaseException:  # there is no memory for the buffer
@@ -101,20 +101,20 @@ class KVBlocks(TableGroup):
         filled = start % self.block_size
         if reservation.buffer is not None and filled:
             assert table.current is not None
-            begun = KVLocation(reservation.buffer, reservation.first)
-            self._copy(layers, [Move(begun, KVLocation(None, table.current), filled)])
+            beginning = KVLocation(reservation.buffer, reservation.first)
+            self._copy(layers, [Move(beginning, KVLocation(None, table.current), filled)])
 
     def seal(self, layers: Sequence[int], reservation: Reservation, start: int, count: int) -> list[FilledBlocks]:
         """Copy the tokens that stay in slots, and return the blocks to encode."""
         if reservation.buffer is None:
             return []
         n, buffer = self.block_size, reservation.buffer
-        before, moves = start // n - reservation.first, list[Move]()  # before: blocks that the buffer lacks
+        blocks_absent, moves = start // n - reservation.first, list[Move]()  # before: blocks that the buffer lacks
         for number, slot in reservation.slots.items():
             tokens = min(n, start + count - number * n)
-            moves.append(Move(KVLocation(None, slot), KVLocation(buffer, number - before), tokens))
+            moves.append(Move(KVLocation(None, slot), KVLocation(buffer, number - blocks_absent), tokens))
         self._copy(layers, moves)
-        pairs = [(block, KVLocation(buffer, number - before)) for number, block in reservation.quantized.items()]
+        pairs = [(block, KVLocation(buffer, number - blocks_absent)) for number, block in reservation.quantized.items()]
         return self._to_encode(layers, pairs)
 
     def _copy(self, layers: Iterable[int], moves: Sequence[Move]) -> None:

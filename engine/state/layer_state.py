@@ -17,11 +17,11 @@ from polarlm.engine.state.tables import BlockTable, Reservation
 @dataclass
 class Buffers:
     """The buffers of a prompt, or of all prompts of a batch, by (KV heads, head dim, layers): groups of one shape share
-    one for no layers, unless others read it. rows: of each buffer. together: the layers that are sealed together, which
-    have memory of their own in each buffer. first: the block of a buffer that the next prompt begins with."""
+    one for no layers, unless others read it. rows: of each buffer. layers: how many are sealed together, which have
+    memory of their own in each buffer. first: the block of a buffer that the next prompt begins with."""
 
     rows: int
-    together: int = 1
+    layers: int = 1
     first: int = 0
     by_shape: dict[tuple[int, int, tuple[int, ...]], Buffer] = field(default_factory=dict)
 

@@ -78,8 +78,8 @@ def _quantized_blocks(
     longer."""
     whole, rest = divmod(more_tokens, max(1, tokens))
     each, last = shape.quantized_blocks(tokens), shape.quantized_blocks(rest)
-    more = shape.more_blocks(slots, more_slots, tokens)
-    return tuple((1 + whole) * a + b + c for a, b, c in zip(each, last, more, strict=True))
+    more_blocks = shape.more_blocks(slots, more_slots, tokens)
+    return tuple((1 + whole) * a + b + c for a, b, c in zip(each, last, more_blocks, strict=True))
 
 
 def plan_for_memory(
@@ -105,19 +105,19 @@ def plan_for_memory(
         return plan_for_tokens(shape, tokens, sequences)
 
     least = plan(min(max_tokens, 2 * shape.block_size))
-    left = memory - other_bytes(least.tokens)
-    if least.bytes > left:
+    room = memory - other_bytes(least.tokens)
+    if least.bytes > room:
         snapshots = 0 if shape.has_host else least.snapshot_bytes
-        if least.bytes - snapshots <= left:
+        if least.bytes - snapshots <= room:
             raise EngineError(
                 f"{format_bytes(snapshots)} for snapshots of recurrent layers are too much: there is room for "
-                f"{format_bytes(left - least.bytes + snapshots)}; give a smaller state_cache, raise kv_memory, or free "
+                f"{format_bytes(room - least.bytes + snapshots)}; give a smaller state_cache, raise kv_memory, or free "
                 "some memory",
                 "out_of_memory",
                 ("state_cache", "kv_memory"),
             )
         raise EngineError(
-            f"{format_bytes(max(0, left))} for the KV store is too little for this model: the first blocks alone take "
+            f"{format_bytes(max(0, room))} for the KV store is too little for this model: the first blocks alone take "
             f"{format_bytes(least.bytes)}; raise kv_memory, or free some memory",
             "out_of_memory",
             ("kv_memory",),
@@ -130,8 +130,8 @@ def plan_for_memory(
 def common_plan(shape: CacheShape, plans: Sequence[StorePlan]) -> StorePlan:
     """Return the plan for all layers of `shape` that takes no more of any of its parts than `plans`, one for each."""
     tokens, slots = min(plan.tokens for plan in plans), min(plan.full_slots for plan in plans)
-    more, more_tokens = min(plan.more_slots for plan in plans), min(plan.more_tokens for plan in plans)
-    return StorePlan(shape, tokens, (), slots).extend(more, more_tokens)
+    more_slots, more_tokens = min(plan.more_slots for plan in plans), min(plan.more_tokens for plan in plans)
+    return StorePlan(shape, tokens, (), slots).extend(more_slots, more_tokens)
 
 
 def add_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
@@ -146,11 +146,11 @@ def add_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
     most = 1
     while plan.extend(2 * most, most * tokens_each).bytes <= memory:
         most *= 2
-    kept = bisect_right(range(1, most), memory, key=lambda kept: plan.extend(2 * kept, kept * tokens_each).bytes)
-    whole, tokens = plan.extend(2 * kept, kept * tokens_each), kept * tokens_each
+    count = bisect_right(range(1, most), memory, key=lambda count: plan.extend(2 * count, count * tokens_each).bytes)
+    whole, tokens = plan.extend(2 * count, count * tokens_each), count * tokens_each
     if not tokens_each or plan.bytes > memory:
         return whole
-    shorter = plan.extend(2 * (kept + 1), tokens + tokens_each // 2)
+    shorter = plan.extend(2 * (count + 1), tokens + tokens_each // 2)
     return _add_tokens(shorter if shorter.bytes <= memory else whole, memory)
 
 

@@ -32,9 +32,9 @@ def rope_positions(spans: Sequence[Span]) -> np.ndarray:
 
 def whole_images(spans: Sequence[Span]) -> list[range]:
     """Return which of all rows of `spans` are images, or the rest of one."""
-    found, end = list[range](), 0
+    images, end = list[range](), 0
     for span in spans:
         shift, end = end - span.start, end + span.count
         parts = span.sequence.image_positions.parts(span.start, span.count) if span.sequence.image_positions else ()
-        found += [range(part.start + shift, part.stop + shift) for part, sees in parts if sees]
-    return found
+        images += [range(part.start + shift, part.stop + shift) for part, sees in parts if sees]
+    return images

@@ -33,7 +33,7 @@ _MARK = "\0"  # begins a salt with an adapter
 class _FullBlock:
     """A full-precision block: the hash before it, its token ids (1 to N) and its slots."""
 
-    before: bytes
+    parent: bytes
     ids: tuple[int, ...]
     slots: Blocks
 
@@ -44,8 +44,8 @@ class ReuseObserver(Protocol):
     def copy_before_reuse(self, key: bytes, group: int) -> None:
         """The quantized block of `group` that is stored under the hash `key` is about to be allocated again."""
 
-    def copy_full_before_reuse(self, before: bytes, ids: Sequence[int]) -> None:
-        """A slot of the full-precision block with `ids` after the hash `before` is about to be allocated again."""
+    def copy_full_before_reuse(self, parent: bytes, ids: Sequence[int]) -> None:
+        """A slot of the full-precision block with `ids` after the hash `parent` is about to be allocated again."""
 
 
 class PrefixCache:
@@ -83,15 +83,15 @@ class PrefixCache:
         while self._enabled and len(kv.hashes) < kv.length // n:
             number = len(kv.hashes)
             blocks = [table.block(number) if number else table.sink for table in kv.tables]
-            before = self._last_hash(root, kv.hashes)
-            kv.hashes.append(self.add(root, before, ids[number * n : (number + 1) * n], blocks))
+            parent = self._last_hash(root, kv.hashes)
+            kv.hashes.append(self.add(root, parent, ids[number * n : (number + 1) * n], blocks))
 
-    def add(self, root: bytes, before: bytes, ids: Sequence[int], blocks: Blocks) -> bytes:
+    def add(self, root: bytes, parent: bytes, ids: Sequence[int], blocks: Blocks) -> bytes:
         """Make a complete block that the caller holds findable, and return its hash. root: the hash that its chain
-        starts from. before: the hash before it, `root` for the first block."""
-        key = _hash(before, ids)
-        if before == root:
-            self.add_full(before, ids, blocks)
+        starts from. parent: the hash before it, `root` for the first block."""
+        key = _hash(parent, ids)
+        if parent == root:
+            self.add_full(parent, ids, blocks)
         else:
             self._add_quantized(key, blocks)
         return key
@@ -101,8 +101,8 @@ class PrefixCache:
         self.insert(kv, ids)
         start = kv.length - kv.length % self._store.shape.block_size
         if self._enabled and start < kv.length:
-            before = self._last_hash(kv.root, kv.hashes)
-            self.add_full(before, ids[start : kv.length], [table.current for table in kv.tables])
+            parent = self._last_hash(kv.root, kv.hashes)
+            self.add_full(parent, ids[start : kv.length], [table.current for table in kv.tables])
         elif self._enabled and len(kv.hashes) > 1:
             self._keep_end(kv, ids)
         self._store.release(kv)
@@ -116,8 +116,8 @@ class PrefixCache:
 
     def discard(self, kv: SequenceKV) -> None:
         """Release a sequence whose K/V are damaged, and remove every block that it may have shared from the cache."""
-        for before in (self._last_hash(kv.root, ()), *kv.hashes):
-            for entry in list(self._full_blocks.get(before, ())):
+        for parent in (self._last_hash(kv.root, ()), *kv.hashes):
+            for entry in list(self._full_blocks.get(parent, ())):
                 self._drop(entry)
         for key in kv.hashes:
             for index, block in enumerate(self._quantized_blocks.pop(key, ())):
@@ -130,27 +130,27 @@ class PrefixCache:
 
     def _add_quantized(self, key: bytes, blocks: Blocks) -> None:
         allocators = [group.quantized for group in self._store.groups]
-        known = self._quantized_blocks.setdefault(key, [None] * len(blocks))
-        add_blocks(known, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
-        if known == [None] * len(blocks):
+        stored_blocks = self._quantized_blocks.setdefault(key, [None] * len(blocks))
+        add_blocks(stored_blocks, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
+        if stored_blocks == [None] * len(blocks):
             del self._quantized_blocks[key]
 
-    def add_full(self, before: bytes, ids: Sequence[int], slots: Blocks) -> None:
+    def add_full(self, parent: bytes, ids: Sequence[int], slots: Blocks) -> None:
         """Make the slots of a block with `ids`, which the caller holds, findable."""
-        entries, ids = self._full_blocks.setdefault(before, []), tuple(ids)
-        known = next((entry for entry in entries if entry.ids == ids), None)
-        if known is None:
-            known = _FullBlock(before, ids, [None] * len(slots))
-            entries.append(known)
+        entries, ids = self._full_blocks.setdefault(parent, []), tuple(ids)
+        entry = next((one for one in entries if one.ids == ids), None)
+        if entry is None:
+            entry = _FullBlock(parent, ids, [None] * len(slots))
+            entries.append(entry)
         allocators = [group.full for group in self._store.groups]
         add_blocks(
-            known.slots,
+            entry.slots,
             slots,
             allocators,
-            lambda index: partial(self._forget_full, known, index),
+            lambda index: partial(self._forget_full, entry, index),
             are_first=len(ids) == self._store.shape.block_size,
         )
-        self._remove_if_empty(known)
+        self._remove_if_empty(entry)
 
     def _forget_quantized(self, key: bytes, index: int) -> None:
         if self._observer is not None:
@@ -162,7 +162,7 @@ class PrefixCache:
 
     def _forget_full(self, entry: _FullBlock, index: int) -> None:
         if self._observer is not None:
-            self._observer.copy_full_before_reuse(entry.before, entry.ids)
+            self._observer.copy_full_before_reuse(entry.parent, entry.ids)
         entry.slots[index] = None
         self._remove_if_empty(entry)
 
@@ -176,10 +176,10 @@ class PrefixCache:
 
     def _remove_if_empty(self, entry: _FullBlock) -> None:
         if entry.slots == [None] * len(entry.slots):
-            entries = self._full_blocks[entry.before]
+            entries = self._full_blocks[entry.parent]
             entries.remove(entry)
             if not entries:
-                del self._full_blocks[entry.before]
+                del self._full_blocks[entry.parent]
 
     # -- finding -----------------------------------------------------------------------------------------------
 
@@ -187,9 +187,9 @@ class PrefixCache:
         """Return a sequence of the longest prefix of `ids` that is stored under `salt`: complete blocks are shared,
         part of one is copied. Costs the hashes of `ids`, and at most a copy of one block."""
         n, root = self._store.shape.block_size, self._salted_root(salt)
-        hashes, known = self._stored_blocks(ids, salt)
-        runs, reach = self._runs(known), 0
-        for count in range(len(known), -1, -1):
+        hashes, blocks = self._stored_blocks(ids, salt)
+        runs, reach = self._runs(blocks), 0
+        for count in range(len(blocks), -1, -1):
             if not reach and self._is_complete(runs[count], count, count * n, sparse=False):
                 reach = count
             partial_block, shared = self._best_match(
@@ -199,9 +199,7 @@ class PrefixCache:
                 if self._is_complete(runs[count], count, count * n + rest):
                     length, is_whole = count * n + rest, False
                     groups = enumerate(self._store.groups)
-                    tables = [
-                        group.share([blocks[index] for blocks in known[:count]], length) for index, group in groups
-                    ]
+                    tables = [group.share([each[index] for each in blocks[:count]], length) for index, group in groups]
                     kv = SequenceKV(length, tables, hashes[:count], root)
                     try:
                         is_whole = rest == 0 or self._set_current(kv, partial_block, rest)
@@ -225,14 +223,14 @@ class PrefixCache:
         """Return the quantized blocks that are stored under a hash."""
         return list(self._quantized_blocks.get(key, ())) or [None] * len(self._store.groups)
 
-    def find_full(self, before: bytes, ids: Sequence[int]) -> Blocks:
-        """Return the slots of the full-precision block with exactly `ids` after the hash `before`."""
-        slots = (list(entry.slots) for entry in self._full_blocks.get(before, ()) if entry.ids == tuple(ids))
+    def find_full(self, parent: bytes, ids: Sequence[int]) -> Blocks:
+        """Return the slots of the full-precision block with exactly `ids` after the hash `parent`."""
+        slots = (list(entry.slots) for entry in self._full_blocks.get(parent, ()) if entry.ids == tuple(ids))
         return next(slots, [None] * len(self._store.groups))
 
-    def common_length(self, before: bytes, ids: Sequence[int]) -> int:
-        """Return how many of `ids`, which follow the hash `before`, one full-precision block begins with."""
-        return self._best_match(before, ids)[1]
+    def common_length(self, parent: bytes, ids: Sequence[int]) -> int:
+        """Return how many of `ids`, which follow the hash `parent`, one full-precision block begins with."""
+        return self._best_match(parent, ids)[1]
 
     def _stored_blocks(self, ids: Sequence[int], salt: str) -> tuple[list[bytes], list[Blocks]]:
         """Return the hashes of the complete blocks of `ids`, and their stored blocks, which are None if not stored."""
@@ -242,10 +240,10 @@ class PrefixCache:
         first = [self.find_full(root, ids[: self._store.shape.block_size])] if hashes else []
         return hashes, [*first, *map(self.find_quantized, hashes[1:])]
 
-    def _runs(self, known: Sequence[Blocks]) -> list[list[int]]:
+    def _runs(self, stored_blocks: Sequence[Blocks]) -> list[list[int]]:
         """Return, as [i][group], the length of the run of stored blocks that ends with block i − 1."""
         runs = [[0] * len(self._store.groups)]
-        for blocks in known:
+        for blocks in stored_blocks:
             runs.append([0 if block is None else run + 1 for run, block in zip(runs[-1], blocks, strict=True)])
         return runs
 
@@ -258,9 +256,9 @@ class PrefixCache:
             if sparse or not group.is_sparse
         )
 
-    def _best_match(self, before: bytes, ids: Sequence[int]) -> tuple[_FullBlock | None, int]:
-        """Return the full-precision block after `before` that has the longest prefix of `ids`, and its length, < N."""
-        entries = self._full_blocks.get(before, ()) if self._enabled else ()
+    def _best_match(self, parent: bytes, ids: Sequence[int]) -> tuple[_FullBlock | None, int]:
+        """Return the full-precision block after `parent` that has the longest prefix of `ids`, and its length, < N."""
+        entries = self._full_blocks.get(parent, ()) if self._enabled else ()
         n = self._store.shape.block_size
         usable = [entry for entry in entries if None not in entry.slots]
         best = max(usable, key=lambda entry: common_prefix(entry.ids, ids), default=None)
@@ -316,8 +314,8 @@ def _set_current_slots(kv: SequenceKV, slots: Sequence[int]) -> None:
         table.current = slot
 
 
-def _hash(before: bytes, ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(np.asarray(ids, np.int64).tobytes(), key=before, digest_size=16).digest()
+def _hash(parent: bytes, ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(np.asarray(ids, np.int64).tobytes(), key=parent, digest_size=16).digest()
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

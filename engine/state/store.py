@@ -75,23 +75,23 @@ class SequenceKV:
 @dataclass
 class Span:
     """`count` new tokens of a sequence, from position `start`, or rows of a step. reservations: the reserved blocks,
-    for each group; empty after commit or abort, and in a step that changes no table. before: rows of the open span
-    before these, see `part`. round_trip: whether attention reads the K/V encoded and decoded."""
+    for each group; empty after commit or abort, and in a step that changes no table. rows_before: rows of the
+    open span before these, see `part`. round_trip: whether attention reads the K/V encoded and decoded."""
 
     sequence: SequenceKV
     start: int
     count: int
     reservations: list[Reservation]
     is_step: bool = False
-    before: int = 0
+    rows_before: int = 0
     round_trip: bool = False
-    together: int = 1  # layers with K/V that are sealed together
-    unsealed: list[int] = field(default_factory=list)  # layers that wait for the others of these; one list for a pass
+    layers_per_seal: int = 1  # layers with K/V that are sealed together
+    layers_to_seal: list[int] = field(default_factory=list)  # which wait for the others of these; one list for a batch
     hidden: Array | None = field(default=None, compare=False)  # of the rows of a step, or of a prompt's last one
 
     def part(self, first: int, count: int) -> Span:
         """Rows of an open span, to be computed. The span itself is sealed and committed."""
-        return replace(self, start=self.start + first, count=count, before=first)
+        return replace(self, start=self.start + first, count=count, rows_before=first)
 
 
 # A span to commit, its index among the spans, and the length that its sequence will have.
@@ -187,33 +187,35 @@ class KVStore:
     def open_batch(self, prompts: Sequence[tuple[SequenceKV, int]]) -> list[Span]:
         """Open spans of prompts that are computed together, each as `open` does: of the first ones that there is room
         for. If it raises OutOfBlocks, there is none for the first one, and nothing has changed."""
-        buffers, spans, unsealed = self._buffers(prompts), list[Span](), list[int]()
-        with self.aborting(spans):
+        buffers, spans, layers_to_seal = self._buffers(prompts), list[Span](), list[int]()
+        with self.abort_on_error(spans):
             for sequence, count in prompts:
                 try:
-                    spans.append(self._open(sequence, count, buffers, unsealed=unsealed))
+                    spans.append(self._open(sequence, count, buffers, layers_to_seal=layers_to_seal))
                 except OutOfBlocks:
                     if not spans:
                         raise
                     break
         return spans
 
-    def _buffers(self, prompts: Sequence[tuple[SequenceKV, int]], together: int | None = None) -> Buffers:
-        """together: None for as many layers as are worth a launch; 1 if something changes the K/V of a layer before the
-        next one comes."""
+    def _buffers(self, prompts: Sequence[tuple[SequenceKV, int]], layers: int | None = None) -> Buffers:
+        """layers: that are sealed together; None for as many as are worth a launch, 1 if something changes the K/V of a
+        layer before the next one comes."""
         n, rows = self.shape.block_size, 0
         for sequence, count in prompts:
             rows = -(-rows // n) * n + sequence.length % n + count
         kv_heads = [shape.kv_heads for shape in self.shape.kv_layers.values()]
-        return Buffers(rows, together or layers_together(self.ops.encoded_at_once, kv_heads, -(-rows // n)))
+        return Buffers(rows, layers or layers_together(self.ops.encoded_at_once, kv_heads, -(-rows // n)))
 
-    def _open(self, sequence: SequenceKV, count: int, buffers: Buffers, *, as_steps: bool = False, **more: Any) -> Span:
+    def _open(
+        self, sequence: SequenceKV, count: int, buffers: Buffers, *, as_steps: bool = False, **fields: Any
+    ) -> Span:
         start, n = sequence.length, self.shape.block_size
         reservations = self._reserve(
             sequence, lambda group, table: group.open(table, start, count, buffers, as_steps=as_steps)
         )
         buffers.first += -(-(start % n + count) // n)
-        return Span(sequence, start, count, reservations, together=buffers.together, **more)
+        return Span(sequence, start, count, reservations, layers_per_seal=buffers.layers, **fields)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
         """Open a span of `count` ≤ STEP_ROWS rows of a step, or `rows_of_block` if a group is sparse. If it raises
@@ -275,28 +277,30 @@ class KVStore:
     def view(self, layer: int, span: Span, rows: slice, position: int, sees: int = 0) -> SpanView:
         """Return a view of `rows` of `span`, which start at `position`. It serves all layers in the layer's group."""
         group, table, reservation = self._group_of_span(layer, span)
-        view = group.view(layer, table, reservation, span.start - span.before, rows, position)
+        view = group.view(layer, table, reservation, span.start - span.rows_before, rows, position)
         return replace(view, sees=sees) if sees else view
 
     def begin_layer(self, layer: int, span: Span) -> None:
         """Prepare the span of a prompt for a layer's rows, and for the layers that are sealed with it."""
         kv_layers, layers = self.shape.kv_layers, [layer]
         if layer in kv_layers:
-            layers = [] if span.unsealed else [number for number in kv_layers if number >= layer][: span.together]
+            rest = [] if span.layers_to_seal else [number for number in kv_layers if number >= layer]
+            layers = rest[: span.layers_per_seal]
         for group, table, reservation, in_group in self._parts(span, layers):
             group.begin(in_group, table, reservation, span.start)
 
     def seal(self, layer: int, *spans: Span) -> None:
-        """Keep the K/V of a layer of a prompt, or of all prompts of a batch, whose rows have all been appended:
-        `together` layers at once encode their complete blocks, the last ones at commit, before which logits may be
-        asked for. Raises EngineError ("model_damaged") if one holds NaN or infinity and the device detects it."""
+        """Keep the K/V of a layer of a prompt, or of all prompts of a batch, whose rows have all been appended. As many
+        layers as `layers_per_seal` encode their complete blocks at once, the last ones at commit, before which logits
+        may be asked for. Raises EngineError ("model_damaged") if one holds NaN or infinity and the device detects it.
+        """
         if layer not in self.shape.kv_layers:
             self._seal(spans, [layer])
             return
-        unsealed = spans[0].unsealed
-        unsealed.append(layer)
-        if len(unsealed) == spans[0].together and (layer != self._last_kv or spans[0].round_trip):
-            self._seal(spans, unsealed)
+        layers = spans[0].layers_to_seal
+        layers.append(layer)
+        if len(layers) == spans[0].layers_per_seal and (layer != self._last_kv or spans[0].round_trip):
+            self._seal(spans, layers)
 
     def _seal(self, spans: Sequence[Span], layers: list[int]) -> None:
         filled: list[FilledBlocks] = []
@@ -341,8 +345,8 @@ class KVStore:
         Codes are written before any table changes, so that all spans can be aborted after an exception."""
         both = [*zip(spans, kept or [None] * len(spans), strict=True)]
         lengths = [span.start + (span.count if count is None else count) for span, count in both]
-        if unsealed := [span for span in spans if span.unsealed]:
-            self._seal(unsealed, unsealed[0].unsealed)
+        if prompts := [span for span in spans if span.layers_to_seal]:
+            self._seal(prompts, prompts[0].layers_to_seal)
         growing = [step for step in zip(range(len(spans)), spans, lengths, strict=True) if step[1].reservations]
         damaged = self._encode_filled([step for step in growing if step[1].is_step])
         for span, length in zip(spans, lengths, strict=True):
@@ -379,7 +383,7 @@ class KVStore:
             group.abort(reservation)
 
     @contextmanager
-    def aborting(self, spans: Iterable[Span]) -> Iterator[None]:
+    def abort_on_error(self, spans: Iterable[Span]) -> Iterator[None]:
         """A context in which an exception aborts `spans`, also those that are added to them inside it."""
         try:
             yield

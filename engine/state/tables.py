@@ -75,12 +75,12 @@ class TableGroup:
         end = start + count
         first, complete, rest = start // n, end // n, end % n
         oldest = self.oldest_visible(end)
-        kept = [0] if first == 0 and complete > 0 and oldest < n else []
-        kept += [complete] if rest else []
+        numbers = [0] if first == 0 and complete > 0 and oldest < n else []
+        numbers += [complete] if rest else []
         # The current block keeps its slot. Tokens that complete the block leave the slot unchanged until commit, so
         # that an abort loses nothing.
-        current = table.current if first in kept else None
-        return self._reserve(range(max(1, first, oldest // n), complete), kept, current)
+        current = table.current if first in numbers else None
+        return self._reserve(range(max(1, first, oldest // n), complete), numbers, current)
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Reservation:
         """As `LayerState.open_step`: slots for all blocks that the rows touch, quantized blocks for those that they may
@@ -90,17 +90,17 @@ class TableGroup:
         quantized = [block for block in range(max(1, first), complete) if self.first_visible((block + 1) * n) <= block]
         return self._reserve(quantized, range(first, last + 1), table.current)
 
-    def _reserve(self, quantized: Sequence[int], kept: Sequence[int], current: int | None) -> Reservation:
-        """Allocate quantized blocks for the numbers `quantized` and slots for the numbers `kept`; the first number gets
-        the slot `current` unless that is None."""
+    def _reserve(self, quantized: Sequence[int], numbers: Sequence[int], current: int | None) -> Reservation:
+        """Allocate quantized blocks for the numbers `quantized` and slots for `numbers`; the first one gets the slot
+        `current` unless that is None."""
         blocks = self.quantized.allocate(len(quantized))
         try:
-            new_slots = self.full.allocate(len(kept) - (current is not None))
+            new_slots = self.full.allocate(len(numbers) - (current is not None))
         except OutOfBlocks:
             self._release(blocks, ())
             raise
         slots = [*([] if current is None else [current]), *new_slots]
-        return Reservation(dict(zip(kept, slots, strict=True)), dict(zip(quantized, blocks, strict=True)), new_slots)
+        return Reservation(dict(zip(numbers, slots, strict=True)), dict(zip(quantized, blocks, strict=True)), new_slots)
 
     def abort(self, reservation: Reservation) -> None:
         self._release(reservation.quantized.values(), reservation.new_slots)

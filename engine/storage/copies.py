@@ -85,7 +85,7 @@ def write_objects(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], 
 def _blocks_by_group(store: KVStore, blocks: Sequence[Blocks]) -> Iterator[tuple[LayerState, list[int]]]:
     """Yield each group that has some of these blocks, and their ids there."""
     for index, group in enumerate(store.groups):
-        if ids := [block for known in blocks if (block := known[index]) is not None]:
+        if ids := [block for each in blocks if (block := each[index]) is not None]:
             yield group, ids
 
 
@@ -108,17 +108,17 @@ class Snapshot:
 
 def export(store: KVStore, sequence: SequenceKV, ids: Sequence[int]) -> Snapshot:
     """Return a copy of everything that the store holds of a sequence, whose tokens are the first of `ids`."""
-    payloads, n, held = Payloads(store.shape), store.shape.block_size, _sequence_blocks(store, sequence)
+    payloads, n, places = Payloads(store.shape), store.shape.block_size, _sequence_blocks(store, sequence)
     complete, blocks = sequence.length // n, {}
-    for number in {0, complete} & set(range(len(held))):
-        if group_bits(held[number]):
+    for number in {0, complete} & set(range(len(places))):
+        if group_bits(places[number]):
             tokens = ids[number * n : min(sequence.length, (number + 1) * n)]
-            blocks[number] = take_full(store, payloads, held[number], tokens)
-    for groups, members in groupby(range(1, complete), lambda number: group_bits(held[number])):
+            blocks[number] = take_full(store, payloads, places[number], tokens)
+    for groups, members in groupby(range(1, complete), lambda number: group_bits(places[number])):
         if groups:
             numbers = list(members)
-            taken = take_blocks(store, payloads, [held[number] for number in numbers])
-            blocks |= dict(zip(numbers, taken, strict=True))
+            objects = take_blocks(store, payloads, [places[number] for number in numbers])
+            blocks |= dict(zip(numbers, objects, strict=True))
     return Snapshot(sequence.length, blocks)
 
 
@@ -135,8 +135,8 @@ def restore(store: KVStore, snapshot: Snapshot) -> SequenceKV:
             dropped = max(0, complete - 1) - len(whole - {0})
             reserve = partial(group.reserve_table, snapshot.length, dropped, 0 in whole)
             sequence.tables.append(store.with_room(reserve))
-        held = _sequence_blocks(store, sequence)
-        if groups != {number: bits for number, blocks in enumerate(held) if (bits := group_bits(blocks))}:
+        places = _sequence_blocks(store, sequence)
+        if groups != {number: bits for number, blocks in enumerate(places) if (bits := group_bits(blocks))}:
             raise ValueError("the blocks are not those that the next token sees")
         for number in {0, complete} & groups.keys():
             if len(snapshot.blocks[number].ids) != min(n, snapshot.length - number * n):
@@ -144,7 +144,7 @@ def restore(store: KVStore, snapshot: Snapshot) -> SequenceKV:
         for _, members in groupby(sorted(groups), lambda number: snapshot.blocks[number].header):
             numbers = list(members)
             write_objects(
-                store, payloads, [held[number] for number in numbers], [snapshot.blocks[number] for number in numbers]
+                store, payloads, [places[number] for number in numbers], [snapshot.blocks[number] for number in numbers]
             )
     except BaseException:
         for group, table in zip(store.groups, sequence.tables, strict=False):

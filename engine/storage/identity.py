@@ -49,9 +49,9 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
     }
 
 
-def hash_root(settings: Mapping[str, str], more: Mapping[str, str]) -> bytes:
+def hash_root(settings: Mapping[str, str], others: Mapping[str, str]) -> bytes:
     """Return what stands for these settings in the hashes of blocks, with what a session need not share."""
-    return json.dumps({key: value for key, value in settings.items() if key != "name"} | dict(more)).encode()
+    return json.dumps({key: value for key, value in settings.items() if key != "name"} | dict(others)).encode()
 
 
 def _state_types(layers: Sequence[Any]) -> Iterable[str]:

@@ -257,9 +257,9 @@ def _count_progress(progress: Progress | None, total: int) -> Callable[[int], No
     """Return a function that is called with a number of bytes done, and calls `progress` with the sum so far."""
     done = 0
 
-    def count(more: int) -> None:
+    def count(nbytes: int) -> None:
         nonlocal done
-        done += more
+        done += nbytes
         if progress is not None:
             progress(min(done, total), total)
 

@@ -90,7 +90,7 @@ def gguf_layouts() -> dict[str, tuple[str, GgufLayout]]:
     for name in families():
         layout: GgufLayout | None = getattr(_module(name), "GGUF", None)
         if layout is not None:
-            layouts |= dict.fromkeys((layout.architecture, *layout.also), (name, layout))
+            layouts |= dict.fromkeys((layout.architecture, *layout.other_architectures), (name, layout))
     return layouts
 
 

@@ -32,7 +32,7 @@ THETA, LOCAL_THETA = 1_000_000.0, 10_000.0  # in layers without a window, and wi
 PATTERN = 6  # every sixth layer has no window
 
 
-def gemma(fields: Fields, family: str, **more: Any) -> ModelConfig:
+def gemma(fields: Fields, family: str, **settings: Any) -> ModelConfig:
     """`decoder` with what all generations share."""
     return decoder(
         fields,
@@ -42,7 +42,7 @@ def gemma(fields: Fields, family: str, **more: Any) -> ModelConfig:
         bias=None,
         norms="both",
         embedding_scale=math.sqrt,
-        **more,
+        **settings,
     )
 
 

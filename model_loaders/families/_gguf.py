@@ -22,16 +22,16 @@ def without_last(values: Mapping[str, object]) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class GgufLayout:
-    """architecture: its name in GGUF files. also: names of other architectures that are written in the same way.
+    """architecture: its name in GGUF files. other_architectures: names of others that are written in the same way.
 
     interleaved: RoPE's pairs are neighbouring channels.
 
-    keys: Hugging Face's keys of further metadata → GGUF's, without the architecture and the dot. implied: returns
-    values that the metadata lacks, given those that it has.
+    keys: Hugging Face's keys of further metadata → GGUF's, without the architecture and the dot. implied_values:
+    returns values that the metadata lacks, given those that it has.
     """
 
     architecture: str
     interleaved: bool = False
-    also: tuple[str, ...] = ()
+    other_architectures: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
     implied_values: Callable[[Mapping[str, object]], Mapping[str, object]] = _nothing

@@ -49,7 +49,7 @@ def _implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
 
 GGUF = GgufLayout(
     "gemma3",
-    also=(_ENCODER,),
+    other_architectures=(_ENCODER,),
     keys={
         "sliding_window": "attention.sliding_window",
         "sliding_window_pattern": "attention.sliding_window_pattern",

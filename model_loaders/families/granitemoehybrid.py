@@ -55,19 +55,19 @@ take_apart = partial(  # files have the up projection of an expert after its gat
 def _implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
     """GGUF files have the size of a dense model's network under the key of an expert's."""
     kv_heads, layers = values["num_key_value_heads"], values["num_hidden_layers"]
-    more = implied_values(values)
+    values_implied = implied_values(values)
     if isinstance(kv_heads, list):
-        more["layer_types"] = [_ATTENTION[0] if one else _MAMBA[0] for one in kv_heads]
+        values_implied["layer_types"] = [_ATTENTION[0] if one else _MAMBA[0] for one in kv_heads]
     elif isinstance(layers, int):
-        more["layer_types"] = [_ATTENTION[0]] * min(layers, 4096)
+        values_implied["layer_types"] = [_ATTENTION[0]] * min(layers, 4096)
     if not values["num_local_experts"]:
-        more |= {"num_local_experts": 0, "shared_intermediate_size": values["intermediate_size"]}
-    return more | _granite.implied_values(values)
+        values_implied |= {"num_local_experts": 0, "shared_intermediate_size": values["intermediate_size"]}
+    return values_implied | _granite.implied_values(values)
 
 
 GGUF = GgufLayout(
     "granitehybrid",
-    also=("granitemoe",),
+    other_architectures=("granitemoe",),
     interleaved=True,
     keys={
         **MAMBA_KEYS,

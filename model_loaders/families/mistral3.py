@@ -21,10 +21,13 @@ tensors = plain_tensors
 def _implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
     """The keys of RoPE that other architectures have not. llama.cpp takes mscale for 1."""
     rope, multiplier = values["rope_parameters"], values["log_multiplier"]
-    more = {"llama_4_scaling_beta": values["growth"], "original_max_position_embeddings": values["original_context"]}
+    values_implied = {
+        "llama_4_scaling_beta": values["growth"],
+        "original_max_position_embeddings": values["original_context"],
+    }
     if multiplier:
-        more |= {"mscale": 1.0, "mscale_all_dim": multiplier}
-    return {"rope_parameters": {**rope, **more} if isinstance(rope, dict) else more}
+        values_implied |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    return {"rope_parameters": {**rope, **values_implied} if isinstance(rope, dict) else values_implied}
 
 
 GGUF = GgufLayout(

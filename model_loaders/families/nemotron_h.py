@@ -61,7 +61,7 @@ _LAYER_PREFIX = re.compile(r"^(model\.layers|blk)\.\d+\.")
 
 def _implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
     """GGUF files list KV heads and sizes of networks, 0 where a layer has none. Experts have a bias of choice."""
-    kv_heads, sizes, more = values["num_key_value_heads"], values["intermediate_size"], implied_values(values)
+    kv_heads, sizes, values_implied = values["num_key_value_heads"], values["intermediate_size"], implied_values(values)
     network, after_last = _EXPERTS if values["n_routed_experts"] else _DENSE, values["layers_after_last"]
     if isinstance(kv_heads, list) and isinstance(sizes, list) and len(kv_heads) == len(sizes):
         if isinstance(after_last, int) and 0 < after_last <= len(sizes):
@@ -69,10 +69,10 @@ def _implied_values(values: Mapping[str, object]) -> Mapping[str, object]:
         kinds = (
             network if size else _ATTENTION if heads else _MAMBA for heads, size in zip(kv_heads, sizes, strict=True)
         )
-        more["layers_block_type"] = list(kinds)
-        more["intermediate_size"] = max((size for size in sizes if type(size) is int), default=0)
-    more["layer_norm_epsilon"] = values["rms_norm_eps"]
-    return more
+        values_implied["layers_block_type"] = list(kinds)
+        values_implied["intermediate_size"] = max((size for size in sizes if type(size) is int), default=0)
+    values_implied["layer_norm_epsilon"] = values["rms_norm_eps"]
+    return values_implied
 
 
 _SHARED_SIZE = "moe_shared_expert_intermediate_size"
@@ -90,7 +90,11 @@ _GGUF_KEYS = {
     "layers_after_last": "nextn_predict_layers",  # which predict several tokens; the lists have them, too
 }
 GGUF = GgufLayout(
-    "nemotron_h", also=("nemotron_h_moe",), interleaved=True, keys=_GGUF_KEYS, implied_values=_implied_values
+    "nemotron_h",
+    other_architectures=("nemotron_h_moe",),
+    interleaved=True,
+    keys=_GGUF_KEYS,
+    implied_values=_implied_values,
 )
 
 

@@ -113,11 +113,11 @@ def _oddities(sizes: Mapping[str, int], names: Collection[str], absent: Sequence
         yield f"a {SINGLE} that is too small for all weights: they are read from the parts beside it"
     strays = sorted(name for name in sizes if _PART.fullmatch(name) and name not in names)
     if strays and SINGLE not in names:
-        more = f" and {len(strays) - 1} more" if len(strays) > 1 else ""
-        yield f"{strays[0]}{more} beside the parts of its weights: it is not read"
+        others = f" and {len(strays) - 1} more" if len(strays) > 1 else ""
+        yield f"{strays[0]}{others} beside the parts of its weights: it is not read"
     if absent:
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        yield f"no file with the tensor {absent[0]!r}{more}, which {INDEX} names: the model does without"
+        others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        yield f"no file with the tensor {absent[0]!r}{others}, which {INDEX} names: the model does without"
 
 
 def _incomplete_error(folder: Path, names: Collection[str], missing_files: Sequence[str], others: str) -> LoadError:

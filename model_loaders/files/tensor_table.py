@@ -110,9 +110,9 @@ def head_order(head_dim: int, rotary_dim: int, interleaved: bool) -> np.ndarray:
     [0, 1, 4, 5, 2, 3, 6, 7]
     """
     rotary_rows, other_rows = np.arange(rotary_dim), np.arange(head_dim - rotary_dim)
-    pairs, left = rotary_dim // 2, (head_dim - rotary_dim) // 2
+    pairs, half_rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
     pair, half = (rotary_rows // 2, rotary_rows % 2) if interleaved else (rotary_rows % pairs, rotary_rows // pairs)
-    other_places = pairs + other_rows % max(1, left) + other_rows // max(1, left) * (head_dim // 2)
+    other_places = pairs + other_rows % max(1, half_rest) + other_rows // max(1, half_rest) * (head_dim // 2)
     return np.concatenate([pair + half * (head_dim // 2), other_places])
 
 

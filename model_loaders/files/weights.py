@@ -110,9 +110,9 @@ def complete(
     if missing_specs := [spec for spec in specs if spec.name not in tensors]:
         in_folder = (spec.row_parts.source if spec.row_parts else spec.name for spec in missing_specs[:_MOST_NAMES])
         names = ", ".join((spec.gguf for spec in missing_specs[:_MOST_NAMES]) if is_gguf else in_folder)
-        more = f" and {len(missing_specs) - _MOST_NAMES} more" if len(missing_specs) > _MOST_NAMES else ""
+        others = f" and {len(missing_specs) - _MOST_NAMES} more" if len(missing_specs) > _MOST_NAMES else ""
         raise LoadError(
-            f"{weights.where} lacks the tensor {names}{more}, which {owner} has; download the model completely."
+            f"{weights.where} lacks the tensor {names}{others}, which {owner} has; download the model completely."
         )
     for spec in specs:
         _check(tensors[spec.name], spec.shape)

@@ -49,8 +49,8 @@ def sentence(client: Client, name: HubName, error: Exception) -> str:
     if status == 429:
         seconds = _seconds(error)
         when = f"in {seconds} seconds" if seconds else "in some minutes"
-        more = "" if client.has_token else f"; with a token the limit is higher ({_LOG_IN})"
-        return f"The hub answers that there were too many requests (429): try again {when}{more}."
+        advice = "" if client.has_token else f"; with a token the limit is higher ({_LOG_IN})"
+        return f"The hub answers that there were too many requests (429): try again {when}{advice}."
     if status is not None:
         return f"The hub answers with an error ({status}) about {name.repo}: try again later, or look at {page}."
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -29,8 +29,8 @@ def configure(fields: Fields, preprocessor: Fields) -> VisionEncoder:
     assert vision is not None
     if fields.text("model_type") in _WITHOUT_MORE:
         return _vision_encoder(vision, preprocessor, ())
-    more = vision.with_defaults({"deepstack_visual_indexes": default}).integers("deepstack_visual_indexes")
-    return _vision_encoder(vision, preprocessor, tuple(more))
+    deep = vision.with_defaults({"deepstack_visual_indexes": default}).integers("deepstack_visual_indexes")
+    return _vision_encoder(vision, preprocessor, tuple(deep))
 
 
 def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> VisionEncoder:
@@ -44,16 +44,16 @@ def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Visio
 PROJECTORS = {"qwen3vl_merger": _from_mmproj}
 
 
-def _vision_encoder(vision: Fields, preprocessor: Fields, more: tuple[int, ...]) -> VisionEncoder:
+def _vision_encoder(vision: Fields, preprocessor: Fields, deep: tuple[int, ...]) -> VisionEncoder:
     vision.require("hidden_act", "gelu_pytorch_tanh")
     positions = vision.integer("num_position_embeddings", 2304)
     if (side := math.isqrt(positions)) ** 2 != positions:
         raise vision.refuse("num_position_embeddings", "which is not a square")
     half = [0.5] * 3
     settings = _qwen.settings(vision, preprocessor, patch=16, pixels=(1 << 16, 1 << 24), mean=half, std=half)
-    if not all(0 <= layer < settings["layers"] for layer in more):
+    if not all(0 <= layer < settings["layers"] for layer in deep):
         raise vision.refuse("deepstack_visual_indexes", f"but there are {settings['layers']} layers")
-    return DeepStackVisionEncoder(kind="qwen3_vl", **settings, side=side, deep=more)
+    return DeepStackVisionEncoder(kind="qwen3_vl", **settings, side=side, deep=deep)
 
 
 def tensors(encoder: DeepStackVisionEncoder) -> TensorTable:

@@ -13,7 +13,7 @@ from polarlm.engine.backends.kv import ScoreRule
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy import attention as numpy_attention
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.model.prefill import cut
+from polarlm.engine.model.decoder import cut
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.layer_shapes import LayerShape

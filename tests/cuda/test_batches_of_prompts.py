@@ -138,7 +138,7 @@ def test_a_pass_that_fails_leaves_nothing_to_the_next_one(place: str, monkeypatc
 
     def run() -> Any:
         spans = model.store.open_batch([(model.store.new_sequence(), 20)])
-        with model.store.aborting(spans):
+        with model.store.abort_on_error(spans):
             hidden = model.logits(model.forward_batch(spans, [[*range(5, 25)]]))
             model.store.commit_steps(spans)
         return hidden
@@ -272,21 +272,22 @@ def test_the_first_token_does_not_wait_for_codes(tiny_path: Path, read: int | No
     assert device.launches.index("sample_kernel") < encoded[0]
 
 
-@pytest.mark.parametrize("many", [256, 40])
+@pytest.mark.parametrize(("many", "read"), [(256, None), (40, None), (40, 1)], ids=["few", "many", "alone"])
 def test_only_passes_of_many_rows_tell_how_many_fit_beside_running_requests(
-    engine: Engine, passes: list[list[int]], many: int, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, passes: list[list[int]], many: int, read: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here, where a step may wait for no row at all, no prompt joins it once a pass has told so."""
+    """Here, where a step may wait for no row at all, no prompt joins it once a pass has told so. A prompt that is
+    computed alone, in chunks, tells nothing."""
     monkeypatch.setattr(prefills, "GAP", 1e-12)
     monkeypatch.setattr(batches, "_MANY_ROWS", many)
     for prompt in TOKENS[:4]:
-        engine.generate(prompt, GREEDY, ANEW)
+        engine.generate(prompt, replace(GREEDY, prompt_logprobs=read), ANEW)
     engine.submit(TOKENS[4], replace(GREEDY, max_tokens=8), ANEW, into=[])
     engine.work()
     engine.work()  # a step, whose time says when prompts are due
     passes.clear()
     ask(engine, TOKENS[:2])
-    assert [rows for rows in passes if len(rows) > 2] == ([[40, 40, 1]] if many == 256 else [])
+    assert [rows for rows in passes if len(rows) > 2] == ([] if many == 40 and read is None else [[40, 40, 1]])
 
 
 def test_a_prompt_that_fails_harms_no_other(

@@ -21,7 +21,7 @@ from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.placement.request import companion_bytes
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.vision_encoders._rows import PlacedImage
+from polarlm.engine.model.vision_encoders import PlacedImage
 from polarlm.engine.model.weights import load_vision_encoder, load_weights
 from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.state.image_positions import IMAGE_IDS, ImagePositions

@@ -13,8 +13,8 @@ from polarlm.engine.backends.numpy.attention import read_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.calibration import calibrate
+from polarlm.engine.model.decoder import cut
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.prefill import cut
 from polarlm.engine.model.score import score
 from polarlm.engine.state.store import Span
 from tests.bare import bare_model, feed, log_softmax, prefill_logits, read_model, spread, step_logits, stepped

@@ -15,7 +15,7 @@ from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.model.vision_encoders import ImageReader, ImageRows
-from polarlm.engine.model.vision_encoders._qwen import patches
+from polarlm.engine.model.vision_encoders._patches import qwen_patches
 from polarlm.engine.model.weights import load_vision_encoder
 from polarlm.model_loaders import vision_encoders
 from tests.conftest import FIXTURES
@@ -70,4 +70,4 @@ def test_patches_are_those_of_the_processor(name: str) -> None:
     reader, reference = read_vision_encoder(FIXTURES / name, NumpyOps()), np.load(FIXTURES / name / "images.npz")
     pixels = reference["pixels_1"]
     shape = vision_encoders.fit(reader.encoder, *pixels.shape[1::-1])
-    np.testing.assert_allclose(patches(reader.encoder, pixels, shape), reference["patches_1"], atol=1e-6)
+    np.testing.assert_allclose(qwen_patches(reader.encoder, pixels, shape), reference["patches_1"], atol=1e-6)

@@ -14,7 +14,14 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.fingerprint import fingerprint
-from polarlm.engine.model.weights import FileMatrix, format_for, in_words, kept, load_weights, weight_bytes
+from polarlm.engine.model.weights import (
+    FileMatrix,
+    describe_formats,
+    format_for,
+    format_groups,
+    load_weights,
+    weight_bytes,
+)
 from polarlm.engine.weight_formats import find, get
 from polarlm.model_loaders import load_weights as open_weights
 from polarlm.model_loaders.files.weights import WeightSource
@@ -105,13 +112,16 @@ def test_messages_say_how_the_matrices_of_a_file_are_kept(tmp_path: Path) -> Non
     quantized_model(tmp_path / "lattice.gguf", "IQ2_XS")
     _, source, _ = open_weights(tmp_path / "lattice.gguf")
     native = NativeOps(1)
-    assert in_words(kept(native, source)) == "IQ2_XS weights as stored"
-    assert in_words(kept(NumpyOps(), source, get("q4_0"))) == "IQ2_XS weights converted to q4_0 and kept as f32"
+    assert describe_formats(format_groups(native, source)) == "IQ2_XS weights as stored"
+    assert (
+        describe_formats(format_groups(NumpyOps(), source, get("q4_0")))
+        == "IQ2_XS weights converted to q4_0 and kept as f32"
+    )
     source.close()
     quantized_model(tmp_path / "model.gguf", "NVFP4")
     config, source, _ = open_weights(tmp_path / "model.gguf")
-    assert in_words(kept(native, source)) == "NVFP4 weights kept as q8_0"
-    (q8_0,) = kept(native, source)
+    assert describe_formats(format_groups(native, source)) == "NVFP4 weights kept as q8_0"
+    (q8_0,) = format_groups(native, source)
     vectors = sum(4 * source.shape(name)[0] for name in source.names() if len(source.shape(name)) == 1)
     assert q8_0.bytes == load_weights(native, config, source).bytes - vectors
     source.close()

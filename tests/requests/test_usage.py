@@ -8,8 +8,8 @@ import pytest
 
 from polarlm.engine import Engine, SamplingParams, Usage
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.model.decoder import PromptRows
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.prefill import PromptRows
 from polarlm.engine.outputs import fold
 from tests.cpu import CpuOps
 from tests.requests.test_steps_ahead import SETTINGS, Ahead, drawn

@@ -250,9 +250,9 @@ def test_a_disk_that_takes_no_writes_delays_only_the_end(
 def test_a_full_disk_is_told_once_and_written_again_when_it_has_room(
     plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    from polarlm.engine.storage.tiers import circuit_breaker
+    from polarlm.engine.storage.tiers import tier_store
 
-    monkeypatch.setattr(circuit_breaker, "_SUSPENSION", 0.0)
+    monkeypatch.setattr(tier_store, "_SUSPENSION", 0.0)
     write, full = FolderTier.write, [True]
 
     def may_fail(place: FolderTier, name: bytes, header: bytes, payload: memoryview) -> None:

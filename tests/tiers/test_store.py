@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker, TierQuery
 from polarlm.engine.storage.tiers.names import ObjectNames
 from polarlm.engine.storage.tiers.search import Budget, Search, StoreAccess, TierHit
-from polarlm.engine.storage.tiers.tier_store import MemoryTier
+from polarlm.engine.storage.tiers.tier_store import CircuitBreaker, MemoryTier, TierQuery
 from polarlm.engine.storage.tiers.writing import WaitingBlocks, Writer
 from tests.pairs import mostly_slow
 from tests.state import test_prefix

@@ -21,5 +21,5 @@ NAMES = tuple(name for module in _MODULES for name in module.NAMES)
 @contextmanager
 def while_measured() -> Iterator[None]:
     """Let `codecs.get` make these types."""
-    with codecs.also(_MODULES):
+    with codecs.more_types(_MODULES):
         yield

@@ -14,8 +14,7 @@ from polarlm.engine.codecs import Codec, PathRounding, Rounding
 from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
 from polarlm.engine.codecs.parts.norms import ByteNorm, HalfNorm
 from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS, preconditioning
-from polarlm.engine.codecs.schema.joined import join, join_wide, joined_table
-from polarlm.engine.codecs.schema.streams import Schema, codes, numbers, pack
+from polarlm.engine.codecs.schema.streams import Schema, codes, join, join_wide, joined_table, numbers, pack
 
 NORM16 = "norm16"
 

@@ -81,9 +81,9 @@ class PathSearch:
         for j, pair in enumerate(pairs):
             target = np.broadcast_to(pair, cost.shape) if history is None else history.targets(j)
             weight = None if weights is None else np.repeat(weights[:, j], count)
-            cost, before = self._step(target, cost, weight, links[j])
+            cost, predecessors = self._step(target, cost, weight, links[j])
             if history is not None:
-                history.extend(j, before, pair - np.take(self._points, links[j]))
+                history.extend(j, predecessors, pair - np.take(self._points, links[j]))
         return self._trace(cost.argmin(0), links).T.reshape(heads, count, -1)
 
     def _step(
@@ -115,14 +115,14 @@ class PathSearch:
         tagged |= np.arange(STATES, dtype=np.uint32)[:, None]
         best = tagged.min(axis=1)
         origin = (best & np.uint32(STATES - 1)).astype(np.intp)
-        before = origin * cost.shape[1]
-        before += np.arange(cost.shape[1])
-        chosen = np.take(quadruples, before)
+        predecessors = origin * cost.shape[1]
+        predecessors += np.arange(cost.shape[1])
+        chosen = np.take(quadruples, predecessors)
         chosen += state * self._cosets.codes.shape[1]
         origin <<= self._bits
         origin += np.take(self._cosets.codes, chosen)
         links[...] = origin
-        return best.view(np.float32), before
+        return best.view(np.float32), predecessors
 
     def _trace(self, survivor: np.ndarray, links: np.ndarray) -> np.ndarray:
         """The best last survivor of each vector (S,), links (P, 4, S) → the codes (P, S) of its path."""
@@ -161,10 +161,10 @@ class _ErrorHistory:
             targets += self._product(self._recent[:, : 2 * place], slice(j, j + 1), slice(j - place, j))[:, 0]
         return targets.reshape(STATES, -1)
 
-    def extend(self, j: int, before: np.ndarray, errors: np.ndarray) -> None:
-        """Add pair j. before (4, S) intp: flat indices of predecessors; errors (4, S) complex64: the pair's."""
-        self._ancestors = np.take(self._ancestors, before.reshape(-1))
-        self._recent = np.take(self._recent, before.reshape(-1), axis=0)
+    def extend(self, j: int, predecessors: np.ndarray, errors: np.ndarray) -> None:
+        """Add pair j. predecessors (4, S) intp: flat indices of predecessors; errors (4, S) complex64: the pair's."""
+        self._ancestors = np.take(self._ancestors, predecessors.reshape(-1))
+        self._recent = np.take(self._recent, predecessors.reshape(-1), axis=0)
         self._recent.view(np.complex64)[:, j % _RECENT] = errors.reshape(-1)
 
     def _begin(self, j: int) -> None:

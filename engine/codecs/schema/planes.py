@@ -60,44 +60,44 @@ class Planes:
     def pack(self, codes: np.ndarray) -> np.ndarray:
         """codes (..., V, W) below 2^bits, of any unsigned dtype → (..., stored(V), W) uint8."""
         *lead, count, width = codes.shape
-        packed = np.zeros((*lead, self.stored(count), width), np.uint8)
-        for size, part, out in self._runs(codes, packed):
+        stored_bytes = np.zeros((*lead, self.stored(count), width), np.uint8)
+        for size, part, out in self._runs(codes, stored_bytes):
             for code, low, byte, place, bits in self.pieces(size):
                 out[..., byte, :] |= (part[..., code, :] >> low & (1 << bits) - 1).astype(np.uint8) << place
-        return packed
+        return stored_bytes
 
-    def unpack(self, packed: np.ndarray, count: int) -> np.ndarray:
+    def unpack(self, stored_bytes: np.ndarray, count: int) -> np.ndarray:
         """The inverse of `pack`: (..., stored(V), W) uint8 → (..., V, W) uint8, or uint16 for ten bits."""
-        codes = np.empty((*packed.shape[:-2], count, packed.shape[-1]), code_type(self.bits))
+        codes = np.empty((*stored_bytes.shape[:-2], count, stored_bytes.shape[-1]), code_type(self.bits))
         if count == self.run:
-            _unpack_run(self.pieces(count), packed, codes)
+            _unpack_run(self.pieces(count), stored_bytes, codes)
             return codes
-        for size, out, part in self._runs(codes, packed):
+        for size, out, part in self._runs(codes, stored_bytes):
             _unpack_run(self.pieces(size), part, out)
         return codes
 
-    def _runs(self, codes: np.ndarray, packed: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    def _runs(self, codes: np.ndarray, stored_bytes: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yields, for whole runs, then for the rest: vectors per run, views (..., runs, vectors, W) of codes, bytes."""
         *lead, count, width = codes.shape
         whole, rest = divmod(count, self.run)
         for first, runs, size in ((0, whole, self.run), (whole * self.run, 1, rest)):
             if runs and size:
-                at, stored = self.stored(first), self.stored(size)
+                at, size_stored = self.stored(first), self.stored(size)
                 yield (
                     size,
                     codes[..., first : first + runs * size, :].reshape(*lead, runs, size, width),
-                    packed[..., at : at + runs * stored, :].reshape(*lead, runs, stored, width),
+                    stored_bytes[..., at : at + runs * size_stored, :].reshape(*lead, runs, size_stored, width),
                 )
 
 
-def _unpack_run(pieces: Sequence[Piece], packed: np.ndarray, codes: np.ndarray) -> None:
-    """packed (..., n, W) → codes (..., V, W), which is written."""
-    whole = min(packed.shape[-2], codes.shape[-2])
+def _unpack_run(pieces: Sequence[Piece], stored_bytes: np.ndarray, codes: np.ndarray) -> None:
+    """stored_bytes (..., n, W) → codes (..., V, W), which is written."""
+    whole = min(stored_bytes.shape[-2], codes.shape[-2])
     _, _, _, place, bits = pieces[0]
-    first = packed[..., :whole, :]
+    first = stored_bytes[..., :whole, :]
     np.bitwise_and(first >> place if place else first, (1 << bits) - 1, out=codes[..., :whole, :])
     for code, low, byte, place, bits in pieces[whole:]:
-        part, target = packed[..., byte, :], codes[..., code, :]
+        part, target = stored_bytes[..., byte, :], codes[..., code, :]
         if low == 0 and place + bits == 8:
             np.right_shift(part, place, out=target)
             continue

@@ -178,8 +178,8 @@ def _layers_by_memory(
     best[0] = 0.0
     for number, device in enumerate(devices):
         room = max(1, device.memory_left(0) - request.work(device, shape, tokens))
-        more = sizes.adapters + sizes.embedding * (number == 0) + sizes.head * (number == len(devices) - 1)
-        parts = np.maximum(best[None, :], (needed[:, None] - needed[None, :] + more) / room)
+        extra = sizes.adapters + sizes.embedding * (number == 0) + sizes.head * (number == len(devices) - 1)
+        parts = np.maximum(best[None, :], (needed[:, None] - needed[None, :] + extra) / room)
         parts[attentions[:, None] <= attentions[None, :]] = np.inf  # every GPU has a layer with attention
         cuts.append(parts.argmin(axis=1))
         best = parts.min(axis=1)

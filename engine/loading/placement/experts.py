@@ -82,7 +82,7 @@ def cpu_experts(
             "model if the GPU has not enough memory",
             settings=("cpu_moe",),
         )
-    saved, held = [0, *accumulate(sizes.expert_bytes)], [0, *accumulate(sizes.host_expert_bytes)]
+    saved, host_bytes = [0, *accumulate(sizes.expert_bytes)], [0, *accumulate(sizes.host_expert_bytes)]
 
     def fit(count: int) -> bool:
         """Whether the rest fits on the GPU, with a KV store for the context, or for 16,384 tokens of it."""
@@ -90,15 +90,15 @@ def cpu_experts(
 
     count = bisect_left(range(len(layers) + 1), True, key=fit) if cpu_moe == AUTO else int(cpu_moe)
     count = min(len(layers), count)
-    if not held[count]:
+    if not host_bytes[count]:
         return None
-    ops.host.memory_left(held[count])
+    ops.host.memory_left(host_bytes[count])
     chosen = (
         size * layer.ffn.top_k // layer.ffn.count
         for size, layer in zip(sizes.host_expert_bytes, layers[:count], strict=False)
         if isinstance(layer.ffn, Experts)
     )
-    return CpuExperts(count, held[count], saved[count], sum(chosen))
+    return CpuExperts(count, host_bytes[count], saved[count], sum(chosen))
 
 
 def expert_plan(

@@ -1,4 +1,4 @@
-"""The kinds of layers of a decoder, one module each, with its weights and its forward pass.
+"""The kinds of layers of a decoder, each with its weights and its forward pass.
 
 A *mixer* lets the tokens of a sequence see each other, through the state that the store keeps for its layer; a
 feed-forward network computes each token alone. Both add their result to the residual stream x (T, E), in place.

@@ -9,11 +9,9 @@ from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import Eps, LayerInputs, Tap, slot
 from polarlm.engine.model.layers.attention import Attention
 from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
-from polarlm.engine.model.layers.gated_delta import GatedDelta
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights
-from polarlm.engine.model.layers.mamba2 import Mamba2
-from polarlm.engine.model.layers.short_conv import ShortConv
+from polarlm.engine.model.layers.recurrent import GatedDelta, Mamba2, ShortConv
 from polarlm.engine.state.layer_shapes import RecurrentShape
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config

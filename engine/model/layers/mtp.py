@@ -109,10 +109,10 @@ class MtpLayer:
         """Compute the row `span` of a step, of a token and the hidden state (E,) before it. Return the most likely next
         token, or the error why there is none, and the row's hidden state (E,)."""
         embedded = self._ops.to_host(self._embedded(np.array([token], np.int32)))
-        both, packed = np.concatenate([embedded, hidden[None]], axis=1), self._ops.pack_sampler_inputs(self._greedy)
+        both, sampler = np.concatenate([embedded, hidden[None]], axis=1), self._ops.pack_sampler_inputs(self._greedy)
         view = self._group.spans([self.store.view(self._number, span, slice(0, 1), span.start)])
         spans = tuple(view if group is self._group else None for group in self.store.groups)
-        inputs = Inputs(both, self._choice.ropes.tables(rope_positions([span])), spans, sampler=packed)
+        inputs = Inputs(both, self._choice.ropes.tables(rope_positions([span])), spans, sampler=sampler)
         chosen, logits, states = run_graph(self._ops, "mtp", self._draft, inputs)
         (sampled,) = self._ops.fetch_tokens(chosen, logits, self._greedy)
         return sampled, np.array(self._ops.to_host(states)[0])

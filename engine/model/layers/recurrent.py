@@ -1,13 +1,20 @@
-"""What mixers whose state one op reads and advances have in common: projections of their inputs and results."""
+"""Mixers whose state one op reads and advances: short convolutions, gated delta rules and Mamba 2. Projections of their
+inputs and results are the same."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from polarlm.engine.backends.delta import DeltaWeights, Mamba2Weights
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import Eps, LayerInputs, Tap, adapted_linear, add_output, norm_of
+from polarlm.engine.model.layers import Eps, LayerInputs, Tap, adapted_linear, add_output, norm_of, slot
+from polarlm.engine.state.recurrent.conv_inputs import ConvShape
+from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.engine.state.recurrent.slots import add_rows
+from polarlm.engine.weight_formats import Linear
+from polarlm.model_loaders import config
 
 
 class RecurrentMixer:
@@ -35,3 +42,84 @@ class RecurrentMixer:
     def mix(self, x: Array, y: Array, inputs: LayerInputs) -> None:
         """Add the projection of the results y to x (T, E), in place."""
         add_output(self._ops, x, y, self._weights.out, inputs.adapters, self._post_norm)
+
+
+@dataclass(frozen=True)
+class ShortConvWeights:
+    """Matrices are (out, in); None for what the family does not have."""
+
+    norm: Array | None = slot("conv_norm")  # (E,)
+    inputs: Linear = slot("conv_in", "linear")  # (3E, E): B, C and x
+    conv: Array = slot("conv")  # (E · width,): the numbers of each channel, oldest token first
+    conv_bias: Array | None = slot("conv_bias")  # (E,)
+    out: Linear = slot("conv_out", "linear")  # (E, E)
+    post_norm: Array | None = slot("conv_post_norm")  # (E,): norms the result before it is added to the residual
+
+
+class ShortConv(RecurrentMixer):
+    """A gated short convolution, C · conv(B · x) of the rows x: each channel of a token is a sum over the last few
+    tokens, times gates. B · x is kept for later rows."""
+
+    Weights, op = ShortConvWeights, "short_conv"
+
+    @staticmethod
+    def state_shape(shape: config.ShortConv) -> ConvShape:
+        return ConvShape(shape.channels, shape.width)
+
+    @staticmethod
+    def weights_of_op(
+        shape: config.ShortConv, eps: Eps, weights: ShortConvWeights, conv: Array
+    ) -> tuple[Array, Array | None]:
+        return conv, weights.conv_bias
+
+
+@dataclass(frozen=True)
+class GatedDeltaWeights:
+    """Matrices are (out, in). C: channels of queries, keys and values; H: value heads; D: value dim."""
+
+    norm: Array | None = slot("delta_norm")  # (E,)
+    inputs: Linear = slot("delta_in", "linear")  # (C + H·D + 2H, E): q, k, v, z, b, a
+    conv: Array = slot("delta_conv")  # (C · width,): the numbers of each channel, oldest token first
+    decay: Array = slot("delta_decay")  # (H,)
+    dt_bias: Array = slot("delta_dt_bias")  # (H,)
+    out_norm: Array = slot("delta_out_norm")  # (D,)
+    out: Linear = slot("delta_out", "linear")  # (E, H·D)
+
+
+class GatedDelta(RecurrentMixer):
+    """A gated delta rule: each head has a matrix, which tokens decay, change with keys and read with queries."""
+
+    Weights, state_shape, op = GatedDeltaWeights, DeltaShape, "gated_delta"
+
+    @staticmethod
+    def weights_of_op(
+        shape: config.GatedDelta, eps: Eps, weights: GatedDeltaWeights, conv: Array
+    ) -> tuple[DeltaWeights]:
+        w = weights
+        return (DeltaWeights(conv, w.decay, w.dt_bias, w.out_norm, eps.before, shape.tiled),)
+
+
+@dataclass(frozen=True)
+class Mamba2LayerWeights:
+    """Matrices are (out, in). C: channels of x, B and C; H: heads; I: H times the head dim."""
+
+    norm: Array | None = slot("mamba_norm")  # (E,)
+    inputs: Linear = slot("mamba_in", "linear")  # (I + C + H, E): z, x, B, C, dt
+    conv: Array = slot("mamba_conv")  # (C · width,): the numbers of each channel, oldest token first
+    conv_bias: Array | None = slot("mamba_conv_bias")  # (C,)
+    decay: Array = slot("mamba_decay")  # (H,)
+    dt_bias: Array = slot("mamba_dt_bias")  # (H,)
+    skip: Array = slot("mamba_skip")  # (H,)
+    out_norm: Array = slot("mamba_out_norm")  # (I,)
+    out: Linear = slot("mamba_out", "linear")  # (E, I)
+
+
+class Mamba2(RecurrentMixer):
+    """Mamba 2: each head has a matrix, which decays, to which tokens add, and which they read."""
+
+    Weights, state_shape, op = Mamba2LayerWeights, DeltaShape, "mamba2"
+
+    @staticmethod
+    def weights_of_op(shape: config.Mamba2, eps: Eps, weights: Mamba2LayerWeights, conv: Array) -> tuple[Mamba2Weights]:
+        w = weights
+        return (Mamba2Weights(conv, w.conv_bias, w.decay, w.dt_bias, w.skip, w.out_norm, shape.norm_eps),)

@@ -1,4 +1,4 @@
-"""What vision encoders compute: pixels of an image to rows of a prompt. One kind is one file.
+"""What vision encoders compute: pixels of an image to rows of a prompt, in place of embeddings. One kind is one file.
 
 It defines `Weights` and `LayerWeights`, whose fields are slots (see `engine.model.layers.slot`), and `Reader`, made of
 ops, the vision encoder, its weights, the weights of its layers, and the bytes of both. Files that begin with an
@@ -10,12 +10,13 @@ encoder.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.state.store import Span
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
 
@@ -38,6 +39,40 @@ class ImageReader(Protocol):
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         """Compute the rows of an image: pixels uint8 (height, width, 3), scaled to `shape`. Yields 0 after each layer,
         so that other work can run between them."""
+
+
+class PlacedImage(NamedTuple):
+    """An image in a prompt: the position of its first row, and its pixels uint8 (height, width, 3)."""
+
+    first: int
+    shape: ImageShape
+    pixels: np.ndarray
+
+
+class ImagePart(NamedTuple):
+    """What a prompt's rows get of an image: rows (n, E) in place of their embeddings, and products that are added to
+    their hidden states after each of the first layers. at: these rows of the prompt."""
+
+    at: slice
+    rows: Array
+    added: Sequence[tuple[Array, Linear]]
+
+
+def read_images(
+    reader: ImageReader | None, images: Sequence[PlacedImage], span: Span
+) -> Generator[int, None, list[ImagePart]]:
+    """Compute the images that a span has rows of. Yields 0, rows of layers that are done, after each layer of a
+    vision encoder."""
+    parts = []
+    for first, shape, pixels in images:
+        begin, end = max(first, span.start), min(first + shape.rows, span.start + span.count)
+        if begin >= end:
+            continue
+        assert reader is not None
+        rows, added = yield from reader.read(pixels, shape)
+        cut = slice(begin - first, end - first)
+        parts.append(ImagePart(slice(begin - span.start, end - span.start), rows[cut], [(x[cut], w) for x, w in added]))
+    return parts
 
 
 def parts(ops: Ops, x: Array) -> Iterator[Array]:

@@ -1,5 +1,5 @@
-"""What vision encoders compute alike with patches x (P, C) of an image: attention, LayerNorms, RoPE, a layer of a plain
-ViT."""
+"""What vision encoders share: attention, LayerNorms, RoPE and a plain ViT's layer for patches x (P, C) of an image, and
+how Gemma's and Qwen's cut an image into patches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import parts
 from polarlm.engine.weight_formats import Linear
-from polarlm.model_loaders.vision_encoders import VisionEncoder
+from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
+from polarlm.model_loaders.vision_encoders._gemma import GemmaVisionEncoder
+from polarlm.model_loaders.vision_encoders._qwen import FRAMES, QwenVisionEncoder
 
 AnyVisionEncoder = TypeVar("AnyVisionEncoder", bound=VisionEncoder)
 W = TypeVar("W")  # the weights of a vision encoder
@@ -78,3 +80,33 @@ class PatchReader(Generic[AnyVisionEncoder, W, L]):
         y = x.copy()
         self._encoder_ops.layer_norm(y, (norm, bias, self.encoder.eps))
         return y
+
+
+def gemma_patches(encoder: GemmaVisionEncoder, pixels: np.ndarray, *, channels_first: bool) -> np.ndarray:
+    """pixels uint8 (height, width, 3) → patches (P, 3 · patch²) from −1 to 1, with zeros after their values."""
+    height, width, side = *pixels.shape[:2], encoder.patch
+    x = (pixels * np.float32(2 / 255) - 1).reshape(height // side, side, width // side, side, 3)
+    x = x.transpose(0, 2, *((4, 1, 3) if channels_first else (1, 3, 4))).reshape(-1, encoder.patch_values)
+    return np.pad(x, ((0, 0), (0, encoder.padded_size - x.shape[1])))
+
+
+def gemma_means(ops: Ops, x: Array, encoder: GemmaVisionEncoder, shape: ImageShape) -> np.ndarray:
+    """Patches x (P, C) → the means (R, C) of those of a row, on the host."""
+    (down, right), merge = shape.grid, encoder.merge
+    return ops.to_host(x).reshape(down, merge, right, merge, -1).mean(axis=(1, 3)).reshape(shape.rows, -1)
+
+
+def qwen_patches(encoder: QwenVisionEncoder, pixels: np.ndarray, shape: ImageShape) -> np.ndarray:
+    """pixels uint8 (height, width, 3) → patches (P, 6 · patch²) float32: channels, and in them two frames."""
+    (down, right), merge, side = shape.grid, encoder.merge, encoder.patch
+    std = 255 * np.array(encoder.std, np.float32)
+    x = (pixels - 255 * np.array(encoder.mean, np.float32)) / std
+    x = x.reshape(down, merge, side, right, merge, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    return x.reshape(-1, 3, 1, side**2).repeat(FRAMES, axis=2).reshape(-1, encoder.patch_values)
+
+
+def qwen_places(encoder: QwenVisionEncoder, shape: ImageShape) -> np.ndarray:
+    """The row and the column of each patch in the image, (2, P)."""
+    (down, right), merge = shape.grid, encoder.merge
+    grid = np.indices((down * merge, right * merge)).reshape(2, down, merge, right, merge)
+    return grid.transpose(0, 1, 3, 2, 4).reshape(2, -1)

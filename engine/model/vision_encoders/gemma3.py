@@ -9,8 +9,8 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
-from polarlm.engine.model.vision_encoders import ImageRows, _gemma
-from polarlm.engine.model.vision_encoders._patches import PatchReader
+from polarlm.engine.model.vision_encoders import ImageRows
+from polarlm.engine.model.vision_encoders._patches import PatchReader, gemma_means, gemma_patches
 from polarlm.engine.model.vision_encoders._patches import PlainLayer as LayerWeights
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.vision_encoders import ImageShape
@@ -39,12 +39,12 @@ class Reader(PatchReader[Gemma3VisionEncoder, Weights, LayerWeights]):
 
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, encoder, w = self._ops, self.encoder, self._weights
-        patches = _gemma.patches(encoder, pixels, channels_first=True)
+        patches = gemma_patches(encoder, pixels, channels_first=True)
         x = ops.embed(w.positions, ops.to_device(np.arange(len(patches))))
         ops.linear(ops.to_device(patches), w.patches, residual=x)
         for layer in self._layers:
             self._add_layer(x, layer, None)
             yield 0
-        means = _gemma.means(ops, self._layer_norm(x, w.norm, w.norm_bias), encoder, shape)
+        means = gemma_means(ops, self._layer_norm(x, w.norm, w.norm_bias), encoder, shape)
         means /= np.sqrt(np.square(means).mean(axis=-1, keepdims=True) + np.float32(encoder.eps))
         return ImageRows(ops.to_device((means * self._rows_norm) @ self._projection))

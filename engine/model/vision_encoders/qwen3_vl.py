@@ -10,8 +10,7 @@ import numpy as np
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
-from polarlm.engine.model.vision_encoders._patches import PatchReader, PlainLayer
-from polarlm.engine.model.vision_encoders._qwen import patches, places
+from polarlm.engine.model.vision_encoders._patches import PatchReader, PlainLayer, qwen_patches, qwen_places
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.vision_encoders import ImageShape
 from polarlm.model_loaders.vision_encoders.qwen3_vl import DeepStackVisionEncoder
@@ -48,9 +47,9 @@ class Reader(PatchReader[DeepStackVisionEncoder, Weights, LayerWeights]):
 
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, encoder, w = self._ops, self.encoder, self._weights
-        where, added = places(encoder, shape), []
+        where, added = qwen_places(encoder, shape), []
         x = ops.to_device(self._positions_of(where, shape))
-        ops.linear(ops.to_device(patches(encoder, pixels, shape)), w.patches, residual=x)
+        ops.linear(ops.to_device(qwen_patches(encoder, pixels, shape)), w.patches, residual=x)
         rope = self._rope(*where, dim=encoder.hidden_size // encoder.heads)
         for layer in self._layers:
             self._add_layer(x, layer, rope)
@@ -71,6 +70,6 @@ class Reader(PatchReader[DeepStackVisionEncoder, Weights, LayerWeights]):
 def _stretched(x: np.ndarray, count: int) -> np.ndarray:
     """x (n, …) → (count, …): the first and the last are the same, the others lie between neighbours."""
     at = np.arange(count, dtype=np.float32) * np.float32((len(x) - 1) / max(1, count - 1))
-    before = np.minimum(at.astype(np.int64), len(x) - 1)
-    beyond = (at - before)[:, None, None]
-    return x[before] * (1 - beyond) + x[np.minimum(before + 1, len(x) - 1)] * beyond
+    lower = np.minimum(at.astype(np.int64), len(x) - 1)
+    fraction = (at - lower)[:, None, None]
+    return x[lower] * (1 - fraction) + x[np.minimum(lower + 1, len(x) - 1)] * fraction

@@ -49,16 +49,16 @@ class _Prompt:
     rows: Array | None = None  # as `Ops.short_conv` takes them, of the longest part until now
 
     def add(self, ops: Ops, op: RowsOp, inputs: Array, weights: Sequence[Any], position: int) -> Array:
-        before, count = len(self.last_inputs), len(inputs)
+        inputs_before, count = len(self.last_inputs), len(inputs)
         if self.rows is None or len(self.rows) < count:
             numbers = np.arange(count, dtype=np.int32)
             self.rows = ops.to_device(np.stack([np.ones_like(numbers), numbers, np.zeros_like(numbers), numbers], 1))
-        memory = ops.empty((1, before + count, self.last_inputs.shape[1]))
-        ops.assign(memory[0][:before], self.last_inputs)
+        memory = ops.empty((1, inputs_before + count, self.last_inputs.shape[1]))
+        ops.assign(memory[0][:inputs_before], self.last_inputs)
         results = op(inputs, *weights, memory, self.rows[:count])
-        first, end = position - before, position + count  # positions of the tokens in `memory`
-        for number in range(position // self.block_size, (end + before - 1) // self.block_size + 1):
-            begin = number * self.block_size - before
+        first, end = position - inputs_before, position + count  # positions of the tokens in `memory`
+        for number in range(position // self.block_size, (end + inputs_before - 1) // self.block_size + 1):
+            begin = number * self.block_size - inputs_before
             for target in self.targets.get(number, ()):
                 low, high = max(first, begin), min(end, begin + len(target))
                 if low < high:
@@ -93,14 +93,14 @@ class ConvInputs(RecurrentState):
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Reservation:
         """Reserve slots, and copy to new ones what their first rows see of the block before."""
-        reservation, before = super().open_step(table, start, count), None
+        reservation, last_slot = super().open_step(table, start, count), None
         for number, slot in reservation.slots.items():
             if slot != table.current:
                 for layer in self.layers:
                     slots = self.cache(layer)
-                    last = self._end(layer, table, number) if before is None else slots[before][self.block_size :]
+                    last = self._end(layer, table, number) if last_slot is None else slots[last_slot][self.block_size :]
                     self._ops.layer_ops(layer).assign(slots[slot][: self._inputs_before], last)
-            before = slot
+            last_slot = slot
         return reservation
 
     def _end(self, layer: int, table: BlockTable, number: int) -> Array:

@@ -62,9 +62,9 @@ class MixedPrecisionAllocator(BlockAllocator):
         """Whether blocks must be requantized before the next step."""
         return bool(self._due)
 
-    def lacks_room(self, more: int) -> bool:
-        """Whether blocks can and should be requantized before `more` are allocated."""
-        return bool(self._aged or self._newest) and self._room < (more + self.size // _SPARE_SHARE) * self._bytes
+    def lacks_room(self, count: int) -> bool:
+        """Whether blocks can and should be requantized before `count` are allocated."""
+        return bool(self._aged or self._newest) and self._room < (count + self.size // _SPARE_SHARE) * self._bytes
 
     def allocate(self, count: int = 1) -> list[int]:
         """As `BlockAllocator.allocate`; of several blocks, the last ones are high-precision.
@@ -73,28 +73,28 @@ class MixedPrecisionAllocator(BlockAllocator):
         """
         if count > self.free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
-        more = max(1, self._high_precision_bytes - self._bytes)  # additional bytes of a high-precision block
+        extra_bytes = max(1, self._high_precision_bytes - self._bytes)  # additional bytes of a high-precision block
         newest = min(count, self.newest)
-        while self._room < count * self._bytes + newest * more:
+        while self._room < count * self._bytes + newest * extra_bytes:
             if self._due:
                 raise NeedsRequantize(f"{count} blocks wanted, and others can be requantized")
             if self.placement.targets:  # of blocks that a step may read as they are
                 self.placement.give_up(next(iter(self.placement.targets)))
                 continue
-            kept = next((block for block in self._free if block in self._kept), None)
-            if kept is not None:
-                self._evict(kept)
+            kept_block = next((block for block in self._free if block in self._kept), None)
+            if kept_block is not None:
+                self._evict(kept_block)
             elif self._room >= count * self._bytes:
                 break
             elif self._aged or self._newest:
                 raise NeedsRequantize(f"{count} blocks wanted, and the newest of sequences can be requantized")
             else:  # the blocks of open spans are high-precision
                 raise OutOfBlocks(f"{count} blocks wanted, and there is no room")
-        taken = super().allocate(count)
-        high_precision = min(newest, max(0, (self._room - count * self._bytes) // more))
-        for number, block in enumerate(taken):
+        blocks = super().allocate(count)
+        high_precision = min(newest, max(0, (self._room - count * self._bytes) // extra_bytes))
+        for number, block in enumerate(blocks):
             self.placement.place(block, is_high_precision=number >= count - high_precision)
-        return taken
+        return blocks
 
     def _evict(self, block: int) -> None:
         """Take a free block from the prefix cache."""
@@ -277,11 +277,11 @@ class MixedPrecisionBlocks(KVBlocks):
         return self._cache_of_kind(layer, is_high_precision=True)
 
     def commit(self, table: BlockTable, reservation: Reservation, length: int) -> None:
-        before = len(table.quantized)
+        count = len(table.quantized)
         super().commit(table, reservation, length)
-        if len(table.quantized) == before:
+        if len(table.quantized) == count:
             return
-        for block in table.quantized[before:]:
+        for block in table.quantized[count:]:
             self.blocks.add_newest(block)
         aged = table.quantized[: max(0, len(table.quantized) + 1 - self.blocks.newest)]
         for block in aged:
@@ -347,11 +347,11 @@ class Requantizer:
         blocks.requantize_aged()  # at once, so that what a step reads does not depend on how long others take
         tokens, self._tokens_to_fit = self._tokens_to_fit, None
         limit = _IDLE_SECONDS if step_seconds is None else step_seconds
-        started = before = time.perf_counter()
-        while not layers or before - started + max(self._layer_seconds) <= limit:
+        started = layer_started = time.perf_counter()
+        while not layers or layer_started - started + max(self._layer_seconds) <= limit:
             if tokens is None or not blocks.lacks_room(tokens) or not blocks.requantize_layer():
                 break
             now = time.perf_counter()
-            self._layer_seconds.append(now - before)
-            before, layers = now, layers + 1
+            self._layer_seconds.append(now - layer_started)
+            layer_started, layers = now, layers + 1
         return layers

@@ -34,9 +34,9 @@ class ObjectNames:
         """Return the name of the snapshot at the end of the block with this hash, of sparse groups of layers."""
         return self._name(key, b"state")
 
-    def tail(self, before: bytes) -> bytes:
+    def tail(self, parent: bytes) -> bytes:
         """Return the name of the newest block with fewer than N tokens after the block with this hash."""
-        return self._name(before, b"tail")
+        return self._name(parent, b"tail")
 
     def answer(self, key: bytes) -> bytes:
         """Return the name of the ids of an answer, given the digest of its conversation."""

@@ -21,8 +21,8 @@ from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.copies import write_objects
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.circuit_breaker import TierObject, TierQuery
 from polarlm.engine.storage.tiers.names import ObjectNames
+from polarlm.engine.storage.tiers.tier_store import TierObject, TierQuery
 
 _LOG = logging.getLogger(__name__)
 _WAITING_BYTES = 1 << 30  # most bytes of blocks that have been read for all requests in the queue together
@@ -78,10 +78,10 @@ class StoreAccess(NamedTuple):
 
 
 class PromptBlock(NamedTuple):
-    """A block of a prompt that was found in a tier. before, key: the hashes before it and at its end; a block with
+    """A block of a prompt that was found in a tier. parent, key: the hashes before it and at its end; a block with
     fewer than N tokens has no key."""
 
-    before: bytes
+    parent: bytes
     key: bytes | None
     ids: Sequence[int]
     block: Object
@@ -149,10 +149,10 @@ class TierHit:
         missing = []
         for candidate in run.blocks:
             if is_full or candidate.key is None:
-                known = prefixes.find_full(candidate.before, candidate.ids)
+                store_blocks = prefixes.find_full(candidate.parent, candidate.ids)
             else:
-                known = prefixes.find_quantized(candidate.key)
-            if any(block is None and run.needed_groups >> index & 1 for index, block in enumerate(known)):
+                store_blocks = prefixes.find_quantized(candidate.key)
+            if any(block is None and run.needed_groups >> index & 1 for index, block in enumerate(store_blocks)):
                 missing.append(candidate)
         allocators = [group.full if is_full else group.quantized for group in store.groups]
         allocated: list[Sequence[int | None]] = []
@@ -165,9 +165,9 @@ class TierHit:
                 write_objects(store, payloads, blocks, [candidate.block for candidate in missing])
             for candidate, ids in zip(missing, blocks, strict=True):
                 if candidate.key is None:
-                    prefixes.add_full(candidate.before, candidate.ids, ids)
+                    prefixes.add_full(candidate.parent, candidate.ids, ids)
                 else:
-                    prefixes.add(self._root, candidate.before, candidate.ids, ids)
+                    prefixes.add(self._root, candidate.parent, candidate.ids, ids)
         except OutOfBlocks:
             return False
         finally:
@@ -211,8 +211,8 @@ class Search:
         """Return how many tokens of the prompt are in no block that the store has."""
         stored = self._n * sum(self._has_dense(self._store_blocks(number)) for number in range(len(self._hashes)))
         rest = self._ids[len(self._hashes) * self._n :]
-        known = self._prefixes.common_length(self._hashes[-1], rest) if self._hashes and rest else 0
-        return len(self._ids) - stored - known
+        shared = self._prefixes.common_length(self._hashes[-1], rest) if self._hashes and rest else 0
+        return len(self._ids) - stored - shared
 
     def run(self, query: TierQuery) -> TierHit | None:
         """Return the blocks of the longest prefix that tiers hold and the store lacks; None if none."""
@@ -307,8 +307,8 @@ class Search:
             return self._prefixes.find_quantized(self._hashes[number])
         return self._prefixes.find_full(self._root, self._ids[: self._n])
 
-    def _store_lacks(self, number: int, needed: int) -> bool:
-        return any(block is None and needed >> index & 1 for index, block in enumerate(self._store_blocks(number)))
+    def _store_lacks(self, number: int, groups: int) -> bool:
+        return any(block is None and groups >> index & 1 for index, block in enumerate(self._store_blocks(number)))
 
     def _needed_groups(self, number: int, length: int) -> int:
         """Return the groups, as bits, in which the token after `length` tokens sees block `number`, but sparse ones."""
@@ -331,15 +331,15 @@ class Search:
         Each takes the most bytes that a block can have from the budget, in order, until it has been read."""
         numbers = [number for number in range(count) if number not in self._requested and self._lacks(number, length)]
         self._requested.update(numbers)
-        left, order, most = list(reversed(numbers)), Lock(), self._payloads.most_bytes
+        numbers_left, order, block_bytes = list(reversed(numbers)), Lock(), self._payloads.most_bytes
 
         def read_next() -> bool:
             with order:
-                if not left or not self._claim.take(most):
+                if not numbers_left or not self._claim.take(block_bytes):
                     return False
-                number = left.pop()
+                number = numbers_left.pop()
             read = self._block(number)
-            self._claim.replace(most, 0 if read is None else len(read.block.payload))
+            self._claim.replace(block_bytes, 0 if read is None else len(read.block.payload))
             if read is not None:
                 self._blocks_read[number] = read
             return read is not None
@@ -347,7 +347,7 @@ class Search:
         def read_all() -> None:
             while read_next():
                 pass
-            left.clear()  # later blocks are of no use
+            numbers_left.clear()  # later blocks are of no use
 
         readers = [Thread(target=read_all, name="tiers reading", daemon=True) for _ in numbers[:_READERS]]
         for reader in readers:
@@ -381,10 +381,10 @@ class Search:
         rest = self._ids[count * self._n : (count + 1) * self._n]
         if not count or not rest:
             return None, 0
-        before = self._hashes[count - 1]
-        if known := self._prefixes.common_length(before, rest):
-            return None, known
-        read = self._query.read(self._names.tail(before), self._payloads.check_full)
+        parent = self._hashes[count - 1]
+        if shared := self._prefixes.common_length(parent, rest):
+            return None, shared
+        read = self._query.read(self._names.tail(parent), self._payloads.check_full)
         if read is None or read.block.groups != self._payloads.every_group:
             return None, 0
         shared = common_prefix(read.block.ids, rest)
@@ -397,8 +397,8 @@ class Search:
 
         def kind(member: tuple[int, tuple[int, TierObject]]) -> tuple[Any, ...]:
             index, (number, (block, _)) = member
-            most = max(1, _RUN_BYTES // len(block.payload))
-            return self._needed_groups(number, length) & block.groups, number - index, block.header, index // most
+            run_blocks = max(1, _RUN_BYTES // len(block.payload))
+            return self._needed_groups(number, length) & block.groups, number - index, block.header, index // run_blocks
 
         return [
             BlockRun([self._prompt_block(number, read.block) for _, (number, read) in members], needed)
@@ -407,5 +407,5 @@ class Search:
         ]
 
     def _prompt_block(self, number: int, block: Object) -> PromptBlock:
-        before = self._hashes[number - 1] if number else self._root
-        return PromptBlock(before, self._hashes[number], self._ids[number * self._n : (number + 1) * self._n], block)
+        parent = self._hashes[number - 1] if number else self._root
+        return PromptBlock(parent, self._hashes[number], self._ids[number * self._n : (number + 1) * self._n], block)

@@ -18,11 +18,10 @@ from polarlm.engine.outputs import TierStatus
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker, TierQuery
 from polarlm.engine.storage.tiers.names import ObjectNames, digest, stored_digest
 from polarlm.engine.storage.tiers.opening import digest_folder
 from polarlm.engine.storage.tiers.search import Budget, Search, StoreAccess, TierHit
-from polarlm.engine.storage.tiers.tier_store import TierStore
+from polarlm.engine.storage.tiers.tier_store import CircuitBreaker, TierQuery, TierStore
 from polarlm.engine.storage.tiers.writing import Lock, WaitingBlocks, Writer
 from polarlm.model_loaders.forks import renew_in_children
 

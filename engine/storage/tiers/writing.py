@@ -19,8 +19,8 @@ from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.copies import group_bits, select_groups, take_blocks, take_full
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.names import ObjectNames
+from polarlm.engine.storage.tiers.tier_store import CircuitBreaker
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
@@ -89,12 +89,12 @@ class WaitingBlocks:
             blocks += zip(keys, take_blocks(self._store, self._payloads, ids), strict=True)
         return blocks
 
-    def read_full(self, before: bytes, ids: Sequence[int]) -> Object | None:
-        """Return the full-precision block with exactly `ids` after the hash `before`; None if it is not known."""
+    def read_full(self, parent: bytes, ids: Sequence[int]) -> Object | None:
+        """Return the full-precision block with exactly `ids` after the hash `parent`; None if it is not known."""
         with self._lock:
-            if (copy := self._copies.get((before, tuple(ids)))) is not None:
+            if (copy := self._copies.get((parent, tuple(ids)))) is not None:
                 return copy
-        slots = self._prefixes.find_full(before, ids)
+        slots = self._prefixes.find_full(parent, ids)
         return take_full(self._store, self._payloads, slots, ids) if group_bits(slots) else None
 
     def has_state(self, key: bytes) -> bool:
@@ -110,8 +110,8 @@ class WaitingBlocks:
         groups = self.sparse_groups if self.sparse_groups >> group & 1 else ~self.sparse_groups
         self._copy((key, groups), lambda: dict(self.read_quantized([key], groups)).get(key))
 
-    def copy_full_before_reuse(self, before: bytes, ids: Sequence[int]) -> None:
-        self._copy((before, tuple(ids)), lambda: self.read_full(before, ids))
+    def copy_full_before_reuse(self, parent: bytes, ids: Sequence[int]) -> None:
+        self._copy((parent, tuple(ids)), lambda: self.read_full(parent, ids))
 
     def _copy(self, key: Key, take: Callable[[], Object | None]) -> None:
         if key not in self._waiting or key in self._copies or self._bytes >= _COPIED_BYTES:
@@ -345,9 +345,9 @@ class Writer:
         takes += [
             partial(self._take_full, name, *block) for name, block in tails.items()
         ]  # last: without a state it is of no use
-        left: deque[Take] = deque(takes)
-        while left:
-            for name, block in self._copy(left):
+        takes_left: deque[Take] = deque(takes)
+        while takes_left:
+            for name, block in self._copy(takes_left):
                 self._write(name, block, replaces=name in tails)
         for tier in self._tiers:
             tier.touch([*first, *quantized, *states, *tails])
@@ -357,8 +357,8 @@ class Writer:
         self._progress += 1
         return any(not tier.has(name) and tier.takes_writes for tier in self._tiers)
 
-    def _take_full(self, name: bytes, before: bytes, ids: tuple[int, ...]) -> list[tuple[bytes, Object]]:
-        block = self._blocks.read_full(before, ids)
+    def _take_full(self, name: bytes, parent: bytes, ids: tuple[int, ...]) -> list[tuple[bytes, Object]]:
+        block = self._blocks.read_full(parent, ids)
         return [] if block is None else [(name, block)]
 
     def _take_quantized(self, blocks: Sequence[tuple[bytes, bytes]], groups: int) -> list[tuple[bytes, Object]]:
@@ -386,9 +386,9 @@ class Writer:
         """Write an object to the tiers that lack it, or to all if it replaces others of its name."""
         self._let_read()
         began = time.monotonic()
-        packed = block.pack(name)
+        parts = block.pack(name)
         for tier in self._tiers:
             if replaces or not tier.has(name):
-                tier.write(name, *packed)
+                tier.write(name, *parts)
         self._patience = min(_LONGEST_PAUSE, self._patience + time.monotonic() - began)
         self._progress += 1

@@ -9,7 +9,7 @@ import numpy as np
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.codecs.polarquant import CENTRES, level_count, rows_of, upper_table
-from polarlm.engine.codecs.schema.joined import split
+from polarlm.engine.codecs.schema.streams import split
 from polarlm.engine.jit.lang import Level
 from tests.backends.native.codecs import attend
 from tests.codecs.data import fields_of, streams

@@ -34,9 +34,8 @@ from polarlm.engine.codecs.polarquant import (
     upper_table,
 )
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
-from polarlm.engine.codecs.schema.joined import join, split
 from polarlm.engine.codecs.schema.sections import Section
-from polarlm.engine.codecs.schema.streams import Stream
+from polarlm.engine.codecs.schema.streams import Stream, join, split
 from polarlm.engine.codecs.schema.streams import codes as codes_of
 from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Value, Values, vector
 

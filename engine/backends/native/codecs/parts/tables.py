@@ -40,9 +40,8 @@ from polarlm.engine.backends.native.kernels.encode import encode
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, by_rounding
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.pair_codec import PairCodec
-from polarlm.engine.codecs.schema.joined import join, split
 from polarlm.engine.codecs.schema.sections import Section
-from polarlm.engine.codecs.schema.streams import Stream, codes
+from polarlm.engine.codecs.schema.streams import Stream, codes, join, split
 from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Kernel, Value, Values, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
