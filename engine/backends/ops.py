@@ -40,6 +40,34 @@ class Routing(NamedTuple):
         return Routing(self.ids[rows], self.weights[rows])
 
 
+class Fusion(NamedTuple):
+    """What an op computes with a product, made once for a layer.
+
+    norm: weight (in,) and eps of an RMS norm of the inputs: x / rms(x) * weight. activation (a name of
+    `model_loaders.config.Activation`): the product is [gate | up], and the result activation(gate) * up, half as wide;
+    without a gate (`is_gated`) the product is up, and the result activation(up). consumer: the one `linear` that reads
+    the result; with an activation, it may be returned in that op's input dtype.
+    """
+
+    norm: Norm = None
+    activation: str | None = None
+    consumer: Linear | None = None
+
+
+PLAIN = Fusion()  # the product alone
+
+
+class ExpertNetwork(NamedTuple):
+    """The network of each expert, down(activation(gate) * up); without an activation, down(up).
+
+    gate_up: [gate | up] (2F, in), or up (F, in) if it has no gate. down (out, F). fusion: with the first product.
+    """
+
+    gate_up: ExpertLinear
+    down: ExpertLinear
+    fusion: Fusion = PLAIN
+
+
 class PeerArray(NamedTuple):
     """An array of another card's ops, instead of a host array."""
 
@@ -263,23 +291,10 @@ class ComputeOps(Protocol):
         """x (T, n) times the number in factor (1,), or the number of each row in factor (T, 1), in place; 0 times NaN
         is 0. x may be a slice of columns of a wider array."""
 
-    def linear(
-        self,
-        x: Array,
-        w: Linear,
-        *,
-        norm: Norm = None,
-        residual: Array | None = None,
-        activation: str | None = None,
-        consumer: Linear | None = None,
-    ) -> Array:
-        """x (T, in) @ w (out, in)ᵀ + its bias → (T, out).
+    def linear(self, x: Array, w: Linear, fusion: Fusion = PLAIN, residual: Array | None = None) -> Array:
+        """x (T, in) @ w (out, in)ᵀ + its bias → (T, out), or half as wide, as `fusion` says.
 
-        norm: weight (in,) and eps of an RMS norm of x before the product: x / rms(x) * weight. residual (T, out): the
-        result is added to it in place, and it is returned. activation (a name of `model_loaders.config.Activation`;
-        excludes residual): the product is [gate | up], and activation(gate) * up (T, out / 2) is returned; without a
-        gate (`is_gated`) it is up, and activation(up) is returned.
-        consumer: the one `linear` that reads the result; it may be returned in that op's input dtype.
+        residual (T, out): the result is added to it in place, and it is returned; excludes an activation.
         CUDA: gemv up to 2 rows, above that cuBLASLt. For packed formats gemv_packed up to 2, gemm_wide up to 128, and
         for any number in `run_graph`; above that cuBLASLt after dequantize.
         """
@@ -291,22 +306,10 @@ class ComputeOps(Protocol):
         scores the lowest expert is chosen. A row whose logits are not finite has NaN for weights.
         """
 
-    def experts(
-        self,
-        x: Array,
-        routing: Routing,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
-        activation: str | None,
-        *,
-        norm: Norm = None,
-        residual: Array | None = None,
-    ) -> Array:
-        """The weighted sum of down(activation(gate) * up) of each row's experts, x (T, in) → (T, out).
+    def experts(self, x: Array, routing: Routing, network: ExpertNetwork, residual: Array | None = None) -> Array:
+        """The weighted sum of the results of each row's experts, x (T, in) → (T, out).
 
-        gate_up: [gate | up] (2F, in) of each expert, or up (F, in) if it has no gate; down (out, F). norm, residual,
-        activation: as in `linear`; without an activation, the sum is of down(up). An expert whose weight is 0
-        adds nothing to a row, whatever it computes.
+        residual: as in `linear`. An expert whose weight is 0 adds nothing to a row, whatever it computes.
         CUDA: gemv or gemv_packed for each pair of a row and an expert, or, of more pairs than experts, group_pairs and
         gemm_wide for each group of pairs with an expert. add_experts adds the results.
         """

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadTransform, Norm, PreparedTransform, Spans
-from polarlm.engine.backends.ops import Array, ExpertCache, Ops, PeerArray
+from polarlm.engine.backends.ops import Array, ExpertCache, Fusion, Ops, PeerArray
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.batch_graphs import BatchGraphs
@@ -92,6 +92,7 @@ class Transformer:
         self._make_layers(weights)
 
     def _make_layers(self, weights: ModelWeights) -> None:
+        self._head_fusion = Fusion((weights.norm, self.config.norm_eps))
         self._choice = InputChoice(self._ropes, self.store, len(self.config.layers))
         after = self.config.post_norm_eps
         eps = Eps(self.config.norm_eps, self.config.norm_eps if after is None else after)
@@ -332,8 +333,7 @@ class Transformer:
 
     def _head(self, hidden: Array) -> Array:
         """hidden (T, E) → logits (T, V)."""
-        norm = self.weights.norm, self.config.norm_eps
-        logits = self.ops.linear(hidden, self.weights.head, norm=norm)
+        logits = self.ops.linear(hidden, self.weights.head, self._head_fusion)
         if self.config.logit_softcap is not None:
             self.ops.softcap(logits, self.config.logit_softcap)
         return logits

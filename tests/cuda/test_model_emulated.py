@@ -15,7 +15,7 @@ from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.numpy.rows import rms_norm
-from polarlm.engine.backends.ops import KeptTiles, Ops
+from polarlm.engine.backends.ops import PLAIN, Fusion, KeptTiles, Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.model import prompt_readers
 from polarlm.engine.model.forward import Transformer
@@ -68,16 +68,17 @@ class Rounded(SameWeights):
     def attention(self, q, cache, spans, rule, transform=None, consumer=None) -> np.ndarray:
         return super().attention(halves(q), cache, spans, rule, transform)
 
-    def linear(self, x, w, *, norm=None, residual=None, activation=None, consumer=None) -> np.ndarray:
-        x = x if norm is None else rms_norm(x, *norm)
+    def linear(self, x, w, fusion=PLAIN, residual=None) -> np.ndarray:
+        x = x if fusion.norm is None else rms_norm(x, *fusion.norm)
         if len(x) > GEMV_ROWS or self.kind == "__half":
             x = read(store(x, self.kind), self.kind)
-        return super().linear(x, w, residual=residual, activation=activation)
+        return super().linear(x, w, fusion._replace(norm=None), residual)
 
-    def experts(self, x, routing, gate_up, down, activation, *, norm=None, residual=None) -> np.ndarray:
+    def experts(self, x, routing, network, residual=None) -> np.ndarray:
+        norm, activation, _ = network.fusion
         x = x if norm is None else rms_norm(x, *norm)
         x = read(store(x, self.kind), self.kind)
-        return super().experts(x, routing, gate_up, down, activation, residual=residual)
+        return super().experts(x, routing, network._replace(fusion=Fusion(activation=activation)), residual)
 
 
 def halves(x: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ from polarlm.model_loaders.config import Attention, GatedMLP, Layer
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.test_memory import Counting
-from tests.cuda.test_model_emulated import Rounded, close, halves, model_from, talk
+from tests.cuda.test_model_emulated import Rounded, close, model_from, talk
 from tests.weights import StoredBytes, read_all
 
 GB = 10**9
@@ -46,9 +46,6 @@ class Halves(Rounded):
 
     def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
         return NumpyOps.load(self, [read_all(stored) for stored in matrices])
-
-    def linear(self, x, w, **more) -> np.ndarray:
-        return super().linear(x, w, **more) if "norm" in more else super().linear(halves(x), w, **more)
 
 
 def mixed_model(tied: bool = False) -> tuple[ModelConfig, RandomWeights]:

@@ -15,6 +15,7 @@ import pytest
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS, SMALL_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps, FirstRow
+from polarlm.engine.backends.ops import Fusion
 from polarlm.engine.loading import assembly
 from polarlm.engine.model.weights import FileMatrix
 from polarlm.engine.requests import prefills
@@ -178,9 +179,9 @@ def product_texts(device: Watched, rows: int, out: int, width: int, format: str)
     ops, x, norm = CudaOps(device), np.zeros((rows, width), np.float32), (np.ones(width, np.float32), 1e-5)
     (matrix,) = ops.load([FirstRow(Zeros(get(format), (out, width)))])
     w = Linear((matrix,))
-    ops.linear(x, w, norm=norm)
+    ops.linear(x, w, Fusion(norm))
     ops.linear(x, w, residual=np.zeros((rows, out), np.float32))
-    ops.linear(x, w, norm=norm, activation="silu")
+    ops.linear(x, w, Fusion(norm, "silu"))
     return {text for text in device.launched if "repack" not in device.kernels[text]}
 
 

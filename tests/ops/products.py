@@ -14,6 +14,7 @@ import numpy as np
 
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
+from polarlm.engine.backends.ops import Fusion
 from polarlm.engine.weight_formats import Linear, get
 from tests.cuda.formats import EPS32, STEP, read, store
 from tests.ops import reference
@@ -45,10 +46,10 @@ class Case:
         return None if self.gain is None else (self.ops.to_device(self.gain), EPS)
 
     def result(self, *, is_recorded: bool = False) -> np.ndarray:
-        ops, norm = self.ops, self.norm
+        ops, fusion = self.ops, Fusion(self.norm, self.activation)
 
         def work(x: Any, before: Any = None) -> Any:
-            y = ops.linear(x, self.w, norm=norm, residual=before, activation=self.activation)
+            y = ops.linear(x, self.w, fusion, before)
             assert before is None or y is before
             return y
 

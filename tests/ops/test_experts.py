@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.backends.ops import Routing
+from polarlm.engine.backends.ops import ExpertNetwork, Fusion, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import ExpertLinear
 from polarlm.model_loaders.config import Activation, Experts, is_gated
@@ -128,12 +128,13 @@ class Layer:
         sizes = (len(ups) * f, e)
         self.biases = [normal(rng, count, n) if bias else None for n in sizes]
 
-    def on(self, ops: Any) -> list[ExpertLinear]:
-        """gate_up and down on a device."""
-        return [
+    def on(self, ops: Any, activation: str = "silu", norm: Any = None) -> ExpertNetwork:
+        """The network on a device."""
+        gate_up, down = (
             ExpertLinear(len(stored), ops.load_experts(stored), None if bias is None else ops.to_device(bias))
             for stored, bias in zip((self.gate_up, self.down), self.biases, strict=True)
-        ]
+        )
+        return ExpertNetwork(gate_up, down, Fusion(norm, activation))
 
     def exact(self, x: np.ndarray, routing: Routing, activation: str, *, halves: bool) -> np.ndarray:
         """The weighted sum of the results of each row's experts, float64. halves: float32 is kept in half precision."""
@@ -182,7 +183,7 @@ def check_experts(
     into = ops.to_device(before.copy()) if adds else None
     norm = (ops.to_device(gain), EPS) if has_norm else None
     routing = ops.route(ops.to_device(logits), rule)
-    y = ops.experts(ops.to_device(x), routing, *layer.on(ops), activation, norm=norm, residual=into)
+    y = ops.experts(ops.to_device(x), routing, layer.on(ops, activation, norm), into)
     assert (y is into) == adds
     error = ops.to_host(y) - (wanted + before if adds else wanted)
     if ops.backend == "cuda":
@@ -256,7 +257,7 @@ def test_without_an_activation_results_are_the_products_of_both(
         wanted[row] += scales[row] * (b @ (a @ x[row]))
     a, b = (ExpertLinear(count + 1, ops.load_experts(one)) for one in stored)
     into, routing = ops.to_device(before.copy()), Routing(*map(ops.to_device, (ids, scales)))
-    assert ops.experts(ops.to_device(x), routing, a, b, None, residual=into) is into
+    assert ops.experts(ops.to_device(x), routing, ExpertNetwork(a, b), into) is into
     allowed = 1e-3 if ops.backend == "native" and name != "f32" and rank == 64 and rows > 1 else 2e-5  # words
     if ops.backend == "cuda":  # x and the first product are rounded
         allowed = 4 * STEP[input_kind(name)] * np.abs(wanted - before).max() + 1e-6
@@ -266,23 +267,23 @@ def test_without_an_activation_results_are_the_products_of_both(
 @backends(*BEST)
 def test_a_row_gives_the_same_alone_as_among_others(ops: Any, rng: np.random.Generator) -> None:
     ops = BEST[0].open(2)
-    matrices, rule = Layer(rng, ("q4_k",) * 3, 5, 256, 256).on(ops), Experts(5, 2, 256)
+    network, rule = Layer(rng, ("q4_k",) * 3, 5, 256, 256).on(ops), Experts(5, 2, 256)
     x, logits = normal(rng, 40, 256), normal(rng, 40, 5)
-    together = ops.experts(x, ops.route(logits, rule), *matrices, "silu").copy()
+    together = ops.experts(x, ops.route(logits, rule), network).copy()
     for row in range(0, 40, 7):
         own = slice(row, row + 1)
-        alone = ops.experts(x[own], ops.route(logits[own], rule), *matrices, "silu")
+        alone = ops.experts(x[own], ops.route(logits[own], rule), network)
         np.testing.assert_array_equal(alone[0], together[row])
 
 
 @backends(*BEST)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_row_that_is_not_finite_changes_no_other(ops: Any, rng: np.random.Generator, value: float) -> None:
-    matrices, rule = Layer(rng, ("q8_0",) * 3, 4, 64, 64).on(ops), Experts(4, 2, 64)
+    network, rule = Layer(rng, ("q8_0",) * 3, 4, 64, 64).on(ops), Experts(4, 2, 64)
     x, logits = normal(rng, 6, 64), normal(rng, 6, 4)
-    sound = ops.experts(x, ops.route(logits, rule), *matrices, "silu").copy()
+    sound = ops.experts(x, ops.route(logits, rule), network).copy()
     x[2, 5], logits[4, 1] = value, value
-    actual = ops.experts(x, ops.route(logits, rule), *matrices, "silu")
+    actual = ops.experts(x, ops.route(logits, rule), network)
     assert not np.isfinite(actual[[2, 4]]).any()
     np.testing.assert_array_equal(actual[[0, 1, 3, 5]], sound[[0, 1, 3, 5]])
 
@@ -327,13 +328,13 @@ def test_few_rows_of_an_expert_fill_small_panels(ops: Any, launched: list[tuple[
     needs these kernels."""
     from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, expert_tiling
 
-    matrices = Layer(np.random.default_rng(4), ("q5_k",) * 3, 8, 256, 256).on(ops)
+    network = Layer(np.random.default_rng(4), ("q5_k",) * 3, 8, 256, 256).on(ops)
 
     def run(rows: int) -> np.ndarray:
         x, logits = (normal(np.random.default_rng(5), rows, size) for size in (256, 8))
         routing = ops.route(logits, Experts(8, 2, 256))
         launched.clear()
-        return ops.experts(x, routing, *matrices, "silu").copy()
+        return ops.experts(x, routing, network).copy()
 
     few, most = (expert_tiling(rows, ops._launch.level) for rows in (3, 100))
     assert few.rows <= most.rows or few == most
@@ -357,7 +358,7 @@ def test_a_product_reads_an_expert_once_for_all_rows_that_chose_it(
     ops: Any, rng: np.random.Generator, rows: int, launched: list[tuple[Any, np.ndarray]]
 ) -> None:
     routing = ops.route(normal(rng, rows, 9), Experts(9, 3, 64))
-    ops.experts(normal(rng, rows, 64), routing, *Layer(rng, ("q8_0",) * 3, 9, 64, 64).on(ops), "silu")
+    ops.experts(normal(rng, rows, 64), routing, Layer(rng, ("q8_0",) * 3, 9, 64, 64).on(ops))
     experts, counts = np.unique(routing.ids, return_counts=True)
     assert len(launched) == 2, "gate and up together, and down"
     for _, chosen in launched:
@@ -380,7 +381,7 @@ def test_steps_and_prompts_launch_what_the_warm_up_has_launched(
 
     def run(one: Any, rows: int) -> None:
         routing = one.route(one.to_device(np.zeros((rows, 5))), rule)
-        one.experts(one.to_device(np.zeros((rows, 64))), routing, *layer.on(one), "silu")
+        one.experts(one.to_device(np.zeros((rows, 64))), routing, layer.on(one))
 
     warm_up = ops.warm_up()
     for rows in (1, *warm_up.rows):

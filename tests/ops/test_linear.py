@@ -14,6 +14,7 @@ from polarlm.engine import weight_formats
 from polarlm.engine.backends.cuda import packed
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.wide import WIDE_ROWS
+from polarlm.engine.backends.ops import Fusion
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear, get
 from tests.cuda.emulated import EmulatedDevice
@@ -289,9 +290,9 @@ def test_an_activation_comes_in_the_type_of_the_next_product(
     down = product(ops, [(following, 40)], half, 1).w
     gate_up.x[0], gate_up.x[1, 3] = 3e4, np.nan
     x = ops.to_device(gate_up.x)
-    plain = ops.linear(x, gate_up.w, activation="silu")
+    plain = ops.linear(x, gate_up.w, Fusion(activation="silu"))
     launches(ops)
-    y = ops.linear(x, gate_up.w, activation="silu", consumer=down)
+    y = ops.linear(x, gate_up.w, Fusion(activation="silu", consumer=down))
     assert y.dtype == (np.float32 if not rounded else np.uint16 if following == "bf16" else np.float16)
     out = ops.to_host(ops.linear(y, down))
     noted = launches(ops)
@@ -320,9 +321,7 @@ def test_other_rows_change_only_the_order_of_sums(ops: Any, name: str, options: 
     packed weights, from three rows on, up to as many as are multiplied as they are."""
     case = product(ops, [(name, 48)], 1024, max(BATCHES), options)
     x, norm = ops.to_device(2 * case.x), case.norm
-    results = {
-        rows: ops.to_host(ops.linear(x[:rows], case.w, norm=norm, activation=case.activation))[0] for rows in BATCHES
-    }
+    results = {rows: ops.to_host(ops.linear(x[:rows], case.w, Fusion(norm, case.activation)))[0] for rows in BATCHES}
     weights, values = ops.rows(case.w).astype(np.float64), 2 * case.x[0].astype(np.float64)
     if case.gain is not None:
         values *= case.gain / np.sqrt((values**2).mean() + EPS)
@@ -347,7 +346,7 @@ def test_inputs_of_any_size_are_normalised_before_they_are_rounded(ops: Any) -> 
     case = product(ops, [("q8_0", 40)], 1024, 9)
     norm = ops.to_device(np.full(1024, 30, np.float32)), 0.0
     for rows in (1, 2, 3, 9):
-        small, large = (ops.linear(ops.to_device(scale * case.x[:rows]), case.w, norm=norm) for scale in (1, 2**17))
+        small, large = (ops.linear(ops.to_device(scale * case.x[:rows]), case.w, Fusion(norm)) for scale in (1, 2**17))
         np.testing.assert_array_equal(ops.to_host(large), ops.to_host(small))
 
 
@@ -388,11 +387,11 @@ def test_a_row_with_a_number_that_is_not_finite_has_no_finite_result(ops: Any) -
     """And no other row is touched."""
     case = product(ops, [("q4_k", 32)], 256, 3)
     for norm in (None, (np.ones(256, np.float32), 1e-5)):
-        sound = ops.linear(case.x, case.w, norm=norm).copy()
+        sound = ops.linear(case.x, case.w, Fusion(norm)).copy()
         for value in (np.nan, -np.nan, np.inf, -np.inf):
             damaged = case.x.copy()
             damaged[1, 77] = value
-            actual = ops.linear(damaged, case.w, norm=norm)
+            actual = ops.linear(damaged, case.w, Fusion(norm))
             assert not np.isfinite(actual[1]).any(), (value, norm)
             np.testing.assert_array_equal(actual[[0, 2]], sound[[0, 2]])
 
@@ -429,8 +428,8 @@ def test_products_are_repeated_with_other_rows(ops: Any, rng: np.random.Generato
         for number, one in enumerate((ops, other)):
             assert one.linear(x, first, residual=sums[number]) is sums[number]
         np.testing.assert_array_equal(*sums)
-        np.testing.assert_array_equal(ops.linear(x, whole, norm=norm), other.linear(x, whole, norm=norm))
-        np.testing.assert_array_equal(*(one.linear(x, first, activation="silu").copy() for one in (ops, other)))
+        np.testing.assert_array_equal(ops.linear(x, whole, Fusion(norm)), other.linear(x, whole, Fusion(norm)))
+        np.testing.assert_array_equal(*(one.linear(x, first, Fusion(activation="silu")).copy() for one in (ops, other)))
 
 
 @backends(*BEST)

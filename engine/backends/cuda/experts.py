@@ -19,8 +19,7 @@ from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, Product, threads_for
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
 from polarlm.engine.backends.cuda.linear import LinearOps, gates, input_type
-from polarlm.engine.backends.kv import Norm
-from polarlm.engine.backends.ops import KeptTiles, Ops, Routing
+from polarlm.engine.backends.ops import PLAIN, ExpertNetwork, Fusion, KeptTiles, Ops, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, StoredMatrix, WeightFormat
 from polarlm.model_loaders.config import Experts, is_gated
@@ -78,42 +77,22 @@ class ExpertOps(LinearOps):
         self._launch("route", grid, config, ids, weights, logits, bias, factors, rows, float(rule.scale))
         return Routing(ids, weights)
 
-    def experts(
-        self,
-        x: Array,
-        routing: Routing,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
-        activation: str | None,
-        *,
-        norm: Norm = None,
-        residual: Array | None = None,
-    ) -> Array:
-        y = self._device.empty((len(x), down.shape[0]), np.float32) if residual is None else residual
-        if gate_up.on_host:
-            self._on_host(y, x, routing, gate_up, down, activation, norm, residual)
+    def experts(self, x: Array, routing: Routing, network: ExpertNetwork, residual: Array | None = None) -> Array:
+        y = self._device.empty((len(x), network.down.shape[0]), np.float32) if residual is None else residual
+        if network.gate_up.on_host:
+            self._on_host(y, x, routing, network, residual)
             return y
         top_k, n = routing.ids.shape[1], y.shape[1]
         config = LaunchConfig({"ADD": int(residual is not None)}, threads_for(n))
         for first in range(0, len(x), EXPERT_ROWS):
             rows = slice(first, first + EXPERT_ROWS)
             ids, target = routing.ids[rows], y[rows]
-            parts, places = self._pair_results(x[rows], ids.reshape(ids.size), top_k, gate_up, down, activation, norm)
+            parts, places = self._pair_results(x[rows], ids.reshape(ids.size), top_k, network)
             args = target, parts, routing.weights[rows], places, top_k, n, row_stride(target)
             self._launch("add_experts", (-(-n // config.threads), len(target)), config, *args)
         return y
 
-    def _on_host(
-        self,
-        y: Array,
-        x: Array,
-        routing: Routing,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
-        activation: str | None,
-        norm: Norm,
-        residual: Array | None,
-    ) -> None:
+    def _on_host(self, y: Array, x: Array, routing: Routing, network: ExpertNetwork, residual: Array | None) -> None:
         """`experts` on rows that are copied to the host, all at once, and back to y."""
         host = self.host
         assert host is not None
@@ -125,20 +104,20 @@ class ExpertOps(LinearOps):
         words, adds = self._device.empty((ends[-1],), np.int32), residual is not None
         for array, end in zip(arrays, ends, strict=True):
             words[end - array.size : end] = array.reshape(array.size).view(np.int32)
-        host_norm = None if norm is None else (self._norm_on_host(norm[0]), norm[1])
+        if (norm := network.fusion.norm) is not None:
+            host_norm = self._norm_on_host(norm[0]), norm[1]
+            network = network._replace(fusion=network.fusion._replace(norm=host_norm))
 
         def compute(words: np.ndarray) -> np.ndarray:
             parts = np.split(words, ends[:-1])
             copies = [part.view(kind).reshape(shape) for part, kind, shape in zip(parts, types, shapes, strict=True)]
             rows, ids, weights, residual_rows = *copies[:3], copies[-1 if len(copies) > 3 else 0]
-            result = np.empty((len(rows), down.shape[0]), np.float32)
+            result = np.empty((len(rows), network.down.shape[0]), np.float32)
             for first in range(0, len(rows), host.prefill_rows):
                 part = slice(first, first + host.prefill_rows)
                 chosen = Routing(ids[part], weights[part])
                 target = residual_rows[part].copy() if adds else None
-                result[part] = host.experts(
-                    rows[part], chosen, gate_up, down, activation, norm=host_norm, residual=target
-                )
+                result[part] = host.experts(rows[part], chosen, network, target)
             return result
 
         self._device.call_host(compute, y, [words])
@@ -150,25 +129,17 @@ class ExpertOps(LinearOps):
             entry = self._norms[id(weight)] = weight, self._device.to_host(weight)
         return entry[1]
 
-    def _pair_results(
-        self,
-        x: Array,
-        ids: Array,
-        top_k: int,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
-        activation: str | None,
-        norm: Norm,
-    ) -> tuple[Array, Array | None]:
+    def _pair_results(self, x: Array, ids: Array, top_k: int, network: ExpertNetwork) -> tuple[Array, Array | None]:
         """The result of each pair: of row p // top_k of x (T, E) and expert ids[p], ids (P,). Returns the results
         (P, E), and the place of each pair among them, (P,) int32; None stands for places in order."""
+        gate_up, down, fusion = network
         if not wide.groups_pairs(len(ids), gate_up.count):
             first = partial(self._multiply_pairs, ids, top_k, gate_up.count)
-            hidden = self._product(first, x, len(ids), gate_up, norm, activation, np.float32)
+            hidden = self._product(first, x, len(ids), gate_up, fusion, np.float32)
             second = partial(self._multiply_pairs, ids, 1, down.count)
-            return self._product(second, hidden, len(ids), down, None, None, np.float32), None
+            return self._product(second, hidden, len(ids), down, PLAIN, np.float32), None
         for most in self._group_rows(len(ids), gate_up.count):
-            result = self._group_results(most, x, ids, top_k, gate_up, down, activation, norm)
+            result = self._group_results(most, x, ids, top_k, network)
         return result
 
     def _group_rows(self, pairs: int, count: int) -> Sequence[int]:
@@ -176,23 +147,16 @@ class ExpertOps(LinearOps):
         return wide.expert_groups(pairs, count)[:1]
 
     def _group_results(
-        self,
-        most: int,
-        x: Array,
-        ids: Array,
-        top_k: int,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
-        activation: str | None,
-        norm: Norm,
+        self, most: int, x: Array, ids: Array, top_k: int, network: ExpertNetwork
     ) -> tuple[Array, Array]:
         """`_pair_results` in groups of up to `most` rows."""
+        gate_up, down, fusion = network
         groups = self._group_pairs(ids, top_k, gate_up.count, most)
         first = partial(self._multiply_groups, groups, groups.rows, gate_up.count)
         narrow = input_type(Linear(down.parts), len(ids))
-        hidden = self._product(first, x, len(ids), gate_up, norm, activation, narrow)
+        hidden = self._product(first, x, len(ids), gate_up, fusion, narrow)
         second = partial(self._multiply_groups, groups, None, down.count)
-        return self._product(second, hidden, len(ids), down, None, None, np.float32), groups.places
+        return self._product(second, hidden, len(ids), down, PLAIN, np.float32), groups.places
 
     def _product(
         self,
@@ -200,8 +164,7 @@ class ExpertOps(LinearOps):
         x: Array,
         pairs: int,
         w: ExpertLinear,
-        norm: Norm,
-        activation: str | None,
+        fusion: Fusion,
         dtype: type[np.generic],
     ) -> Array:
         """The product of each pair with its expert: (P, out), or (P, out / 2) with an activation of a gate, of `dtype`;
@@ -209,8 +172,9 @@ class ExpertOps(LinearOps):
 
         multiply(y, x, product): computes that with one matrix into y, which may be columns of a wider array.
         """
+        norm, activation, _ = fusion
         if activation is not None and not is_gated(activation):
-            y = self._product(multiply, x, pairs, w, norm, None, np.float32)
+            y = self._product(multiply, x, pairs, w, Fusion(norm), np.float32)
             self.activate(y, y, activation)
             return y
         y = self._device.empty((pairs, w.shape[0] if activation is None else w.shape[0] // 2), dtype)

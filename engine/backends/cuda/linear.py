@@ -17,7 +17,7 @@ from polarlm.engine.backends.cuda.device import Array, kernel_source, row_stride
 from polarlm.engine.backends.cuda.launch import DeviceOps, LaunchConfig, Product, result_type, threads_for, type_of
 from polarlm.engine.backends.cuda.launch_configs import DEQUANTIZED_BYTES, GEMV_ROWS
 from polarlm.engine.backends.kv import Norm
-from polarlm.engine.backends.ops import KeptTiles
+from polarlm.engine.backends.ops import PLAIN, Fusion, KeptTiles
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 from polarlm.model_loaders.config import is_gated
@@ -105,18 +105,10 @@ class LinearOps(DeviceOps):
         config = LaunchConfig({"ADD": int(residual is not None)}, launch_configs.row_threads(rows, -(-n // 8)))
         self._launch("rms_norm", (rows,), config, y, x, weight, n, row_stride(y), row_stride(x), float(eps))
 
-    def linear(
-        self,
-        x: Array,
-        w: Linear,
-        *,
-        norm: Norm = None,
-        residual: Array | None = None,
-        activation: str | None = None,
-        consumer: Linear | None = None,
-    ) -> Array:
+    def linear(self, x: Array, w: Linear, fusion: Fusion = PLAIN, residual: Array | None = None) -> Array:
+        norm, activation, consumer = fusion
         if activation is not None and not is_gated(activation):
-            y = self.linear(x, w, norm=norm)
+            y = self.linear(x, w, Fusion(norm))
             self.activate(y, y, activation)
             return y
         rows, out = len(x), w.shape[0] if activation is None else w.shape[0] // 2

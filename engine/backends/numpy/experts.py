@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.rows import quiet, rms_norm
-from polarlm.engine.backends.ops import Routing
+from polarlm.engine.backends.ops import ExpertNetwork, Routing
 from polarlm.engine.weight_formats import ExpertLinear
 from polarlm.model_loaders.config import Experts
 
@@ -37,17 +36,10 @@ class ExpertOps:
 
     @quiet
     def experts(
-        self,
-        x: np.ndarray,
-        routing: Routing,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
-        activation: str | None,
-        *,
-        norm: Norm = None,
-        residual: np.ndarray | None = None,
+        self, x: np.ndarray, routing: Routing, network: ExpertNetwork, residual: np.ndarray | None = None
     ) -> np.ndarray:
         """The rows of an expert are multiplied together, so its weights are read once."""
+        gate_up, down, (norm, activation, _) = network
         x = x if norm is None else rms_norm(x, *norm)
         y = np.zeros((len(x), down.shape[0]), np.float32)
         weights, top_k = routing.weights.ravel(), routing.ids.shape[1]

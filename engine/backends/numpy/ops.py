@@ -18,7 +18,6 @@ from polarlm.engine.backends.kv import (
     HeadTransform,
     KVLocation,
     Move,
-    Norm,
     Norms,
     PreparedTransform,
     Rope,
@@ -34,7 +33,7 @@ from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, S
 from polarlm.engine.backends.numpy.kv.encoding import encodable_runs, encode_side
 from polarlm.engine.backends.numpy.recurrent import RecurrentOps
 from polarlm.engine.backends.numpy.rows import apply_rope, quiet, rms_norm, rotate, softcap
-from polarlm.engine.backends.ops import EncoderOps, ExpertCache, KeptTiles, Load, Result, WarmUp
+from polarlm.engine.backends.ops import PLAIN, EncoderOps, ExpertCache, Fusion, KeptTiles, Load, Result, WarmUp
 from polarlm.engine.outputs import Threads
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
@@ -178,21 +177,14 @@ class NumpyOps(ExpertOps, RecurrentOps):
 
     @quiet
     def linear(
-        self,
-        x: np.ndarray,
-        w: Linear,
-        *,
-        norm: Norm = None,
-        residual: np.ndarray | None = None,
-        activation: str | None = None,
-        consumer: Linear | None = None,
+        self, x: np.ndarray, w: Linear, fusion: Fusion = PLAIN, residual: np.ndarray | None = None
     ) -> np.ndarray:
-        x, weight = x if norm is None else rms_norm(x, *norm), _whole(w)
+        x, weight = x if fusion.norm is None else rms_norm(x, *fusion.norm), _whole(w)
         y = x @ weight.T
         if w.bias is not None:
             y += w.bias
-        if activation is not None:
-            return ACTIVATIONS[activation](y)
+        if fusion.activation is not None:
+            return ACTIVATIONS[fusion.activation](y)
         if residual is None:
             return y
         residual += y

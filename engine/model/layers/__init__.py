@@ -13,7 +13,7 @@ from dataclasses import MISSING, field
 from typing import Any, NamedTuple
 
 from polarlm.engine.backends.kv import Norm, Spans
-from polarlm.engine.backends.ops import Array, Ops, Routing
+from polarlm.engine.backends.ops import PLAIN, Array, ExpertNetwork, Fusion, Ops, Routing
 from polarlm.engine.weight_formats import Linear
 
 Tap = Callable[[Array, Array], None]
@@ -56,29 +56,39 @@ def norm_of(weight: Array | None, eps: float) -> Norm:
     return None if weight is None else (weight, eps)
 
 
-def adapted_linear(
-    ops: Ops,
-    x: Array,
-    w: Linear,
-    adapters: Routing | None,
-    *,
-    norm: Norm = None,
-    residual: Array | None = None,
-    activation: str | None = None,
-    consumer: Linear | None = None,
-) -> Array:
-    """`Ops.linear`, whose product has what the adapter of each row adds. adapters: None if no row has one."""
-    if adapters is None or w.deltas is None:
-        consumer = consumer if adapters is None else None  # what follows may read the result in float32
-        return ops.linear(x, w, norm=norm, residual=residual, activation=activation, consumer=consumer)
-    y, deltas = ops.linear(x, w, norm=norm, residual=residual), w.deltas
-    ops.experts(x, adapters, deltas.a, deltas.b, None, norm=norm, residual=y)
-    return y if activation is None else ops.activate_halves(y, activation)
+class Projection:
+    """A product of a layer with weights: `Ops.linear`, and what the adapter of each row adds to it."""
+
+    def __init__(self, ops: Ops, w: Linear, fusion: Fusion = PLAIN) -> None:
+        self._ops, self._w, self._fusion, self._deltas = ops, w, fusion, None
+        # With adapters, what follows may read the result in float32.
+        self._float_fusion, self._norm_fusion = fusion._replace(consumer=None), Fusion(fusion.norm)
+        if w.deltas is not None:
+            self._deltas = ExpertNetwork(w.deltas.a, w.deltas.b, self._norm_fusion)
+
+    def __call__(self, x: Array, adapters: Routing | None, residual: Array | None = None) -> Array:
+        """The product of x (T, in). adapters: None if no row has one. residual: as in `Ops.linear`."""
+        ops, w, activation = self._ops, self._w, self._fusion.activation
+        if adapters is None:
+            return ops.linear(x, w, self._fusion, residual)
+        if self._deltas is None:
+            return ops.linear(x, w, self._float_fusion, residual)
+        y = ops.linear(x, w, self._norm_fusion, residual)
+        ops.experts(x, adapters, self._deltas, residual=y)
+        return y if activation is None else ops.activate_halves(y, activation)
 
 
-def add_output(ops: Ops, x: Array, y: Array, w: Linear, adapters: Routing | None, post_norm: Norm) -> None:
-    """Add the projection w of y (T, in) to x (T, E), in place; `post_norm` norms it first, unless it is None."""
-    if post_norm is None:
-        adapted_linear(ops, y, w, adapters, residual=x)
-    else:
-        ops.rms_norm(adapted_linear(ops, y, w, adapters), post_norm, residual=x)
+class OutputProjection(Projection):
+    """The last product of a mixer or of a network, which is added to the residual stream."""
+
+    def __init__(self, ops: Ops, w: Linear, post_norm: Norm = None) -> None:
+        """post_norm: norms the result before it is added."""
+        super().__init__(ops, w)
+        self._post_norm = post_norm
+
+    def add(self, x: Array, y: Array, adapters: Routing | None) -> None:
+        """Add the product of y (T, in) to x (T, E), in place."""
+        if self._post_norm is None:
+            self(y, adapters, x)
+        else:
+            self._ops.rms_norm(self(y, adapters), self._post_norm, residual=x)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.kv import Cache, PreparedTransform, ScoreRule
-from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import Eps, LayerInputs, Tap, adapted_linear, add_output, norm_of, slot
+from polarlm.engine.backends.ops import Array, Fusion, Ops
+from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, Tap, norm_of, slot
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 
@@ -45,7 +45,10 @@ class Attention:
     ):
         self.shape = shape
         self._ops, self._weights, self._cache, self._transform = ops, weights, cache, transform
-        self._norm, self._post_norm = norm_of(weights.norm, eps.before), norm_of(weights.post_norm, eps.after)
+        norm, gate = Fusion(norm_of(weights.norm, eps.before)), weights.output_gate
+        self._qkv = Projection(ops, weights.qkv, norm)
+        self._gate = None if gate is None else Projection(ops, gate, norm)
+        self._out = OutputProjection(ops, weights.out, norm_of(weights.post_norm, eps.after))
         self._eps = eps.before
         self._rule = ScoreRule(shape.score_scale, shape.window, shape.softcap, weights.sink_scores)
         q_norm, k_norm = weights.q_norm, weights.q_norm if shape.shares_kv else weights.k_norm
@@ -58,7 +61,7 @@ class Attention:
         """Append the K/V of x (T, E) and return the queries (T, H, D), scaled and rotated as keys are."""
         ops, w, shape = self._ops, self._weights, self.shape
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
-        qkv = adapted_linear(ops, x, w.qkv, inputs.adapters, norm=self._norm)
+        qkv = self._qkv(x, inputs.adapters)
         assert inputs.rope is not None
         (cos, sin, *growth), norms = inputs.rope, self._qk_norms
         if growth:  # before RoPE, which turns queries of any length alike
@@ -86,7 +89,6 @@ class Attention:
         consumer = w.out if w.output_gate is None and inputs.adapters is None else None
         mixed = self._ops.attention(q, self._cache, inputs.spans, self._rule, self._transform, consumer)
         mixed = mixed.reshape(-1, shape.heads * shape.head_dim)
-        if w.output_gate is not None:
-            gate = adapted_linear(self._ops, x, w.output_gate, inputs.adapters, norm=self._norm)
-            self._ops.gate(mixed, gate)
-        add_output(self._ops, x, mixed, w.out, inputs.adapters, self._post_norm)
+        if self._gate is not None:
+            self._ops.gate(mixed, self._gate(x, inputs.adapters))
+        self._out.add(x, mixed, inputs.adapters)

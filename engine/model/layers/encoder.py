@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from polarlm.engine.backends.kv import PreparedTransform
-from polarlm.engine.backends.ops import Array, EncoderOps, Ops
-from polarlm.engine.model.layers import Eps, LayerInputs, add_output, norm_of, slot
+from polarlm.engine.backends.ops import Array, EncoderOps, Fusion, Ops
+from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, norm_of, slot
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.weight_formats import Matrix
@@ -42,27 +42,28 @@ class EncoderLayer:
         assert isinstance(layer.mixer, config.Attention)
         assert isinstance(layer.ffn, config.GatedMLP)
         assert isinstance(weights.ffn, GatedMLPWeights)
-        self._ops, self._encoder_ops, self._shape, self._transform = ops, encoder_ops, layer.mixer, transform
-        self._attention = w = weights.mixer
-        self._norm, self._post_norm = norm_of(w.norm, eps.before), norm_of(w.post_norm, eps.after)
+        self._encoder_ops, self._shape, self._transform = encoder_ops, layer.mixer, transform
+        w, post_norm = weights.mixer, norm_of(weights.mixer.post_norm, eps.after)
         self._qk_norms = None if w.q_norm is None else (w.q_norm, w.k_norm, eps.before)
         self._sum_norms, network = None, weights.ffn
         if layer.norms == "sums":
             self._sum_norms = [(part.post_norm, part.post_norm_bias, eps.after) for part in (w, network)]
-            self._post_norm, network = None, replace(network, post_norm=None)
+            post_norm, network = None, replace(network, post_norm=None)
+        self._qkv = Projection(ops, w.qkv, Fusion(norm_of(w.norm, eps.before)))
+        self._out = OutputProjection(ops, w.out, post_norm)
         self._network = GatedMLP(ops, layer.ffn, eps, network)
 
     def compute(self, x: Array, rope: tuple[Array, ...], lengths: Sequence[int]) -> None:
         """Compute the layer for x (T, E), the rows of texts of these lengths, in place. rope: cos and sin (T, D/2)."""
-        ops, encoder_ops, shape = self._ops, self._encoder_ops, self._shape
+        encoder_ops, shape = self._encoder_ops, self._shape
         heads, dim = shape.heads + 2 * shape.kv_heads, shape.head_dim
         turned = None if shape.rope is None and self._qk_norms is None else rope
-        qkv = ops.linear(x, self._attention.qkv, norm=self._norm).reshape(len(x), heads, dim)
+        qkv = self._qkv(x, None).reshape(len(x), heads, dim)
         mixed = encoder_ops.self_attention(
             qkv, turned, self._transform, lengths, shape.score_scale, shape.window, self._qk_norms
         )
         mixed = mixed.reshape(len(x), shape.heads * dim)
-        add_output(ops, x, mixed, self._attention.out, None, self._post_norm)
+        self._out.add(x, mixed, None)
         if self._sum_norms is not None:
             encoder_ops.layer_norm(x, self._sum_norms[0])
         self._network.add(x, LayerInputs())

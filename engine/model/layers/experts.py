@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, LayerInputs, adapted_linear, add_output, norm_of, slot
+from polarlm.engine.backends.ops import Array, ExpertNetwork, Fusion, Ops, Routing
+from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, norm_of, slot
 from polarlm.engine.weight_formats import ExpertLinear, Linear
 from polarlm.model_loaders import config
 
@@ -34,52 +34,56 @@ class ExpertsWeights:
     shared_post_norm: Array | None = slot("shared_post_norm", default=None)
 
 
+class SharedNetwork:
+    """The network of all tokens: `project`, then `down`."""
+
+    def __init__(self, ops: Ops, shape: config.GatedMLP, eps: Eps, weights: ExpertsWeights):
+        assert weights.shared_gate_up is not None
+        assert weights.shared_down is not None
+        norm, gate = norm_of(weights.norm, eps.before), weights.shared_gate
+        fusion = Fusion(norm, shape.activation, weights.shared_down if gate is None else None)
+        self._ops = ops
+        self._gate_up = Projection(ops, weights.shared_gate_up, fusion)
+        self._gate = None if gate is None else Projection(ops, gate, Fusion(norm))
+        self.down = OutputProjection(ops, weights.shared_down, norm_of(weights.shared_post_norm, eps.after))
+
+    def project(self, x: Array, adapters: Routing | None) -> Array:
+        """Return the input of the last projection, times the gate if there is one: (T, S)."""
+        y = self._gate_up(x, adapters)
+        if self._gate is not None:
+            self._ops.gate(y, self._gate(x, adapters))
+        return y
+
+
 class Experts:
     Weights = ExpertsWeights
 
     def __init__(self, ops: Ops, shape: config.Experts, eps: Eps, weights: ExpertsWeights):
         self._ops, self._shape, self._weights = ops, shape, weights
-        self._norm, self._post_norm = norm_of(weights.norm, eps.before), norm_of(weights.post_norm, eps.after)
-        self._router_norm = norm_of(weights.router_norm, eps.before) or self._norm
-        self._experts_norm = norm_of(weights.experts_norm, eps.before) or self._norm
+        norm, self._post_norm = norm_of(weights.norm, eps.before), norm_of(weights.post_norm, eps.after)
+        experts_norm = norm_of(weights.experts_norm, eps.before) or norm
+        self._router_fusion = Fusion(norm_of(weights.router_norm, eps.before) or norm)
+        self._latent_fusion = Fusion(experts_norm)
+        fusion = Fusion(experts_norm if weights.latent_in is None else None, shape.activation)
+        self._network = ExpertNetwork(weights.gate_up, weights.down, fusion)
+        self._shared = None if shape.shared is None else SharedNetwork(ops, shape.shared, eps, weights)
         self._experts_post_norm = norm_of(weights.experts_post_norm, eps.after)
-        self._shared_post_norm = norm_of(weights.shared_post_norm, eps.after)
 
     def add(self, x: Array, inputs: LayerInputs) -> None:
         """Add the result to x (T, E), in place. Adapters change the shared network."""
         ops, w, shape = self._ops, self._weights, self._shape
-        logits = ops.linear(x, w.router, norm=self._router_norm)
-        routing = ops.route(logits, shape, w.choice_bias, w.factors)
-        shared = self._shared(x, inputs.adapters)  # before x changes
+        routing = ops.route(ops.linear(x, w.router, self._router_fusion), shape, w.choice_bias, w.factors)
+        shared = None if self._shared is None else self._shared.project(x, inputs.adapters)  # before x changes
         into = x if self._post_norm is None else None
-        rows, norm, residual = x, self._experts_norm, into
+        rows, residual = x, into
         if w.latent_in is not None:
-            rows, norm, residual = ops.linear(x, w.latent_in, norm=norm), None, None
-        y = ops.experts(rows, routing, w.gate_up, w.down, shape.activation, norm=norm, residual=residual)
+            rows, residual = ops.linear(x, w.latent_in, self._latent_fusion), None
+        y = ops.experts(rows, routing, self._network, residual)
         if w.latent_out is not None:
             y = ops.linear(y, w.latent_out, residual=into)
         if self._experts_post_norm is not None:
             ops.rms_norm(y, self._experts_post_norm)
-        if shared is not None:
-            assert w.shared_down is not None
-            add_output(ops, y, shared, w.shared_down, inputs.adapters, self._shared_post_norm)
+        if self._shared is not None:
+            self._shared.down.add(y, shared, inputs.adapters)
         if self._post_norm is not None:
             ops.rms_norm(y, self._post_norm, residual=x)
-
-    def _shared(self, x: Array, adapters: Routing | None) -> Array | None:
-        """Return the input of the shared network's last projection, times its gate if it has one: (T, S), or None."""
-        ops, w, shared = self._ops, self._weights, self._shape.shared
-        if shared is None or w.shared_gate_up is None:
-            return None
-        y = adapted_linear(
-            ops,
-            x,
-            w.shared_gate_up,
-            adapters,
-            norm=self._norm,
-            activation=shared.activation,
-            consumer=None if w.shared_gate is not None else w.shared_down,
-        )
-        if w.shared_gate is not None:
-            ops.gate(y, adapted_linear(ops, x, w.shared_gate, adapters, norm=self._norm))
-        return y

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import Eps, LayerInputs, adapted_linear, add_output, norm_of, slot
+from polarlm.engine.backends.ops import Array, Fusion, Ops
+from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, norm_of, slot
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 
@@ -26,11 +26,10 @@ class GatedMLP:
     Weights = GatedMLPWeights
 
     def __init__(self, ops: Ops, shape: config.GatedMLP, eps: Eps, weights: GatedMLPWeights):
-        self._ops, self._shape, self._weights = ops, shape, weights
-        self._norm, self._post_norm = norm_of(weights.norm, eps.before), norm_of(weights.post_norm, eps.after)
+        fusion = Fusion(norm_of(weights.norm, eps.before), shape.activation, weights.down)
+        self._gate_up = Projection(ops, weights.gate_up, fusion)
+        self._down = OutputProjection(ops, weights.down, norm_of(weights.post_norm, eps.after))
 
     def add(self, x: Array, inputs: LayerInputs) -> None:
         """Add the network's result to x (T, E), in place."""
-        ops, w, activation = self._ops, self._weights, self._shape.activation
-        y = adapted_linear(ops, x, w.gate_up, inputs.adapters, norm=self._norm, activation=activation, consumer=w.down)
-        add_output(ops, x, y, w.down, inputs.adapters, self._post_norm)
+        self._down.add(x, self._gate_up(x, inputs.adapters), inputs.adapters)

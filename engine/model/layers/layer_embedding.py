@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import Eps, LayerInputs, adapted_linear, add_output, norm_of, slot
+from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, norm_of, slot
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Activation
 
@@ -43,14 +42,15 @@ class LayerEmbeddingWeights:
 
 class LayerEmbedding:
     def __init__(self, ops: Ops, activation: Activation, number: int, eps: Eps, weights: LayerEmbeddingWeights):
-        self._ops, self._activation, self._weights = ops, activation, weights
+        self._ops, self._activation = ops, activation
+        self._gate = Projection(ops, weights.gate)
+        self._out = OutputProjection(ops, weights.out, norm_of(weights.post_norm, eps.after))
         size = weights.gate.shape[0]
         self._columns = slice(number * size, (number + 1) * size)
-        self._post_norm: Norm = norm_of(weights.post_norm, eps.after)
 
     def add(self, x: Array, inputs: LayerInputs) -> None:
         """Add the projection of activation(gate(x)) · `inputs.added` to x (T, E), in place."""
-        y = adapted_linear(self._ops, x, self._weights.gate, inputs.adapters)
+        y = self._gate(x, inputs.adapters)
         assert inputs.added is not None
         self._ops.activate(y, inputs.added[:, self._columns], self._activation)
-        add_output(self._ops, x, y, self._weights.out, inputs.adapters, self._post_norm)
+        self._out.add(x, y, inputs.adapters)

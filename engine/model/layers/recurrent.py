@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from polarlm.engine.backends.delta import DeltaWeights, Mamba2Weights
-from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import Eps, LayerInputs, Tap, adapted_linear, add_output, norm_of, slot
+from polarlm.engine.backends.ops import Array, Fusion, Ops
+from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, Tap, norm_of, slot
 from polarlm.engine.state.recurrent.conv_inputs import ConvShape
 from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.engine.state.recurrent.slots import add_rows
@@ -23,9 +23,9 @@ class RecurrentMixer:
     op: ClassVar[str]  # the name of the op
 
     def __init__(self, ops: Ops, shape: Any, eps: Eps, weights: Any, cache: Any, transform: None):
-        self._ops, self._weights, self._slots = ops, weights, cache
-        self._norm = norm_of(weights.norm, eps.before)
-        self._post_norm = norm_of(getattr(weights, "post_norm", None), eps.after)
+        self._ops, self._slots = ops, cache
+        self._inputs = Projection(ops, weights.inputs, Fusion(norm_of(weights.norm, eps.before)))
+        self._out = OutputProjection(ops, weights.out, norm_of(getattr(weights, "post_norm", None), eps.after))
         channels = ops.to_host(weights.conv).reshape(shape.channels, shape.width)
         self._op_arguments = self.weights_of_op(shape, eps, weights, ops.to_device(channels.T))
 
@@ -36,12 +36,12 @@ class RecurrentMixer:
 
     def project(self, x: Array, inputs: LayerInputs, tap: Tap | None = None) -> Array:
         """Add the rows x (T, E) to the layer's state, and return the results of the op for them."""
-        rows = adapted_linear(self._ops, x, self._weights.inputs, inputs.adapters, norm=self._norm)
+        rows = self._inputs(x, inputs.adapters)
         return add_rows(self._ops, getattr(self._ops, self.op), rows, self._op_arguments, self._slots, inputs.spans)
 
     def mix(self, x: Array, y: Array, inputs: LayerInputs) -> None:
         """Add the projection of the results y to x (T, E), in place."""
-        add_output(self._ops, x, y, self._weights.out, inputs.adapters, self._post_norm)
+        self._out.add(x, y, inputs.adapters)
 
 
 @dataclass(frozen=True)

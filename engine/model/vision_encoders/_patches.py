@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadTransform, Norm
-from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.backends.ops import Array, Fusion, Ops
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import parts
 from polarlm.engine.weight_formats import Linear
@@ -57,7 +57,7 @@ class PatchReader(Generic[AnyVisionEncoder, W, L]):
         self._attend(x, self._layer_norm(x, w.norm, w.norm_bias), (w.qkv, w.out), rope, [len(x)])
         for part in parts(ops, x):
             y = self._layer_norm(part, w.ffn_norm, w.ffn_norm_bias)
-            y = ops.linear(y, w.up, activation="plain_gelu_tanh", consumer=w.down)
+            y = ops.linear(y, w.up, Fusion(activation="plain_gelu_tanh", consumer=w.down))
             ops.linear(y, w.down, residual=part)
 
     def _attend(
@@ -71,7 +71,7 @@ class PatchReader(Generic[AnyVisionEncoder, W, L]):
     ) -> None:
         """Add to x the attention of its rows, normed in y (P, C) or to be normed by `norm`. weights: qkv, out."""
         (qkv, out), heads, dim = weights, self.encoder.heads, self.encoder.hidden_size // self.encoder.heads
-        mixed = self._ops.linear(y, qkv, norm=norm).reshape(len(x), 3 * heads, dim)
+        mixed = self._ops.linear(y, qkv, Fusion(norm)).reshape(len(x), 3 * heads, dim)
         mixed = self._encoder_ops.self_attention(mixed, rope, self._transform, lengths, dim**-0.5)
         self._ops.linear(mixed.reshape(len(x), heads * dim), out, residual=x)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadTransform
-from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.backends.ops import Array, Fusion, Ops
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows, parts
 from polarlm.engine.model.vision_encoders._patches import PatchReader, gemma_means, gemma_patches
@@ -74,7 +74,7 @@ class Reader(PatchReader[Gemma4VisionEncoder, Weights, LayerWeights]):
         means = gemma_means(ops, x, encoder, shape) * np.float32(math.sqrt(encoder.hidden_size))
         if bias is not None:
             means = (means - bias) * scale
-        return ImageRows(ops.linear(ops.to_device(means), w.projection, norm=(self._ones, encoder.eps)))
+        return ImageRows(ops.linear(ops.to_device(means), w.projection, Fusion((self._ones, encoder.eps))))
 
     def _product(self, x: Array, number: int, name: str) -> Array:
         """A product of a layer, within its bounds."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.ops import Array
+from polarlm.engine.backends.ops import Array, Fusion
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows, parts
 from polarlm.engine.model.vision_encoders._patches import PatchReader, qwen_patches, qwen_places
@@ -48,12 +48,12 @@ class Reader(PatchReader[WindowVisionEncoder, Weights, LayerWeights]):
             lengths = [len(x)] if number in encoder.whole else windows
             self._attend(x, x, (layer.qkv, layer.out), rope, lengths, (layer.norm, encoder.eps))
             for part in parts(ops, x):
-                norm = layer.ffn_norm, encoder.eps
-                y = ops.linear(part, layer.gate_up, norm=norm, activation="silu", consumer=layer.down)
+                fusion = Fusion((layer.ffn_norm, encoder.eps), "silu", layer.down)
+                y = ops.linear(part, layer.gate_up, fusion)
                 ops.linear(y, layer.down, residual=part)
             yield 0
         ops.rms_norm(x, (w.norm, encoder.eps))
-        merged = ops.linear(x.reshape(-1, encoder.merged_channels), w.first, activation="gelu")
+        merged = ops.linear(x.reshape(-1, encoder.merged_channels), w.first, Fusion(activation="gelu"))
         of_rows = np.argsort(order[:: encoder.merge**2])
         return ImageRows(ops.to_device(ops.to_host(ops.linear(merged, w.second))[of_rows]))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.backends.ops import Array, Fusion, Ops
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
 from polarlm.engine.model.vision_encoders._patches import PatchReader, PlainLayer, qwen_patches, qwen_places
@@ -55,10 +55,10 @@ class Reader(PatchReader[DeepStackVisionEncoder, Weights, LayerWeights]):
             self._add_layer(x, layer, rope)
             if layer.deep_in is not None and layer.deep_out is not None:
                 y = self._layer_norm(x.reshape(-1, encoder.merged_channels), layer.deep_norm, layer.deep_norm_bias)
-                added.append((ops.linear(y, layer.deep_in, activation="gelu"), layer.deep_out))
+                added.append((ops.linear(y, layer.deep_in, Fusion(activation="gelu")), layer.deep_out))
             yield 0
         y = self._layer_norm(x, w.norm, w.norm_bias).reshape(-1, encoder.merged_channels)
-        return ImageRows(ops.linear(ops.linear(y, w.first, activation="gelu"), w.second), tuple(added))
+        return ImageRows(ops.linear(ops.linear(y, w.first, Fusion(activation="gelu")), w.second), tuple(added))
 
     def _positions_of(self, where: np.ndarray, shape: ImageShape) -> np.ndarray:
         """The positions (P, C) of patches, between the nearest four of the table."""

@@ -8,6 +8,7 @@ import pytest
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
+from polarlm.engine.backends.ops import Fusion
 from polarlm.engine.weight_formats import Linear
 from tests import weights
 
@@ -25,7 +26,7 @@ class Model:
 
     def forward(self, x: np.ndarray) -> np.ndarray:
         self.calls += 1
-        y = self.ops.linear(x, self.both, norm=self.norm, activation="silu")
+        y = self.ops.linear(x, self.both, Fusion(self.norm, "silu"))
         return self.ops.linear(y, self.out, residual=x)
 
 

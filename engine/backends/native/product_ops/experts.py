@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.native.kernels.experts import (
     MOST_EXPERTS,
     ArrangeArguments,
@@ -26,7 +25,7 @@ from polarlm.engine.backends.native.kernels.rows import RowGateArguments, gate_r
 from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.native.product_ops.loading import CachedTiles
 from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, compiled_tiling, experts_of
-from polarlm.engine.backends.ops import Routing
+from polarlm.engine.backends.ops import PLAIN, ExpertNetwork, Routing
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.weight_formats import ExpertLinear
 from polarlm.model_loaders.config import Experts
@@ -78,24 +77,17 @@ class ExpertOps(KernelOps):
         self._launch(gate_rows(shared=count < columns), rows * parts, arguments)
 
     def experts(
-        self,
-        x: np.ndarray,
-        routing: Routing,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
-        activation: str | None,
-        *,
-        norm: Norm = None,
-        residual: np.ndarray | None = None,
+        self, x: np.ndarray, routing: Routing, network: ExpertNetwork, residual: np.ndarray | None = None
     ) -> np.ndarray:
-        up = Multiplication(self._launch, gate_up, len(x), norm, activation)
-        down_product = Multiplication(self._launch, down, len(x), None, None)
+        gate_up, down, fusion = network
+        up = Multiplication(self._launch, gate_up, len(x), fusion)
+        down_product = Multiplication(self._launch, down, len(x), PLAIN)
         order = self._arrange(routing, gate_up.count, (up, down_product))
         self._expect(order.chosen, gate_up, down)
         y = self._launch.empty((len(order.sources), up.width))
         up.launch(x, y, order.tiling, order.chosen, order.sources)
-        if activation is not None and up.activation is None:
-            y = self.activate_halves(y, activation)
+        if fusion.activation is not None and up.activation is None:
+            y = self.activate_halves(y, fusion.activation)
         results = self._launch.empty((len(order.panel_places), down_product.width))
         down_product.launch(y, results, order.tiling, order.chosen, order.panel_places)
         out = self._launch.empty((len(x), results.shape[1])) if residual is None else residual

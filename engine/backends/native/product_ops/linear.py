@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling, tiling
 from polarlm.engine.backends.native.kernels.rows import (
@@ -18,6 +17,7 @@ from polarlm.engine.backends.native.kernels.rows import (
 )
 from polarlm.engine.backends.native.product_ops.loading import CachedTiles, LoadOps
 from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, compiled_tiling
+from polarlm.engine.backends.ops import PLAIN, Fusion
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import is_gated
 
@@ -84,23 +84,16 @@ class LinearOps(LoadOps):
         self._launch(change_rows(name), rows * pieces, ChangeArguments(x, columns, x.strides[0], pieces, numbers, step))
 
     def linear(
-        self,
-        x: np.ndarray,
-        w: Linear,
-        *,
-        norm: Norm = None,
-        residual: np.ndarray | None = None,
-        activation: str | None = None,
-        consumer: Linear | None = None,
+        self, x: np.ndarray, w: Linear, fusion: Fusion = PLAIN, residual: np.ndarray | None = None
     ) -> np.ndarray:
         rows, level, bits = len(x), self._launch.level, self._launch.input_bits
+        norm, activation, _ = fusion
         norm_key = None if norm is None else (id(norm[0]), norm[1])
         strides = x.strides, None if residual is None else residual.strides
         key = id(w), norm_key, strides, activation, rows == 1, bits
         product = self._launch.take(key)
         if product is None:
-            adds = residual is not None
-            product = Multiplication(self._launch, w, rows, norm, activation, adds=adds)
+            product = Multiplication(self._launch, w, rows, fusion, adds=residual is not None)
         y = residual
         if y is None:
             # Rows whose beginnings are a power of two apart share a few sets of the caches, and several are written

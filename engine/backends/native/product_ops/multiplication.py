@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.native import tiles
 from polarlm.engine.backends.native.kernels.linear.activations import (
     Inputs,
@@ -27,6 +26,7 @@ from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Pr
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, are_unsigned
 from polarlm.engine.backends.native.launch import Launcher, LaunchSpec, PreparedLaunches
 from polarlm.engine.backends.native.product_ops.loading import CachedTiles
+from polarlm.engine.backends.ops import Fusion
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.jit.lang.records import address
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix
@@ -61,13 +61,13 @@ class Multiplication:
         launch: Launcher,
         w: Linear | ExpertLinear,
         rows: int,
-        norm: Norm,
-        activation: str | None,
+        fusion: Fusion,
         *,
         adds: bool = False,
     ) -> None:
         """rows: how many there are. adds: the product is added to the result. The rest is as in `Ops.linear`."""
-        self._launch, self._w, self._norm, self._adds = launch, w, norm, adds
+        self._launch, self._w, self._adds = launch, w, adds
+        self._norm, activation, _ = fusion
         self._is_stack = isinstance(w, ExpertLinear)
         self._count = w.count if isinstance(w, ExpertLinear) else 1
         # One kernel multiplies by gate and up together if both halves of the outputs are whole tiles.
