@@ -18,7 +18,7 @@ from polarlm.bench.result import Result
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, ScoreRule
+from polarlm.engine.backends.kv import AttentionRule, CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.codecs import Codec
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
@@ -67,7 +67,7 @@ def measure_attention(
     queries = rng.standard_normal((batch, attention.heads, attention.head_dim), np.float32)
     q, scale = ops.to_device(queries), attention.head_dim**-0.5
 
-    out = ops.to_host(ops.attention(q, cache, spans[0], ScoreRule(scale)))
+    out = ops.to_host(ops.attention(q, cache, spans[0], AttentionRule(scale)))
     row, head, group = (
         int(rng.integers(batch)),
         int(rng.integers(attention.kv_heads)),
@@ -78,7 +78,7 @@ def measure_attention(
 
     def all_calls(_: Array) -> Array:
         for table in spans:
-            result = ops.attention(q, cache, table, ScoreRule(scale))
+            result = ops.attention(q, cache, table, AttentionRule(scale))
         return result
 
     seconds = gpu.clock.seconds(lambda: ops.run_graph("attention", all_calls, [_NOTHING]), sizes.runs)

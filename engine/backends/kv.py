@@ -87,7 +87,7 @@ class HeadTransform:
     value_eps: float | None = None
 
 
-class ScoreRule(NamedTuple):
+class AttentionRule(NamedTuple):
     """How the scores of attention become weights.
 
     scale: multiplies the scores. With a window, position p sees only positions > p − window. softcap: c, by which
@@ -224,7 +224,7 @@ class KVOps(Protocol):
         q: Array,
         cache: Cache,
         spans: Spans,
-        rule: ScoreRule,
+        rule: AttentionRule,
         transform: PreparedTransform | None = None,
         consumer: Linear | None = None,
     ) -> Array:

@@ -9,7 +9,7 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.kv import ScoreRule
+from polarlm.engine.backends.kv import AttentionRule
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy import attention as numpy_attention
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -41,7 +41,7 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, window: int |
     seen = keys <= rows
     for image in IMAGES if whole else ():
         seen |= ((rows >= image.start) & (rows < image.stop)) & ((keys >= image.start) & (keys < image.stop))
-    return reference.attention(q, k, v, seen & (keys > rows - (window or len(k))), ScoreRule(SCALE))
+    return reference.attention(q, k, v, seen & (keys > rows - (window or len(k))), AttentionRule(SCALE))
 
 
 @pytest.mark.parametrize(("backend", "known", "step"), each([*OPS], [0, 10, 41], [32, 1000]))
@@ -72,7 +72,7 @@ def test_rows_of_an_image_see_all_of_it(
                     slice(first + unit.start, first + unit.stop),
                 )
                 ops.append_kv(store.cache(layer), table, ops.to_device(k[at]), ops.to_device(v[at]))
-                rule = ScoreRule(SCALE, window)
+                rule = AttentionRule(SCALE, window)
                 out = ops.to_host(ops.attention(ops.to_device(q[at]), store.cache(layer), table, rule))
                 if first == known:
                     wanted = exact(q[at], k, v, at.start, window, whole=whole)

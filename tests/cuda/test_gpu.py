@@ -26,7 +26,7 @@ from polarlm.engine.backends.cuda.device import MOST_BATCHES, MOST_RECORDINGS
 from polarlm.engine.backends.cuda.kv.cache import HostTable
 from polarlm.engine.backends.cuda.multi_device.ops import MultiDeviceOps
 from polarlm.engine.backends.cuda.ops import _UNCOUNTED_BYTES, CudaOps
-from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
+from polarlm.engine.backends.kv import AttentionRule, KVLocation, SpanView
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.warm_up import recording_warm_ups
 from polarlm.engine.sampling.sample import greedy
@@ -241,7 +241,9 @@ def test_one_token_attends_to_a_long_context(rng: np.random.Generator, cache_typ
     laid = [StoredSequence(context, 2 * i, ids[i].tolist(), 2 * i + 1) for i, context in enumerate(contexts)]
     queries = rng.standard_normal((len(contexts), config.attention.heads, config.attention.head_dim), np.float32)
     spans = ops.spans([of.span(row, n) for row, of in enumerate(laid)], n)
-    out = ops.to_host(ops.attention(ops.to_device(queries), cache, spans, ScoreRule(config.attention.head_dim**-0.5)))
+    out = ops.to_host(
+        ops.attention(ops.to_device(queries), cache, spans, AttentionRule(config.attention.head_dim**-0.5))
+    )
     group = config.attention.heads // config.attention.kv_heads
     for row, of in enumerate(laid):
         for head in range(config.attention.kv_heads):
@@ -266,7 +268,9 @@ def test_a_prompt_attends_to_a_long_context(rng: np.random.Generator, cache_type
     k, v = (rng.standard_normal((new, config.attention.kv_heads, config.attention.head_dim), np.float32) for _ in "kv")
     queries = rng.standard_normal((new, config.attention.heads, config.attention.head_dim), np.float32)
     ops.append_kv(cache, spans, ops.to_device(k), ops.to_device(v))
-    out = ops.to_host(ops.attention(ops.to_device(queries), cache, spans, ScoreRule(config.attention.head_dim**-0.5)))
+    out = ops.to_host(
+        ops.attention(ops.to_device(queries), cache, spans, AttentionRule(config.attention.head_dim**-0.5))
+    )
 
     head, group = config.attention.kv_heads - 1, config.attention.heads // config.attention.kv_heads
     heads = slice(head * group, (head + 1) * group)

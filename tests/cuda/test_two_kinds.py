@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.engine import SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.kv import ScoreRule
+from polarlm.engine.backends.kv import AttentionRule
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.transfer import FIELDS, converted
@@ -79,7 +79,7 @@ def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> N
     if rows == 1:
         table, queries = table.pad_rows(len(kept) + 1), np.concatenate([q, q[:1]])
     for device.seed in (0, 1, 2):
-        results.append(ops.to_host(ops.attention(ops.to_device(queries), store.cache(0), table, ScoreRule(0.3))))
+        results.append(ops.to_host(ops.attention(ops.to_device(queries), store.cache(0), table, AttentionRule(0.3))))
         np.testing.assert_array_equal(results[-1], results[0])
     for number, fed in enumerate(kept):
         mine = slice(rows * number, rows * (number + 1))
@@ -88,7 +88,7 @@ def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> N
             seen_k[at * N : (at + 1) * N], seen_v[at * N : (at + 1) * N] = contents(store, 0, block)
         # Queries, weights and what codes stand for are rounded to half precision.
         visible = reference.causal_mask(fed.kv.length, rows, len(seen_k))
-        expected = reference.attention(q[mine], seen_k, seen_v, visible, ScoreRule(0.3))
+        expected = reference.attention(q[mine], seen_k, seen_v, visible, AttentionRule(0.3))
         np.testing.assert_allclose(results[0][mine], expected, atol=0.005)
     assert not results[0][rows * len(kept) :].any()
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polarlm.engine import codecs
-from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, ScoreRule, SpanView
+from polarlm.engine.backends.kv import AttentionRule, CacheFormat, HeadTransform, KVLocation, SpanView
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from tests.ops import reference
 
@@ -58,7 +58,7 @@ class Case:
     q: np.ndarray
     keys: list[np.ndarray]
     values: list[np.ndarray]
-    rule: ScoreRule
+    rule: AttentionRule
     transform: HeadTransform | None = None
 
     @property
@@ -192,7 +192,7 @@ def case_of(
     for is_in_slot in (True, False):
         _append(ops, cache, [part for part in in_full if (part.place.buffer is None) == is_in_slot], n)
     q = rng.standard_normal((first, shape.kv_heads * shape.group, shape.dim), np.float32)
-    rule = ScoreRule(2.4 / shape.dim**0.5, window)
+    rule = AttentionRule(2.4 / shape.dim**0.5, window)
     return Case(ops, cache, views, q, keys, values, rule)
 
 

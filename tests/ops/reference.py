@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polarlm.engine.backends.kv import ScoreRule
+from polarlm.engine.backends.kv import AttentionRule
 
 
 def causal_mask(position: int, rows: int, tokens: int, window: int | None = None) -> np.ndarray:
@@ -14,7 +14,13 @@ def causal_mask(position: int, rows: int, tokens: int, window: int | None = None
 
 
 def attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, rule: ScoreRule, *, half_precision: bool = False
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    visible: np.ndarray,
+    rule: AttentionRule,
+    *,
+    half_precision: bool = False,
 ) -> np.ndarray:
     """Attention of q (T, H, D) to those of k, v (S, K, D) that each row sees (T, S) → (T, H, D) float64.
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarlm.engine.backends.kv import HeadTransform, ScoreRule
+from polarlm.engine.backends.kv import AttentionRule, HeadTransform
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS, gelu
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.config import is_gated
@@ -202,7 +202,7 @@ def test_a_token_sees_its_own_text(
         parts = np.split(turned, [heads, heads + kv_heads], axis=1)
         wanted = np.concatenate(
             [
-                reference.attention(*(x[rows] for x in parts), seen[rows][:, rows], ScoreRule(0.3))
+                reference.attention(*(x[rows] for x in parts), seen[rows][:, rows], AttentionRule(0.3))
                 for rows in (slice(end - length, end) for length, end in zip(lengths, np.cumsum(lengths), strict=True))
             ]
         )

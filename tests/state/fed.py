@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from polarlm.engine import codecs
-from polarlm.engine.backends.kv import ScoreRule
+from polarlm.engine.backends.kv import AttentionRule
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.state.layer_shapes import LayerShape
@@ -88,7 +88,7 @@ class Fed:
                 own_q, own_k, own_v = map(ops.to_device, (q[rows], k[start:][rows], v[start:][rows]))
                 ops.append_kv(cache, spans, own_k, own_v)
                 window = self.store.shape.layers[layer].window
-                out[layer, rows] = ops.to_host(ops.attention(own_q, cache, spans, ScoreRule(0.3, window)))
+                out[layer, rows] = ops.to_host(ops.attention(own_q, cache, spans, AttentionRule(0.3, window)))
                 self.check(out[layer, rows], q[rows], k, v, start, start + first, layer)
             self.store.seal(layer, span)
         if commit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from polarlm.engine import codecs
-from polarlm.engine.backends.kv import ScoreRule
+from polarlm.engine.backends.kv import AttentionRule
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from tests.ops import reference
 from tests.ops.reference import causal_mask
@@ -35,4 +35,4 @@ def as_read(k: np.ndarray, v: np.ndarray, length: int, n: int, codec_k: str, cod
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, scale: float, window: int | None):
     """q (T, H, D) whose first row is at `position`, over k, v (S, K, D) → (T, H, D) float64, causal."""
     visible = causal_mask(position, len(q), len(k), window)
-    return reference.attention(q, k, v, visible, ScoreRule(scale, window))
+    return reference.attention(q, k, v, visible, AttentionRule(scale, window))

@@ -15,7 +15,7 @@ from polarlm.engine.backends.cuda.heads import NO_ROTATION, DeviceRotation, Devi
 from polarlm.engine.backends.cuda.kv.cache import BatchTables, LayerCache, SpanTable
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, result_type, threads_for
 from polarlm.engine.backends.cuda.linear import input_type
-from polarlm.engine.backends.kv import Norms, RecordedSpans, Rope, ScoreRule
+from polarlm.engine.backends.kv import AttentionRule, Norms, RecordedSpans, Rope
 from polarlm.engine.weight_formats import Linear
 
 
@@ -43,7 +43,7 @@ class AttentionOps(HeadOps):
         q: Array,
         cache: LayerCache,
         spans: SpanTable | BatchTables | RecordedSpans,
-        rule: ScoreRule,
+        rule: AttentionRule,
         transform: DeviceTransform | None = None,
         consumer: Linear | None = None,
     ) -> Array:

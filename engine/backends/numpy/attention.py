@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from polarlm.engine.backends.kv import KVLocation, PreparedTransform, ScoreRule, SpanView
+from polarlm.engine.backends.kv import AttentionRule, KVLocation, PreparedTransform, SpanView
 from polarlm.engine.backends.numpy.kv.cache import AnyCache, Buffer, LayerCache
 from polarlm.engine.backends.numpy.rows import softcap
 from polarlm.engine.quantization.conditioning import read_mean
@@ -22,7 +22,7 @@ _KEY_TILE = 1024
 _BLOCK_TILE = 64
 
 
-def attend_sequence(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, rule: ScoreRule) -> None:
+def attend_sequence(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, rule: AttentionRule) -> None:
     """Attention of scaled q (T, K, G, D), G = H / K, the rows of one sequence, in tiles of queries → out (T, H, D)."""
     tile = max(1, _QUERY_TILE // q.shape[2])
     for first in range(0, len(q), tile):
@@ -33,7 +33,7 @@ def attend_sequence(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: Spa
         target[...] = tile_out.transpose(2, 0, 1, 3).reshape(target.shape)
 
 
-def attend(q: np.ndarray, position: int, cache: LayerCache, span: SpanView, rule: ScoreRule) -> np.ndarray:
+def attend(q: np.ndarray, position: int, cache: LayerCache, span: SpanView, rule: AttentionRule) -> np.ndarray:
     """Attention of scaled q (K, G, T, D), whose first row has `position`, by online softmax over tiles → same shape."""
     last = max(span.sees, position + q.shape[2] - 1)
     tiles = _visible_tiles(cache, span, position, last, rule.window)
@@ -65,7 +65,7 @@ class _Partial(NamedTuple):
     weighted: np.ndarray
 
 
-def _partial(q: np.ndarray, position: int, tile: _Tile, rule: ScoreRule, sees: int) -> _Partial:
+def _partial(q: np.ndarray, position: int, tile: _Tile, rule: AttentionRule, sees: int) -> _Partial:
     """Attention of q (K, G, T, D) over one tile, with R = G·T."""
     kv_heads, group, count, dim = q.shape
     flat = q.reshape(kv_heads, group * count, dim)

@@ -13,6 +13,7 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import (
+    AttentionRule,
     CacheFormat,
     FilledBlocks,
     HeadTransform,
@@ -21,7 +22,6 @@ from polarlm.engine.backends.kv import (
     Norms,
     PreparedTransform,
     Rope,
-    ScoreRule,
     Spans,
     SpanView,
 )
@@ -278,7 +278,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         q: np.ndarray,
         cache: LayerCache,
         spans: Spans,
-        rule: ScoreRule,
+        rule: AttentionRule,
         transform: PreparedTransform | None = None,
         consumer: Linear | None = None,
     ) -> np.ndarray:

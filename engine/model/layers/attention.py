@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, PreparedTransform, ScoreRule
+from polarlm.engine.backends.kv import AttentionRule, Cache, PreparedTransform
 from polarlm.engine.backends.ops import Array, Fusion, Ops
 from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, Tap, norm_of, slot
 from polarlm.engine.weight_formats import Linear
@@ -50,7 +50,7 @@ class Attention:
         self._gate = None if gate is None else Projection(ops, gate, norm)
         self._out = OutputProjection(ops, weights.out, norm_of(weights.post_norm, eps.after))
         self._eps = eps.before
-        self._rule = ScoreRule(shape.score_scale, shape.window, shape.softcap, weights.sink_scores)
+        self._rule = AttentionRule(shape.score_scale, shape.window, shape.softcap, weights.sink_scores)
         q_norm, k_norm = weights.q_norm, weights.q_norm if shape.shares_kv else weights.k_norm
         self._qk_norms = None if q_norm is None else (q_norm, k_norm, eps.before)
         if shape.qk_norm == "unweighted":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
+from polarlm.engine.backends.kv import AttentionRule, KVLocation, SpanView
 from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels.attention.prompts import (
@@ -39,7 +39,7 @@ class PromptOps(KernelOps):
         q: np.ndarray,
         cache: LayerCache,
         spans: StepTable | Sequence[SpanView],
-        rule: ScoreRule,
+        rule: AttentionRule,
         transform: PreparedTransform | None = None,
         consumer: Linear | None = None,
     ) -> np.ndarray:
@@ -59,7 +59,7 @@ class PromptOps(KernelOps):
         out: np.ndarray,
         cache: TileCache,
         span: SpanView,
-        rule: ScoreRule,
+        rule: AttentionRule,
         transform: PreparedTransform | None,
     ) -> None:
         """Attention of the rows q (T, H, D) of one sequence → out (T, H, D) float32."""
@@ -112,7 +112,7 @@ class PromptOps(KernelOps):
         out: np.ndarray,
         kv_heads: int,
         span: SpanView,
-        rule: ScoreRule,
+        rule: AttentionRule,
         transform: PreparedTransform | None,
     ) -> Callable[..., None]:
         """A function that lets the rows of q (T, H, D) of a span attend to segments."""

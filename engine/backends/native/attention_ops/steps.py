@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from polarlm.engine.backends.kv import ScoreRule, SpanView
+from polarlm.engine.backends.kv import AttentionRule, SpanView
 from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
@@ -50,7 +50,7 @@ class AttentionOps(PromptOps):
         q: np.ndarray,
         cache: LayerCache,
         spans: StepTable | Sequence[SpanView],
-        rule: ScoreRule,
+        rule: AttentionRule,
         transform: PreparedTransform | None = None,
         consumer: Linear | None = None,
     ) -> np.ndarray:
@@ -63,7 +63,7 @@ class AttentionOps(PromptOps):
         q: np.ndarray,
         cache: TileCache,
         table: StepTable,
-        rule: ScoreRule,
+        rule: AttentionRule,
         transform: PreparedTransform | None,
     ) -> np.ndarray:
         """Attention of q (T, H, D) → (T, H, D) float32: partial results of chunks of blocks, then their merge."""
