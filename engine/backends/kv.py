@@ -87,18 +87,31 @@ class HeadTransform:
     value_eps: float | None = None
 
 
+class HeadRule(NamedTuple):
+    """What happens to the heads of a layer before they are stored and scored, made once for the layer.
+
+    norms: weights (D,) of an RMS norm of each query and of each key, and eps.
+    """
+
+    transform: PreparedTransform
+    norms: Norms = None
+
+
 class AttentionRule(NamedTuple):
-    """How the scores of attention become weights.
+    """How the scores of attention become weights, and what happens to its results, made once for a layer.
 
     scale: multiplies the scores. With a window, position p sees only positions > p − window. softcap: c, by which
     scores s become c · tanh(s / c) before they are masked. sink_scores (H,): a score of each query head that takes part
-    in the softmax of every row, and whose value is 0.
+    in the softmax of every row, and whose value is 0. transform: its scale_back and inverse value rotation are applied
+    to the results; None leaves these in the space of the stored values. consumer: as in `ops.Fusion`.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sink_scores: Array | None = None
+    transform: PreparedTransform | None = None
+    consumer: Linear | None = None
 
 
 @dataclass(frozen=True)
@@ -211,29 +224,17 @@ class KVOps(Protocol):
     def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
         """Write rows of k, v (T, K, D), from `transform_heads`, into each span's `current` at their positions."""
 
-    def place_kv(
-        self, qkv: Array, rope: Rope, transform: PreparedTransform, cache: Cache, spans: Spans, norms: Norms = None
-    ) -> Array:
+    def place_kv(self, qkv: Array, rope: Rope, rule: HeadRule, cache: Cache, spans: Spans) -> Array:
         """`transform_heads`, then `append_kv` of keys and values → the queries (T, H, D).
 
         CUDA: place_kv in a step; transform_heads and append_kv in a prompt, or where a rotation is dense.
         """
 
-    def attention(
-        self,
-        q: Array,
-        cache: Cache,
-        spans: Spans,
-        rule: AttentionRule,
-        transform: PreparedTransform | None = None,
-        consumer: Linear | None = None,
-    ) -> Array:
+    def attention(self, q: Array, cache: Cache, spans: Spans, rule: AttentionRule) -> Array:
         """Causal attention of q (T, H, D), contiguous, from `transform_heads`, over each span's whole sequence
         → (T, H, D).
 
-        Query head h reads KV head h // (H // K). Up to a span's `sees` all K/V are there. transform: its scale_back and
-        inverse value rotation are applied to the result; None leaves the result in the space of the stored values.
-        consumer: as in `linear`.
+        Query head h reads KV head h // (H // K). Up to a span's `sees` all K/V are there.
         CUDA: decode_attention in a step, prefill_attention and rotate in a prompt; rotate_dense where the
         rotation is dense.
         """

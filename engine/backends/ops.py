@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from polarlm.engine.backends.delta import RecurrentOps
-from polarlm.engine.backends.kv import Array, CacheFormat, HeadTransform, KVOps, Norm, Norms, PreparedTransform, Rope
+from polarlm.engine.backends.kv import Array, CacheFormat, HeadRule, HeadTransform, KVOps, Norm, PreparedTransform, Rope
 from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Fetch, Sampled, SamplerInput
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, RereadMatrix, StoredMatrix, WeightFormat
@@ -139,17 +139,16 @@ class EncoderOps(Protocol):
         self,
         qkv: Array,
         rope: Rope | None,
-        transform: PreparedTransform,
+        rule: HeadRule,
         lengths: Sequence[int],
         scale: float,
         window: int | None = None,
-        norms: Norms = None,
     ) -> Array:
         """`transform_heads` of qkv (T, H + 2K, D), then attention of each text to its own rows → (T, H, D).
 
         rope: None if heads have neither RoPE nor norms, and the transform changes nothing: they are taken as they are.
         lengths: the numbers of rows of the texts, in order; their sum is T. Nothing is kept. scale: multiplies scores.
-        window: rows attend to those at most window // 2 away; None: to all. norms: as in `transform_heads`.
+        window: rows attend to those at most window // 2 away; None: to all.
         """
 
 
@@ -323,13 +322,10 @@ class ComputeOps(Protocol):
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
         """The transforms of a model's layers on the device. A rotation array that several share is uploaded once."""
 
-    def transform_heads(
-        self, qkv: Array, rope: Rope, transform: PreparedTransform, norms: Norms = None
-    ) -> tuple[Array, Array, Array]:
+    def transform_heads(self, qkv: Array, rope: Rope, rule: HeadRule) -> tuple[Array, Array, Array]:
         """QK-norm, RoPE, scale and rotation: qkv (T, H + 2K, D), may be overwritten → q (T, H, D), k, v (T, K, D).
 
-        norms: weights (D,) of an RMS norm of each query and of each key, and eps. rope: cos, sin (T, D/2); channel j
-        pairs with channel j + D/2. transform: norm of values, scale and rotation.
+        rope: cos, sin (T, D/2); channel j pairs with channel j + D/2.
         CUDA: transform_heads, and rotate_dense for rotations that are not signed Hadamard matrices.
         """
 

@@ -15,7 +15,7 @@ pytest.importorskip("llvmlite")
 from polarlm.engine import SamplingParams
 from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.kv import HeadTransform
+from polarlm.engine.backends.kv import HeadRule, HeadTransform
 from polarlm.engine.backends.native import launch as native_launch
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.ops import NativeOps
@@ -74,9 +74,9 @@ def test_prepared_transforms_do_not_depend_on_the_host_array() -> None:
     qkv, rope = rng.standard_normal((2, 4, 16), np.float32), tuple(rng.standard_normal((2, 2, 8), np.float32))
 
     def keys(rotation: np.ndarray) -> np.ndarray:
-        (transform,) = ops.prepare([HeadTransform(1, None, rotation, None)])
+        rule = HeadRule(*ops.prepare([HeadTransform(1, None, rotation, None)]))
         rotation[:] = np.nan
-        return ops.to_host(ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, rope)), transform)[1])
+        return ops.to_host(ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, rope)), rule)[1])
 
-    wanted = NumpyOps().transform_heads(qkv.copy(), rope, HeadTransform(1, None, signed_hadamard(16)))[1]
+    wanted = NumpyOps().transform_heads(qkv.copy(), rope, HeadRule(HeadTransform(1, None, signed_hadamard(16))))[1]
     np.testing.assert_allclose(keys(signed_hadamard(16).copy()), wanted, atol=1e-5)

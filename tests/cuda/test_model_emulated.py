@@ -65,8 +65,8 @@ class Rounded(SameWeights):
     def append_kv(self, cache, spans, k, v) -> None:
         super().append_kv(cache, spans, halves(k), halves(v))
 
-    def attention(self, q, cache, spans, rule, transform=None, consumer=None) -> np.ndarray:
-        return super().attention(halves(q), cache, spans, rule, transform)
+    def attention(self, q, cache, spans, rule) -> np.ndarray:
+        return super().attention(halves(q), cache, spans, rule)
 
     def linear(self, x, w, fusion=PLAIN, residual=None) -> np.ndarray:
         x = x if fusion.norm is None else rms_norm(x, *fusion.norm)

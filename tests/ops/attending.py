@@ -78,19 +78,19 @@ class Case:
     def attended(self) -> np.ndarray:
         return np.array(self.ops.to_host(self.on_device()))
 
-    def on_device(self, then: Any = None) -> Any:
-        """The result of the backend, (T, H, D)."""
-        ops, rule, transform = self.ops, self.rule, None
+    def on_device(self, consumer: Any = None) -> Any:
+        """The result of the backend, (T, H, D). consumer: the product that reads it."""
+        ops, rule = self.ops, self.rule._replace(consumer=consumer)
         if rule.sink_scores is not None:
             rule = rule._replace(sink_scores=ops.to_device(rule.sink_scores))
         if self.transform is not None:
-            (transform,) = ops.prepare([self.transform])
+            rule = rule._replace(transform=ops.prepare([self.transform])[0])
         if ops.backend == "cuda" and self.is_prompt:  # queries of a prompt are a part of what a product gave
             q = ops.to_device(np.concatenate([self.q, self.q[:, :1] + 9], axis=1))[:, :-1]
         else:
             q = ops.to_device(self.q)
         spans = ops.spans(self.views, self.cache.format.block_size)
-        return ops.attention(q, self.cache, spans, rule, transform, then)
+        return ops.attention(q, self.cache, spans, rule)
 
     def exact(self, *, half_precision: bool = False) -> np.ndarray:
         """Attention in float64: (T, H, D)."""

@@ -295,13 +295,13 @@ def test_attention_of_3_rows_comes_in_the_type_of_the_next_product(
     """With two sequences in a step: the product has the same bits as with float32, and takes a kernel less."""
     case = case_of(ops, Shape(("f16", "f16"), 16, 2, 16, 0), [Sequence_(20, rows), Sequence_(5, rows)])
     case = Case(**{**vars(case), "transform": HeadTransform(2, None, None, rotation and rotation(16))})
-    then = product(ops, [(name, 24) for name in formats], 64, 1).w
-    results, launches, kernels = [case.on_device(), case.on_device(then)], getattr(ops._device, "launches", []), []
+    consumer = product(ops, [(name, 24) for name in formats], 64, 1).w
+    results, launches, kernels = [case.on_device(), case.on_device(consumer)], getattr(ops._device, "launches", []), []
     assert [x.dtype for x in results] == [np.float32, dtype]
     products = []
     for x in results:
         before = len(launches)
-        products.append(ops.to_host(ops.linear(x.reshape(2 * rows, -1), then)))
+        products.append(ops.to_host(ops.linear(x.reshape(2 * rows, -1), consumer)))
         kernels.append(launches[before:].count("narrow_kernel"))
     np.testing.assert_array_equal(*products)
     if dtype != np.float32 and launches:  # a GPU does not say

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, Move, SpanView
+from polarlm.engine.backends.kv import CacheFormat, HeadRule, HeadTransform, KVLocation, Move, SpanView
 from polarlm.engine.backends.numpy.rows import apply_rope, rms_norm, rotate
 from polarlm.engine.codecs import get
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
@@ -47,10 +47,10 @@ class Case(NamedTuple):
     v: np.ndarray
 
     def on(self, ops: Any) -> tuple[Any, ...]:
-        """qkv, rope and transform on the device of ops; norms."""
+        """qkv, rope and what happens to the heads, on the device of ops."""
         (transform,) = ops.prepare([self.transform])
         norms = None if self.norms is None else (*map(ops.to_device, self.norms[:2]), self.norms[2])
-        return ops.to_device(self.qkv.copy()), tuple(map(ops.to_device, self.rope)), transform, norms
+        return ops.to_device(self.qkv.copy()), tuple(map(ops.to_device, self.rope)), HeadRule(transform, norms)
 
     @property
     def format(self) -> CacheFormat:
@@ -177,8 +177,8 @@ def check_slots(ops: Any, x: Case, start: int, counts: Sequence[int]) -> None:
         SpanView(slice(0, one), n + start % n, KVLocation(None, 3), n, 0, (), n, (0,)),
         SpanView(slice(one, one + four), 2 * n + start % n, KVLocation(None, 1), 2 * n, None, (), n, (4,)),
     ]
-    qkv, rope, transform, norms = x.on(ops)
-    check(ops, ops.place_kv(qkv, rope, transform, cache, ops.spans(spans, n), norms), x.q)
+    qkv, rope, rule = x.on(ops)
+    check(ops, ops.place_kv(qkv, rope, rule, cache, ops.spans(spans, n)), x.q)
     stored = [[np.array(side) for side in ops.read_full(cache, slot, n)] for slot in range(5)]
     places = [divmod(start % n + i, n) for i in range(one)], [divmod(start % n + i, n) for i in range(four)]
     rows = [((3, 0)[block], at) for block, at in places[0]] + [((1, 4)[block], at) for block, at in places[1]]
@@ -193,8 +193,8 @@ def check_buffer(ops: Any, x: Case, start: int) -> None:
     """Of a prompt, from its block 1 on."""
     cache, buffer, n = ops.cache(x.format, 0, 4), ops.buffer(x.format, 64), 16
     spans = [SpanView(slice(0, ROWS), 3 * n + start, KVLocation(buffer, 1), 3 * n, 0, (), n)]
-    qkv, rope, transform, norms = x.on(ops)
-    check(ops, ops.place_kv(qkv, rope, transform, cache, ops.spans(spans, n), norms), x.q)
+    qkv, rope, rule = x.on(ops)
+    check(ops, ops.place_kv(qkv, rope, rule, cache, ops.spans(spans, n)), x.q)
     if ops.backend != "cuda":
         for side, wanted in zip(buffer, (x.k, x.v), strict=True):
             check(ops, side[:, n + start : n + start + ROWS], wanted.swapaxes(0, 1))
@@ -278,7 +278,7 @@ def test_what_a_slot_stores(ops: Any, way: str) -> None:
         else:
             qkv = ops.to_device(np.concatenate([rows[:n], np.zeros_like(rows[:n]), rows[:n]], axis=1))
             rope = ops.to_device(np.ones((n, 12))), ops.to_device(np.zeros((n, 12)))
-            ops.place_kv(qkv, rope, *ops.prepare([HeadTransform(kv_heads)]), cache, spans)
+            ops.place_kv(qkv, rope, HeadRule(*ops.prepare([HeadTransform(kv_heads)])), cache, spans)
     wanted = np.tile(STORED, (kv_heads, n, 1))
     if ops.backend == "cuda":
         wanted[..., np.inf == NEW], wanted[..., -np.inf == NEW] = 65504, -65504

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarlm.engine.backends.kv import AttentionRule, HeadTransform
+from polarlm.engine.backends.kv import AttentionRule, HeadRule, HeadTransform
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS, gelu
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.config import is_gated
@@ -188,11 +188,11 @@ def test_a_token_sees_its_own_text(
     seen = text[:, None] == text
     if window is not None:
         seen &= np.abs(places[:, None] - places) <= window // 2
-    (transform,) = ops.prepare([HeadTransform(kv_heads)])
+    rule = HeadRule(*ops.prepare([HeadTransform(kv_heads)]))
     for turns in (None, (np.cos(angles), np.sin(angles))):
         rope = None if turns is None else tuple(map(ops.to_device, turns))
         actual = ops.to_host(
-            ops.encoder_ops.self_attention(ops.to_device(qkv.copy()), rope, transform, lengths, 0.3, window)
+            ops.encoder_ops.self_attention(ops.to_device(qkv.copy()), rope, rule, lengths, 0.3, window)
         )
         turned = qkv.astype(np.float64)
         if turns is not None:
@@ -215,9 +215,9 @@ def test_a_vector_does_not_depend_on_the_other_texts(ops: Any, rng: np.random.Ge
     lengths, heads, dim = [31, 200, 3, 64], 2, 32
     qkv = normal(rng, sum(lengths), 3 * heads, dim)
     rope = np.ones((len(qkv), dim // 2), np.float32), np.zeros((len(qkv), dim // 2), np.float32)
-    (transform,) = ops.prepare([HeadTransform(heads)])
-    together, first = ops.self_attention(qkv.copy(), rope, transform, lengths, 0.3).copy(), 0
+    rule = HeadRule(*ops.prepare([HeadTransform(heads)]))
+    together, first = ops.self_attention(qkv.copy(), rope, rule, lengths, 0.3).copy(), 0
     for length in lengths:
         text, first = slice(first, first + length), first + length
-        alone = ops.self_attention(qkv[text].copy(), (rope[0][text], rope[1][text]), transform, [length], 0.3)
+        alone = ops.self_attention(qkv[text].copy(), (rope[0][text], rope[1][text]), rule, [length], 0.3)
         np.testing.assert_array_equal(alone, together[text])

@@ -15,8 +15,7 @@ from polarlm.engine.backends.cuda.heads import NO_ROTATION, DeviceRotation, Devi
 from polarlm.engine.backends.cuda.kv.cache import BatchTables, LayerCache, SpanTable
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, result_type, threads_for
 from polarlm.engine.backends.cuda.linear import input_type
-from polarlm.engine.backends.kv import AttentionRule, Norms, RecordedSpans, Rope
-from polarlm.engine.weight_formats import Linear
+from polarlm.engine.backends.kv import AttentionRule, HeadRule, RecordedSpans, Rope
 
 
 class _Parameters(NamedTuple):
@@ -44,9 +43,8 @@ class AttentionOps(HeadOps):
         cache: LayerCache,
         spans: SpanTable | BatchTables | RecordedSpans,
         rule: AttentionRule,
-        transform: DeviceTransform | None = None,
-        consumer: Linear | None = None,
     ) -> Array:
+        transform: DeviceTransform | None = rule.transform
         inverse, scale_back = (NO_ROTATION, None) if transform is None else (transform.inverse, transform.scale_back)
         parameters = _Parameters(float(rule.scale), rule.window or 0, scale_back, rule.softcap, rule.sink_scores)
         if isinstance(spans, RecordedSpans):
@@ -65,7 +63,7 @@ class AttentionOps(HeadOps):
             self._pass(out, q, cache, parts, parameters)
             return self.rotate(out, inverse)
         dense = inverse.matrix is not None
-        out = self._device.empty(q.shape, np.float32 if dense else input_type(consumer, len(q)))
+        out = self._device.empty(q.shape, np.float32 if dense else input_type(rule.consumer, len(q)))
         self._decode(out, q, cache, steps, parameters, NO_ROTATION if dense else inverse)
         return self.rotate_dense(out, inverse)
 
@@ -179,16 +177,15 @@ class EncoderOps(HeadOps):
         self,
         qkv: Array,
         rope: Rope | None,
-        transform: DeviceTransform,
+        rule: HeadRule,
         lengths: Sequence[int],
         scale: float,
         window: int | None = None,
-        norms: Norms = None,
     ) -> Array:
-        kv_heads, tiles = transform.kv_heads, _tiles(lengths)
+        kv_heads, tiles = rule.transform.kv_heads, _tiles(lengths)
         q, k, v = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads], qkv[:, -kv_heads:]
         if rope is not None:
-            q, k, v = self.transform_heads(qkv, rope, transform, norms)
+            q, k, v = self.transform_heads(qkv, rope, rule)
         out, (_, heads, dim) = self._device.empty(q.shape, np.float32), q.shape
         defines = {"HEAD_DIM": dim, "GROUP": heads // kv_heads, "WARPS": _WARPS}
         self._launch(

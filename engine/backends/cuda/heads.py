@@ -14,7 +14,7 @@ import numpy as np
 from polarlm.engine.backends.cuda.device import Array, Device
 from polarlm.engine.backends.cuda.launch import WARP, DeviceOps, LaunchConfig, threads_for
 from polarlm.engine.backends.hadamard import hadamard_signs, with_rotations
-from polarlm.engine.backends.kv import HeadTransform, Norms, Rope
+from polarlm.engine.backends.kv import HeadRule, HeadTransform, Rope
 from polarlm.engine.records import Layouts
 
 _WARPS = 4  # warps per block; a warp has one vector
@@ -68,10 +68,8 @@ def prepare(device: Device, transforms: Sequence[HeadTransform]) -> list[DeviceT
 class HeadOps(DeviceOps):
     """The op `transform_heads`, and rotations."""
 
-    def transform_heads(
-        self, qkv: Array, rope: Rope, transform: DeviceTransform, norms: Norms = None
-    ) -> tuple[Array, Array, Array]:
-        rows, heads, dim = qkv.shape
+    def transform_heads(self, qkv: Array, rope: Rope, rule: HeadRule) -> tuple[Array, Array, Array]:
+        (rows, heads, dim), transform = qkv.shape, rule.transform
         values = rows * transform.kv_heads
         queries = rows * heads - 2 * values
         # Keys follow queries in memory, so that one launch of rotate_dense rotates both.
@@ -83,7 +81,7 @@ class HeadOps(DeviceOps):
         v = self._device.empty((rows, transform.kv_heads, dim), np.float32) if changes_values else None
         outputs = qk[:queries], qk[queries:], v
         vectors = queries + (values if v is None else 2 * values)
-        self._launch_heads("transform_heads", outputs, qkv, rope, transform, norms, vectors)
+        self._launch_heads("transform_heads", outputs, qkv, rope, rule, vectors)
         qk = self.rotate_dense(qk, transform.keys)
         q, k = qk[:queries].reshape(rows, -1, dim), qk[queries:].reshape(rows, -1, dim)
         if v is None:
@@ -96,8 +94,7 @@ class HeadOps(DeviceOps):
         outputs: tuple[Array | None, ...],
         qkv: Array,
         rope: Rope,
-        transform: DeviceTransform,
-        norms: Norms,
+        rule: HeadRule,
         vectors: int,
         *spans: Any,
         layouts: Layouts | tuple[None, None] = (None, None),
@@ -108,7 +105,8 @@ class HeadOps(DeviceOps):
         vectors: number of heads in all rows that it transforms. spans: its arguments after the transform's.
         rows: its STEP_ROWS.
         """
-        (_, heads, dim), keys, values = qkv.shape, transform.keys, transform.values
+        (_, heads, dim), (transform, norms) = qkv.shape, rule
+        keys, values = transform.keys, transform.values
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
         signs = keys.input_signs, keys.output_signs, values.input_signs, values.output_signs
         counts = vectors, heads - 2 * transform.kv_heads, transform.kv_heads

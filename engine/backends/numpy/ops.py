@@ -16,10 +16,10 @@ from polarlm.engine.backends.kv import (
     AttentionRule,
     CacheFormat,
     FilledBlocks,
+    HeadRule,
     HeadTransform,
     KVLocation,
     Move,
-    Norms,
     PreparedTransform,
     Rope,
     Spans,
@@ -194,9 +194,8 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return list(transforms)
 
     @quiet
-    def transform_heads(
-        self, qkv: np.ndarray, rope: Rope, transform: PreparedTransform, norms: Norms = None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def transform_heads(self, qkv: np.ndarray, rope: Rope, rule: HeadRule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        transform, norms = rule
         keys = qkv.shape[1] - transform.kv_heads
         queries = keys - transform.kv_heads
         scale_qk, scale_v = (None, None) if transform.scale is None else np.split(transform.scale, [keys])
@@ -259,36 +258,20 @@ class NumpyOps(ExpertOps, RecurrentOps):
             for full, new in zip((cache.full_k, cache.full_v), new_kv, strict=True):
                 full[slots, :, positions % cache.format.block_size] = rounded(new.swapaxes(0, 1), full.dtype)
 
-    def place_kv(
-        self,
-        qkv: np.ndarray,
-        rope: Rope,
-        transform: PreparedTransform,
-        cache: LayerCache,
-        spans: Spans,
-        norms: Norms = None,
-    ) -> np.ndarray:
-        q, k, v = self.transform_heads(qkv, rope, transform, norms)
+    def place_kv(self, qkv: np.ndarray, rope: Rope, rule: HeadRule, cache: LayerCache, spans: Spans) -> np.ndarray:
+        q, k, v = self.transform_heads(qkv, rope, rule)
         self.append_kv(cache, spans, k, v)
         return q
 
     @quiet
-    def attention(
-        self,
-        q: np.ndarray,
-        cache: LayerCache,
-        spans: Spans,
-        rule: AttentionRule,
-        transform: PreparedTransform | None = None,
-        consumer: Linear | None = None,
-    ) -> np.ndarray:
+    def attention(self, q: np.ndarray, cache: LayerCache, spans: Spans, rule: AttentionRule) -> np.ndarray:
         out = np.empty(q.shape, np.float32)
         kv_heads = cache.format.kv_heads
         heads, dim = q.shape[1:]
         q = q.reshape(-1, kv_heads, heads // kv_heads, dim) * np.float32(rule.scale)
         for span in spans:
             attend_sequence(q[span.rows], out[span.rows], cache, span, rule)
-        if transform is None:
+        if (transform := rule.transform) is None:
             return out
         back = None if transform.value_rotation is None else transform.value_rotation.T
         return rotate(out, back, None if transform.scale_back is None else transform.scale_back[:, None])
@@ -355,13 +338,12 @@ class NumpyOps(ExpertOps, RecurrentOps):
         self,
         qkv: np.ndarray,
         rope: Rope | None,
-        transform: PreparedTransform,
+        rule: HeadRule,
         lengths: Sequence[int],
         scale: float,
         window: int | None = None,
-        norms: Norms = None,
     ) -> np.ndarray:
-        q, k, v = parts_of(qkv, transform) if rope is None else self.transform_heads(qkv, rope, transform, norms)
+        q, k, v = parts_of(qkv, rule.transform) if rope is None else self.transform_heads(qkv, rope, rule)
         return attend_to_texts(q, k, v, lengths, scale, window)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.kv import AttentionRule, Cache, PreparedTransform
+from polarlm.engine.backends.kv import AttentionRule, Cache, HeadRule, Norms, PreparedTransform
 from polarlm.engine.backends.ops import Array, Fusion, Ops
 from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, Tap, norm_of, slot
 from polarlm.engine.weight_formats import Linear
@@ -44,18 +44,25 @@ class Attention:
         transform: PreparedTransform,
     ):
         self.shape = shape
-        self._ops, self._weights, self._cache, self._transform = ops, weights, cache, transform
+        self._ops, self._weights, self._cache, self._eps = ops, weights, cache, eps.before
         norm, gate = Fusion(norm_of(weights.norm, eps.before)), weights.output_gate
         self._qkv = Projection(ops, weights.qkv, norm)
         self._gate = None if gate is None else Projection(ops, gate, norm)
         self._out = OutputProjection(ops, weights.out, norm_of(weights.post_norm, eps.after))
-        self._eps = eps.before
-        self._rule = AttentionRule(shape.score_scale, shape.window, shape.softcap, weights.sink_scores)
-        q_norm, k_norm = weights.q_norm, weights.q_norm if shape.shares_kv else weights.k_norm
-        self._qk_norms = None if q_norm is None else (q_norm, k_norm, eps.before)
+        rule = AttentionRule(shape.score_scale, shape.window, shape.softcap, weights.sink_scores, transform)
+        # With adapters, what follows may read the result in float32.
+        self._rule, self._float_rule = rule if gate is not None else rule._replace(consumer=weights.out), rule
+        self._heads = HeadRule(transform, self._qk_norms())
+
+    def _qk_norms(self) -> Norms:
+        """The norms of each query and key; None if there are none, or if all heads are normed together."""
+        w, shape = self._weights, self.shape
         if shape.qk_norm == "unweighted":
-            ones = ops.to_device(np.ones(shape.head_dim, np.float32))
-            self._qk_norms = ones, ones, eps.before
+            ones = self._ops.to_device(np.ones(shape.head_dim, np.float32))
+            return ones, ones, self._eps
+        if w.q_norm is None or (shape.qk_norm == "all" and not shape.shares_kv):
+            return None
+        return w.q_norm, w.q_norm if shape.shares_kv else w.k_norm, self._eps
 
     def project(self, x: Array, inputs: LayerInputs, tap: Tap | None = None) -> Array:
         """Append the K/V of x (T, E) and return the queries (T, H, D), scaled and rotated as keys are."""
@@ -63,31 +70,30 @@ class Attention:
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
         qkv = self._qkv(x, inputs.adapters)
         assert inputs.rope is not None
-        (cos, sin, *growth), norms = inputs.rope, self._qk_norms
+        cos, sin, *growth = inputs.rope
         if growth:  # before RoPE, which turns queries of any length alike
             ops.scale(qkv[:, : heads * dim], growth[0])
         rope = cos, sin
         if shape.shares_kv:  # there are queries alone
-            q, _, _ = ops.transform_heads(qkv.reshape(-1, heads, dim), rope, self._transform, norms)
+            q, _, _ = ops.transform_heads(qkv.reshape(-1, heads, dim), rope, self._heads)
             return q
         if shape.qk_norm == "all":
             keys, values = heads * dim, (heads + kv_heads) * dim
             ops.rms_norm(qkv[:, :keys], (w.q_norm, self._eps))
             ops.rms_norm(qkv[:, keys:values], (w.k_norm, self._eps))
-            norms = None
-        rows = qkv.reshape(-1, heads + 2 * kv_heads, dim), rope, self._transform
+        qkv = qkv.reshape(-1, heads + 2 * kv_heads, dim)
         if tap is None:
-            return ops.place_kv(*rows, self._cache, inputs.spans, norms)
-        q, k, v = ops.transform_heads(*rows, norms)
+            return ops.place_kv(qkv, rope, self._heads, self._cache, inputs.spans)
+        q, k, v = ops.transform_heads(qkv, rope, self._heads)
         tap(q, k)
         ops.append_kv(self._cache, inputs.spans, k, v)
         return q
 
     def mix(self, x: Array, q: Array, inputs: LayerInputs) -> None:
         """Add the projected attention of queries q (T, H, D) to x (T, E), in place."""
-        w, shape = self._weights, self.shape
-        consumer = w.out if w.output_gate is None and inputs.adapters is None else None
-        mixed = self._ops.attention(q, self._cache, inputs.spans, self._rule, self._transform, consumer)
+        shape = self.shape
+        rule = self._rule if inputs.adapters is None else self._float_rule
+        mixed = self._ops.attention(q, self._cache, inputs.spans, rule)
         mixed = mixed.reshape(-1, shape.heads * shape.head_dim)
         if self._gate is not None:
             self._ops.gate(mixed, self._gate(x, inputs.adapters))

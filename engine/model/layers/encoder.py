@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from polarlm.engine.backends.kv import PreparedTransform
+from polarlm.engine.backends.kv import HeadRule, PreparedTransform
 from polarlm.engine.backends.ops import Array, EncoderOps, Fusion, Ops
 from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, norm_of, slot
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
@@ -42,9 +42,9 @@ class EncoderLayer:
         assert isinstance(layer.mixer, config.Attention)
         assert isinstance(layer.ffn, config.GatedMLP)
         assert isinstance(weights.ffn, GatedMLPWeights)
-        self._encoder_ops, self._shape, self._transform = encoder_ops, layer.mixer, transform
+        self._encoder_ops, self._shape = encoder_ops, layer.mixer
         w, post_norm = weights.mixer, norm_of(weights.mixer.post_norm, eps.after)
-        self._qk_norms = None if w.q_norm is None else (w.q_norm, w.k_norm, eps.before)
+        self._heads = HeadRule(transform, None if w.q_norm is None else (w.q_norm, w.k_norm, eps.before))
         self._sum_norms, network = None, weights.ffn
         if layer.norms == "sums":
             self._sum_norms = [(part.post_norm, part.post_norm_bias, eps.after) for part in (w, network)]
@@ -57,11 +57,9 @@ class EncoderLayer:
         """Compute the layer for x (T, E), the rows of texts of these lengths, in place. rope: cos and sin (T, D/2)."""
         encoder_ops, shape = self._encoder_ops, self._shape
         heads, dim = shape.heads + 2 * shape.kv_heads, shape.head_dim
-        turned = None if shape.rope is None and self._qk_norms is None else rope
+        turned = None if shape.rope is None and self._heads.norms is None else rope
         qkv = self._qkv(x, None).reshape(len(x), heads, dim)
-        mixed = encoder_ops.self_attention(
-            qkv, turned, self._transform, lengths, shape.score_scale, shape.window, self._qk_norms
-        )
+        mixed = encoder_ops.self_attention(qkv, turned, self._heads, lengths, shape.score_scale, shape.window)
         mixed = mixed.reshape(len(x), shape.heads * dim)
         self._out.add(x, mixed, None)
         if self._sum_norms is not None:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from polarlm.engine.backends.kv import HeadTransform, Norm
+from polarlm.engine.backends.kv import HeadRule, HeadTransform, Norm
 from polarlm.engine.backends.ops import Array, Fusion, Ops
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import parts
@@ -42,7 +42,8 @@ class PatchReader(Generic[AnyVisionEncoder, W, L]):
         assert ops.encoder_ops is not None
         self.encoder, self.bytes = encoder, nbytes
         self._ops, self._encoder_ops, self._weights, self._layers = ops, ops.encoder_ops, weights, layers
-        (self._transform,) = ops.prepare([HeadTransform(encoder.heads)])
+        (transform,) = ops.prepare([HeadTransform(encoder.heads)])
+        self._heads = HeadRule(transform)
 
     def _rope(self, *places: np.ndarray, dim: int, theta: float = 10_000.0) -> tuple[Array, Array]:
         """cos and sin (P, D/2): the first half of the pairs of channels is turned by places[0] (P,), the second by
@@ -72,7 +73,7 @@ class PatchReader(Generic[AnyVisionEncoder, W, L]):
         """Add to x the attention of its rows, normed in y (P, C) or to be normed by `norm`. weights: qkv, out."""
         (qkv, out), heads, dim = weights, self.encoder.heads, self.encoder.hidden_size // self.encoder.heads
         mixed = self._ops.linear(y, qkv, Fusion(norm)).reshape(len(x), 3 * heads, dim)
-        mixed = self._encoder_ops.self_attention(mixed, rope, self._transform, lengths, dim**-0.5)
+        mixed = self._encoder_ops.self_attention(mixed, rope, self._heads, lengths, dim**-0.5)
         self._ops.linear(mixed.reshape(len(x), heads * dim), out, residual=x)
 
     def _layer_norm(self, x: Array, norm: Array, bias: Array) -> Array:

@@ -18,10 +18,10 @@ from polarlm.engine import codecs, records
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses, Array, row_stride
-from polarlm.engine.backends.cuda.heads import DeviceTransform, HeadOps
+from polarlm.engine.backends.cuda.heads import HeadOps
 from polarlm.engine.backends.cuda.kv.cache import BatchTables, Buffer, LayerCache, PromptBuffer, SideArrays, SpanTable
 from polarlm.engine.backends.cuda.launch import LaunchConfig, threads_for
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Move, Norms, RecordedSpans, Rope
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadRule, KVLocation, Move, RecordedSpans, Rope
 from polarlm.engine.codecs.parts.cosets import CELLS, STATES, Cosets
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.encode import read_back
@@ -209,14 +209,13 @@ class CacheOps(HeadOps):
         self,
         qkv: Array,
         rope: Rope,
-        transform: DeviceTransform,
+        rule: HeadRule,
         cache: LayerCache,
         spans: SpanTable | BatchTables | RecordedSpans,
-        norms: Norms = None,
     ) -> Array:
-        rows, heads, dim = qkv.shape
+        (rows, heads, dim), transform = qkv.shape, rule.transform
         if isinstance(spans, RecordedSpans):
-            q, k, v = self.transform_heads(qkv, rope, transform, norms)
+            q, k, v = self.transform_heads(qkv, rope, rule)
             has_values, first = row_stride(v) == v[0].size, heads - transform.kv_heads
             # A replay appends to the spans of the batch that it runs for.
             spans.pending = (
@@ -227,14 +226,14 @@ class CacheOps(HeadOps):
         is_prompt = spans.parts[0] is not None and rows > 1
         is_dense = transform.keys.matrix is not None or transform.values.matrix is not None
         if is_prompt or is_dense:  # append_kv writes 16 bytes at a time where place_kv would write 2 or 4
-            q, k, v = self.transform_heads(qkv, rope, transform, norms)
+            q, k, v = self.transform_heads(qkv, rope, rule)
             self.append_kv(cache, spans, k, v)
             return q
         q = self._device.empty((rows, heads - 2 * transform.kv_heads, dim), np.float32)
         assert isinstance(spans, SpanTable)
         count, width = spans.table.shape
         outputs, span_args = (q, *cache.pools(spans.buffer)), (spans.device_table(self._device), width, count)
-        inputs = qkv, rope, transform, norms, rows * heads
+        inputs = qkv, rope, rule, rows * heads
         at_most = launch_configs.step_rows(spans.most_rows)
         self._launch_heads("place_kv", outputs, *inputs, *span_args, layouts=cache.full_layouts, rows=at_most)
         return q

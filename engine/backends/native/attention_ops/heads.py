@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.hadamard import hadamard_signs, with_rotations
-from polarlm.engine.backends.kv import HeadTransform, Move, Norms, Rope, SpanView
+from polarlm.engine.backends.kv import HeadRule, HeadTransform, Move, Rope, SpanView
 from polarlm.engine.backends.native.attention_ops.step_table import StepTable
 from polarlm.engine.backends.native.kernels.heads import HeadArguments, Heads, SlotArguments, to_slot, transform
 from polarlm.engine.backends.native.launch import KernelOps
@@ -51,33 +51,25 @@ class HeadOps(KernelOps):
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
         return [_prepare_transform(*one) for one in with_rotations(transforms, _rotation, NO_ROTATION)]
 
-    def transform_heads(
-        self, qkv: np.ndarray, rope: Rope, transform: PreparedTransform, norms: Norms = None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        k, v = (self._launch.empty((len(qkv), transform.kv_heads, qkv.shape[2])) for _ in range(2))
-        return self.transform_into(qkv, rope, transform, norms, (k, v)), k, v
+    def transform_heads(self, qkv: np.ndarray, rope: Rope, rule: HeadRule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        k, v = (self._launch.empty((len(qkv), rule.transform.kv_heads, qkv.shape[2])) for _ in range(2))
+        return self.transform_into(qkv, rope, rule, (k, v)), k, v
 
     def place_kv(
-        self,
-        qkv: np.ndarray,
-        rope: Rope,
-        transform: PreparedTransform,
-        cache: LayerCache,
-        spans: StepTable | Sequence[SpanView],
-        norms: Norms = None,
+        self, qkv: np.ndarray, rope: Rope, rule: HeadRule, cache: LayerCache, spans: StepTable | Sequence[SpanView]
     ) -> np.ndarray:
         if isinstance(spans, StepTable):
             full = cache.full_k, cache.full_v
-            return self.transform_into(qkv, rope, transform, norms, full, spans.arrays.places)
+            return self.transform_into(qkv, rope, rule, full, spans.arrays.places)
         span, *_ = spans  # of one prompt: others are the parts of it behind ends of images
         first = span.position - span.current_start
         k, v = cache.full(span.current)
         if k.dtype == np.float16:  # tokens that are recomputed exactly as steps have computed them
-            q, new_k, new_v = self.transform_heads(qkv, rope, transform, norms)
+            q, new_k, new_v = self.transform_heads(qkv, rope, rule)
             cache.store(span.current, (new_k.swapaxes(0, 1), new_v.swapaxes(0, 1)), first)
             return q
         targets = k[:, first:].swapaxes(0, 1), v[:, first:].swapaxes(0, 1)
-        return self.transform_into(qkv, rope, transform, norms, targets)
+        return self.transform_into(qkv, rope, rule, targets)
 
     def copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
         """By NumPy, except where a prompt's float32 is rounded into a slot: NumPy is many times slower at that."""
@@ -94,8 +86,7 @@ class HeadOps(KernelOps):
         self,
         qkv: np.ndarray,
         rope: Rope,
-        prepared: PreparedTransform,
-        norms: Norms,
+        rule: HeadRule,
         targets: tuple[np.ndarray, np.ndarray],
         places: np.ndarray | None = None,
     ) -> np.ndarray:
@@ -103,7 +94,7 @@ class HeadOps(KernelOps):
 
         targets: (at least T, K, D) float32; with places, the `RowPlace` of each row, slots (slots, K, N, D) float16.
         """
-        rows, heads, dim = qkv.shape
+        (rows, heads, dim), (prepared, norms) = qkv.shape, rule
         kv_heads = prepared.kv_heads
         queries = heads - 2 * kv_heads
         alone = kv_heads == 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from polarlm.engine.backends.kv import AttentionRule, KVLocation, SpanView
-from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
+from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels.attention.prompts import (
     PromptArguments,
@@ -24,7 +24,6 @@ from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.lang.records import words
 from polarlm.engine.jit.run.buffers import MOST
-from polarlm.engine.weight_formats import Linear
 
 _LEAST_QUERIES = 48  # units are not halved below this number of queries
 _UNITS = 4  # least units per thread, as long as units stay that large
@@ -35,38 +34,24 @@ class PromptOps(KernelOps):
     """Attention of prompts. Layers whose cache is not a `TileCache` are computed by NumPy."""
 
     def attention(
-        self,
-        q: np.ndarray,
-        cache: LayerCache,
-        spans: StepTable | Sequence[SpanView],
-        rule: AttentionRule,
-        transform: PreparedTransform | None = None,
-        consumer: Linear | None = None,
+        self, q: np.ndarray, cache: LayerCache, spans: StepTable | Sequence[SpanView], rule: AttentionRule
     ) -> np.ndarray:
         """Raises KernelError if a group of query heads is larger than a unit has room for."""
         if not isinstance(cache, TileCache):
-            return self._launch.run_numpy(super().attention, q, cache, spans, rule, transform)
+            return self._launch.run_numpy(super().attention, q, cache, spans, rule)
         if (group := q.shape[1] // cache.format.kv_heads) > MOST_QUERIES:
             raise KernelError(f"No kernel attends with {group} query heads for each KV head")
         out = np.empty(q.shape, np.float32)
         for span in spans:
-            self._attend(q[span.rows], out[span.rows], cache, span, rule, transform)
+            self._attend(q[span.rows], out[span.rows], cache, span, rule)
         return out
 
-    def _attend(
-        self,
-        q: np.ndarray,
-        out: np.ndarray,
-        cache: TileCache,
-        span: SpanView,
-        rule: AttentionRule,
-        transform: PreparedTransform | None,
-    ) -> None:
+    def _attend(self, q: np.ndarray, out: np.ndarray, cache: TileCache, span: SpanView, rule: AttentionRule) -> None:
         """Attention of the rows q (T, H, D) of one sequence → out (T, H, D) float32."""
         oldest = max(0, span.position - (rule.window or NO_WINDOW) + 1)
         segments = list(_full_segments(cache, span, oldest, max(span.position + len(q), span.sees + 1)))
         parts = _parts(cache, span, oldest)
-        launch = self._launcher(q, out, cache.format.kv_heads, span, rule, transform)
+        launch = self._launcher(q, out, cache.format.kv_heads, span, rule)
         for number, (stored, start, ids) in enumerate(parts):
             is_last = number == len(parts) - 1
             decode_to_float = _segment(self.decode_to_float(stored, ids), start, len(ids) * cache.format.block_size)
@@ -107,16 +92,10 @@ class PromptOps(KernelOps):
         return out
 
     def _launcher(
-        self,
-        q: np.ndarray,
-        out: np.ndarray,
-        kv_heads: int,
-        span: SpanView,
-        rule: AttentionRule,
-        transform: PreparedTransform | None,
+        self, q: np.ndarray, out: np.ndarray, kv_heads: int, span: SpanView, rule: AttentionRule
     ) -> Callable[..., None]:
         """A function that lets the rows of q (T, H, D) of a span attend to segments."""
-        (rows, heads, dim), window = q.shape, rule.window or NO_WINDOW
+        (rows, heads, dim), window, transform = q.shape, rule.window or NO_WINDOW, rule.transform
         group = heads // kv_heads
         tile = self._tile(rows, group, kv_heads)
         inverse = NO_ROTATION if transform is None else transform.inverse

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from polarlm.engine.backends.kv import AttentionRule, SpanView
-from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
+from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
@@ -17,7 +17,6 @@ from polarlm.engine.backends.native.kernels.attention.steps import AttendArgumen
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.numpy.kv.cache import Buffer, LayerCache
 from polarlm.engine.jit.lang.records import address
-from polarlm.engine.weight_formats import Linear
 
 _K, _V = (DecodeArguments._fields.index(name) for name in ("k", "v"))
 
@@ -46,26 +45,13 @@ class AttentionOps(PromptOps):
         return k, v
 
     def attention(
-        self,
-        q: np.ndarray,
-        cache: LayerCache,
-        spans: StepTable | Sequence[SpanView],
-        rule: AttentionRule,
-        transform: PreparedTransform | None = None,
-        consumer: Linear | None = None,
+        self, q: np.ndarray, cache: LayerCache, spans: StepTable | Sequence[SpanView], rule: AttentionRule
     ) -> np.ndarray:
         if isinstance(spans, StepTable) and isinstance(cache, TileCache):
-            return self._step(q, cache, spans, rule, transform)
-        return super().attention(q, cache, spans, rule, transform)
+            return self._step(q, cache, spans, rule)
+        return super().attention(q, cache, spans, rule)
 
-    def _step(
-        self,
-        q: np.ndarray,
-        cache: TileCache,
-        table: StepTable,
-        rule: AttentionRule,
-        transform: PreparedTransform | None,
-    ) -> np.ndarray:
+    def _step(self, q: np.ndarray, cache: TileCache, table: StepTable, rule: AttentionRule) -> np.ndarray:
         """Attention of q (T, H, D) → (T, H, D) float32: partial results of chunks of blocks, then their merge."""
         (rows, heads, dim), format, arrays = q.shape, cache.format, table.arrays
         parts = self._launch.empty((rows * heads * arrays.most_chunks * partial_bytes(dim),), np.uint8)
@@ -101,7 +87,7 @@ class AttentionOps(PromptOps):
             units = partial(_units, table, kind, format.kv_heads)
             self._launch(kernel, units, arguments, grain=1, overlaps=kind > 0)
 
-        out = np.empty(q.shape, np.float32)
+        out, transform = np.empty(q.shape, np.float32), rule.transform
         inverse = NO_ROTATION if transform is None else transform.inverse
         scale_back = None if transform is None else transform.scale_back
         merge_arguments = MergeArguments(

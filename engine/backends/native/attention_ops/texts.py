@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Norms, Rope
-from polarlm.engine.backends.native.attention_ops.heads import HeadOps, PreparedTransform
+from polarlm.engine.backends.kv import HeadRule, Rope
+from polarlm.engine.backends.native.attention_ops.heads import HeadOps
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.kernels.attention.unit import supports
 from polarlm.engine.backends.native.kernels.rows import LayerNormArguments, layer_norm_rows
@@ -26,17 +26,16 @@ class EncoderOps(HeadOps, PromptOps):
         self,
         qkv: np.ndarray,
         rope: Rope | None,
-        transform: PreparedTransform,
+        rule: HeadRule,
         lengths: Sequence[int],
         scale: float,
         window: int | None = None,
-        norms: Norms = None,
     ) -> np.ndarray:
         rows, _, dim = qkv.shape
         if not supports(dim):
-            return super().self_attention(qkv, rope, transform, lengths, scale, window, norms)
-        q, k, v = parts_of(qkv, transform)
+            return super().self_attention(qkv, rope, rule, lengths, scale, window)
+        q, k, v = parts_of(qkv, rule.transform)
         if rope is not None:
-            k, v = self._launch.empty((2, transform.kv_heads, rows, dim)).swapaxes(1, 2)
-            q = self.transform_into(qkv, rope, transform, norms, (k, v))
+            k, v = self._launch.empty((2, rule.transform.kv_heads, rows, dim)).swapaxes(1, 2)
+            q = self.transform_into(qkv, rope, rule, (k, v))
         return self.attend_to_texts(q, (k, v), lengths, scale, window)
