@@ -75,8 +75,9 @@ class HeadTransform:
 
     kv_heads: K. scale (H + 2K, D): multiplies queries and keys after RoPE, and values. key_rotation (D, D): applied to
     queries and keys as x @ rotation; value_rotation (D, D): to values. scale_back (H,): multiplies the attention result
-    of each query head, before the inverse of value_rotation. value_eps: epsilon of an RMS norm of each value, without
-    weights, before its scale. None means no such factor or norm.
+    of each query head, before the inverse of value_rotation; query heads that read one KV head have the same.
+    value_eps: epsilon of an RMS norm of each value, without weights, before its scale. None means no such factor or
+    norm.
     """
 
     kv_heads: int
@@ -195,8 +196,8 @@ class KVOps(Protocol):
         If the format has a high-precision one, the cache's attribute `high_precision` is a cache of that format with
         the same slots. Its blocks are in the same memory, from the beginning on: blocks in use of both kinds must not
         overlap. A block of either kind begins at its id times `code_bytes` of its cache, and `move(target, source)`
-        copies one. Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and on the CPU infinity
-        becomes NaN.
+        copies one. Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and infinity
+        becomes NaN on the CPU and in `write_full`.
         """
 
     def numpy_fallbacks(self, cache: Cache) -> Mapping[str, str]:
@@ -248,7 +249,7 @@ class KVOps(Protocol):
 
     def copy_full(self, caches: Sequence[Cache], moves: Sequence[Move]) -> None:
         """Copy tokens in each of `caches`, whose heads have one shape. All targets are in one buffer, or all are slots;
-        so are all sources."""
+        so are all sources. What a target has behind the copied tokens stays on a CPU, and becomes 0 on a GPU."""
 
     def round_trip(self, cache: Cache, place: KVLocation, tokens: int) -> None:
         """Replace the first `tokens` ≤ N tokens at `place` by what a block of them, padded with their mean, decodes

@@ -21,6 +21,7 @@ import numpy as np
 from polarlm.engine import records
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.codecs import Field
+from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.quantization.conditioning import mean_fields
 from polarlm.engine.records import Layout
 
@@ -130,13 +131,26 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def full_tokens(format: CacheFormat, k: np.ndarray, v: np.ndarray) -> int:
-    """The number of tokens of k and v (K, tokens, D). Raises ValueError if a block cannot hold them."""
+def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """x as it is stored in `dtype`: in float16 rounded to nearest and clipped to ±65504, as on a GPU.
+
+    Numbers that are not finite become NaN, which the checks of logits and codecs find.
+    """
+    if dtype in (np.float32, x.dtype):
+        return x
+    halves = np.clip(x, -HALF_MAX, HALF_MAX).astype(dtype)
+    halves[~np.isfinite(x)] = np.nan
+    return halves
+
+
+def slot_halves(format: CacheFormat, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """k and v (K, tokens, D) as a slot stores them, float16. Raises ValueError if a block cannot hold them."""
     tokens = k.shape[1] if k.ndim == 3 else 0
     fits = 0 < tokens <= format.block_size and k.shape == v.shape == (format.kv_heads, tokens, format.head_dim)
     if not fits or {k.dtype, v.dtype} - {np.dtype(np.float16), np.dtype(np.float32)}:
         raise ValueError(f"{k.dtype} {k.shape} and {v.dtype} {v.shape} are not K/V of a block")
-    return tokens
+    half = np.dtype(np.float16)
+    return rounded(k, half), rounded(v, half)
 
 
 def _checked(arrays: Arrays, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -55,11 +55,8 @@ def check_orders(case: Case, seeds: Sequence[int] = (0, 1, 2)) -> None:
 
 
 def with_transform(case: Case, rotation: np.ndarray | None, *, is_scaled: bool) -> Case:
-    """The heads of a KV head have one factor on a GPU, as in the engine, which scales values."""
     heads, kv_heads = case.q.shape[1], case.cache.format.kv_heads
-    factors = np.random.default_rng(1).uniform(0.5, 2, heads).astype(np.float32)
-    if case.ops.backend == "cuda":
-        factors = np.repeat(factors[:kv_heads], heads // kv_heads)
+    factors = np.repeat(np.random.default_rng(1).uniform(0.5, 2, kv_heads), heads // kv_heads).astype(np.float32)
     return replace(case, transform=HeadTransform(kv_heads, None, None, rotation, factors if is_scaled else None))
 
 

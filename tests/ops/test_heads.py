@@ -14,7 +14,6 @@ from polarlm.engine.backends.kv import CacheFormat, HeadRule, HeadTransform, KVL
 from polarlm.engine.backends.numpy.rows import apply_rope, rms_norm, rotate
 from polarlm.engine.codecs import get
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
-from polarlm.engine.codecs.schema.arrays import NotFinite
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.formats import EPS32
 from tests.ops.backends import BEST, CUDA, NUMPY, SOME, backend_cases, backends
@@ -251,13 +250,10 @@ STORED = np.array(_HALVES * 2, np.float16)
 @backends(NUMPY, *SOME, CUDA)
 @pytest.mark.parametrize("way", ["step", "two slots", "prompt", "session", "heads"])
 def test_what_a_slot_stores(ops: Any, way: str) -> None:
-    """The nearest halves; beyond ±65504 these; NaN stays, as of a damaged model, and of infinities a CPU makes NaN."""
+    """The nearest halves; beyond ±65504 these; NaN stays, as of a damaged model, and of infinities a CPU makes NaN, and
+    so does a session's slot. A part of a slot is copied without what lies behind it."""
     format, n, kv_heads = CacheFormat(F16, F16, None, None, 0, 16, 3, 24), 16, 3
     cache, rows = ops.cache(format, 0, 4), np.tile(NEW, (2 * n, kv_heads, 1))
-    if way == "session" and ops.backend == "cuda":  # which has such numbers of a damaged file alone
-        with pytest.raises(NotFinite):
-            ops.write_full(cache, 1, *[rows[:n].swapaxes(0, 1)] * 2)
-        return
     if way == "session":
         ops.write_full(cache, 1, *[rows[:n].swapaxes(0, 1)] * 2)
     elif way == "prompt":
@@ -280,15 +276,15 @@ def test_what_a_slot_stores(ops: Any, way: str) -> None:
             rope = ops.to_device(np.ones((n, 12))), ops.to_device(np.zeros((n, 12)))
             ops.place_kv(qkv, rope, HeadRule(*ops.prepare([HeadTransform(kv_heads)])), cache, spans)
     wanted = np.tile(STORED, (kv_heads, n, 1))
-    if ops.backend == "cuda":
+    if ops.backend == "cuda" and way != "session":
         wanted[..., np.inf == NEW], wanted[..., -np.inf == NEW] = 65504, -65504
     k, v = ops.read_full(cache, 1, n)
     np.testing.assert_array_equal(v, wanted)
     if way != "heads":  # RoPE of zeros
         np.testing.assert_array_equal(k, wanted)
-    ops.write_full(cache, 3, np.zeros_like(wanted), np.zeros_like(wanted))
+    ops.write_full(cache, 3, np.ones_like(wanted), np.ones_like(wanted))
     ops.copy_full([cache], [Move(KVLocation(None, 3), KVLocation(None, 1), 7)])
-    wanted[:, 7:] = 0
+    wanted[:, 7:] = 0 if ops.backend == "cuda" else 1
     np.testing.assert_array_equal(ops.read_full(cache, 3, n)[1], wanted)
 
 

@@ -29,7 +29,7 @@ from polarlm.engine.backends.numpy import blas, host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.attention import attend_sequence, attend_to_texts, parts_of, read_blocks
 from polarlm.engine.backends.numpy.experts import ExpertOps
-from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, full_slots, rounded, stored_blocks
+from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.kv.encoding import encodable_runs, encode_side
 from polarlm.engine.backends.numpy.recurrent import RecurrentOps
 from polarlm.engine.backends.numpy.rows import apply_rope, quiet, rms_norm, rotate, softcap
@@ -256,7 +256,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
             positions = np.arange(start, start + count)
             slots = np.array([span.current.block, *span.following])[positions // cache.format.block_size]
             for full, new in zip((cache.full_k, cache.full_v), new_kv, strict=True):
-                full[slots, :, positions % cache.format.block_size] = rounded(new.swapaxes(0, 1), full.dtype)
+                full[slots, :, positions % cache.format.block_size] = transfer.rounded(new.swapaxes(0, 1), full.dtype)
 
     def place_kv(self, qkv: np.ndarray, rope: Rope, rule: HeadRule, cache: LayerCache, spans: Spans) -> np.ndarray:
         q, k, v = self.transform_heads(qkv, rope, rule)
@@ -318,8 +318,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return k[:, :tokens].copy(), v[:, :tokens].copy()
 
     def write_full(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
-        transfer.full_tokens(cache.format, k, v)
-        cache.store(KVLocation(None, slot), (k, v))
+        cache.store(KVLocation(None, slot), transfer.slot_halves(cache.format, k, v))
 
     @quiet
     def layer_norm(self, x: np.ndarray, norm: tuple[np.ndarray, np.ndarray, float]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine import codecs, records
+from polarlm.engine import records
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses, Array, row_stride
@@ -324,11 +324,10 @@ class CacheOps(HeadOps):
 
     def write_full(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
         format = cache.format
-        tokens = transfer.full_tokens(format, k, v)
-        for pool, layout, x in zip(cache.full, cache.full_layouts, (k, v), strict=True):
-            block = np.zeros((format.kv_heads, format.block_size, format.head_dim), np.float32)
-            block[:, :tokens] = x
-            record = layout.pack(codecs.get(codecs.FULL).encode(block))
+        for pool, layout, x in zip(cache.full, cache.full_layouts, transfer.slot_halves(format, k, v), strict=True):
+            block = np.zeros((format.kv_heads, format.block_size, format.head_dim), np.float16)
+            block[:, : x.shape[1]] = x
+            record = layout.pack({"values": block})
             self._copy_records(pool, self._upload(record), np.zeros(1), np.full(1, slot))
 
     def _copy_records(self, target_pool: Array, pool: Array, sources: np.ndarray, targets: np.ndarray) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, KVLocation
 from polarlm.engine.codecs import Field
-from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.jit.run.buffers import aligned_bytes, zeros
 
 Fields = dict[str, np.ndarray]
@@ -87,9 +86,9 @@ class LayerCache:
         return place.buffer[0][:, first:], place.buffer[1][:, first:]
 
     def store(self, place: KVLocation, kv: Buffer, first: int = 0) -> None:
-        """Write k, v (K, T, D) to the tokens from `first` on at `place`, rounded to its dtype; see `rounded`."""
+        """Write k, v (K, T, D) to the tokens from `first` on at `place`, as `transfer.rounded` says."""
         for full, x in zip(self.full(place), kv, strict=True):
-            full[:, first : first + x.shape[1]] = rounded(x, full.dtype)
+            full[:, first : first + x.shape[1]] = transfer.rounded(x, full.dtype)
 
     def complete(self, places: Sequence[KVLocation]) -> Buffer:
         """k, v (K, B, N, D) float32 of B complete blocks, in full-precision slots or consecutive in a buffer."""
@@ -112,18 +111,6 @@ AnyCache = TypeVar("AnyCache", bound=LayerCache)  # one type for both kinds of b
 def _take_blocks(array: np.ndarray, blocks: np.ndarray) -> np.ndarray:
     """array[:, blocks], contiguous. `np.take` would copy a whole array even where a high-precision kind has a part."""
     return array.take(blocks, axis=1) if array.flags.c_contiguous else np.ascontiguousarray(array[:, blocks])
-
-
-def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """x as it is stored in `dtype`: in float16 rounded to nearest and clipped to ±65504, as on a GPU.
-
-    Numbers that are not finite become NaN, which the checks of logits and codecs find.
-    """
-    if dtype in (np.float32, x.dtype):
-        return x
-    halves = np.clip(x, -HALF_MAX, HALF_MAX).astype(dtype)
-    halves[~np.isfinite(x)] = np.nan
-    return halves
 
 
 SideFields = dict[str, dict[str, Field]]  # the arrays of a block of one KV head: keys "k", values "v", means "mean"
