@@ -28,6 +28,7 @@ from polarlm.engine.loading.assembly import Parts, assemble
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.quantization.snapshot_codes import ALL, EXACT, SnapshotCodes
+from polarlm.engine.state.layer_state import BlockArrays
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.recurrent.delta import DeltaShape, DeltaState
 from polarlm.engine.state.store import SequenceKV
@@ -67,7 +68,7 @@ def continuations(
 def _continued(model: Transformer, sequence: SequenceKV, ids: Sequence[int], codes: SnapshotCodes) -> np.ndarray:
     """Hidden states (T, E) of `ids` (T,) after a sequence whose last block is a snapshot, coded before it is read."""
     last = sequence.length // model.store.shape.block_size - 1
-    kept = []
+    kept = list[tuple[DeltaState, list[int], BlockArrays]]()
     for group, table in zip(model.store.groups, sequence.tables, strict=True):
         if isinstance(group, DeltaState):
             block = table.block(last)

@@ -85,7 +85,7 @@ class RecurrentOps(Protocol):
     def check_recurrent(self, mixer: Recurrent, block_size: int) -> None:
         """Raises ValueError if there are no kernels for such layers."""
 
-    def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Any) -> Array:
+    def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Array) -> Array:
         """C · (Σ_j conv[j] · u_j + bias) of each row (T, E), where u = B · x, and inputs (T, 3E) is [B | C | x].
 
         conv (width, E): the oldest token's numbers first. slots (S, width − 1 + N, E): the u of the tokens of blocks,
@@ -95,7 +95,7 @@ class RecurrentOps(Protocol):
         """
 
     def gated_delta(
-        self, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Any, ends: DeltaEnds | None = None
+        self, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None
     ) -> Array:
         """The results (T, H·D) of a gated delta rule for rows that are added to slots.
 
@@ -111,7 +111,7 @@ class RecurrentOps(Protocol):
         """
 
     def mamba2(
-        self, projected: Array, w: Mamba2Weights, slots: DeltaSlots, spans: Any, ends: DeltaEnds | None = None
+        self, projected: Array, w: Mamba2Weights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None
     ) -> Array:
         """The results (T, H·D) of Mamba 2 for rows that are added to slots.
 

@@ -16,7 +16,7 @@ from polarlm.engine.quantization.metric import Metric
 from polarlm.engine.weight_formats import Linear
 
 Array = Any
-Cache = Any  # the K/V of one layer
+OwnCache = Any  # a `Cache` of these ops
 Buffer = Any  # a prompt's full-precision K/V of one layer, or of each of the layers that are sealed together
 Spans = Any  # a list of `SpanView`
 PreparedTransform = Any  # a `HeadTransform` on the device
@@ -46,6 +46,27 @@ class CacheFormat:
     high_precision: CacheFormat | None = None
 
 
+class Cache(Protocol):
+    """The K/V of one layer, as `KVOps.cache` returns it: what is known of it outside of its backend."""
+
+    @property
+    def format(self) -> CacheFormat:
+        """The format that it was made with."""
+
+    @property
+    def high_precision(self) -> Cache | None:
+        """A cache of the format's high-precision blocks, if it has these, with the same slots and in the same memory,
+        from the beginning on: blocks in use of the two kinds must not overlap."""
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a quantized block of one KV head without the block mean: where two kinds have one memory, each
+        block begins at its id times these, of every KV head."""
+
+    def move(self, target: int, source: int) -> None:
+        """Copy a quantized block to another, in a cache of two kinds or of the high-precision one."""
+
+
 class KVLocation(NamedTuple):
     """The location of N tokens in full precision: a block of `buffer`, or a slot of the layer's cache."""
 
@@ -56,7 +77,7 @@ class KVLocation(NamedTuple):
 class FilledBlocks(NamedTuple):
     """Complete blocks to encode: in each of `caches`, the N tokens at sources[i] become quantized block blocks[i]."""
 
-    caches: Sequence[Cache]
+    caches: Sequence[OwnCache]
     blocks: Sequence[int]
     sources: Sequence[KVLocation]  # either full-precision slots, or consecutive blocks in a buffer of these caches
 
@@ -189,18 +210,15 @@ class KVOps(Protocol):
         Raises ValueError for a codec that the backend does not support.
         """
 
-    def cache(self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[Cache] = ()) -> Cache:
+    def cache(self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[OwnCache] = ()) -> Cache:
         """Memory for one layer: `quantized` blocks, `full` slots. earlier_caches: the caches of the layers before,
         whose codec tables it may share.
 
-        If the format has a high-precision one, the cache's attribute `high_precision` is a cache of that format with
-        the same slots. Its blocks are in the same memory, from the beginning on: blocks in use of both kinds must not
-        overlap. A block of either kind begins at its id times `code_bytes` of its cache, and `move(target, source)`
-        copies one. Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and infinity
+        Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and infinity
         becomes NaN on the CPU and in `write_full`.
         """
 
-    def numpy_fallbacks(self, cache: Cache) -> Mapping[str, str]:
+    def numpy_fallbacks(self, cache: OwnCache) -> Mapping[str, str]:
         """The parts of a layer with this cache that NumPy computes for lack of compiled kernels → why.
 
         Empty if kernels compute all of it, or if NumPy is the whole backend.
@@ -222,16 +240,16 @@ class KVOps(Protocol):
         """next_spans(last, before, views, positions, block_size): `spans` of a step with one row a sequence. Row i has
         the blocks of row before[i] of `last`, the last one, or is views[i] if it is −1. None: `spans` is cheap."""
 
-    def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
+    def append_kv(self, cache: OwnCache, spans: Spans, k: Array, v: Array) -> None:
         """Write rows of k, v (T, K, D), from `transform_heads`, into each span's `current` at their positions."""
 
-    def place_kv(self, qkv: Array, rope: Rope, rule: HeadRule, cache: Cache, spans: Spans) -> Array:
+    def place_kv(self, qkv: Array, rope: Rope, rule: HeadRule, cache: OwnCache, spans: Spans) -> Array:
         """`transform_heads`, then `append_kv` of keys and values → the queries (T, H, D).
 
         CUDA: place_kv in a step; transform_heads and append_kv in a prompt, or where a rotation is dense.
         """
 
-    def attention(self, q: Array, cache: Cache, spans: Spans, rule: AttentionRule) -> Array:
+    def attention(self, q: Array, cache: OwnCache, spans: Spans, rule: AttentionRule) -> Array:
         """Causal attention of q (T, H, D), contiguous, from `transform_heads`, over each span's whole sequence
         → (T, H, D).
 
@@ -244,32 +262,32 @@ class KVOps(Protocol):
         """Encode blocks; keys are centred first. CUDA: encode_keys, encode_tiles and encode_blocks, at
         most once for each pair of codecs among all caches."""
 
-    def decode_blocks(self, cache: Cache, blocks: Sequence[int]) -> Buffer:
+    def decode_blocks(self, cache: OwnCache, blocks: Sequence[int]) -> Buffer:
         """A buffer, as a prompt has, of what quantized blocks decode to, in order."""
 
-    def copy_full(self, caches: Sequence[Cache], moves: Sequence[Move]) -> None:
+    def copy_full(self, caches: Sequence[OwnCache], moves: Sequence[Move]) -> None:
         """Copy tokens in each of `caches`, whose heads have one shape. All targets are in one buffer, or all are slots;
         so are all sources. What a target has behind the copied tokens stays on a CPU, and becomes 0 on a GPU."""
 
-    def round_trip(self, cache: Cache, place: KVLocation, tokens: int) -> None:
+    def round_trip(self, cache: OwnCache, place: KVLocation, tokens: int) -> None:
         """Replace the first `tokens` ≤ N tokens at `place` by what a block of them, padded with their mean, decodes
         to."""
 
     # -- from the KV store to the host, and back -----------------------------------------------------------------
 
-    def read_blocks(self, cache: Cache, blocks: Sequence[int]) -> dict[str, Any]:
+    def read_blocks(self, cache: OwnCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         """The quantized blocks with one or more ids as NumPy arrays, in the representation `stored_as`."""
 
-    def write_blocks(self, cache: Cache, blocks: Sequence[int], arrays: Mapping[str, Any]) -> None:
+    def write_blocks(self, cache: OwnCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         """Overwrite the quantized blocks with one or more ids with `arrays`, from `read_blocks` of any backend.
 
         Raises ValueError if the arrays do not hold that many blocks of this cache's format.
         """
 
-    def read_full(self, cache: Cache, slot: int, tokens: int) -> tuple[Any, Any]:
+    def read_full(self, cache: OwnCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """The first `tokens` ≤ N tokens of a full-precision slot: k, v (K, tokens, D) float16, as stored."""
 
-    def write_full(self, cache: Cache, slot: int, k: Any, v: Any) -> None:
+    def write_full(self, cache: OwnCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
         """Write k, v (K, tokens ≤ N, D), float16 or float32, to the first tokens of a full-precision slot.
 
         Raises ValueError for arrays of another shape or type.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from polarlm.engine.backends.delta import RecurrentOps
 from polarlm.engine.backends.kv import Array, CacheFormat, HeadRule, HeadTransform, KVOps, Norm, PreparedTransform, Rope
@@ -69,7 +70,7 @@ class ExpertNetwork(NamedTuple):
 
 
 class PeerArray(NamedTuple):
-    """An array of another card's ops, instead of a host array."""
+    """An array of another device's ops, instead of a host array."""
 
     array: Array
     ops: Ops
@@ -175,7 +176,7 @@ class MachineOps(Protocol):
         """The ops that only encoders need; None if the backend has none."""
 
     def layer_ops(self, layer: int) -> Ops:
-        """The ops of the card that has this layer; these ops themselves on a single device."""
+        """The ops of the device that has this layer; these ops themselves on a single device."""
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         """work(*inputs), after the inputs (host arrays, `Spans` or `SamplerInputs`) have been copied to the device.
@@ -254,13 +255,13 @@ class MachineOps(Protocol):
         """cache_experts(matrices, cache) → as `load_experts`, but an expert is read when it is chosen, and whenever it
         is not in memory any more: `matrices` must stay readable. None if the backend needs all experts in memory."""
 
-    def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> Any:
+    def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         """Rows of a matrix, or of the stacked parts of a `Linear`: NumPy float32 (rows, in)."""
 
-    def to_device(self, x: Any) -> Array:
-        """A copy of a host array on the device: integers as int32, floats as float32."""
+    def to_device(self, x: ArrayLike | PeerArray) -> Array:
+        """A copy of a host array on the device, or of another device's: integers as int32, floats as float32."""
 
-    def to_host(self, x: Array) -> Any:
+    def to_host(self, x: Array) -> np.ndarray:
         """A copy of a device array as NumPy float32."""
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Buffer, Cache, FilledBlocks
+from polarlm.engine.backends.kv import Buffer, FilledBlocks
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.tables import BlockTable, Reservation
 
@@ -68,8 +68,8 @@ class LayerState(Protocol):
     def spans(self, views: Sequence[Any]) -> Any:
         """Return the views of a step, or of a part of a prompt, in the form that the ops of these layers take."""
 
-    def cache(self, layer: int) -> Cache:
-        """Return what the ops of one layer read and write."""
+    def cache(self, layer: int) -> Any:
+        """Return what the ops of one layer read and write: a `Cache` for attention, else arrays on the device."""
 
     def begin(self, layers: Sequence[int], table: BlockTable, reservation: Reservation, start: int) -> None:
         """Prepare a prompt's reservation for the rows of layers that are sealed together: one, unless they have K/V."""

@@ -133,8 +133,8 @@ class KVStore:
         # The group with two kinds of blocks, if there is one.
         self.mixed_precision = next((group for group in self.groups if isinstance(group, MixedPrecisionBlocks)), None)
 
-    def cache(self, layer: int) -> Cache:
-        """Return the cache of one layer, for the ops."""
+    def cache(self, layer: int) -> Any:
+        """Return the cache of one layer, for the ops; see `LayerState.cache`."""
         return self.groups[self.group_of(layer)].cache(self._source[layer])
 
     def numpy_fallbacks(self) -> list[str]:

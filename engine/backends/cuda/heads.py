@@ -69,7 +69,8 @@ class HeadOps(DeviceOps):
     """The op `transform_heads`, and rotations."""
 
     def transform_heads(self, qkv: Array, rope: Rope, rule: HeadRule) -> tuple[Array, Array, Array]:
-        (rows, heads, dim), transform = qkv.shape, rule.transform
+        transform: DeviceTransform = rule.transform
+        rows, heads, dim = qkv.shape
         values = rows * transform.kv_heads
         queries = rows * heads - 2 * values
         # Keys follow queries in memory, so that one launch of rotate_dense rotates both.
@@ -105,15 +106,15 @@ class HeadOps(DeviceOps):
         vectors: number of heads in all rows that it transforms. spans: its arguments after the transform's.
         rows: its STEP_ROWS.
         """
-        (_, heads, dim), (transform, norms) = qkv.shape, rule
-        keys, values = transform.keys, transform.values
-        q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
+        transform: DeviceTransform = rule.transform
+        (_, heads, dim), keys, values = qkv.shape, transform.keys, transform.values
+        q_norm, k_norm, eps = rule.norms or (None, None, 0.0)
         signs = keys.input_signs, keys.output_signs, values.input_signs, values.output_signs
         counts = vectors, heads - 2 * transform.kv_heads, transform.kv_heads
         self._launch(
             kernel,
             (-(-vectors // _WARPS),),
-            _heads_config(dim, norms is not None, transform.value_eps, keys.order, values.order, rows),
+            _heads_config(dim, rule.norms is not None, transform.value_eps, keys.order, values.order, rows),
             *(*outputs, qkv, *rope, q_norm, k_norm, transform.scale, *signs, *spans, *counts, float(eps)),
             layouts=layouts,
         )

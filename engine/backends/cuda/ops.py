@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import sampling
@@ -225,7 +226,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
 
         return WarmUp(ops, wait, ROWS_WITH_KERNELS)
 
-    def to_device(self, x: Any) -> Array:
+    def to_device(self, x: ArrayLike | PeerArray) -> Array:
         if isinstance(x, PeerArray):
             return self._device.from_device(*self._peer_copy(x)[:2])
         x = np.asarray(x)

@@ -160,6 +160,12 @@ class MixedPrecisionAllocator(BlockAllocator):
         self.placement.finish(block)
 
 
+def _high_precision_of(cache: Cache) -> Cache:
+    """The cache of the high-precision blocks of a layer that has both kinds."""
+    assert cache.high_precision is not None
+    return cache.high_precision
+
+
 class MixedPrecisionBlocks(KVBlocks):
     """The `LayerState` of layers without a window, with two kinds of blocks in one memory."""
 
@@ -171,12 +177,13 @@ class MixedPrecisionBlocks(KVBlocks):
         """As `KVBlocks`. One of the quantized blocks is for requantizing."""
         super().__init__(ops, shape, layers, caches, blocks)
         assert self.window is None
-        ((high, low),) = {(cache.high_precision.code_bytes, cache.code_bytes) for cache in caches}
+        high_caches = {layer: _high_precision_of(cache) for layer, cache in self._caches.items()}
+        ((high, low),) = {(high_caches[layer].code_bytes, self._caches[layer].code_bytes) for layer in layers}
         placement, kind = BlockPlacement(blocks[0], (high, low), self._move), shape.high_precision
         assert kind is not None
         self.quantized = self.blocks = MixedPrecisionAllocator(placement, blocks[0] - 1, (high, low), kind.newest)
         # low-precision, high-precision
-        self._kinds = self._caches, {layer: cache.high_precision for layer, cache in self._caches.items()}
+        self._kinds = self._caches, high_caches
         self._heads = [shape.kv_layers[layer].kv_heads for layer in layers]
         self._more_bytes = sum(self._heads) * (high - low)  # additional bytes of a high-precision block, in all layers
 
@@ -311,8 +318,8 @@ class MixedPrecisionBlocks(KVBlocks):
 
     def _write_requantized(self, layer: int, numbers: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         """Write a layer of low-precision blocks from arrays of high-precision ones."""
-        ops, format = self._ops, self._caches[layer].high_precision.format
-        buffer_cache = ops.layer_ops(layer).cache(format, len(numbers), 0, [self._caches[layer].high_precision])
+        ops, high = self._ops, self._cache_of_kind(layer, is_high_precision=True)
+        buffer_cache = ops.layer_ops(layer).cache(high.format, len(numbers), 0, [high])
         ops.write_blocks(buffer_cache, range(len(numbers)), arrays)
         buffer = ops.decode_blocks(buffer_cache, range(len(numbers)))
         sources = [KVLocation(buffer, number) for number in range(len(numbers))]

@@ -77,7 +77,7 @@ class LayerCache:
     """The stored K/V of one layer, on `device`. full: the full-precision slots, for sink blocks and current blocks.
 
     blocks: the records of keys and values together (blocks, K, bytes), if the layer has two kinds of blocks in one
-    memory. high_precision is the cache of the blocks with more bits, and move(target, source) copies a block. number:
+    memory. high_precision is the cache of the blocks with more bits, and copy_block(target, source) copies one. number:
     of the layer among the layers with K/V on the device; layers one after another take the buffers of a prompt in turn.
     """
 
@@ -89,7 +89,7 @@ class LayerCache:
     full: Buffer
     full_layouts: Layouts
     blocks: Array | None = None
-    move: Callable[[int, int], None] | None = None
+    copy_block: Callable[[int, int], None] | None = None
     high_precision: LayerCache | None = None
     number: int = 0
 
@@ -97,6 +97,10 @@ class LayerCache:
     def code_bytes(self) -> int:
         """Bytes of a quantized block of one KV head."""
         return sum(layout.nbytes for layout in self.layouts)
+
+    def move(self, target: int, source: int) -> None:
+        assert self.copy_block is not None
+        self.copy_block(target, source)
 
     @property
     def padded(self) -> int:

@@ -18,7 +18,7 @@ from polarlm.engine import records
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses, Array, row_stride
-from polarlm.engine.backends.cuda.heads import HeadOps
+from polarlm.engine.backends.cuda.heads import DeviceTransform, HeadOps
 from polarlm.engine.backends.cuda.kv.cache import BatchTables, Buffer, LayerCache, PromptBuffer, SideArrays, SpanTable
 from polarlm.engine.backends.cuda.launch import LaunchConfig, threads_for
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadRule, KVLocation, Move, RecordedSpans, Rope
@@ -213,7 +213,8 @@ class CacheOps(HeadOps):
         cache: LayerCache,
         spans: SpanTable | BatchTables | RecordedSpans,
     ) -> Array:
-        (rows, heads, dim), transform = qkv.shape, rule.transform
+        transform: DeviceTransform = rule.transform
+        rows, heads, dim = qkv.shape
         if isinstance(spans, RecordedSpans):
             q, k, v = self.transform_heads(qkv, rope, rule)
             has_values, first = row_stride(v) == v[0].size, heads - transform.kv_heads

@@ -94,7 +94,8 @@ class HeadOps(KernelOps):
 
         targets: (at least T, K, D) float32; with places, the `RowPlace` of each row, slots (slots, K, N, D) float16.
         """
-        (rows, heads, dim), (prepared, norms) = qkv.shape, rule
+        prepared: PreparedTransform = rule.transform
+        rows, heads, dim = qkv.shape
         kv_heads = prepared.kv_heads
         queries = heads - 2 * kv_heads
         alone = kv_heads == 0
@@ -102,14 +103,14 @@ class HeadOps(KernelOps):
         factors = prepared.key_factor, prepared.value_factor
         spec = Heads(
             dim,
-            norms is not None,
+            rule.norms is not None,
             (factors[0] is not None, prepared.keys.order),
             (factors[1] is not None, prepared.values.order),
             places is not None,
             prepared.value_eps is not None,
             alone,
         )
-        q_norm, k_norm, eps = norms or (None, None, 0.0)
+        q_norm, k_norm, eps = rule.norms or (None, None, 0.0)
         (cos, sin), (k, v), (row_stride, head_stride, *_) = rope, targets, targets[0].strides
         steps = [0 if factor is None or len(factor) == 1 else factor.strides[0] for factor in factors]
         arguments = HeadArguments(
