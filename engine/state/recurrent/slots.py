@@ -7,7 +7,7 @@ sequence can be cut anywhere in its current block, and rows that are not kept le
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,11 +21,18 @@ Slot = Sequence[Array]  # the arrays of one slot, as in `RecurrentShape.full_arr
 RowsOp = Callable[..., Array]  # `short_conv`, `gated_delta` or `mamba2` of a layer's ops
 
 
+class PromptState(Protocol):
+    """The state of a prompt in one layer."""
+
+    def add(self, ops: Ops, op: RowsOp, inputs: Array, weights: Sequence[Any], position: int) -> Array:
+        """Add rows from `position` on with the layer's op, and return what the op returns."""
+
+
 class PromptRows(NamedTuple):
     """Rows of a prompt from `position` on. prompts: by the ops of each GPU, the buffer of the prompt's reservation,
-    for the layer that is being computed; its `add(ops, op, inputs, weights, position)` returns what the op returns."""
+    for the layer that is being computed."""
 
-    prompts: Mapping[Ops, Any]
+    prompts: Mapping[Ops, PromptState]
     position: int
 
 
