@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
-from polarlm.engine.backends.numpy.activations import ACTIVATIONS
+from polarlm.engine.backends.numpy.rows import ACTIVATIONS
 from polarlm.engine.backends.ops import Fusion
 from polarlm.engine.weight_formats import Linear, get
 from tests.cuda.formats import EPS32, STEP, read, store

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.numpy.rows import ACTIVATIONS
 from polarlm.engine.backends.ops import ExpertNetwork, Fusion, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import ExpertLinear

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.kv import AttentionRule, HeadRule, HeadTransform
-from polarlm.engine.backends.numpy.activations import ACTIVATIONS, gelu
+from polarlm.engine.backends.numpy.rows import ACTIVATIONS, gelu
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.config import is_gated
 from tests.cuda.formats import EPS32, STEP

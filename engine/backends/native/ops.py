@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends import transfer
+from polarlm.engine.backends.native.attention_ops.prompts import EncoderOps
 from polarlm.engine.backends.native.attention_ops.steps import AttentionOps
-from polarlm.engine.backends.native.attention_ops.texts import EncoderOps
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.kernels.linear.tiling import short_prompts
 from polarlm.engine.backends.native.kernels.rows import BestArguments, best_of_rows
 from polarlm.engine.backends.native.kv.cache import CacheOps
 from polarlm.engine.backends.native.kv.encoding import EncodingOps
 from polarlm.engine.backends.native.launch import Launcher, WarmUpLauncher
-from polarlm.engine.backends.native.product_ops.experts import ExpertOps
-from polarlm.engine.backends.native.product_ops.linear import LinearOps
+from polarlm.engine.backends.native.product_ops.products import ExpertOps, LinearOps
 from polarlm.engine.backends.native.recurrent_ops import RecurrentOps
 from polarlm.engine.backends.native.self_test import choose
 from polarlm.engine.backends.native.thread_count import thread_count

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.native.product_ops.linear import LinearOps
+from polarlm.engine.backends.native.product_ops.products import LinearOps
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.compile.target import permitted_levels
 from polarlm.engine.jit.lang import I8, I32, Emitter, Kernel, Level, Pointer, Value, vector

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polarlm.engine.backends.numpy.activations import ACTIVATIONS
-from polarlm.engine.backends.numpy.rows import quiet, rms_norm
+from polarlm.engine.backends.numpy.rows import ACTIVATIONS, quiet, rms_norm
 from polarlm.engine.backends.ops import ExpertNetwork, Routing
 from polarlm.engine.weight_formats import ExpertLinear
 from polarlm.model_loaders.config import Experts

@@ -26,13 +26,12 @@ from polarlm.engine.backends.kv import (
     SpanView,
 )
 from polarlm.engine.backends.numpy import blas, host_memory
-from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.attention import attend_sequence, attend_to_texts, parts_of, read_blocks
 from polarlm.engine.backends.numpy.experts import ExpertOps
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.kv.encoding import encodable_runs, encode_side
 from polarlm.engine.backends.numpy.recurrent import RecurrentOps
-from polarlm.engine.backends.numpy.rows import apply_rope, quiet, rms_norm, rotate, softcap
+from polarlm.engine.backends.numpy.rows import ACTIVATIONS, apply_rope, quiet, rms_norm, rotate, softcap
 from polarlm.engine.backends.ops import PLAIN, EncoderOps, ExpertCache, Fusion, KeptTiles, Load, Result, WarmUp
 from polarlm.engine.outputs import Threads
 from polarlm.engine.quantization.encode import read_back

@@ -7,7 +7,7 @@ import pytest
 
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.native.product_ops.linear import LinearOps
+from polarlm.engine.backends.native.product_ops.products import LinearOps
 from polarlm.engine.backends.ops import Fusion
 from polarlm.engine.weight_formats import Linear
 from tests import weights

@@ -11,7 +11,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import Inputs
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import units_at_once
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling
-from polarlm.engine.backends.native.product_ops.linear import LinearOps
+from polarlm.engine.backends.native.product_ops.products import LinearOps
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.engine.jit.isa.x86 import Avx512Amx, Avx512Vbmi

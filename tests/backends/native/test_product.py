@@ -26,8 +26,8 @@ from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeA
 from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product, units
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, are_unsigned, largest_tiling, tiling
 from polarlm.engine.backends.native.product_ops import loading
-from polarlm.engine.backends.native.product_ops.linear import LinearOps
-from polarlm.engine.backends.numpy.activations import ACTIVATIONS
+from polarlm.engine.backends.native.product_ops.products import LinearOps
+from polarlm.engine.backends.numpy.rows import ACTIVATIONS
 from polarlm.engine.jit.compile.target import best, levels
 from polarlm.engine.jit.lang import Level
 from polarlm.engine.weight_formats import WeightFormat, available, get

@@ -1,4 +1,4 @@
-"""Attention of prompts, whose quantized blocks are decoded to float32 first."""
+"""Attention of prompts, whose quantized blocks are decoded to float32 first, and the ops of encoders."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.kv import AttentionRule, KVLocation, SpanView
-from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION
+from polarlm.engine.backends.kv import AttentionRule, HeadRule, KVLocation, Rope, SpanView
+from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, HeadOps
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels.attention.prompts import (
     PromptArguments,
@@ -16,10 +16,11 @@ from polarlm.engine.backends.native.kernels.attention.prompts import (
     attend,
     attend_to_texts,
 )
-from polarlm.engine.backends.native.kernels.attention.unit import MOST_QUERIES, Prompt
+from polarlm.engine.backends.native.kernels.attention.unit import MOST_QUERIES, Prompt, supports
+from polarlm.engine.backends.native.kernels.rows import LayerNormArguments, layer_norm_rows
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.launch import KernelOps
-from polarlm.engine.backends.numpy.attention import blocks_of
+from polarlm.engine.backends.numpy.attention import blocks_of, parts_of
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.lang.records import words
@@ -185,3 +186,30 @@ def _full_segments(cache: TileCache, span: SpanView, oldest: int, end: int) -> I
         yield _segment([side.astype(np.float32) for side in cache.full(KVLocation(None, span.sink))], 0, size)
     sides = [side.astype(np.float32, copy=False) for side in cache.full(span.current)]
     yield _segment(sides, span.current_start, min(end - span.current_start, sides[0].shape[1]))
+
+
+class EncoderOps(HeadOps, PromptOps):
+    """See `engine.backends.ops.EncoderOps`. NumPy attends where heads are too large for a kernel."""
+
+    def layer_norm(self, x: np.ndarray, norm: tuple[np.ndarray, np.ndarray, float]) -> None:
+        weight, bias, eps = norm
+        arguments = LayerNormArguments(x=x, weight=weight, bias=bias, columns=x.shape[1], stride=x.strides[0], eps=eps)
+        self._launch(layer_norm_rows(), len(x), arguments)
+
+    def self_attention(
+        self,
+        qkv: np.ndarray,
+        rope: Rope | None,
+        rule: HeadRule,
+        lengths: Sequence[int],
+        scale: float,
+        window: int | None = None,
+    ) -> np.ndarray:
+        rows, _, dim = qkv.shape
+        if not supports(dim):
+            return super().self_attention(qkv, rope, rule, lengths, scale, window)
+        q, k, v = parts_of(qkv, rule.transform)
+        if rope is not None:
+            k, v = self._launch.empty((2, rule.transform.kv_heads, rows, dim)).swapaxes(1, 2)
+            q = self.transform_into(qkv, rope, rule, (k, v))
+        return self.attend_to_texts(q, (k, v), lengths, scale, window)

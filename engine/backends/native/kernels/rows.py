@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.numpy.activations import ERF, ERF_P
+from polarlm.engine.backends.numpy.rows import ERF, ERF_P
 from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
 
 _F16 = vector(F32, 16)
@@ -168,7 +168,7 @@ def apply_gate(e: Emitter, activation: str, x: Value, up: Value) -> Value:
 
 
 def _normal_share(e: Emitter, x: Value) -> Value:
-    """Φ(x); see `numpy.activations.ERF`."""
+    """Φ(x); see `numpy.rows.ERF`."""
     size = e.fmax(x, -x)
     t = e.const_like(1.0, x) / (size * (ERF_P / 2**0.5) + 1.0)
     sums = t * ERF[-1]

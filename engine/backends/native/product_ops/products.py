@@ -1,0 +1,262 @@
+"""The ops on matrices, on rows of activations, and of a mixture of experts: the rows of an expert are multiplied
+together, so its weights are read once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from polarlm.engine.backends.native.kernels.experts import (
+    MOST_EXPERTS,
+    ArrangeArguments,
+    Choice,
+    CombineArguments,
+    RouteArguments,
+    arrange,
+    combine,
+    route,
+)
+from polarlm.engine.backends.native.kernels.linear.activations import Inputs
+from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
+from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
+from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, expert_tiling, largest_tiling, tiling
+from polarlm.engine.backends.native.kernels.rows import (
+    ROW_PIECE,
+    ChangeArguments,
+    NormArguments,
+    RowGateArguments,
+    change_rows,
+    gate,
+    gate_arguments,
+    gate_rows,
+    norm_rows,
+)
+from polarlm.engine.backends.native.launch import KernelOps
+from polarlm.engine.backends.native.product_ops.loading import CachedTiles, LoadOps
+from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, compiled_tiling, experts_of
+from polarlm.engine.backends.ops import PLAIN, ExpertNetwork, Fusion, Routing
+from polarlm.engine.jit.lang import Kernel
+from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix
+from polarlm.model_loaders.config import Experts, is_gated
+
+
+class LinearOps(LoadOps):
+    def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
+        parts = matrix.parts if isinstance(matrix, Linear) else (matrix,)
+        first, out = 0, []
+        start, stop, _ = rows.indices(matrix.shape[0])
+        for part in parts:
+            ids = np.arange(max(start, first), min(stop, first + part.shape[0])) - first
+            if isinstance(part.data, CachedTiles):
+                ids = part.data.rows(ids)
+            first += part.shape[0]
+            values = np.empty((len(ids), part.shape[1]), np.float32)
+            out.append(self._dequantize(part, ids.astype(np.int32), 1.0, values))
+        return out[0] if len(out) == 1 else np.concatenate(out)
+
+    def embed(self, table: Matrix, ids: np.ndarray, scale: float = 1.0) -> np.ndarray:
+        return self._dequantize(table, ids, scale, self._launch.empty((len(ids), table.shape[1])))
+
+    def _dequantize(self, matrix: Matrix, ids: np.ndarray, factor: float, out: np.ndarray) -> np.ndarray:
+        """Rows `ids` (n,) int32 of a matrix times `factor` → `out` (n, in) float32, which is returned."""
+        columns, memory = matrix.shape[1], matrix.data.memory
+        arguments = DequantizeArguments(
+            weights=memory,
+            ids=ids,
+            y=out,
+            blocks=columns // matrix.format.values,
+            tile_bytes=memory.shape[1],
+            columns=columns,
+            factor=factor,
+        )
+        self._launch(dequantize_rows(matrix.format), len(ids), arguments)
+        return out
+
+    def rms_norm(self, x: np.ndarray, norm: tuple[np.ndarray, float], residual: np.ndarray | None = None) -> None:
+        target = x if residual is None else residual
+        weight, eps = norm
+        arguments = NormArguments(
+            x=x,
+            weight=weight,
+            target=target,
+            columns=x.shape[1],
+            x_stride=x.strides[0],
+            stride=target.strides[0],
+            eps=eps,
+        )
+        self._launch(norm_rows(adds=residual is not None), len(x), arguments)
+
+    def softcap(self, x: np.ndarray, cap: float) -> None:
+        self._change("softcap", x, np.array([cap], np.float32))
+
+    def activate(self, x: np.ndarray, up: np.ndarray, activation: str) -> None:
+        self._launch(gate(activation), len(x), gate_arguments(x, up, x))
+
+    def scale(self, x: np.ndarray, factor: np.ndarray) -> None:
+        self._change("scale", x, factor)
+
+    def _change(self, name: str, x: np.ndarray, numbers: np.ndarray) -> None:
+        """See `change_rows`. numbers: (1,) for all rows, or (T, 1)."""
+        (rows, columns), step = x.shape, numbers.strides[0] if numbers.ndim > 1 else 0
+        pieces = -(-columns // ROW_PIECE)
+        self._launch(change_rows(name), rows * pieces, ChangeArguments(x, columns, x.strides[0], pieces, numbers, step))
+
+    def linear(
+        self, x: np.ndarray, w: Linear, fusion: Fusion = PLAIN, residual: np.ndarray | None = None
+    ) -> np.ndarray:
+        rows, level, bits = len(x), self._launch.level, self._launch.input_bits
+        norm, activation, _ = fusion
+        norm_key = None if norm is None else (id(norm[0]), norm[1])
+        strides = x.strides, None if residual is None else residual.strides
+        key = id(w), norm_key, strides, activation, rows == 1, bits
+        product = self._launch.take(key)
+        if product is None:
+            product = Multiplication(self._launch, w, rows, fusion, adds=residual is not None)
+        y = residual
+        if y is None:
+            # Rows whose beginnings are a power of two apart share a few sets of the caches, and several are written
+            # together. What is activated is the input of another product, which takes rows at any distance.
+            padding = 16 if product.activation is not None and product.width % 512 == 0 else 0
+            y = self._launch.empty((rows, product.width + padding))[:, : product.width]
+        chosen_tiling = tiling(rows, level, product.shared)
+        if product.repeatable is not None and product.repeatable.sizes == chosen_tiling:
+            product.repeat(product.repeatable, x, y)
+        else:
+            sizes, most = chosen_tiling, largest_tiling(level, product.shared)
+            if rows > 1:
+                sizes = compiled_tiling(self._launch, sizes, most, product.kernels)
+            product.launch(x, y, sizes)
+        self._launch.keep(key, product)
+        return y if activation is None or product.activation else self.activate_halves(y, activation)
+
+    def activate_halves(self, x: np.ndarray, activation: str) -> np.ndarray:
+        if not is_gated(activation):
+            self.activate(x, x, activation)
+            return x
+        half = x.shape[1] // 2
+        out = self._launch.empty((len(x), half))
+        self._launch(gate(activation), len(x), gate_arguments(x[:, :half], x[:, half:], out))
+        return out
+
+
+class _Order(NamedTuple):
+    """The rows of all experts in panels; see `kernels.experts.arrange`."""
+
+    tiling: Tiling
+    chosen: np.ndarray
+    sources: np.ndarray
+    panel_places: np.ndarray
+    places: np.ndarray
+
+
+class ExpertOps(KernelOps):
+    def route(
+        self, logits: np.ndarray, rule: Experts, bias: np.ndarray | None = None, factors: np.ndarray | None = None
+    ) -> Routing:
+        assert rule.count <= MOST_EXPERTS
+        shape = len(logits), rule.top_k
+        routing = Routing(self._launch.empty(shape, np.int32), self._launch.empty(shape))
+        arguments = RouteArguments(
+            logits=logits,
+            bias=bias,
+            ids=routing.ids,
+            weights=routing.weights,
+            stride=logits.strides[0],
+            count=rule.count,
+            top_k=rule.top_k,
+            scale=rule.scale,
+            factors=factors,
+        )
+        choice = Choice(rule.scoring, bias is not None, rule.renormalize, factors is not None)
+        self._launch(route(choice), len(logits), arguments)
+        return routing
+
+    def gate(self, x: np.ndarray, logits: np.ndarray) -> None:
+        (rows, columns), count = x.shape, logits.shape[1]
+        parts = 1 if count == columns else count
+        arguments = RowGateArguments(
+            x=x,
+            logits=logits,
+            columns=columns // parts,
+            parts=parts,
+            x_stride=x.strides[0],
+            stride=logits.strides[0],
+        )
+        self._launch(gate_rows(shared=count < columns), rows * parts, arguments)
+
+    def experts(
+        self, x: np.ndarray, routing: Routing, network: ExpertNetwork, residual: np.ndarray | None = None
+    ) -> np.ndarray:
+        gate_up, down, fusion = network
+        up = Multiplication(self._launch, gate_up, len(x), fusion)
+        down_product = Multiplication(self._launch, down, len(x), PLAIN)
+        order = self._arrange(routing, gate_up.count, (up, down_product))
+        self._expect(order.chosen, gate_up, down)
+        y = self._launch.empty((len(order.sources), up.width))
+        up.launch(x, y, order.tiling, order.chosen, order.sources)
+        if fusion.activation is not None and up.activation is None:
+            y = self.activate_halves(y, fusion.activation)
+        results = self._launch.empty((len(order.panel_places), down_product.width))
+        down_product.launch(y, results, order.tiling, order.chosen, order.panel_places)
+        out = self._launch.empty((len(x), results.shape[1])) if residual is None else residual
+        arguments = CombineArguments(
+            results=results,
+            places=order.places,
+            weights=routing.weights,
+            y=out,
+            columns=out.shape[1],
+            top_k=routing.ids.shape[1],
+            stride=out.strides[0],
+        )
+        self._launch(combine(adds=residual is not None), len(x), arguments)
+        return out
+
+    def _arrange(self, routing: Routing, count: int, products: Sequence[Multiplication]) -> _Order:
+        """The rows in the order of their experts. count: the number of experts."""
+
+        def kernels(sizes: Tiling) -> list[Kernel]:
+            return [arrange(sizes.rows), *itertools.chain(*(product.kernels(sizes) for product in products))]
+
+        rows, top_k = routing.ids.shape
+        pairs, slots = rows * top_k, min(rows * top_k, count)
+        level, inputs = self._launch.level, Inputs.shared(itertools.chain(*(product.inputs for product in products)))
+        sizes, most = expert_tiling(pairs // count, level, inputs), largest_tiling(level, inputs)
+        sizes = compiled_tiling(self._launch, sizes, most, kernels)
+        row_tile = sizes.rows
+        places = -(-(pairs + slots * (row_tile - 1)) // row_tile) * row_tile
+        order = _Order(
+            sizes,
+            chosen=self._launch.empty((slots, len(ExpertRows._fields)), np.int64),
+            sources=self._launch.empty((places,), np.int32),
+            panel_places=self._launch.empty((places,), np.int32),
+            places=self._launch.empty((rows, top_k), np.int32),
+        )
+        arguments = ArrangeArguments(
+            ids=routing.ids,
+            weights=routing.weights,
+            chosen=order.chosen,
+            sources=order.sources,
+            panel_places=order.panel_places,
+            places=order.places,
+            pairs=pairs,
+            top_k=top_k,
+            count=count,
+            slots=slots,
+            most=places,
+        )
+        self._launch(arrange(row_tile), 1, arguments)
+        return order
+
+    def _expect(self, chosen: np.ndarray, *linears: ExpertLinear) -> None:
+        """Let the system read ahead what the chosen experts lack in memory."""
+        cached = [part.data for w in linears for part in w.parts if isinstance(part.data, CachedTiles)]
+
+        def expect(chosen: np.ndarray) -> None:
+            for data in cached:
+                data.expect(experts_of(chosen))
+
+        if cached:
+            self._launch.call(expect, chosen)
