@@ -20,7 +20,7 @@
 //
 // Points and the errors of tokens are in units of a token's rms, so they are at most √D + 4. Targets and errors against
 // targets are in units of the larger of the rms and of what such errors of earlier tokens may add: halves are enough
-// beside a token that is 10^12 times as long.
+// next to a token that is 10^12 times as long.
 //
 // The norm follows from residues r = e + F·e, e the error against the target, and s = y + F·y, y the points. M is
 // (I + F)ᵀ · diagonal · (I + F), so for the target a = e + n·y the norm of least cost, a·My / y·My, is

@@ -14,7 +14,7 @@
 // 2^-44 of the best token's: sums do not depend on the order, so the same input gives the same token.
 // Every block reads its logits once. A warp lists its best tokens, down to the logit that a number of its lanes reach;
 // a block adds up its masses relative to its own best token. Then the last block of a row to be done, by `counts`, has
-// the row's best token: it scales the sums by what each block's best weighs beside that, takes the tokens that are not
+// the row's best token: it scales the sums by each block's best relative to that, takes the tokens that are not
 // below the end of any list, some hundred, sorts them and draws. If the last rank is not among them (flat logits at
 // high temperature), it reads V once for each 8 bits of a rank (whole_row.cuh), up to seven times for each cut.
 // Cost: V is read once; LISTED to PLACES ranks of each warp are written, and PLACES are read. A list of biases,

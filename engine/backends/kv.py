@@ -271,7 +271,7 @@ class KVOps(Protocol):
 
     def round_trip(self, cache: OwnCache, place: KVLocation, tokens: int) -> None:
         """Replace the first `tokens` ≤ N tokens at `place` by what a block of them, padded with their mean, decodes
-        to."""
+        to. What is behind them is as after `copy_full`."""
 
     # -- from the KV store to the host, and back -----------------------------------------------------------------
 

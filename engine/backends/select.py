@@ -138,15 +138,15 @@ def _cuda(numbers: Sequence[int]) -> Ops:
 
 
 def _other_devices() -> list[Any]:
-    """The ops of each GPU beside the first one, of those that can be used."""
+    """The ops of all GPUs but the first that can be used."""
     from polarlm.engine.backends.cuda.device import cupy_device
     from polarlm.engine.backends.cuda.ops import CudaOps
 
-    found = []
+    others = []
     for number in range(1, cupy_device.device_count()):
         with suppress(EngineError):
-            found.append(CudaOps(cupy_device.open_device(number)))
-    return found
+            others.append(CudaOps(cupy_device.open_device(number)))
+    return others
 
 
 def driver_version() -> int | None:

@@ -224,7 +224,7 @@ def test_codes_without_either_feedback_on_a_gpu(ops: Any) -> None:
 @backends(CUDA)
 @pytest.mark.parametrize(("number", "most"), [(0, 1e-3), (1, 1e-3), (3, 1e-4)])
 def test_exceptional_blocks_with_a_metric_on_a_gpu(ops: Any, number: int, most: float) -> None:
-    """A token beside one that is 10^12 times as long, zeros, equal ones, and values in the middle between two levels,
+    """A token next to one that is 10^12 times as long, zeros, equal ones, and values in the middle between two levels,
     which may become either."""
     shape = SMALL[number][0]._replace(heads=1, dim=32 if number == 1 else SMALL[number][0].dim)
     case_of(ops, shape, edges(shape), metrics_of(shape)).check_as_good(most)
@@ -234,7 +234,7 @@ def test_exceptional_blocks_with_a_metric_on_a_gpu(ops: Any, number: int, most: 
 @backends(CUDA)
 @pytest.mark.parametrize("values", [False, True])
 def test_exceptional_paths_with_a_metric_on_a_gpu(ops: Any, monkeypatch: pytest.MonkeyPatch, values: bool) -> None:
-    """Beside a token that is 10^12 times as long, targets of values are so far from all points that the order of sums
+    """Next to a token that is 10^12 times as long, targets of values are so far from all points that the order of sums
     decides on a path."""
     use_tokens(monkeypatch, 32)
     shape = one_sided("trellis4", values, 64, 32, 16, 1)
@@ -272,7 +272,7 @@ class CountingDevice(EmulatedDevice):
 
 @backends(CUDA)
 def test_lanes_search_for_a_point_in_their_turn_alone(ops: Any) -> None:
-    """What lanes have outside of their turn may be far from all points, as beside tokens that are much longer; then a
+    """What lanes have outside of their turn may be far from all points, as next to tokens that are much longer; then a
     warp would compare with each point. With all lanes searching it is 11,148 wavefronts of shared memory."""
     if not isinstance(ops._device, EmulatedDevice):
         pytest.skip("the emulator counts accesses")

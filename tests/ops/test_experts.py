@@ -374,7 +374,7 @@ def test_steps_and_prompts_launch_what_the_warm_up_has_launched(
 ) -> None:
     """Formats with a kernel each."""
     if not isinstance(ops._device, EmulatedDevice):
-        pytest.skip("what a GPU was asked to do is not known")
+        pytest.skip("a real GPU does not list its launches")
     device, rule, layer = Watched(), Experts(5, 1, 32), Layer(rng, formats, 5, 64, 32)
     ops = type(ops)(device)
     device.computes = False

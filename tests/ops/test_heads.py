@@ -140,7 +140,7 @@ def test_heads_are_transformed(ops: Any, shape: tuple[Any, ...]) -> None:
 @backends(CUDA)
 def test_signed_hadamard_matrices_take_no_dense_product(ops: Any) -> None:
     if not isinstance(ops._device, EmulatedDevice):
-        pytest.skip("what a GPU was asked to do is not known")
+        pytest.skip("a real GPU does not list its launches")
     x = case(64, 2, 2, ("none", "none"), False, False)
     for keys, values, launches in (
         (twice_signed_hadamard(64).T, signed_hadamard(64), []),

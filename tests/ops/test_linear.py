@@ -305,7 +305,7 @@ def test_an_activation_comes_in_the_type_of_the_next_product(
     assert np.isfinite(out[2:]).all()
 
 
-# -- a row, whatever the number of rows beside it ------------------------------------------------------------------
+# -- a row, whatever the number of other rows ------------------------------------------------------------------
 
 BATCHES = (1, 2, 3, 9, 17, 64, 70, 128, 130)
 
@@ -402,7 +402,7 @@ def test_inputs_of_any_size_are_multiplied_rightly(ops: Any, rng: np.random.Gene
     case, x = product(ops, [("q4_k", 48)], 256, 1), rng.uniform(-1, 1, (7, 256))
     x[:, ::32] = 1  # the largest of each group
     x = (x * np.float64([[1e30], [1e-30], [1.1e-34], [1e-40], [0.9e-34], [1e-37], [0]])).astype(np.float32)
-    x[3, 32:] = rng.uniform(-1, 1, 224)  # beside groups of usual size
+    x[3, 32:] = rng.uniform(-1, 1, 224)  # with groups of usual size
     actual = ops.linear(x, case.w).astype(np.float64)
     wanted = x.astype(np.float64) @ case.files[0].values.astype(np.float64).T
     error, size = (np.linalg.norm(rows, axis=1) for rows in (actual - wanted, wanted))

@@ -101,15 +101,15 @@ class ExpertOps(LinearOps):
             arrays.append(residual)
         shapes, types = [array.shape for array in arrays], [array.dtype for array in arrays]
         ends = [*itertools.accumulate(array.size for array in arrays)]
-        words, adds = self._device.empty((ends[-1],), np.int32), residual is not None
+        packed_rows, adds = self._device.empty((ends[-1],), np.int32), residual is not None
         for array, end in zip(arrays, ends, strict=True):
-            words[end - array.size : end] = array.reshape(array.size).view(np.int32)
+            packed_rows[end - array.size : end] = array.reshape(array.size).view(np.int32)
         if (norm := network.fusion.norm) is not None:
             host_norm = self._norm_on_host(norm[0]), norm[1]
             network = network._replace(fusion=network.fusion._replace(norm=host_norm))
 
-        def compute(words: np.ndarray) -> np.ndarray:
-            parts = np.split(words, ends[:-1])
+        def compute(packed_rows: np.ndarray) -> np.ndarray:
+            parts = np.split(packed_rows, ends[:-1])
             copies = [part.view(kind).reshape(shape) for part, kind, shape in zip(parts, types, shapes, strict=True)]
             rows, ids, weights, residual_rows = *copies[:3], copies[-1 if len(copies) > 3 else 0]
             result = np.empty((len(rows), network.down.shape[0]), np.float32)
@@ -120,7 +120,7 @@ class ExpertOps(LinearOps):
                 result[part] = host.experts(rows[part], chosen, network, target)
             return result
 
-        self._device.call_host(compute, y, [words])
+        self._device.call_host(compute, y, [packed_rows])
 
     def _norm_on_host(self, weight: Array) -> np.ndarray:
         """The weights of a norm, which never change: copied once, before anything is recorded."""

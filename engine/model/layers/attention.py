@@ -71,7 +71,7 @@ class Attention:
         qkv = self._qkv(x, inputs.adapters)
         assert inputs.rope is not None
         cos, sin, *growth = inputs.rope
-        if growth:  # before RoPE, which turns queries of any length alike
+        if growth:  # before RoPE, which does not change lengths
             ops.scale(qkv[:, : heads * dim], growth[0])
         rope = cos, sin
         if shape.shares_kv:  # there are queries alone

@@ -48,7 +48,7 @@ class SharedNetwork:
         self.down = OutputProjection(ops, weights.shared_down, norm_of(weights.shared_post_norm, eps.after))
 
     def project(self, x: Array, adapters: Routing | None) -> Array:
-        """Return the input of the last projection, times the gate if there is one: (T, S)."""
+        """Return the input of the last projection, times the gate of a network that has one: (T, S)."""
         y = self._gate_up(x, adapters)
         if self._gate is not None:
             self._ops.gate(y, self._gate(x, adapters))

@@ -95,8 +95,8 @@ class MtpLayer:
             ops.rms_norm(x[: rows - 1], self._hidden_norm, both[1:, e:])
             ops.scale(both[1:, e:], follows[1:])
         ops.rms_norm(before, self._hidden_norm, both[:, e:])
-        of_layer = self._choice(self._number, inputs._replace(adapters=None))
-        self._layer.mixer.project(ops.linear(both, self._projection), of_layer)
+        layer_inputs = self._choice(self._number, inputs._replace(adapters=None))
+        self._layer.mixer.project(ops.linear(both, self._projection), layer_inputs)
 
     def keep(self, spans: Sequence[Span], states: Array) -> None:
         """Let the spans of a step keep their rows of states (T, E): the model's hidden states, normed."""

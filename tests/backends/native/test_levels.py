@@ -141,8 +141,8 @@ def test_llvm_knows_every_feature_that_linux_lists() -> None:
     """LLVM asks the CPU, and which registers the system saves. Linux may be told to list fewer."""
     if target.machine() != "x86_64" or target._linux_features() is None:
         pytest.skip("Linux lists no features of an x86 CPU here")
-    asked = {feature for level in LEVELS for feature in level.needs}
-    assert target.host_features() & asked <= target._llvm_features()
+    needed = {feature for level in LEVELS for feature in level.needs}
+    assert target.host_features() & needed <= target._llvm_features()
 
 
 def test_features_that_linux_does_not_list_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

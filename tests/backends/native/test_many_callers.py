@@ -1,4 +1,4 @@
-"""Engines with different numbers of threads, in many Python threads at once, and children forked beside them."""
+"""Engines with different numbers of threads, in many Python threads at once, and children forked meanwhile."""
 
 from __future__ import annotations
 

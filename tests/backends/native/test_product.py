@@ -201,7 +201,7 @@ def test_rows_are_normed_and_interleaved(level: Level) -> None:
 
 
 def check_product(name: str, level: Level, count: int, bits: int = 16) -> None:
-    """36 outputs: the last tile has rows that do not exist, and none beside it. Up to 40 rows: more than the panels for
+    """36 outputs: the last tile has rows that do not exist, and no neighbour. Up to 40 rows: more than the panels for
     which weights are unpacked once, and than the matrices of a level have."""
     rng = np.random.default_rng(1)
     format, packed, values = stored(rng, name, 36, 512)

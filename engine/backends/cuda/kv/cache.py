@@ -54,7 +54,7 @@ class SideArrays(NamedTuple):
     """The arrays with which a kernel encodes keys or values of one layer, in the order of SideArrays in
     `cuda/encode/full_block.cuh`; None where the codec or the metric has no such array.
 
-    quantized: the pool of quantized blocks, a part of `LayerCache.blocks` if there is one. full: the pool of
+    quantized: the pool of quantized blocks, a part of `LayerCache.blocks` in a layer of two kinds. full: the pool of
     full-precision records to encode, which each launch sets. tables: the layout's. candidates: see `candidates`. The
     other arrays are a `Metric`'s: both kinds of feedback are transposed, mean_query is its tilt_mean; weights only for
     a codec whose codes are chosen as paths, for others residues in place of the matrix.

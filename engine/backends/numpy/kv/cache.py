@@ -132,10 +132,10 @@ def stored_blocks(format: CacheFormat, count: int, stored_as: str) -> tuple[Side
             for side in "kv"
         )
         return Sides(k, v, means), None
-    nbytes, finer_nbytes = _nbytes(sides), _nbytes(finer_sides := _sides(format.high_precision, stored_as))
+    nbytes, high_nbytes = _nbytes(sides), _nbytes(high_sides := _sides(format.high_precision, stored_as))
     whole = _memory((format.kv_heads, count * nbytes), np.uint8)
-    # The means of a block have the block's id. Finer blocks have small ids and others large ones, so they never meet.
-    blocks, high_precision = _views(whole, sides, count), _views(whole, finer_sides, count * nbytes // finer_nbytes)
+    # The mean of a block lies at the block's id: high-precision blocks have small ids and others large ones.
+    blocks, high_precision = _views(whole, sides, count), _views(whole, high_sides, count * nbytes // high_nbytes)
     return Sides(*blocks, means), Sides(*high_precision, means)
 
 

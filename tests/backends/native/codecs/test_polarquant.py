@@ -64,7 +64,7 @@ def test_scores(level: Level, size: tuple[int, int, int]) -> None:
 
 @some_levels
 def test_sums_of_the_largest_products_fit(level: Level) -> None:
-    """All pairs of a query alike, and codes whose directions are its own: for every code of the levels above."""
+    """All pairs of a query are equal, and codes whose directions are its own: for every code of the levels above."""
     own = tiles.keys(CODEC, 256, 16)
     upper = {"upper8": np.arange(256), "upper6": np.random.default_rng(3).integers(0, 64, 256)}
     codes = {name: x.astype(np.uint8).reshape(1, 256, 1) for name, x in upper.items()}
