@@ -205,14 +205,18 @@ def test_banning_every_possible_token_is_not_reported_as_damage(ops: Ops) -> Non
 
 
 @pytest.mark.parametrize("logprobs", [None, 3])
+@pytest.mark.parametrize(("temperature", "places"), [(0, (0, 6)), (1, (299, 3))])
 def test_logits_that_are_not_finite_are_an_error_of_their_row_only(
-    ops: Ops, rng: np.random.Generator, logprobs: int | None
+    ops: Ops, rng: np.random.Generator, temperature: float, places: tuple[int, int], logprobs: int | None
 ) -> None:
-    logits = rng.standard_normal((3, V)).astype(np.float32)
-    logits[0, 5], logits[2, 6] = np.nan, np.inf
-    first, second, third = sampled(ops, logits, [replace(asking(temperature=0), recent=[], logprobs=logprobs)] * 3)
+    """NaN and infinity at these places, which penalties lower."""
+    logits = rng.standard_normal((3, 300)).astype(np.float32)
+    logits[[0, 2], places], logits[1, 40] = (np.nan, np.inf), 100
+    penalised = asking(temperature=temperature, presence_penalty=1)
+    draw = replace(penalised, vocabulary=300, recent=[*places, 5], logprobs=logprobs)
+    first, second, third = sampled(ops, logits, [draw] * 3)
     assert isinstance(first, EngineError)
-    assert (second.id if isinstance(second, TokenLogprob) else second) == logits[1].argmax()
+    assert (second.id if isinstance(second, TokenLogprob) else second) == 40
     assert isinstance(third, EngineError)
 
 

@@ -75,9 +75,9 @@ def with_longer_queries(case: Case, by: float) -> Case:
 
 @backends(NUMPY, *SOME)
 @pytest.mark.parametrize("sequences", [RAGGED, SEVERAL], ids=["one row", "several rows"])
-@in_turn("window", [None, 20, 600])
-def test_rows_attend_to_their_sequence(ops: Any, window: int | None, sequences: list[Sequence_]) -> None:
-    case = case_of(ops, Shape(), sequences, window)
+@in_turn("window dim", [(None, 64), (20, 8), (600, 128)])
+def test_rows_attend_to_their_sequence(ops: Any, window: int | None, dim: int, sequences: list[Sequence_]) -> None:
+    case = case_of(ops, Shape(dim=dim), sequences, window)
     case.check(case.attended())
 
 
