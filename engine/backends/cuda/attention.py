@@ -19,7 +19,7 @@ from polarlm.engine.backends.kv import AttentionRule, HeadRule, RecordedSpans, R
 
 
 class _Parameters(NamedTuple):
-    """The op's arguments that every launch takes."""
+    """What launches take of an `AttentionRule`; made when a batch is recorded, and not again when it is run again."""
 
     scale: float
     window: int  # 0 for none
