@@ -112,7 +112,8 @@ class HeadTransform:
 class HeadRule(NamedTuple):
     """What happens to the heads of a layer before they are stored and scored, made once for the layer.
 
-    norms: weights (D,) of an RMS norm of each query and of each key, and eps.
+    norms: weights (D,) of an RMS norm of each query and of each key, and eps. transform: norm of values, scale and
+    rotation.
     """
 
     transform: PreparedTransform
@@ -214,8 +215,8 @@ class KVOps(Protocol):
         """Memory for one layer: `quantized` blocks, `full` slots. earlier_caches: the caches of the layers before,
         whose codec tables it may share.
 
-        Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and infinity
-        becomes NaN on the CPU and in `write_full`.
+        Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and infinity becomes NaN on the CPU
+        and in `write_full`.
         """
 
     def numpy_fallbacks(self, cache: OwnCache) -> Mapping[str, str]:

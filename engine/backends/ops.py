@@ -61,7 +61,8 @@ PLAIN = Fusion()  # the product alone
 class ExpertNetwork(NamedTuple):
     """The network of each expert, down(activation(gate) * up); without an activation, down(up).
 
-    gate_up: [gate | up] (2F, in), or up (F, in) if it has no gate. down (out, F). fusion: with the first product.
+    gate_up: [gate | up] (2F, in), or up (F, in) if it has no gate. down (out, F). fusion: of the first product,
+    whose consumer is `down`.
     """
 
     gate_up: ExpertLinear

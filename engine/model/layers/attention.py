@@ -45,9 +45,9 @@ class Attention:
     ):
         self.shape = shape
         self._ops, self._weights, self._cache, self._eps = ops, weights, cache, eps.before
-        norm, gate = Fusion(norm_of(weights.norm, eps.before)), weights.output_gate
-        self._qkv = Projection(ops, weights.qkv, norm)
-        self._gate = None if gate is None else Projection(ops, gate, norm)
+        fusion, gate = Fusion(norm_of(weights.norm, eps.before)), weights.output_gate
+        self._qkv = Projection(ops, weights.qkv, fusion)
+        self._gate = None if gate is None else Projection(ops, gate, fusion)
         self._out = OutputProjection(ops, weights.out, norm_of(weights.post_norm, eps.after))
         rule = AttentionRule(shape.score_scale, shape.window, shape.softcap, weights.sink_scores, transform)
         # With adapters, what follows may read the result in float32.
