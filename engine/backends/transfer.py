@@ -131,7 +131,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """x as it is stored in `dtype`: in float16 rounded to nearest and clipped to ±65504, as on a GPU.
 
     Numbers that are not finite become NaN, which the checks of logits and codecs find.
@@ -150,7 +150,7 @@ def slot_halves(format: CacheFormat, k: np.ndarray, v: np.ndarray) -> tuple[np.n
     if not fits or {k.dtype, v.dtype} - {np.dtype(np.float16), np.dtype(np.float32)}:
         raise ValueError(f"{k.dtype} {k.shape} and {v.dtype} {v.shape} are not K/V of a block")
     half = np.dtype(np.float16)
-    return rounded(k, half), rounded(v, half)
+    return round_to(k, half), round_to(v, half)
 
 
 def _checked(arrays: Arrays, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -255,7 +255,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
             positions = np.arange(start, start + count)
             slots = np.array([span.current.block, *span.following])[positions // cache.format.block_size]
             for full, new in zip((cache.full_k, cache.full_v), new_kv, strict=True):
-                full[slots, :, positions % cache.format.block_size] = transfer.rounded(new.swapaxes(0, 1), full.dtype)
+                full[slots, :, positions % cache.format.block_size] = transfer.round_to(new.swapaxes(0, 1), full.dtype)
 
     def place_kv(self, qkv: np.ndarray, rope: Rope, rule: HeadRule, cache: LayerCache, spans: Spans) -> np.ndarray:
         q, k, v = self.transform_heads(qkv, rope, rule)

@@ -86,9 +86,9 @@ class LayerCache:
         return place.buffer[0][:, first:], place.buffer[1][:, first:]
 
     def store(self, place: KVLocation, kv: Buffer, first: int = 0) -> None:
-        """Write k, v (K, T, D) to the tokens from `first` on at `place`, as `transfer.rounded` says."""
+        """Write k, v (K, T, D) to the tokens from `first` on at `place`, as `transfer.round_to` says."""
         for full, x in zip(self.full(place), kv, strict=True):
-            full[:, first : first + x.shape[1]] = transfer.rounded(x, full.dtype)
+            full[:, first : first + x.shape[1]] = transfer.round_to(x, full.dtype)
 
     def complete(self, places: Sequence[KVLocation]) -> Buffer:
         """k, v (K, B, N, D) float32 of B complete blocks, in full-precision slots or consecutive in a buffer."""
