@@ -21,15 +21,16 @@ OBJECTS = (  # forms whose arguments are an object, mostly JSON
 CALLS_ALONE = ("HERMES", "MISTRAL", "LLAMA", "GEMMA", "GEMMA_OF_APRIL")  # templates that write no text before calls
 
 
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*FORMS, *OBJECTS])
-def test_what_a_template_writes_is_described_read_and_in_the_grammar(name: str) -> None:
+def test_what_a_template_writes_is_described_read_and_in_the_grammar(name: str, count: int) -> None:
     """Conversations by a seed, with texts that look like tags, quotes and brackets."""
     template, chance = template_of(name), random.Random(name)
     format = template.calls
     assert format.is_native
     has_text = format.marker(()) and name not in CALLS_ALONE
     conversations, contents = [], []
-    for _ in range(60):
+    for _ in range(count):
         called = [("write", some_arguments(chance, format)), ("now", {})][:: chance.choice([1, -1])]
         calls = [
             {
