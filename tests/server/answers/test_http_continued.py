@@ -1,4 +1,4 @@
-"""A last message of the assistant's is continued, and the errors for prompts that are too long."""
+"""A last message of the assistant's is continued."""
 
 from __future__ import annotations
 
@@ -74,17 +74,3 @@ def test_the_engine_continues_the_ids_that_an_answer_was_generated_as(tiny: Engi
     assert tiny.prompt_ids([QUESTION, {**begun, "token_ids": answer.token_ids}], options) == expected
     with pytest.raises(EngineError, match="can be continued"):
         tiny.chat([QUESTION], options=options)
-
-
-# -- errors for prompts that are too long --------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # the client takes seconds to import; tests/server/dialects/test_every_api.py has its words
-def test_clients_know_a_prompt_that_is_too_long(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or else it fetches a list when it is imported
-    import litellm
-
-    messages: Any = [{"role": "user", "content": "the " * 300}]
-    fields = {"api_base": str(shared.openai.base_url), "api_key": "none", "max_retries": 0}
-    with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion("openai/any", messages, **fields)

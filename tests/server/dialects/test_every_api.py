@@ -360,3 +360,37 @@ def test_a_call_that_is_demanded_is_made_and_a_result_finds_the_prefix(hermes: S
         history = [*history, *api.back(body)]
         after = api.ask(hermes, history, **more | {"max_tokens": 1})
         assert (after.cached_tokens or 0) >= 0.98 * (before.prompt_tokens + before.completion_tokens), seed
+
+
+def test_reasoning_is_turned_on_and_off(thinking: Serving) -> None:
+    """The template of this model opens and closes the reasoning itself where there is to be none."""
+    pair = len(thinking.engine.tokenize("<think>\n\n</think>\n\n"))
+
+    def messages(**more: Any) -> int:
+        body = {"model": "any", "messages": user(QUESTION), **more}
+        return thinking.post("/v1/messages/count_tokens", body).json()["input_tokens"]
+
+    assert messages(thinking={"type": "disabled"}) - messages(thinking={"type": "enabled", "budget_tokens": 5}) == pair
+    assert messages(thinking={"type": "adaptive"}) == messages()
+
+    def responses(effort: str) -> int:
+        body = {"input": QUESTION, "reasoning": {"effort": effort}}
+        return thinking.post("/v1/responses/input_tokens", body).json()["input_tokens"]
+
+    assert responses("none") - responses("low") == pair
+
+    def chat(think: Any) -> int:
+        body = {"messages": user(QUESTION), "think": think, "stream": False, "options": {"num_predict": 1}}
+        return thinking.post("/api/chat", body).json()["prompt_eval_count"]
+
+    assert chat(False) - chat(True) == pair
+    assert chat("high") == chat("max") == chat(True)
+    assert chat("none") == chat(False)
+
+    def completions(**more: Any) -> int:
+        body = {"messages": user(QUESTION), **more}
+        return thinking.post("/v1/chat/completions/input_tokens", body).json()["input_tokens"]
+
+    reasons = completions(reasoning_effort="high")
+    assert completions(reasoning_effort="none") - reasons == pair
+    assert completions(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}) == reasons
