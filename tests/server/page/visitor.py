@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from tests.server.page.browser import ENTER, Browser
@@ -72,6 +73,13 @@ class Page(Browser):
         self.click("[data-does=rename]")
         self.until(lambda: self.run("return document.activeElement.tagName") == "INPUT")
         self.type("#list input", name)
+
+    def copied(self, press: Callable[[], None]) -> str:
+        """What `press` copies, as the page gives it to the clipboard."""
+        self.run("window.copied = null; navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+        press()
+        self.until(lambda: self.run("return window.copied") is not None)
+        return self.run("return window.copied")
 
     def change_elsewhere(self, title: str) -> None:
         """Another tab gives the conversation that is shown another title."""
