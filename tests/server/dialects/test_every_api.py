@@ -122,6 +122,17 @@ def test_a_turn_sent_back_finds_its_prefix_and_a_server_may_hide_it(tiny: Engine
             assert second.prompt_tokens > api.whole(body).prompt_tokens
 
 
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_last_message_of_the_assistants_is_continued_but_by_responses(server: Serving, name: str) -> None:
+    """There an answer is an item of its own."""
+    messages = [*user(QUESTION), {"role": "assistant", "content": "he ran"}]
+    written = {"messages": messages, "continue_final_message": name != "responses"}
+    ids = server.engine.tokenize(server.post("/apply-template", written).json()["prompt"], control=True)
+    expected = alone(server.engine, ids, max_tokens=12, **GREEDY).text
+    reply = CONVERSATIONS[name].ask(server, messages, **GREEDY)
+    assert (reply.prompt_tokens, reply.text) == (len(ids), expected)
+
+
 @pytest.mark.parametrize(
     ("name", "path"),
     [

@@ -98,18 +98,6 @@ def test_the_stop_sequence_is_named(server: Serving, client: anthropic.Anthropic
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", text[8:10])
 
 
-def test_a_last_message_of_the_assistants_is_continued(server: Serving, client: anthropic.Anthropic) -> None:
-    messages: list[Any] = [*QUESTION, {"role": "assistant", "content": "he ran"}]
-    fields = {"model": "any", "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
-    expected = server.openai.chat.completions.create(messages=messages, **fields)
-    forget(server.engine)
-    message = client.messages.create(**arguments(messages=messages, ignore_eos=True))
-    (block,) = message.content
-    assert block.type == "text"
-    assert block.text == expected.choices[0].message.content
-    assert message.usage.input_tokens == expected.usage.prompt_tokens
-
-
 def test_fields_of_the_api_that_change_nothing_are_taken(client: anthropic.Anthropic) -> None:
     more: Any = {"metadata": {"user_id": "me"}, "service_tier": "auto", "thinking": {"type": "disabled"}}
     more |= {"output_config": {"effort": "low"}}

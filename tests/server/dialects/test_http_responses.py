@@ -19,7 +19,6 @@ from tests.server.http_server import Serving
 from tests.tiny import forget
 
 QUESTION = "then he ran on"
-MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 
 
 def arguments(**more: Any) -> dict[str, Any]:
@@ -121,16 +120,6 @@ def test_what_a_request_says_is_repeated(server: Serving) -> None:
     assert (response.metadata, response.top_p, response.instructions) == ({"a": "b"}, 0.5, "on")
     assert (response.temperature, response.max_output_tokens, response.store) == (0, 24, False)  # type: ignore[attr-defined]
     assert response.text.to_dict() == format
-
-
-def test_a_last_message_of_the_assistants_is_not_continued(server: Serving) -> None:
-    messages: list[Any] = [*MESSAGES, {"role": "assistant", "content": "he ran"}]
-    more = {"ignore_eos": True, "continue_final_message": False}
-    expected = server.openai.chat.completions.create(
-        model="any", messages=messages, temperature=0, max_tokens=24, extra_body=more
-    )
-    forget(server.engine)
-    assert server.openai.responses.create(**endless(input=messages)).output_text == expected.choices[0].message.content
 
 
 def test_a_base_url_may_lack_the_version(server: Serving) -> None:
