@@ -326,7 +326,8 @@ PIECES = [
     Piece(call=CallStart(0, "call_a", "look")),
     Piece(arguments='{"word": '),
     Piece(arguments='"rain"}'),
-    Piece(call=CallStart(1, "call_b", "now"), arguments="{}"),
+    Piece(call=CallStart(1, "call_b", "now"), arguments="{"),
+    Piece(arguments="}"),
     Piece(finish_reason="tool_calls", usage=USAGE),
 ]
 CUT_OFF = [*PIECES[:6], Piece(finish_reason="length", usage=USAGE)]
