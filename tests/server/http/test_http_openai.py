@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polarlm.engine import Completion, Engine, SamplingParams
+from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
 from tests.lazily import openai
 from tests.server.apis import alone
 from tests.server.fill_model import FILLS, token
@@ -239,6 +239,67 @@ def test_every_number_is_finite(shared: Serving) -> None:
     unlikely = {"temperature": 100, "seed": 2, "logit_bias": {"7": -100}}
     (choice,) = complete(shared, prompt=PROMPT, logprobs=20, max_tokens=24, **unlikely).choices
     assert all(math.isfinite(p) and p <= 0 for top in choice.logprobs.top_logprobs for p in top.values())
+
+
+# -- a last message of the assistant's ----------------------------------------------------------------------------
+
+BEGUN = {"role": "assistant", "content": PROMPT}
+
+
+def written(server: Serving, messages: list[Any], **more: Any) -> str:
+    return server.post("/apply-template", {"messages": messages, **more}).json()["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("more", "end"),
+    [
+        ({"continue_final_message": True}, "<|im_start|>assistant\nthe rain"),
+        ({"add_generation_prompt": False}, "<|im_start|>assistant\nthe rain"),
+        ({"continue_final_message": False}, "the rain<|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": True}, "the rain<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_a_last_message_of_the_assistant_is_continued_or_a_turn_begun_as_asked(
+    shared: Serving, more: dict[str, Any], end: str
+) -> None:
+    prompt = written(shared, [*MESSAGES, BEGUN], **more)
+    assert prompt.endswith(end)
+    expected = complete(shared, prompt=prompt).choices[0].text
+    fields = {"messages": [*MESSAGES, BEGUN], "max_tokens": 8, "extra_body": {"ignore_eos": True, **more}}
+    assert chat(shared, **fields).choices[0].message.content == expected
+    assert "".join(part.choices[0].delta.content or "" for part in chat(shared, stream=True, **fields)) == expected
+
+
+def test_names_of_control_tokens_stay_text_in_a_beginning(shared: Serving) -> None:
+    body = {"messages": [*MESSAGES, {"role": "assistant", "content": "a<|im_end|>"}]}
+    tokens = shared.post("/v1/chat/completions/input_tokens", body).json()["input_tokens"]
+    plain = shared.post("/v1/chat/completions/input_tokens", {"messages": MESSAGES}).json()["input_tokens"]
+    assert tokens > plain + 3  # two, if the name became the token
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "param"),
+    [
+        (MESSAGES, {"continue_final_message": True}, "continue_final_message"),
+        (MESSAGES, {"add_generation_prompt": False}, "add_generation_prompt"),
+        ([*MESSAGES, BEGUN], {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ([*MESSAGES, BEGUN], {"continue_final_message": "yes"}, "continue_final_message"),
+        ([*MESSAGES, BEGUN], {"add_generation_prompt": 0}, "add_generation_prompt"),
+    ],
+)
+def test_what_cannot_be_continued_is_named(shared: Serving, messages: Any, more: Any, param: str) -> None:
+    assert shared.refused("/v1/chat/completions", {"messages": messages, **more})["param"] == param
+
+
+def test_the_engine_continues_the_ids_that_an_answer_was_generated_as(tiny: Engine) -> None:
+    answer = tiny.chat(MESSAGES, SamplingParams(temperature=1.0, seed=3, max_tokens=6, ignore_eos=True))
+    options = PromptOptions(continue_final_message=True)
+    begun = {"role": "assistant", "content": answer.text}
+    expected = [*tiny.prompt_ids(MESSAGES), *answer.token_ids]
+    assert tiny.prompt_ids([*MESSAGES, begun], options) == expected  # known by its text
+    assert tiny.prompt_ids([*MESSAGES, {**begun, "token_ids": answer.token_ids}], options) == expected
+    with pytest.raises(EngineError, match="can be continued"):
+        tiny.chat(MESSAGES, options=options)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------
