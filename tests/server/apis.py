@@ -22,6 +22,8 @@ from tests.server.http_server import Serving
 from tests.tiny import forget
 
 Body = dict[str, Any]
+SLIP: Body = {"temprature": 0}  # of the pen: the answer is the same, and tells of it
+TOLD = ["temprature is unknown and ignored: did you mean temperature?"]
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 
 from polarlm.engine import Engine
 from tests.lazily import anthropic
-from tests.server.apis import alone, events
+from tests.server.apis import SLIP, TOLD, alone, events
 from tests.server.http_server import KEY, Serving, serving
 from tests.tiny import forget
 
@@ -27,15 +27,17 @@ def client(server: Serving) -> Iterator[anthropic.Anthropic]:
 def arguments(**more: Any) -> dict[str, Any]:
     """A request for an answer of 24 tokens; the client takes names that it does not know in `extra_body`."""
     body = {"model": "any", "messages": QUESTION, "max_tokens": 24, **more}
-    aside = {name: body.pop(name) for name in ("ignore_eos", "extra", "context_management") if name in body}
+    aside = {name: body.pop(name) for name in ("ignore_eos", "extra", "context_management", *SLIP) if name in body}
     return body | {"extra_body": {"temperature": 0, **aside}}
 
 
 def test_the_clients_stream_accumulates_the_message(server: Serving, client: anthropic.Anthropic) -> None:
-    whole = client.messages.create(**arguments())
+    """With a field that the client does not know."""
+    whole = client.messages.create(**arguments(**SLIP))
+    assert whole.model_extra["warnings"] == TOLD  # type: ignore[index]
     assert (whole.type, whole.role, whole.model) == ("message", "assistant", server.engine.model.name)
     forget(server.engine)
-    with client.messages.stream(**arguments()) as stream:
+    with client.messages.stream(**arguments(**SLIP)) as stream:
         kinds = [event.type for event in stream if event.type not in ("text", "content_block_delta")]
         streamed = stream.get_final_message()
     assert kinds == [

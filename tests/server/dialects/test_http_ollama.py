@@ -11,13 +11,14 @@ import pytest
 
 from polarlm.engine import Engine
 from tests.random_model import random_model, write_in_parts
-from tests.server.apis import alone
+from tests.server.apis import SLIP, alone
 from tests.server.dialects.test_every_api import TOOLS
 from tests.server.http_server import Serving, serving
 from tests.tiny import forget
 
 QUESTION: list[Any] = [{"role": "user", "content": "then he ran on"}]
 OPTIONS = {"temperature": 0, "num_predict": 24, "ignore_eos": True, "num_ctx": 4096, "num_thread": 2}
+OPTIONS |= SLIP  # its client keeps no field that it does not know: it has to pass over the one that tells of this
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from polarlm.server.http.dialects._response_events import ResponseWriter
 from polarlm.server.http.warnings import HEADER
 from tests.lazily import openai
 from tests.pairs import in_turn
-from tests.server.apis import alone
+from tests.server.apis import SLIP, TOLD, alone
 from tests.server.dialects.test_every_api import CUT_OFF, PIECES, USAGE
 from tests.server.http_server import Serving
 from tests.tiny import forget
@@ -26,7 +26,7 @@ def arguments(**more: Any) -> dict[str, Any]:
 
 
 def endless(**more: Any) -> dict[str, Any]:
-    return arguments(extra_body={"ignore_eos": True}, **more)
+    return arguments(extra_body={"ignore_eos": True, **SLIP}, **more)
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -48,6 +48,7 @@ def test_an_answer_at_its_limit_is_incomplete_and_one_that_stops_is_complete(ser
 
 
 def test_a_streamed_response_is_the_same_in_events(server: Serving) -> None:
+    """With a field that the client does not know."""
     whole = server.openai.responses.create(**endless())
     forget(server.engine)
     events = list(server.openai.responses.create(**endless(stream=True)))
@@ -61,6 +62,7 @@ def test_a_streamed_response_is_the_same_in_events(server: Serving) -> None:
     ]
     last = events[-1]
     assert last.type == "response.incomplete"
+    assert last.response.model_extra["warnings"] == whole.model_extra["warnings"] == TOLD
     same = ("status", "model", "incomplete_details", "temperature", "max_output_tokens", "tool_choice", "text", "usage")
     for field in same:
         assert getattr(last.response, field) == getattr(whole, field), field

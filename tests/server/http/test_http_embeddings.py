@@ -13,7 +13,7 @@ from polarlm.engine import Engine, PromptOptions
 from tests.encoders import make_folder
 from tests.lazily import openai
 from tests.pairs import in_turn
-from tests.server.apis import APIS
+from tests.server.apis import APIS, SLIP
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
 
@@ -43,7 +43,8 @@ def test_a_text_has_the_vector_that_the_engine_gives_it(shared: Serving, pooling
 def test_openais_client_reads_several_vectors(shared: Serving) -> None:
     ids = shared.engine.tokenize(OTHER)
     for texts in ([TEXT, OTHER], [shared.engine.tokenize(TEXT), ids]):
-        answer = embed(shared, input=texts)
+        answer = embed(shared, input=texts, extra_body=SLIP)
+        assert answer.model_extra["warnings"] == ["temprature is unknown and ignored"]
         assert [one.index for one in answer.data] == [0, 1]
         for one, text in zip(answer.data, (TEXT, OTHER), strict=True):
             np.testing.assert_array_equal(np.float32(one.embedding), shared.engine.embed(text).vector)

@@ -9,7 +9,7 @@ import pytest
 
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
 from tests.lazily import openai
-from tests.server.apis import alone
+from tests.server.apis import SLIP, TOLD, alone
 from tests.server.fill_model import FILLS, token
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
@@ -26,14 +26,16 @@ def chat(server: Serving, **more: Any) -> Any:
 
 
 def complete(server: Serving, **more: Any) -> Any:
-    fields = {"model": "any", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}, **more}
+    fields = {"model": "any", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True, **SLIP}, **more}
     return server.openai.completions.create(**fields)
 
 
 def choices(server: Serving, **more: Any) -> list[Any]:
-    """The choices of an answer, whole and streamed, which are the same."""
+    """The choices of an answer, whole and streamed, which are the same, and tell of a field that nobody knows."""
     whole = complete(server, **more)
     parts = list(complete(server, stream=True, **more))
+    assert whole.model_extra["warnings"] == TOLD
+    assert [part.model_extra["warnings"] for part in parts if "warnings" in part.model_extra] == [TOLD]
     assert {whole.object, *(part.object for part in parts)} == {"text_completion"}
     for choice in whole.choices:
         pieces = [part.choices[0] for part in parts if part.choices[0].index == choice.index]
@@ -57,18 +59,18 @@ def test_n_answers_differ_and_are_those_of_the_seeds_that_follow(shared: Serving
 
 
 def test_several_prompts_are_answered_as_each_alone(shared: Serving) -> None:
-    alone = [complete(shared, prompt=prompt).choices[0].text for prompt in PROMPTS]
+    singly = [complete(shared, prompt=prompt).choices[0].text for prompt in PROMPTS]
     ids = [shared.engine.tokenize(prompt) for prompt in PROMPTS]
     for several in (PROMPTS, ids, [PROMPTS[0], ids[1], [*ids[2][:2], shared.engine.detokenize(ids[2][2:])]]):
         answers = choices(shared, prompt=several)
         assert [choice.index for choice in answers] == [0, 1, 2]
-        assert [choice.text for choice in answers] == alone
+        assert [choice.text for choice in answers] == singly
 
 
 def test_answers_to_several_prompts_are_in_the_order_of_the_prompts(shared: Serving) -> None:
     more: Any = {"temperature": 1.0, "seed": 5, "n": 2}
-    alone = [choice.text for prompt in PROMPTS for choice in complete(shared, prompt=prompt, **more).choices]
-    assert [choice.text for choice in choices(shared, prompt=PROMPTS, **more)] == alone
+    singly = [choice.text for prompt in PROMPTS for choice in complete(shared, prompt=prompt, **more).choices]
+    assert [choice.text for choice in choices(shared, prompt=PROMPTS, **more)] == singly
 
 
 def test_the_usage_counts_each_prompt_once(shared: Serving) -> None:
@@ -265,9 +267,11 @@ def test_a_last_message_of_the_assistant_is_continued_or_a_turn_begun_as_asked(
     prompt = written(shared, [*MESSAGES, BEGUN], **more)
     assert prompt.endswith(end)
     expected = complete(shared, prompt=prompt).choices[0].text
-    fields = {"messages": [*MESSAGES, BEGUN], "max_tokens": 8, "extra_body": {"ignore_eos": True, **more}}
-    assert chat(shared, **fields).choices[0].message.content == expected
-    assert "".join(part.choices[0].delta.content or "" for part in chat(shared, stream=True, **fields)) == expected
+    fields = {"messages": [*MESSAGES, BEGUN], "max_tokens": 8, "extra_body": {"ignore_eos": True, **more, **SLIP}}
+    whole, parts = chat(shared, **fields), list(chat(shared, stream=True, **fields))
+    assert whole.choices[0].message.content == expected
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
+    assert [one.model_extra["warnings"] for one in (whole, *parts) if "warnings" in one.model_extra] == [TOLD, TOLD]
 
 
 def test_names_of_control_tokens_stay_text_in_a_beginning(shared: Serving) -> None:
