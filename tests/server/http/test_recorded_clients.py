@@ -69,6 +69,7 @@ def test_a_client_reads_what_it_is_answered(server: Serving, run: Path) -> None:
         assert answer.headers.get(HEADER) == request.get("warning")
         streams = request.get("body", {}).get("stream") or False
         parts = events(answer.text) if streams else answer.json()["data"] if path == "/v1/models" else [answer.json()]
+        assert not streams or path != "/v1/chat/completions" or answer.text.endswith("\n\ndata: [DONE]\n\n")
         for part in parts:
             TypeAdapter(TYPES[path]()[streams]).validate_python(part)
         if path in READERS:
