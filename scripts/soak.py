@@ -214,7 +214,7 @@ def main() -> int:
             again = starts(house)
             house.signal(signal.SIGTERM)
             code = house.process.wait(PATIENCE)
-            left = house.left()
+            left = house.running()
             log = house.errors.read_text()
     _tell(soak, again)
     if code or left or "Traceback" in log:

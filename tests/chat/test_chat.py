@@ -68,12 +68,6 @@ def test_a_command_adds_no_message(chat):
     assert chat("-st", lines="/regen\n/stats\none\ntwo\n")[:2] == (0, "you said: one\n")
 
 
-def test_a_prompt_comes_from_a_file(chat, tmp_path):
-    file = tmp_path / "prompt.txt"
-    file.write_text("from a file\n")
-    assert chat("-f", str(file), "-st")[:2] == (0, "you said: from a file\n")
-
-
 @pytest.mark.parametrize("words", [["-no-cnv"], ["-no-cnv", "-p", ""]])
 def test_plain_text_without_a_prompt_is_refused_before_a_model_is_loaded(chat, words):
     code, out, err = chat(*words, load=fails(AssertionError("loaded")))
@@ -101,6 +95,7 @@ def test_the_prompt_the_file_and_what_is_piped_in_are_one_message(chat, engine, 
         assert chat(*flags, lines="piped\nlines\n")[:2] == (0, f"you said: {message}\n")
         assert engine.prompts.pop()[0]["content"] == message
     assert chat("-no-cnv", "-p", "Once", lines="upon\n")[1] == "you said: Once\n\nupon\n"
+    assert chat("-no-cnv", lines="line one\nline two\n")[1] == "you said: line one\nline two\n"
 
 
 @pytest.mark.slow  # three processes; the tests beside it give the same lines to a chat in this one
@@ -299,15 +294,18 @@ def test_a_session_without_a_conversation_is_refused(chat, engine, tmp_path, not
     assert code == 2
 
 
-def test_an_unknown_command_is_not_sent(chat, engine):
-    _, _, err = chat(lines="/etc/hosts\n")
-    assert "There is no command /etc/hosts. /help lists them" in err
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("/etc/hosts", "There is no command /etc/hosts. /help lists them"),
+        ("/regne", "There is no command /regne. Did you mean /regen? /help"),
+        ("/ststs", "There is no command /ststs. Did you mean /stats? /help"),
+        ("/lod x", "There is no command /lod. Did you mean /load? /help"),
+    ],
+)
+def test_an_unknown_command_is_not_sent_and_answered_with_the_one_that_was_meant(chat, engine, typed, told):
+    assert told in chat(lines=f"{typed}\n")[2]
     assert engine.prompts == []
-
-
-@pytest.mark.parametrize(("typed", "meant"), [("/regne", "/regen"), ("/ststs", "/stats"), ("/lod x", "/load")])
-def test_a_mistyped_command_is_answered_with_the_one_that_was_meant(chat, typed, meant):
-    assert f"There is no command {typed.split()[0]}. Did you mean {meant}? /help" in chat(lines=f"{typed}\n")[2]
 
 
 @pytest.mark.parametrize(("argv", "lines"), [(["--show-timings"], "hi\n"), ([], "hi\n/stats\n")])
@@ -393,11 +391,6 @@ def test_raw_completion_goes_on_from_the_text_itself(chat, engine):
     assert engine.prompts == ["Once upon"]
     assert engine.options == [PromptOptions(parse_special=True)]  # it may be written in the model's own template
     assert "-sys has no effect with -no-cnv" in err
-
-
-def test_raw_completion_takes_a_pipe_as_a_whole(chat, engine):
-    chat("-no-cnv", lines="line one\nline two\n")
-    assert engine.prompts == ["line one\nline two"]
 
 
 @pytest.mark.parametrize("argv", [["--nope"], ["-c", "-1"], ["-f", "/no/such/file"], ["-p", ""]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from polarlm.engine import EngineError
 from polarlm.engine.images import reading
 from polarlm.engine.images.reading import Images
 from polarlm.model_loaders.vision_encoders import ImageShape
-from tests.images.test_reading import file_of, only, reading_of, user_message
+from tests.images.test_reading import chunk, file_of, only, png_file, reading_of, user_message
 
 WHITE, BLACK, RED = (255, 255, 255), (0, 0, 0), (200, 10, 20)
 Pixels = Sequence[Sequence[Sequence[int]]]  # of rows
@@ -32,15 +31,9 @@ def images() -> Iterator[Images]:
         made.close()
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
 def png(bits: int, colour: int, row: bytes, width: int, before: bytes = b"", after: bytes = b"") -> bytes:
-    """A PNG of one row. before, after: chunks on both sides of the pixels."""
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, 1, bits, colour, 0, 0, 0))
-    pixels = chunk(b"IDAT", zlib.compress(b"\0" + row))
-    return b"\x89PNG\r\n\x1a\n" + header + before + pixels + after + chunk(b"IEND", b"")
+    """A PNG of one row."""
+    return png_file(width, 1, bits, colour, b"\0" + row, before, after)
 
 
 def key(*values: int) -> bytes:

@@ -212,7 +212,6 @@ def test_another_image_of_the_same_size_shares_nothing(path: Path) -> None:
     with Loaded(path) as loaded:
         one, other = ([said(picture(seed), "what is it?")] for seed in (1, 2))
         ids = loaded.engine.prompt_ids(one)
-        assert (sum(i >= IMAGE_IDS for i in ids) == loaded.engine.model.vision_encoder and 0) or True
         loaded.engine.chat(one, GREEDY)
         answer = loaded.engine.chat(other, GREEDY)
         assert answer.usage.cached_tokens <= ids.index(next(i for i in ids if i >= IMAGE_IDS))

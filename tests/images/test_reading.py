@@ -12,16 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from polarlm.engine import EngineError
+from polarlm.engine.data_urls import file_in
 from polarlm.engine.images import reading as images
 from polarlm.engine.images.reading import Images, ReadPrompt
 from polarlm.model_loaders.limited_process import NobodyWaits, wanted_until
 from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
+from polarlm.server.reading.parts import image_in
 from tests.server.lines import PATIENCE, eventually
 
 VISION_ENCODER = VisionEncoder(
@@ -224,20 +227,21 @@ def test_a_file_that_took_too_long_is_not_tried_again_at_once(monkeypatch: pytes
         worker.close()
 
 
-def bomb() -> bytes:
-    """A PNG of 100,000 × 100,000 pixels in a few bytes."""
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
-    )
+def png_file(
+    width: int, height: int, bits: int, colour: int, data: bytes, before: bytes = b"", after: bytes = b""
+) -> bytes:
+    """A PNG. data: the bytes of its rows, each behind its filter. before, after: chunks on both sides of the pixels."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0))
+    pixels = chunk(b"IDAT", zlib.compress(data))
+    return b"\x89PNG\r\n\x1a\n" + header + before + pixels + after + chunk(b"IEND", b"")
 
 
 WRONG = {
-    "has 100,000 by 100,000 pixels, and at most 67,108,864 are read": bomb(),
+    "has 100,000 by 100,000 pixels, and at most 67,108,864 are read": png_file(100_000, 100_000, 8, 2, bytes(99)),
     "no image of a kind that is read": b"<svg></svg>",
     "kind that is read (PNG": file_of(picture(), "TIFF"),
     "damaged": file_of(picture())[:60],
@@ -277,3 +281,40 @@ def test_a_decoder_that_dies_harms_no_other_image(reader: Images, monkeypatch: p
     worker: Any = reader._workers[0]._worker
     worker.end()
     assert only(reader.read(user_message(file_of(picture(48))))).shape.rows == 18
+
+
+# -- spellings of data URLs --------------------------------------------------------------------------------------------
+
+FILE = b"\x89PNG\r\n\x1a\n\xfb\xef\xff?>" + bytes(range(250, 256)) * 2  # its base64 has + and /, and padding
+DATA = base64.b64encode(FILE).decode()
+SPELLINGS = {
+    "alone": DATA,
+    "usual": f"data:image/png;base64,{DATA}",
+    "capitals": f"DATA:image/PNG;BASE64,{DATA}",
+    "another type": f"data:image/jpg;base64,{DATA}",
+    "no type": f"data:;base64,{DATA}",
+    "parameters": f"data:image/png;charset=utf-8;name=a.png;base64,{DATA}",
+    "a comma in a name": f'data:image/png;name="a,b.png";base64,{DATA}',
+    "a parameter behind": f"data:image/png;base64;name=a.png,{DATA}",
+    "spaces in the head": f" data:image/png; charset=utf-8 ;base64, {DATA}\n",
+    "lines": f"data:image/png;base64,\n{DATA[:8]}\r\n{DATA[8:]}\n",
+    "no padding": f"data:image/png;base64,{DATA.rstrip('=')}",
+    "too much padding": f"data:image/png;base64,{DATA}==",
+    "of URLs": f"data:image/png;base64,{base64.urlsafe_b64encode(FILE).decode()}",
+    "percent signs": f"data:image/png;base64,{quote(DATA, safe='')}",
+    "no base64": f"data:image/png,{quote(FILE)}",
+    "no mark of base64": f"data:image/png,{DATA}",
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_the_file_in_a_data_url(name: str) -> None:
+    assert "+" in DATA
+    assert "/" in DATA
+    assert image_in("messages[0]", {"type": "image_url", "image_url": {"url": SPELLINGS[name]}}) == FILE
+
+
+@pytest.mark.parametrize("wrong", ["data:image/png;base64,*", "data:image/png;base64", "data:image/png;base64,A", "é"])
+def test_what_is_no_data(wrong: str) -> None:
+    with pytest.raises(ValueError):
+        file_in(wrong)

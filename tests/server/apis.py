@@ -6,6 +6,7 @@ Tests of what all APIs promise ask through `API.ask` and compare replies; what o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from tests.server.http_server import Serving
 from tests.tiny import forget
 
 Body = dict[str, Any]
+SLIP: Body = {"temprature": 0}  # of the pen: the answer is the same, and tells of it
+TOLD = ["temprature is unknown and ignored: did you mean temperature?"]
 
 
 @dataclass
@@ -66,9 +69,12 @@ class API:
 
 
 def events(text: str) -> list[Any]:
-    """The objects of a stream, in either framing."""
+    """The objects of a stream, in either framing. Where one has a name, it is its type."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line and not line.startswith(("event:", ":"))]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
+    parts = [json.loads(line) for line in lines if line != "[DONE]"]
+    names = re.findall(r"(?m)^event: (.*)\ndata: ", text)
+    assert names in ([], [part.get("type") for part in parts])
+    return parts
 
 
 def alone(engine: Engine, prompt: Any, **params: Any) -> Completion:
@@ -165,6 +171,21 @@ def chat_piece(body: Body) -> Reply:
 
 def chat_pieces(parts: list[Any]) -> Reply:
     return joined([chat_piece(part) for part in parts])
+
+
+def chat_chunks(parts: list[Any]) -> Reply:
+    """Of one answer to a conversation."""
+    choices = [choice for part in parts for choice in part["choices"]]
+    assert len({part["id"] for part in parts}) == 1
+    assert choices[0]["delta"]["role"] == "assistant"
+    assert not any(choice["finish_reason"] for choice in choices[:-1])
+    assert not any(part.get("usage") for part in parts if part["choices"])
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    begun = -1
+    for call in calls:
+        begun += "id" in call
+        assert (call["index"], call.get("type")) == (begun, "function" if "id" in call else None)
+    return chat_pieces(parts)
 
 
 def back_to_chat(body: Body) -> list[Any]:
@@ -352,7 +373,7 @@ def completion_events(parts: list[Any]) -> Reply:
 
 APIS = {
     "chat": API(
-        "/v1/chat/completions", ChatCompletions(), write_chat, chat_piece, chat_pieces, back_to_chat, calls_tools=True
+        "/v1/chat/completions", ChatCompletions(), write_chat, chat_piece, chat_chunks, back_to_chat, calls_tools=True
     ),
     "messages": API(
         "/v1/messages",

@@ -34,6 +34,12 @@ def nobody_is_in_a_hurry() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """What tests that are coroutines run on."""
+    return "asyncio"
+
+
 @pytest.fixture
 def engine(tiny_path: Path) -> Iterator[Engine]:
     """Computes two requests at a time and keeps nothing of them: what is not free is in use."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from polarlm.server.answers.call_grammar import Grammar, functions_of
-from tests.server.answers.test_field_arguments import FORMS, TOOLS, parsed, some_arguments, taken, template_of
+from tests.server.answers.test_call_arguments import FORMS, TOOLS, parsed, some_arguments, taken, template_of
 
 OBJECTS = (  # forms whose arguments are an object, mostly JSON
     *("HERMES", "MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "LLAMA", "TEXT_ARGUMENTS", "GEMMA", "GEMMA_OF_APRIL"),

@@ -122,6 +122,17 @@ def test_a_turn_sent_back_finds_its_prefix_and_a_server_may_hide_it(tiny: Engine
             assert second.prompt_tokens > api.whole(body).prompt_tokens
 
 
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_last_message_of_the_assistants_is_continued_but_by_responses(server: Serving, name: str) -> None:
+    """There an answer is an item of its own."""
+    messages = [*user(QUESTION), {"role": "assistant", "content": "he ran"}]
+    written = {"messages": messages, "continue_final_message": name != "responses"}
+    ids = server.engine.tokenize(server.post("/apply-template", written).json()["prompt"], control=True)
+    expected = alone(server.engine, ids, max_tokens=12, **GREEDY).text
+    reply = CONVERSATIONS[name].ask(server, messages, **GREEDY)
+    assert (reply.prompt_tokens, reply.text) == (len(ids), expected)
+
+
 @pytest.mark.parametrize(
     ("name", "path"),
     [
@@ -207,11 +218,7 @@ def user(*content: Any) -> list[Any]:
 # Values that all APIs read by one function are in tests/server/reading/test_parameters.py.
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "chat": [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
         ({"messages": user(5)}, "messages[0].content"),
-        ({"messages": user({"type": "image_url"}, "a")}, "messages[0].content[0].type"),
-        ({"stream_options": 5}, "stream_options"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": "auto"}, "function_call"),
         ({"return_progress": 5}, "return_progress"),
@@ -315,7 +322,8 @@ PIECES = [
     Piece(call=CallStart(0, "call_a", "look")),
     Piece(arguments='{"word": '),
     Piece(arguments='"rain"}'),
-    Piece(call=CallStart(1, "call_b", "now"), arguments="{}"),
+    Piece(call=CallStart(1, "call_b", "now"), arguments="{"),
+    Piece(arguments="}"),
     Piece(finish_reason="tool_calls", usage=USAGE),
 ]
 CUT_OFF = [*PIECES[:6], Piece(finish_reason="length", usage=USAGE)]
@@ -360,3 +368,37 @@ def test_a_call_that_is_demanded_is_made_and_a_result_finds_the_prefix(hermes: S
         history = [*history, *api.back(body)]
         after = api.ask(hermes, history, **more | {"max_tokens": 1})
         assert (after.cached_tokens or 0) >= 0.98 * (before.prompt_tokens + before.completion_tokens), seed
+
+
+def test_reasoning_is_turned_on_and_off(thinking: Serving) -> None:
+    """The template of this model opens and closes the reasoning itself where there is to be none."""
+    pair = len(thinking.engine.tokenize("<think>\n\n</think>\n\n"))
+
+    def messages(**more: Any) -> int:
+        body = {"model": "any", "messages": user(QUESTION), **more}
+        return thinking.post("/v1/messages/count_tokens", body).json()["input_tokens"]
+
+    assert messages(thinking={"type": "disabled"}) - messages(thinking={"type": "enabled", "budget_tokens": 5}) == pair
+    assert messages(thinking={"type": "adaptive"}) == messages()
+
+    def responses(effort: str) -> int:
+        body = {"input": QUESTION, "reasoning": {"effort": effort}}
+        return thinking.post("/v1/responses/input_tokens", body).json()["input_tokens"]
+
+    assert responses("none") - responses("low") == pair
+
+    def chat(think: Any) -> int:
+        body = {"messages": user(QUESTION), "think": think, "stream": False, "options": {"num_predict": 1}}
+        return thinking.post("/api/chat", body).json()["prompt_eval_count"]
+
+    assert chat(False) - chat(True) == pair
+    assert chat("high") == chat("max") == chat(True)
+    assert chat("none") == chat(False)
+
+    def completions(**more: Any) -> int:
+        body = {"messages": user(QUESTION), **more}
+        return thinking.post("/v1/chat/completions/input_tokens", body).json()["input_tokens"]
+
+    reasons = completions(reasoning_effort="high")
+    assert completions(reasoning_effort="none") - reasons == pair
+    assert completions(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}) == reasons

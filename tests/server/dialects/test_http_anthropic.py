@@ -10,7 +10,7 @@ import pytest
 
 from polarlm.engine import Engine
 from tests.lazily import anthropic
-from tests.server.apis import alone, events
+from tests.server.apis import SLIP, TOLD, alone, events
 from tests.server.http_server import KEY, Serving, serving
 from tests.tiny import forget
 
@@ -27,15 +27,17 @@ def client(server: Serving) -> Iterator[anthropic.Anthropic]:
 def arguments(**more: Any) -> dict[str, Any]:
     """A request for an answer of 24 tokens; the client takes names that it does not know in `extra_body`."""
     body = {"model": "any", "messages": QUESTION, "max_tokens": 24, **more}
-    aside = {name: body.pop(name) for name in ("ignore_eos", "extra", "context_management") if name in body}
+    aside = {name: body.pop(name) for name in ("ignore_eos", "extra", "context_management", *SLIP) if name in body}
     return body | {"extra_body": {"temperature": 0, **aside}}
 
 
 def test_the_clients_stream_accumulates_the_message(server: Serving, client: anthropic.Anthropic) -> None:
-    whole = client.messages.create(**arguments())
+    """With a field that the client does not know."""
+    whole = client.messages.create(**arguments(**SLIP))
+    assert whole.model_extra["warnings"] == TOLD  # type: ignore[index]
     assert (whole.type, whole.role, whole.model) == ("message", "assistant", server.engine.model.name)
     forget(server.engine)
-    with client.messages.stream(**arguments()) as stream:
+    with client.messages.stream(**arguments(**SLIP)) as stream:
         kinds = [event.type for event in stream if event.type not in ("text", "content_block_delta")]
         streamed = stream.get_final_message()
     assert kinds == [
@@ -50,20 +52,11 @@ def test_a_stream_begins_with_the_counts_of_its_prompt(server: Serving) -> None:
     body = {"messages": [{"role": "user", "content": "then he ran on " * 4}], "max_tokens": 2, "stream": True}
     for cached in (False, True):
         parts = events(server.post("/v1/messages", body).text)
+        assert [part["type"] for part in parts[:3]] == ["message_start", "ping", "content_block_start"]
         begin, end = parts[0]["message"]["usage"], parts[-2]["usage"]
         assert begin == end | {"output_tokens": 0}
         assert begin["input_tokens"] + begin["cache_read_input_tokens"] > 16
         assert bool(begin["cache_read_input_tokens"]) is cached
-
-
-def test_each_event_is_named_by_its_type(server: Serving) -> None:
-    body = {"messages": QUESTION, "max_tokens": 24, "stream": True}
-    *events, rest = server.post("/v1/messages", body).text.split("\n\n")
-    assert rest == ""
-    names = [event.split("\n")[0].removeprefix("event: ") for event in events]
-    assert names[:3] == ["message_start", "ping", "content_block_start"]
-    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-    assert all(f'data: {{"type":"{name}"' in event for name, event in zip(names, events, strict=True))
 
 
 def test_the_system_prompt_and_blocks_are_text_of_the_conversation(
@@ -96,18 +89,6 @@ def test_the_stop_sequence_is_named(server: Serving, client: anthropic.Anthropic
     text = alone(server.engine, QUESTION, temperature=0, max_tokens=24, ignore_eos=True).text
     message = client.messages.create(**arguments(stop_sequences=["no such text", text[8:10]], ignore_eos=True))
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", text[8:10])
-
-
-def test_a_last_message_of_the_assistants_is_continued(server: Serving, client: anthropic.Anthropic) -> None:
-    messages: list[Any] = [*QUESTION, {"role": "assistant", "content": "he ran"}]
-    fields = {"model": "any", "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
-    expected = server.openai.chat.completions.create(messages=messages, **fields)
-    forget(server.engine)
-    message = client.messages.create(**arguments(messages=messages, ignore_eos=True))
-    (block,) = message.content
-    assert block.type == "text"
-    assert block.text == expected.choices[0].message.content
-    assert message.usage.input_tokens == expected.usage.prompt_tokens
 
 
 def test_fields_of_the_api_that_change_nothing_are_taken(client: anthropic.Anthropic) -> None:

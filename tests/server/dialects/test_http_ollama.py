@@ -11,12 +11,14 @@ import pytest
 
 from polarlm.engine import Engine
 from tests.random_model import random_model, write_in_parts
-from tests.server.apis import alone
+from tests.server.apis import SLIP, alone
+from tests.server.dialects.test_every_api import TOOLS
 from tests.server.http_server import Serving, serving
 from tests.tiny import forget
 
 QUESTION: list[Any] = [{"role": "user", "content": "then he ran on"}]
 OPTIONS = {"temperature": 0, "num_predict": 24, "ignore_eos": True, "num_ctx": 4096, "num_thread": 2}
+OPTIONS |= SLIP  # its client keeps no field that it does not know: it has to pass over the one that tells of this
 
 
 @pytest.fixture
@@ -69,6 +71,34 @@ def test_without_a_prompt_the_model_is_loaded_already(client: ollama.Client) -> 
     assert (chat.message.content, chat.done, chat.done_reason) == ("", True, "load")
     generated = client.generate("any", "")
     assert (generated.response, generated.done, generated.done_reason) == ("", True, "load")
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+def test_ollamas_client_gets_calls_of_a_model_that_wants_to(hermes: Serving, hermes_engine: Engine) -> None:
+    """There is no way to ask for a call: the marker is made likely."""
+    (marker,) = hermes_engine.tokenize("<tool_call>")
+    client = ollama.Client(hermes.url, timeout=60)
+    tools = [{"type": "function", "function": tool} for tool in TOOLS]
+    seen = 0
+    for seed in range(4):
+        options = {"temperature": 1, "seed": seed, "num_predict": 400, "logit_bias": {str(marker): 12}}
+        for stream in (False, True):
+            answer = client.chat("any", QUESTION, tools=tools, options=options, stream=stream)  # type: ignore[call-overload]
+            parts = list(answer) if stream else [answer]
+            calls = [call for part in parts for call in part.message.tool_calls or ()]
+            for call in calls:
+                assert call.function.name in ("weather", "time")
+                if call.function.name == "weather":  # this client leaves the limits of numbers out
+                    assert call.function.arguments["city"] in ("Rome", "Oslo", "Bern")
+                    assert isinstance(call.function.arguments.get("days", 1), int)
+            seen += len(calls)
+    assert seen > 2
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "time", "arguments": {}}}]}
+    result = {"role": "tool", "tool_name": "time", "content": "noon"}
+    options = {"num_predict": 4, "ignore_eos": True}
+    assert client.chat("any", [*QUESTION, turn, result], tools=tools, options=options).eval_count
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

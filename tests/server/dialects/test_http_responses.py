@@ -1,22 +1,24 @@
-"""What OpenAI's Responses alone have, with OpenAI's own client."""
+"""What OpenAI's Responses alone have, with OpenAI's own client; tools as Codex sends them: functions in namespaces, and
+tools that are no functions."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from pydantic import TypeAdapter
 
 from polarlm.engine.parsing.pieces import fold
 from polarlm.server.http.dialects._response_events import ResponseWriter
 from polarlm.server.http.warnings import HEADER
 from tests.lazily import openai
-from tests.server.apis import alone
+from tests.pairs import in_turn
+from tests.server.apis import SLIP, TOLD, alone
 from tests.server.dialects.test_every_api import CUT_OFF, PIECES, USAGE
 from tests.server.http_server import Serving
 from tests.tiny import forget
 
 QUESTION = "then he ran on"
-MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 
 
 def arguments(**more: Any) -> dict[str, Any]:
@@ -24,7 +26,7 @@ def arguments(**more: Any) -> dict[str, Any]:
 
 
 def endless(**more: Any) -> dict[str, Any]:
-    return arguments(extra_body={"ignore_eos": True}, **more)
+    return arguments(extra_body={"ignore_eos": True, **SLIP}, **more)
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -46,6 +48,7 @@ def test_an_answer_at_its_limit_is_incomplete_and_one_that_stops_is_complete(ser
 
 
 def test_a_streamed_response_is_the_same_in_events(server: Serving) -> None:
+    """With a field that the client does not know."""
     whole = server.openai.responses.create(**endless())
     forget(server.engine)
     events = list(server.openai.responses.create(**endless(stream=True)))
@@ -59,6 +62,7 @@ def test_a_streamed_response_is_the_same_in_events(server: Serving) -> None:
     ]
     last = events[-1]
     assert last.type == "response.incomplete"
+    assert last.response.model_extra["warnings"] == whole.model_extra["warnings"] == TOLD
     same = ("status", "model", "incomplete_details", "temperature", "max_output_tokens", "tool_choice", "text", "usage")
     for field in same:
         assert getattr(last.response, field) == getattr(whole, field), field
@@ -120,16 +124,6 @@ def test_what_a_request_says_is_repeated(server: Serving) -> None:
     assert response.text.to_dict() == format
 
 
-def test_a_last_message_of_the_assistants_is_not_continued(server: Serving) -> None:
-    messages: list[Any] = [*MESSAGES, {"role": "assistant", "content": "he ran"}]
-    more = {"ignore_eos": True, "continue_final_message": False}
-    expected = server.openai.chat.completions.create(
-        model="any", messages=messages, temperature=0, max_tokens=24, extra_body=more
-    )
-    forget(server.engine)
-    assert server.openai.responses.create(**endless(input=messages)).output_text == expected.choices[0].message.content
-
-
 def test_a_base_url_may_lack_the_version(server: Serving) -> None:
     assert server.post("/responses", arguments()).json()["object"] == "response"
     counted = server.openai.responses.input_tokens.count(model="any", input=QUESTION)
@@ -161,3 +155,126 @@ def test_a_stream_of_a_prompt_that_is_too_long_has_failed(server: Serving) -> No
     assert (first.type, last.type, last.response.status) == ("response.created", "response.failed", "failed")
     assert last.response.error.code == "context_length_exceeded"
     assert "maximum context length" in last.response.error.message
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+def function(name: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"id": {"enum": ["a", "b"]}}, "required": ["id"]}
+    return {"type": "function", "name": name, "description": "does it", "strict": False, "parameters": schema}
+
+
+CODEX: dict[str, Any] = {  # the shape of its request
+    "model": "any",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You are an agent."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "say hi"}]},
+    ],
+    "tools": [
+        function("exec_command"),
+        {
+            "type": "namespace",
+            "name": "multi_agent_v1",
+            "description": "Agents.",
+            "tools": [function("close_agent"), function("exec_command")],
+        },
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "a",
+    "client_metadata": {"session_id": "a"},
+    "temperature": 1,
+    "seed": 2,
+    "max_output_tokens": 200,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_a_namespace_are_called_and_taken_back(hermes: Serving, stream: bool) -> None:
+    """A function outside may have the same name."""
+    choice = {"type": "function", "namespace": "multi_agent_v1", "name": "exec_command"}
+    body = {**CODEX, "tool_choice": choice}
+    if stream:
+        with hermes.openai.responses.stream(**_without_seed(body)) as events:
+            done = [event for event in events if event.type == "response.output_item.done"]
+            response = events.get_final_response()
+        assert [event.item.id for event in done] == [item.id for item in response.output]
+        assert response.status == "completed"
+    else:
+        response = hermes.openai.responses.create(**_without_seed(body))
+    (call,) = response.output
+    assert (call.type, call.name, call.namespace) == ("function_call", "exec_command", "multi_agent_v1")
+    assert response.tool_choice.model_dump()["namespace"] == "multi_agent_v1"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "closed"}
+    again = {**CODEX, "input": [*CODEX["input"], call.model_dump(exclude_none=True), result], "max_output_tokens": 2}
+    second = hermes.post("/v1/responses", again)
+    assert second.status_code == 200, second.text
+    cached = second.json()["usage"]["input_tokens_details"]["cached_tokens"]
+    assert cached >= 0.98 * response.usage.total_tokens
+
+
+def _without_seed(body: dict[str, Any]) -> dict[str, Any]:
+    extra = {"seed": body["seed"], "client_metadata": body["client_metadata"]}
+    return {name: value for name, value in body.items() if name not in extra} | {"extra_body": extra}
+
+
+def test_a_function_outside_of_a_namespace_has_none(hermes: Serving) -> None:
+    response = hermes.openai.responses.create(
+        **_without_seed({**CODEX, "tool_choice": {"type": "function", "name": "exec_command"}})
+    )
+    (call,) = response.output
+    assert (call.name, call.namespace) == ("exec_command", None)
+
+
+def test_some_of_the_functions_are_allowed(hermes: Serving) -> None:
+    named = {"type": "function", "namespace": "multi_agent_v1", "name": "exec_command"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [named, {"type": "web_search"}]}
+    response = hermes.openai.responses.create(**_without_seed({**CODEX, "tool_choice": choice}))
+    assert {(call.name, call.namespace) for call in response.output} == {("exec_command", "multi_agent_v1")}
+    assert response.tool_choice.model_dump() == {**choice, "tools": [named]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({"mode": "never", "tools": [function("exec_command")]}, "tool_choice.mode"),
+        ({"mode": "auto", "tools": [function("none")]}, "tool_choice.tools[0]"),
+        ({"mode": "auto", "tools": []}, "tool_choice.tools"),
+        ({"mode": "auto"}, "tool_choice.tools"),
+    ],
+)
+def test_a_wrong_choice_of_functions_is_a_bad_request(hermes: Serving, choice: dict[str, Any], param: str) -> None:
+    body = {**CODEX, "tool_choice": {"type": "allowed_tools", **choice}}
+    assert hermes.refused("/v1/responses", body)["param"] == param
+
+
+@in_turn("kind", ["web_search", "image_generation", "local_shell", "mcp", "custom"])
+def test_tools_that_are_no_functions_are_left_out_with_a_warning(hermes: Serving, kind: str) -> None:
+    body = {**CODEX, "max_output_tokens": 2, "tools": [function("f"), {"type": kind}, {"type": kind}]}
+    response = hermes.post("/v1/responses", body)
+    assert response.status_code == 200
+    assert response.headers[HEADER] == f"tools of type '{kind}' are left out: only functions are called"
+    functions_alone = hermes.post("/v1/responses", {**body, "tools": [function("f")]})
+    assert functions_alone.json()["usage"]["input_tokens"] == response.json()["usage"]["input_tokens"]
+    assert HEADER not in functions_alone.headers
+
+
+@in_turn(
+    "tools field",
+    [
+        ([{"type": "namespace", "name": "a", "tools": [function('"')]}], "tools[0].tools[0].name"),
+        ([{"type": "web_search"}, function("f"), function('"')], "tools[2].name"),
+        ([{"type": "namespace", "name": 5, "tools": [function("f")]}], "tools[0].name"),
+        ([{"type": "namespace", "name": "a", "tools": [5]}], "tools[0].tools[0]"),
+        ([{"type": "namespace", "name": "a", "tools": 5}], "tools[0].tools"),
+        ([{"type": "namespace", "name": "a" * 120, "tools": [function("f" * 64)]}], "tools[0].tools[0].name"),
+        ([{"type": 5}], "tools[0].type"),
+    ],
+)
+def test_a_wrong_tool_is_named_by_its_place(hermes: Serving, tools: Any, field: str) -> None:
+    assert hermes.refused("/v1/responses", {**CODEX, "tools": tools})["param"] == field

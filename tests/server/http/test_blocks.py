@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
 import socket
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 
 from polarlm.engine.cli.flags import FlagError
@@ -42,26 +41,20 @@ def server(tiny_path: Path, tmp_path: Path) -> Iterator[Serving]:
 
 def ask(
     server: Serving, method: str, path: str, body: bytes | Iterable[bytes] | None = None, **headers: str
-) -> tuple[int, Any, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-    with suppress(BrokenPipeError):  # refused before it was sent
-        connection.request(method, path, body, {"Authorization": "Bearer secret", **headers})
-    response = connection.getresponse()
-    content = response.read()
-    connection.close()
-    return response.status, response.headers, content
+) -> httpx.Response:
+    return server.http.request(method, path, content=body, headers=headers)
 
 
 def test_a_block_is_put_once_or_twice_and_read_whole_or_in_part(server: Serving) -> None:
-    assert ask(server, "HEAD", PATH)[0] == ask(server, "GET", PATH)[0] == 404
-    assert [ask(server, "PUT", PATH, OBJECT)[0] for _ in range(2)] == [204, 204]
-    assert ask(server, "HEAD", PATH)[0] == 200
-    assert ask(server, "GET", PATH)[::2] == (200, OBJECT)
-    status, headers, rest = ask(server, "GET", PATH, Range="bytes=10-")
-    assert (status, rest) == (206, OBJECT[10:])
-    assert headers["Content-Range"] == f"bytes 10-{len(OBJECT) - 1}/{len(OBJECT)}"
-    assert ask(server, "GET", PATH, Range="bytes=3-5")[::2] == (206, OBJECT[3:6])
-    assert ask(server, "GET", PATH, Range="bytes=9999-")[0] == 416
+    assert ask(server, "HEAD", PATH).status_code == ask(server, "GET", PATH).status_code == 404
+    assert [ask(server, "PUT", PATH, OBJECT).status_code for _ in range(2)] == [204, 204]
+    assert ask(server, "HEAD", PATH).status_code == 200
+    whole, end, part = (ask(server, "GET", PATH, Range=range) for range in ("", "bytes=10-", "bytes=3-5"))
+    assert (whole.status_code, whole.content) == (200, OBJECT)
+    assert (end.status_code, end.content) == (206, OBJECT[10:])
+    assert end.headers["Content-Range"] == f"bytes 10-{len(OBJECT) - 1}/{len(OBJECT)}"
+    assert (part.status_code, part.content) == (206, OBJECT[3:6])
+    assert ask(server, "GET", PATH, Range="bytes=9999-").status_code == 416
 
 
 @in_turn(
@@ -77,7 +70,7 @@ def test_a_block_is_put_once_or_twice_and_read_whole_or_in_part(server: Serving)
     ],
 )
 def test_only_right_blocks_are_kept(server: Serving, tmp_path: Path, path: str, body: bytes) -> None:
-    assert ask(server, "PUT", path, body)[0] in (400, 404)
+    assert ask(server, "PUT", path, body).status_code in (400, 404)
     assert not list(tmp_path.iterdir())
 
 
@@ -87,8 +80,8 @@ def test_a_block_that_is_larger_than_any_of_the_model_is_refused(server: Serving
     assert len(OBJECT) < most < 4 << 20
     with begun(server, most + 1) as connection:
         assert answered(connection).startswith("http/1.1 413 ")
-    assert ask(server, "PUT", PATH, bytes(most))[0] == 400  # it may come, and is no block
-    assert ask(server, "PUT", PATH, (bytes(1 << 16) for _ in range(most // (1 << 16) + 2)))[0] == 413
+    assert ask(server, "PUT", PATH, bytes(most)).status_code == 400  # it may come, and is no block
+    assert ask(server, "PUT", PATH, (bytes(1 << 16) for _ in range(most // (1 << 16) + 2))).status_code == 413
 
 
 def most_bytes(server: Serving) -> int:
@@ -121,14 +114,14 @@ def test_blocks_that_are_being_sent_take_a_bounded_part_of_the_memory(
         count = (5 << 20) // most
         assert 1 < count < 9
         held = [connections.enter_context(begun(server, most if announced else None)) for _ in range(count)]
-        eventually(lambda: ask(server, "PUT", "/blocks/" + "0" * 32, iter([OBJECT]))[0] == 503)
+        eventually(lambda: ask(server, "PUT", "/blocks/" + "0" * 32, iter([OBJECT])).status_code == 503)
         with begun(server, most) as connection:
             told = answered(connection)
         assert told.startswith("http/1.1 503 ")
         assert "retry-after: 1\r\n" in told
-        assert ask(server, "GET", PATH)[0] == 404  # reading blocks is not in the way
+        assert ask(server, "GET", PATH).status_code == 404  # reading blocks is not in the way
         held[0].close()
-        eventually(lambda: ask(server, "PUT", PATH, iter([OBJECT]))[0] == 204)
+        eventually(lambda: ask(server, "PUT", PATH, iter([OBJECT])).status_code == 204)
 
 
 def test_blocks_that_are_being_read_take_a_bounded_part_of_the_memory(
@@ -137,16 +130,16 @@ def test_blocks_that_are_being_read_take_a_bounded_part_of_the_memory(
     """A client that reads nothing takes room until it leaves, or for a limited time."""
     monkeypatch.setattr(blocks, "_MOST_BYTES", 0)  # room for one block
     with sharing(tiny_path, tmp_path) as server:
-        assert ask(server, "PUT", PATH, OBJECT)[0] == 204
+        assert ask(server, "PUT", PATH, OBJECT).status_code == 204
         (tmp_path / bytes(16).hex()).write_bytes(bytes(64 << 20))  # more than the sockets' buffers
         with unread(server, f"/blocks/{bytes(16).hex()}"):
-            status, headers, _ = ask(server, "GET", PATH)
-            assert (status, headers["Retry-After"]) == (503, "1")
-            assert ask(server, "PUT", PATH, OBJECT)[0] == 204  # sending blocks is not affected
-        eventually(lambda: ask(server, "GET", PATH)[0] == 200)
+            refused = ask(server, "GET", PATH)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            assert ask(server, "PUT", PATH, OBJECT).status_code == 204  # sending blocks is not affected
+        eventually(lambda: ask(server, "GET", PATH).status_code == 200)
         monkeypatch.setattr(streams, "SLOW_READER_SECONDS", 0.1)
         with unread(server, f"/blocks/{bytes(16).hex()}"):
-            eventually(lambda: ask(server, "GET", PATH)[0] == 200)
+            eventually(lambda: ask(server, "GET", PATH).status_code == 200)
 
 
 @contextmanager
@@ -161,12 +154,15 @@ def unread(server: Serving, path: str) -> Iterator[None]:
 
 def test_the_key_is_needed(server: Serving) -> None:
     for method in ("GET", "HEAD", "PUT"):
-        assert ask(server, method, PATH, OBJECT if method == "PUT" else None, Authorization="Bearer other")[0] == 401
+        assert (
+            ask(server, method, PATH, OBJECT if method == "PUT" else None, Authorization="Bearer other").status_code
+            == 401
+        )
 
 
 def test_nothing_is_shared_unless_a_flag_says_so(tiny_path: Path, tmp_path: Path) -> None:
     kept = {"cache_disk": "1M", "cache_disk_folder": str(tmp_path)}
     with load_tiny(tiny_path, **PLAIN, **kept) as engine, serving(engine) as server:
-        assert ask(server, "GET", PATH)[0] == ask(server, "PUT", PATH, OBJECT)[0] == 404
+        assert ask(server, "GET", PATH).status_code == ask(server, "PUT", PATH, OBJECT).status_code == 404
     with pytest.raises(FlagError, match="--cache-disk"):
         read_command_line(["--share-blocks"], {})

@@ -1,15 +1,23 @@
-"""Clients that agents and applications are built with, against a server of the demonstration model."""
+"""Clients that agents and applications are built with, against a server of the demonstration model.
+
+For calls of tools, the model is random: `tool_choice` asks for one, so that a grammar makes it one.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import jsonschema
 import pytest
 from pydantic import BaseModel
 
 from polarlm.engine import Engine
+from tests.server.answers.test_http_tools import WEATHER
 from tests.server.http_server import Serving, serving
+
+pytestmark = pytest.mark.slow  # the clients take seconds to import
 
 QUESTION = "What is the capital of France?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -30,7 +38,6 @@ def server(demo: Engine) -> Iterator[Serving]:
 # -- the makers' own ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # 200 tokens of the demonstration model, twice
 def test_openai_parses_a_response(server: Serving) -> None:
     response = server.openai.responses.parse(
         model="any", input="The weather in Paris?", text_format=Weather, max_output_tokens=200, temperature=0
@@ -44,7 +51,6 @@ def test_openai_parses_a_response(server: Serving) -> None:
         assert isinstance(stream.get_final_response().output_parsed, Weather)
 
 
-@pytest.mark.slow  # the client takes seconds to import
 def test_anthropic_parses_a_message(server: Serving) -> None:
     with server.anthropic() as client:
         message = client.messages.parse(
@@ -65,7 +71,6 @@ def litellm() -> Iterator[Any]:
         yield litellm
 
 
-@pytest.mark.slow  # the client takes seconds to import
 @pytest.mark.parametrize(("model", "path"), [("openai/any", "/v1"), ("anthropic/any", ""), ("ollama_chat/any", "")])
 def test_litellm_answers_and_streams(litellm: Any, server: Serving, model: str, path: str) -> None:
     fields = {"api_base": server.url + path, "api_key": "any", "temperature": 0, "max_tokens": 16, "timeout": 120}
@@ -77,10 +82,33 @@ def test_litellm_answers_and_streams(litellm: Any, server: Serving, model: str, 
     assert "Paris" in "".join(part.choices[0].delta.content or "" for part in parts)
 
 
+def test_litellm_knows_a_prompt_that_is_too_long(litellm: Any, shared: Serving) -> None:
+    """By words that tests/server/dialects/test_every_api.py has."""
+    messages = [{"role": "user", "content": "the " * 300}]
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion("openai/any", messages, api_base=f"{shared.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize(("model", "path", "stream"), [("openai/any", "/v1", True), ("anthropic/any", "", False)])
+def test_litellm_gets_a_call(litellm: Any, hermes: Serving, model: str, path: str, stream: bool) -> None:
+    asked = {
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "max_tokens": 200,
+        "temperature": 1,
+        "stream": stream,
+    }
+    answer = litellm.completion(model, MESSAGES, api_base=hermes.url + path, api_key="any", timeout=60, **asked)
+    if stream:
+        answer = litellm.stream_chunk_builder(list(answer))
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, answer.choices[0].finish_reason) == ("weather", "tool_calls")
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+
+
 # -- LangChain ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # the client takes seconds to import
 @pytest.mark.parametrize("responses", [False, True])
 def test_langchain_answers_streams_and_has_structured_output(server: Serving, responses: bool) -> None:
     from langchain_openai import ChatOpenAI
@@ -109,7 +137,6 @@ def pydantic_models(url: str) -> Iterator[Any]:
     yield AnthropicModel("any", provider=AnthropicProvider(base_url=url, api_key="any"))
 
 
-@pytest.mark.slow  # the client takes seconds to import
 @pytest.mark.parametrize("number", range(3))
 def test_pydantic_ai_answers_and_has_structured_output(server: Serving, number: int) -> None:
     pytest.importorskip("pydantic_ai", reason="pydantic-ai needs Python 3.11")
@@ -123,3 +150,12 @@ def test_pydantic_ai_answers_and_has_structured_output(server: Serving, number: 
         return  # this client asks for JSON of the models alone that it knows
     structured = Agent(model, output_type=NativeOutput(Weather), model_settings=settings)
     assert isinstance(structured.run_sync("The weather in Paris?").output, Weather)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_pydantic_ai_calls_tools_and_has_structured_output(hermes: Serving, number: int) -> None:
+    from pydantic_ai import Agent
+
+    model = list(pydantic_models(hermes.url))[number]
+    agent = Agent(model, output_type=Weather, model_settings={"temperature": 1, "max_tokens": 300})
+    assert isinstance(agent.run_sync(QUESTION).output, Weather)

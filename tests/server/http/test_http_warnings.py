@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -111,48 +111,6 @@ def test_a_header_is_shorter_than_the_field_and_an_array_has_the_header_alone() 
         assert response.headers[HEADER].endswith("; and 3 more")
         assert response.headers[HEADER].isascii()
         assert len(response.headers[HEADER]) < 1300
-
-
-def openai_answers(server: Serving) -> Iterator[Any]:
-    more: Any = {"model": "any", "extra_body": {"temprature": 0}}
-    for usage in (False, True):
-        chat = server.openai.chat.completions.create(
-            messages=[QUESTION], n=2, stream=True, max_tokens=2, stream_options={"include_usage": usage}, **more
-        )
-        yield [chunk for chunk in chat if "warnings" in chunk.model_extra]
-    yield [server.openai.chat.completions.create(messages=[QUESTION], max_tokens=2, **more)]
-    yield [server.openai.completions.create(prompt="then", max_tokens=2, **more)]
-    yield [server.openai.embeddings.create(input="then", **more)]
-    yield [server.openai.responses.create(input="then", max_output_tokens=16, **more)]
-    with server.openai.responses.stream(input="then", max_output_tokens=16, **more) as stream:
-        *_, last = stream
-        yield [last.response]
-
-
-def anthropic_answers(server: Serving) -> Iterator[Any]:
-    more: Any = {"model": "any", "messages": [QUESTION], "max_tokens": 2, "extra_body": {"temprature": 0}}
-    with server.anthropic() as client:
-        yield [client.messages.create(**more)]
-        yield [event for event in client.messages.create(**more, stream=True) if "warnings" in event.model_extra]
-        with client.messages.stream(**more) as stream:
-            assert stream.get_final_message().content
-
-
-def ollama_answers(server: Serving) -> Iterator[Any]:
-    """Its client keeps no field that it does not know."""
-    client, options = ollama.Client(server.url), {"num_predict": 2, "temprature": 0}
-    assert client.chat("any", [QUESTION], options=options).done
-    assert [*client.generate("any", "then", options=options, stream=True)][-1].done
-    yield []
-
-
-@pytest.mark.parametrize("clients", [openai_answers, anthropic_answers, ollama_answers])
-def test_the_makers_own_clients_read_an_answer_with_the_field(server: Serving, clients: Any) -> None:
-    for answers in clients(server):
-        if clients is not ollama_answers:
-            (answer,) = answers
-            (told,) = answer.model_extra["warnings"]
-            assert told.startswith("temprature is unknown and ignored")
 
 
 _HELD_IN_PART = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!a)b"}}, "not": {}}

@@ -34,6 +34,8 @@ NEUTRAL: dict[str, list[Any]] = {
     **{key: [False] for key in ("ignore_eos", "logprobs", "return_progress", "echo")},
     **{key: [False] for key in ("stream", "raw", "insecure", "verbose", "background", "store", "add_special")},
     **{key: [False] for key in ("with_pieces", "return_documents")},
+    "mirostat": [0, 0.0],
+    "typical_p": [0, 1.0],
     "repeat_last_n": [64, 64.0, "64"],
     "seed": [-1, 0, 2**64 + 1, -(2**40), 5.0],  # greedy answers have no chance
     "top_k": [0, -1, -2, 0.0],

@@ -70,7 +70,10 @@ class Serving:
     def connections(self) -> set[Any]:
         return self.web.server_state.connections
 
-    def stop(self) -> None:
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self.call(self.web.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         join(self.thread, self.loop)
@@ -79,16 +82,14 @@ class Serving:
 
 @pytest.fixture
 def server() -> Iterator[Serving]:
-    serving = Serving(app)
-    yield serving
-    serving.stop()
+    with Serving(app) as serving:
+        yield serving
 
 
 @pytest.fixture
 def slow_server() -> Iterator[Serving]:
-    serving = Serving(slow_app)
-    yield serving
-    serving.stop()
+    with Serving(slow_app) as serving:
+        yield serving
 
 
 @pytest.fixture
@@ -310,10 +311,7 @@ def test_a_request_as_to_a_proxy_is_served_by_the_servers_own_names(target: str,
     async def health(_request: Any) -> PlainTextResponse:
         return PlainTextResponse("ok")
 
-    serving = Serving(Guard(Starlette(routes=[Route("/health", health)]), ServerConfig()))
-    try:
-        with serving.connect() as client:
-            client.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-            assert client.makefile("rb").readline().split()[1] == str(status).encode()
-    finally:
-        serving.stop()
+    guarded = Guard(Starlette(routes=[Route("/health", health)]), ServerConfig())
+    with Serving(guarded) as serving, serving.connect() as client:
+        client.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        assert client.makefile("rb").readline().split()[1] == str(status).encode()

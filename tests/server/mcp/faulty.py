@@ -83,9 +83,7 @@ def flood() -> str:
 def chatter() -> str:
     """Writes messages without end."""
     while True:
-        os.write(
-            OUT, b'{"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": 1}}\n'
-        )
+        os.write(OUT, MESSAGE)
 
 
 @server.tool()

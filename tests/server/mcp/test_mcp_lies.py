@@ -24,25 +24,23 @@ LIAR = str(Path(__file__).with_name("liar.py"))
 SECRET = "token=sk-in-the-address"
 
 
-def test_tools_that_no_model_can_call_are_told_and_wrong_answers_are_errors() -> None:
-    async def ask() -> None:
-        session = Session(McpServer("liar", sys.executable, (LIAR,)), 10_000)
-        try:
-            await session.connect()
-            troubles = {tool.name: tool.trouble or "" for tool in session.tools}
-            assert {name for name, trouble in troubles.items() if not trouble} == {
-                *("good", "a b", "list", "structured", "unreadable", "half a character", "too deep")
-            }
-            assert "same name" in troubles["a_b"]
-            assert "nested" in troubles["deep"]
-            for tool in ("structured", "unreadable", "a b", "list", "deep", "half a character", "too deep"):
-                assert (await session.call(tool, {}, 120))["is_error"], tool
-            assert await session.call("good", {}, 120) == {"text": "well", "is_error": False}
-            assert session.state == READY
-        finally:
-            await session.close()
-
-    asyncio.run(ask())
+@pytest.mark.anyio
+async def test_tools_that_no_model_can_call_are_told_and_wrong_answers_are_errors() -> None:
+    session = Session(McpServer("liar", sys.executable, (LIAR,)), 10_000)
+    try:
+        await session.connect()
+        troubles = {tool.name: tool.trouble or "" for tool in session.tools}
+        assert {name for name, trouble in troubles.items() if not trouble} == {
+            *("good", "a b", "list", "structured", "unreadable", "half a character", "too deep")
+        }
+        assert "same name" in troubles["a_b"]
+        assert "nested" in troubles["deep"]
+        for tool in ("structured", "unreadable", "a b", "list", "deep", "half a character", "too deep"):
+            assert (await session.call(tool, {}, 120))["is_error"], tool
+        assert await session.call("good", {}, 120) == {"text": "well", "is_error": False}
+        assert session.state == READY
+    finally:
+        await session.close()
 
 
 def trouble(server: McpServer) -> str:

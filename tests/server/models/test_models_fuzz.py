@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.server.models.running import front, two_models
-from tests.server.reading.test_http_fuzz import JUNK, has_shape
+from tests.server.reading.test_http_fuzz import JUNK, status_of
 
 MESSAGES = 400
 ASKS = {"messages": [{"role": "user", "content": "on"}], "options": {"num_predict": 1}, "stream": False}
@@ -29,7 +30,7 @@ DURATIONS = ["1h30m", "9" * 90, "-1", "1e9", "٣m", ".", "h", 1e300, -(10**400)]
 
 @pytest.mark.slow
 def test_no_body_breaks_the_server_of_several_models(tmp_path: Path) -> None:
-    rng, seen = random.Random(0), dict[int, int]()
+    rng, seen = random.Random(0), Counter[int]()
     with front(two_models(tmp_path)) as server:
         for number in range(MESSAGES):
             path = rng.choice(list(VALID))
@@ -37,15 +38,9 @@ def test_no_body_breaks_the_server_of_several_models(tmp_path: Path) -> None:
             for name in rng.sample([*body, "name"], rng.choice((0, 1, 2))):
                 odd = {"model": NAMES, "name": NAMES, "keep_alive": DURATIONS}.get(name, [])
                 body[name] = rng.choice([*JUNK, *odd])
-            content = json.dumps(body)
-            response = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
-            seen[response.status_code] = seen.get(response.status_code, 0) + 1
-            where = f"message {number} to {path}: {content[:500]} → {response.text[:500]}"
-            assert response.status_code in (200, 400, 404, 501), where
-            if response.status_code != 200:
-                assert has_shape(path, response.json()), where
+            seen[status_of(server.http, path, json.dumps(body).encode(), {200, 400, 404, 501})] += 1
             if number % 20 == 0:  # what a body has left behind breaks no list
                 for listed in ("/models", "/v1/models", "/api/tags", "/api/ps", "/metrics", "/health"):
-                    assert server.http.get(listed).status_code == 200, where
+                    assert server.http.get(listed).status_code == 200, f"{path}: {body}"
         assert min(seen[200], seen[400], seen[404]) > 20, seen
         assert server.slot("big").active == server.slot("small").active == 0

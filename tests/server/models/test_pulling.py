@@ -60,7 +60,8 @@ def test_a_model_that_is_not_on_the_hub_is_a_sentence(cached: Hub, tmp_path: Pat
         assert whole.status_code == 500
 
 
-def test_few_models_are_pulled_at_a_time_and_who_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_few_models_are_pulled_at_a_time_and_who_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[str] = []
 
     class Download:
@@ -79,23 +80,20 @@ def test_few_models_are_pulled_at_a_time_and_who_leaves_makes_room(monkeypatch: 
     monkeypatch.setattr(app, "ModelProcess", lambda model, config, on_exit: Download(model))
     monkeypatch.setattr(app, "_PROGRESS_SECONDS", 0.001)
 
-    async def main() -> None:
-        config = ServerConfig(allow_pull=True)
-        front = app._SeveralModels(Supervisor(Registry(common(), None, (), ()), config), None, config)  # type: ignore[arg-type]
-        async with AsyncExitStack() as ends:
-            pulls: list[AsyncGenerator[dict[str, Any], None]] = []
-            for name in "abc":
-                pull = front._pull_lines(f"user/{name}:Q4_K_M")
-                pulls.append(await ends.enter_async_context(aclosing(pull)))
-                assert await anext(pull) == {"status": "pulling manifest"}
-            for pull in pulls[:2]:
-                assert (await anext(pull))["completed"] == 1
-            third = asyncio.ensure_future(anext(pulls[2]))
-            await asyncio.sleep(0)
-            assert running == ["user/a:Q4_K_M", "user/b:Q4_K_M"]
-            await pulls[0].aclose()
-            assert (await third)["completed"] == 1
-            assert running == ["user/b:Q4_K_M", "user/c:Q4_K_M"]
-        assert running == []
-
-    asyncio.run(main())
+    config = ServerConfig(allow_pull=True)
+    front = app._SeveralModels(Supervisor(Registry(common(), None, (), ()), config), None, config)  # type: ignore[arg-type]
+    async with AsyncExitStack() as ends:
+        pulls: list[AsyncGenerator[dict[str, Any], None]] = []
+        for name in "abc":
+            pull = front._pull_lines(f"user/{name}:Q4_K_M")
+            pulls.append(await ends.enter_async_context(aclosing(pull)))
+            assert await anext(pull) == {"status": "pulling manifest"}
+        for pull in pulls[:2]:
+            assert (await anext(pull))["completed"] == 1
+        third = asyncio.ensure_future(anext(pulls[2]))
+        await asyncio.sleep(0)
+        assert running == ["user/a:Q4_K_M", "user/b:Q4_K_M"]
+        await pulls[0].aclose()
+        assert (await third)["completed"] == 1
+        assert running == ["user/b:Q4_K_M", "user/c:Q4_K_M"]
+    assert running == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from polarlm.server.models.registry import Registry
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.running.refusals import Refusal
 from tests.server.models.running import common
+
+pytestmark = pytest.mark.anyio
 
 GIB = 1 << 30
 
@@ -91,35 +93,32 @@ class FakeProcess:
         return -9
 
 
-Scenario = Callable[[Supervisor, Machine], Coroutine[Any, Any, None]]
-
-
-def scenario(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
-    """Makes a coroutine a test, with a supervisor of the models a, b and c that has these settings of ServerConfig."""
-
-    def made(test: Scenario) -> Callable[..., None]:
-        def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-            for name in "abc":
-                (tmp_path / f"{name}.gguf").touch()
-            machine = Machine()
-
-            async def main() -> None:
-                config = ServerConfig(models=str(tmp_path), **settings)
-                supervisor = Supervisor(Registry(common(), tmp_path, (), config.pin), config)
-                await asyncio.wait_for(test(supervisor, machine), 120)
-                await supervisor.close()
-                assert not machine.running
-                assert not [one.model.name for one in supervisor.all() if one.active or one.waiters]
-
-            monkeypatch.setattr(
-                module, "ModelProcess", lambda model, _, on_exit: FakeProcess(machine, model.name, on_exit)
-            )
-            monkeypatch.setattr(module, "_SWEEP_SECONDS", 0.005)
-            asyncio.run(main())
-
-        return run
-
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(module, "ModelProcess", lambda model, _, on_exit: FakeProcess(made, model.name, on_exit))
+    monkeypatch.setattr(module, "_SWEEP_SECONDS", 0.005)
     return made
+
+
+@pytest.fixture
+async def supervisor(
+    machine: Machine, request: pytest.FixtureRequest, tmp_path: Path
+) -> AsyncGenerator[Supervisor, None]:
+    """Of the models a, b and c, with the settings that `configured` names; it is closed when the test is done."""
+    for name in "abc":
+        (tmp_path / f"{name}.gguf").touch()
+    config = ServerConfig(models=str(tmp_path), **getattr(request, "param", {}))
+    made = Supervisor(Registry(common(), tmp_path, (), config.pin), config)
+    yield made
+    await made.close()
+    assert not machine.running
+    assert not [one.model.name for one in made.all() if one.active or one.waiters]
+
+
+def configured(**settings: Any) -> pytest.MarkDecorator:
+    """A test's supervisor has these settings of ServerConfig."""
+    return pytest.mark.parametrize("supervisor", [settings], indirect=True, ids=str)
 
 
 async def use(supervisor: Supervisor, name: str, keep: float | None = None) -> ModelSlot:
@@ -146,7 +145,6 @@ def loaded(supervisor: Supervisor) -> str:
     return "".join(one.model.name for one in supervisor.all() if one.state == READY)
 
 
-@scenario()
 async def test_the_model_that_was_not_used_for_longest_makes_room(supervisor: Supervisor, machine: Machine) -> None:
     machine.free = 2 * GIB
     for name in "aba":
@@ -155,23 +153,23 @@ async def test_the_model_that_was_not_used_for_longest_makes_room(supervisor: Su
     assert loaded(supervisor) == "ac"
 
 
-@scenario(models_memory="512M")
-async def test_a_model_that_no_limit_allows_is_refused_with_numbers(supervisor: Supervisor, machine: Machine) -> None:
+@configured(models_memory="512M")
+async def test_a_model_that_no_limit_allows_is_refused_with_numbers(supervisor: Supervisor) -> None:
     with pytest.raises(EngineError, match=r"no room for a: it needs 1\.0 GiB.*512\.0 MiB of 512\.0 MiB") as caught:
         await use(supervisor, "a")
     assert caught.value.code == "out_of_memory"
     assert supervisor.find("a").state == FAILED
 
 
-@scenario(models_memory="1G", pin=("a",))
-async def test_a_pinned_model_stays(supervisor: Supervisor, machine: Machine) -> None:
+@configured(models_memory="1G", pin=("a",))
+async def test_a_pinned_model_stays(supervisor: Supervisor) -> None:
     await use(supervisor, "a")
     with pytest.raises(EngineError, match="a stay, being pinned"):
         await use(supervisor, "b")
     assert loaded(supervisor) == "a"
 
 
-@scenario(models_memory="1G")
+@configured(models_memory="1G")
 async def test_a_busy_model_answers_before_it_makes_room(supervisor: Supervisor, machine: Machine) -> None:
     slot = await use(supervisor, "a")
     async with busy(supervisor, slot):
@@ -185,8 +183,8 @@ async def test_a_busy_model_answers_before_it_makes_room(supervisor: Supervisor,
     assert loaded(supervisor) == "a"
 
 
-@scenario(models_memory="2G")
-async def test_an_idle_model_makes_room_before_a_busy_one(supervisor: Supervisor, machine: Machine) -> None:
+@configured(models_memory="2G")
+async def test_an_idle_model_makes_room_before_a_busy_one(supervisor: Supervisor) -> None:
     slot = await use(supervisor, "a")
     async with busy(supervisor, slot):
         await use(supervisor, "b")  # later than a
@@ -194,7 +192,6 @@ async def test_an_idle_model_makes_room_before_a_busy_one(supervisor: Supervisor
         assert loaded(supervisor) == "ac"
 
 
-@scenario()
 async def test_without_others_to_unload_a_model_tries_what_there_is(supervisor: Supervisor, machine: Machine) -> None:
     """The engine takes a shorter context, or says what it lacks."""
     machine.free = GIB // 2
@@ -202,8 +199,8 @@ async def test_without_others_to_unload_a_model_tries_what_there_is(supervisor: 
     assert loaded(supervisor) == "a"
 
 
-@scenario(idle_unload=0.001)
-async def test_idle_models_are_unloaded(supervisor: Supervisor, machine: Machine) -> None:
+@configured(idle_unload=0.001)
+async def test_idle_models_are_unloaded(supervisor: Supervisor) -> None:
     slot = await use(supervisor, "a", supervisor.default_keep(supervisor.find("a")))
     assert slot.expires is not None
     await use(supervisor, "b", None)  # as long as there is room
@@ -214,15 +211,14 @@ async def test_idle_models_are_unloaded(supervisor: Supervisor, machine: Machine
     await until(lambda: loaded(supervisor) == "b")
 
 
-@scenario(pin=("a",))
-async def test_a_pinned_model_is_never_idle(supervisor: Supervisor, machine: Machine) -> None:
+@configured(pin=("a",))
+async def test_a_pinned_model_is_never_idle(supervisor: Supervisor) -> None:
     slot = await use(supervisor, "a", 0.0)
     await use(supervisor, "b", 0.001)
     await until(lambda: supervisor.find("b").state == UNLOADED)
     assert (slot.state, slot.expires) == (READY, None)
 
 
-@scenario()
 async def test_a_crash_is_that_of_one_model_and_the_next_request_starts_it_again(
     supervisor: Supervisor, machine: Machine
 ) -> None:
@@ -234,7 +230,7 @@ async def test_a_crash_is_that_of_one_model_and_the_next_request_starts_it_again
     assert (slot.state, slot.error, slot.starts) == (READY, None, 2)
 
 
-@scenario(models_memory="1G")
+@configured(models_memory="1G")
 async def test_a_crash_ends_the_wait_for_a_busy_model(supervisor: Supervisor, machine: Machine) -> None:
     slot = await use(supervisor, "a")
     async with busy(supervisor, slot):
@@ -245,7 +241,6 @@ async def test_a_crash_ends_the_wait_for_a_busy_model(supervisor: Supervisor, ma
     assert (loaded(supervisor), slot.state) == ("b", FAILED)
 
 
-@scenario()
 async def test_everybody_who_waits_hears_why_a_model_cannot_be_loaded(supervisor: Supervisor, machine: Machine) -> None:
     machine.fails = EngineError("a.gguf is cut off", "model_unavailable")
     heard = await asyncio.gather(*(use(supervisor, "a") for _ in range(3)), return_exceptions=True)
@@ -255,7 +250,6 @@ async def test_everybody_who_waits_hears_why_a_model_cannot_be_loaded(supervisor
     await use(supervisor, "a")
 
 
-@scenario()
 async def test_a_client_that_goes_while_its_model_is_loaded_holds_nothing(
     supervisor: Supervisor, machine: Machine
 ) -> None:
@@ -270,7 +264,6 @@ async def test_a_client_that_goes_while_its_model_is_loaded_holds_nothing(
     supervisor.release(slot)
 
 
-@scenario()
 async def test_a_process_may_end_before_the_request_that_it_was_started_for_reaches_it(
     supervisor: Supervisor, machine: Machine
 ) -> None:
@@ -298,24 +291,21 @@ async def hang(supervisor: Supervisor, machine: Machine, name: str, step: str) -
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_load_that_hangs_keeps_no_other_from_loading_until_it_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+@configured(models_memory="2G")
+async def test_a_load_that_hangs_keeps_no_other_from_loading_until_it_is_given_up(
+    supervisor: Supervisor, machine: Machine, step: str
 ) -> None:
-    @scenario(models_memory="2G")
-    async def run(supervisor: Supervisor, machine: Machine) -> None:
-        waits = await hang(supervisor, machine, "a", step)
-        await use(supervisor, "b")
-        supervisor.give_up(supervisor.find("a"))
-        again = asyncio.create_task(use(supervisor, "a"))  # a request after that loads it
-        del machine.held["a", step]
-        with pytest.raises(Refusal, match="a was unloaded before it was loaded") as caught:
-            await waits
-        assert (caught.value.code, (await again).starts) == ("model_not_loaded", 2)
-
-    run(tmp_path, monkeypatch)
+    waits = await hang(supervisor, machine, "a", step)
+    await use(supervisor, "b")
+    supervisor.give_up(supervisor.find("a"))
+    again = asyncio.create_task(use(supervisor, "a"))  # a request after that loads it
+    del machine.held["a", step]
+    with pytest.raises(Refusal, match="a was unloaded before it was loaded") as caught:
+        await waits
+    assert (caught.value.code, (await again).starts) == ("model_not_loaded", 2)
 
 
-@scenario(models_memory="1G")
+@configured(models_memory="1G")
 async def test_the_memory_of_a_model_that_is_being_loaded_is_counted(supervisor: Supervisor, machine: Machine) -> None:
     waits, slot = await hang(supervisor, machine, "a", "load"), supervisor.find("b")
     other = asyncio.create_task(use(supervisor, "b"))
@@ -326,7 +316,7 @@ async def test_the_memory_of_a_model_that_is_being_loaded_is_counted(supervisor:
         await waits
 
 
-@scenario(models_memory="1G")
+@configured(models_memory="1G")
 async def test_of_two_that_see_the_same_room_one_has_it(supervisor: Supervisor, machine: Machine) -> None:
     for name in "ab":
         machine.held[name, "need"] = asyncio.Event()
@@ -338,8 +328,8 @@ async def test_of_two_that_see_the_same_room_one_has_it(supervisor: Supervisor, 
     assert len(machine.running) == 1
 
 
-@scenario(models_memory="2G")
-async def test_while_a_model_ends_its_answers_others_are_loaded(supervisor: Supervisor, machine: Machine) -> None:
+@configured(models_memory="2G")
+async def test_while_a_model_ends_its_answers_others_are_loaded(supervisor: Supervisor) -> None:
     slot = await use(supervisor, "a")
     async with busy(supervisor, slot, keep=0):
         supervisor.give_up(slot)
@@ -351,7 +341,7 @@ async def test_while_a_model_ends_its_answers_others_are_loaded(supervisor: Supe
     assert loaded(supervisor) == "ab"
 
 
-@scenario(models_memory="3G")
+@configured(models_memory="3G")
 async def test_who_fits_beside_a_model_that_waits_for_a_busy_one_is_loaded(
     supervisor: Supervisor, machine: Machine
 ) -> None:
@@ -366,7 +356,7 @@ async def test_who_fits_beside_a_model_that_waits_for_a_busy_one_is_loaded(
     assert loaded(supervisor) == "bc"
 
 
-@scenario(models_memory="1G")
+@configured(models_memory="1G")
 async def test_room_goes_to_those_who_have_waited_longest(supervisor: Supervisor, machine: Machine) -> None:
     slot, loads = await use(supervisor, "a"), []
     async with busy(supervisor, slot):
@@ -383,7 +373,7 @@ async def test_room_goes_to_those_who_have_waited_longest(supervisor: Supervisor
     await loads[1]
 
 
-@scenario(models_memory="2G", idle_unload=0.001)
+@configured(models_memory="2G", idle_unload=0.001)
 async def test_whatever_clients_do_in_the_end_everything_is_loaded_and_unloaded(
     supervisor: Supervisor, machine: Machine
 ) -> None:
@@ -413,30 +403,26 @@ async def test_whatever_clients_do_in_the_end_everything_is_loaded_and_unloaded(
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_closing_ends_those_who_wait_and_all_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+@configured(models_memory="2G")
+async def test_closing_ends_those_who_wait_and_all_processes(
+    supervisor: Supervisor, machine: Machine, step: str
 ) -> None:
-    @scenario(models_memory="2G")
-    async def run(supervisor: Supervisor, machine: Machine) -> None:
-        slot = await use(supervisor, "a")
-        async with busy(supervisor, slot):
-            supervisor.give_up(slot)  # its next load waits for the end of this answer
-            hangs = await hang(supervisor, machine, "b", step)
-            machine.sizes["c"] = 2 * GIB  # it waits for memory
-            waits = [hangs, *(asyncio.create_task(use(supervisor, name)) for name in "ac")]
-            await until(lambda: supervisor.find("c").state == WAITING_FOR_MEMORY)
-            await supervisor.close()
-        for waiting in waits:
-            with pytest.raises(Refusal, match="about to end"):
-                await waiting
+    slot = await use(supervisor, "a")
+    async with busy(supervisor, slot):
+        supervisor.give_up(slot)  # its next load waits for the end of this answer
+        hangs = await hang(supervisor, machine, "b", step)
+        machine.sizes["c"] = 2 * GIB  # it waits for memory
+        waits = [hangs, *(asyncio.create_task(use(supervisor, name)) for name in "ac")]
+        await until(lambda: supervisor.find("c").state == WAITING_FOR_MEMORY)
+        await supervisor.close()
+    for waiting in waits:
         with pytest.raises(Refusal, match="about to end"):
-            await use(supervisor, "c")
+            await waiting
+    with pytest.raises(Refusal, match="about to end"):
+        await use(supervisor, "c")
 
-    run(tmp_path, monkeypatch)
 
-
-@scenario()
-async def test_without_a_name_the_model_that_was_used_last_is_meant(supervisor: Supervisor, machine: Machine) -> None:
+async def test_without_a_name_the_model_that_was_used_last_is_meant(supervisor: Supervisor) -> None:
     assert supervisor.find("").model.name == "a"
     for name in "cb":
         await use(supervisor, name)

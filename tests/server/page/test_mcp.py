@@ -26,20 +26,17 @@ ADD = call(0, "tools_add", '{"a": 2,', '"b": 3}')
 
 
 @pytest.fixture(scope="module")
-def keeper(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("mcp")
     with over_http() as web, Process(tiny_path, folder, "--mcp-config", str(mcp_file(folder, web))) as process:
         yield process
 
 
 @pytest.fixture
-def page(visit: Callable[[Process], Page], keeper: Process) -> Iterator[Page]:
-    page = visit(keeper)
+def page(page: Page) -> Page:
     page.until(lambda: page.shown("#mcp"))
     page.run("document.getElementById('mcp').open = true")
-    yield page
-    page.open("about:blank")
-    eventually(keeper.is_idle)
+    return page
 
 
 def switch_on(page: Page, place: int = 0) -> None:
@@ -183,11 +180,11 @@ def test_a_call_ends_when_it_is_stopped_or_the_conversation_is_left(page: Page, 
     assert results(page) == ["The user did not run this call."]
 
 
-def test_another_tab_shows_what_became_of_a_call(page: Page, keeper: Process) -> None:
+def test_another_tab_shows_what_became_of_a_call(page: Page, server: Process) -> None:
     begin(page, ADD, ["Five."])
     page.until(lambda: asks(page) == "Run add of tools?")
     with page.second() as other:
-        other.open(f"{keeper.url}/{page.run('return location.hash')}")
+        other.open(f"{server.url}/{page.run('return location.hash')}")
         other.until(lambda: asks(other) == "Run add of tools?")
         page.press_button("Always in this conversation")
         other.until(lambda: other.text_of() == "Five." and asks(other) == "")

@@ -157,9 +157,7 @@ def test_a_formula_is_rendered_once_and_its_source_is_what_selecting_copies(page
         return [times, data.getData("text/plain")];
     """
     assert page.run(script) == [3, source]
-    page.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
-    page.press_button("Copy answer")
-    page.until(lambda: page.run("return window.copied") == source)
+    assert page.copied(lambda: page.press_button("Copy answer")) == source
 
 
 def test_below_a_path_and_without_any_other_server_formulas_have_their_fonts(window: Page, server: Process) -> None:
@@ -205,9 +203,7 @@ def test_what_the_user_writes_is_drawn_as_answers_are_and_copied_as_it_was_writt
     assert page.text(".question strong") == "this"
     assert page.text(".question .language") == "python"
     assert page.text(".question pre") == "if x:\n    y()"
-    page.run("window.copied = null; navigator.clipboard.writeText = async (text) => { window.copied = text; }")
-    page.run("rows[0].foot.querySelector('[aria-label=\"Copy message\"]').click()")
-    page.until(lambda: page.run("return window.copied") == written)
+    assert page.copied(lambda: page.press_button("Copy message", 0)) == written
 
 
 def test_what_cannot_be_seen_or_reorders_text_is_shown_as_signs(drawing: Page) -> None:
@@ -263,10 +259,8 @@ def test_a_long_cell_is_shown_to_its_end(drawing: Page) -> None:
 def test_code_is_copied_as_it_was_written(page: Page) -> None:
     page.talk("```python\nif x < 1:\n\ty = '\u202e'\n```")
     assert page.text(".code .language") == "python"
-    page.run("window.copied = null; navigator.clipboard.writeText = async (text) => { window.copied = text; }")
-    page.click(".code button")
+    assert page.copied(lambda: page.click(".code button")) == "if x < 1:\n\ty = '\u202e'"
     page.until(lambda: page.text(".code button") == "Copied")
-    assert page.run("return window.copied") == "if x < 1:\n\ty = '\u202e'"
 
 
 def test_code_is_copied_where_the_browser_has_no_clipboard_for_the_page(page: Page) -> None:

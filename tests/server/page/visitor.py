@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from tests.server.page.browser import ENTER, Browser
@@ -73,6 +74,13 @@ class Page(Browser):
         self.until(lambda: self.run("return document.activeElement.tagName") == "INPUT")
         self.type("#list input", name)
 
+    def copied(self, press: Callable[[], None]) -> str:
+        """What `press` copies, as the page gives it to the clipboard."""
+        self.run("window.copied = null; navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+        press()
+        self.until(lambda: self.run("return window.copied") is not None)
+        return self.run("return window.copied")
+
     def change_elsewhere(self, title: str) -> None:
         """Another tab gives the conversation that is shown another title."""
         script = """
@@ -120,12 +128,13 @@ class Page(Browser):
         """The id, the name or the text of the element that has the focus."""
         return self.run("const at = document.activeElement; return at.id || at.ariaLabel || at.textContent")
 
-    def text_of(self, which: int = -1) -> str:
-        script = "return rows.filter(({message}) => message.role === 'assistant').at(arguments[0])?.message.text ?? ''"
-        return self.run(script, which)
+    def text_of(self) -> str:
+        """The last answer, as it was written."""
+        return self.run("return rows.findLast(({message}) => message.role === 'assistant')?.message.text ?? ''")
 
-    def answer(self, which: int = -1) -> str:
-        return self.run("return [...document.querySelectorAll('.answer')].at(arguments[0])?.innerText ?? ''", which)
+    def answer(self) -> str:
+        """The last answer, as it is shown."""
+        return self.run("return [...document.querySelectorAll('.answer')].at(-1)?.innerText ?? ''")
 
     def roles(self) -> list[str]:
         return self.run("return rows.map((row) => row.message.role)")
@@ -159,8 +168,7 @@ class Page(Browser):
         """What the answers from now on are, piece by piece, until the page turns away; the last one stays.
 
         A piece is text, or a dict: the delta of an event, {"event": …}, {"status": …, "error": …, "headers": …},
-        {"wait": milliseconds}, {"held": True}, which waits for `go_on`, or {"lost": True}. `asked` returns the body of
-        a request.
+        {"wait": milliseconds}, or {"held": True}, which waits for `go_on`. `asked` returns the body of a request.
         """
         self.run(_SAYS, list(answers))
 
@@ -203,7 +211,6 @@ window.fetch = async (path, options) => {
                 await new Promise((done) => setTimeout(done, 20));
             }
             if (options.signal.aborted) return undefined;
-            if (piece?.lost) return stream.error(new TypeError("lost"));
             if (piece?.event) return stream.enqueue(encoder.encode(event(piece.event)));
             const empty = piece === undefined || piece.wait || piece.held;
             const delta = typeof piece === "string" ? {content: piece} : empty ? {} : piece;

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.routing import Route
 
@@ -257,6 +258,16 @@ def has_shape(path: str, error: Any) -> bool:
     return set(error["error"]) - {"n_prompt_tokens", "n_ctx"} == {"message", "type", "param", "code"}
 
 
+def status_of(http: httpx.Client, path: str, data: bytes, outcomes: set[int]) -> int:
+    """The status of the answer to a body, one of these; an error has the shape of its API, and is not the server's."""
+    response = http.post(path, content=data, headers={"Content-Type": "application/json"})
+    where = f"{path}: {data!r} → {response.status_code} {response.text[:500]}"
+    assert response.status_code in outcomes, where
+    assert not re.search(r'"(internal|api_error|server_error)"', response.text), where  # in a stream
+    assert response.status_code == 200 or has_shape(path, response.json()), where
+    return response.status_code
+
+
 @pytest.mark.slow
 def test_no_body_breaks_the_server(server: Serving) -> None:
     rng = random.Random(SEED)
@@ -264,19 +275,13 @@ def test_no_body_breaks_the_server(server: Serving) -> None:
     posts = {route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())}
     posts -= {"/documents/text", "/conversations/{id}"}  # a process for each; it is in `KEPT` by its name
     paths = sorted(path for path in posts if not path.startswith("/mcp")) + list(VALID) + list(KEPT)
-    seen: dict[int, int] = {}
-    for number in range(MESSAGES):
+    seen = Counter[int]()
+    for _ in range(MESSAGES):
         path = rng.choice(paths)
         body = KEPT.get(path) or VALID.get(path) or VALID.get(f"/v1{path}", EVERYTHING)
         data = broken(json.dumps(changed(body, rng)).encode(), rng)
-        response = server.http.post(path, content=data, headers={"Content-Type": "application/json"})
-        seen[response.status_code] = seen.get(response.status_code, 0) + 1
-        where = f"message {number} to {path}: {data!r} → {response.text}"
-        outcomes = {200, 400, 413, 501} | (OUTCOMES if path in KEPT else set())
-        assert response.status_code in outcomes, where  # 501: a path that is refused by name
-        assert not re.search(r'"(internal|api_error|server_error)"', response.text), where  # in a stream
-        if response.status_code != 200:
-            assert has_shape(path, response.json()), where
+        outcomes = {200, 400, 413, 501} | (OUTCOMES if path in KEPT else set())  # 501: a path that is refused by name
+        seen[status_of(server.http, path, data, outcomes)] += 1
     assert seen[200] > 60  # some is harmless
     assert seen[400] > 300
     for path, body in VALID.items():
@@ -299,11 +304,7 @@ def test_no_body_with_tools_breaks_the_server(hermes: Serving, name: str) -> Non
     assert hermes.post(api.path, body).status_code == 200
     rng, seen = random.Random(name), Counter[int]()
     for _ in range(250):
-        data = json.dumps(changed(body, rng)).encode()
-        response = hermes.http.post(api.path, content=data, headers={"Content-Type": "application/json"})
-        assert response.status_code in (200, 400), f"{data!r} → {response.text}"
-        assert response.status_code == 200 or has_shape(api.path, response.json())
-        seen[response.status_code] += 1
+        seen[status_of(hermes.http, api.path, json.dumps(changed(body, rng)).encode(), {200, 400})] += 1
     assert seen[200] > 10
     assert seen[400] > 50
 
@@ -319,7 +320,6 @@ def test_no_depth_breaks_the_server(server: Serving, opening: str) -> None:
                 rest = json.dumps({key: value for key, value in body.items() if key != name})
                 deep = opening * depth + "1" + closing * depth
                 data = f"{{{json.dumps(name)}: {deep}{', ' if len(rest) > 2 else ''}{rest[1:]}"
-                response = server.http.post(path, content=data, headers={"Content-Type": "application/json"})
-                outcomes = {200, 400, 413} | ({501, *OUTCOMES} if path in KEPT else set())
-                assert response.status_code in outcomes, f"{path}, {name}, {depth}: {response.text[:200]}"
-                assert response.status_code == 200 or has_shape(path, response.json())
+                status_of(
+                    server.http, path, data.encode(), {200, 400, 413} | ({501, *OUTCOMES} if path in KEPT else set())
+                )

@@ -299,6 +299,7 @@ def test_as_many_values_as_are_allowed_are_taken() -> None:
         ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
         ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"messages": [{"role": ["user"], "content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),

@@ -105,23 +105,33 @@ def test_garbage_over_http(server: Process) -> None:
     assert not any("traceback" in line for line in server.log() if "secret detail" not in line.get("traceback", ""))
 
 
+def fail(process: Process, runs: int, waits: int) -> list[socket.socket]:
+    """Has a step fail that `runs` requests take part in, while others wait; the connections of all, in this order."""
+    with process.held() as let:
+        connections = [stream(process) for _ in range(runs)]
+        eventually(lambda: process.metric("requests_waiting") == runs)
+        let(SOME)
+        for connection in connections:
+            connection.recv(1)
+        connections += [stream(process, max_tokens=5) for _ in range(waits)]
+        eventually(lambda: process.metric("requests_waiting") == waits)
+        process.trouble.touch()
+    return connections
+
+
+def last_error(connection: socket.socket) -> str:
+    """The code of the error that is the last event."""
+    *_, last, rest = re.split(rb"data: (.*)\n\n", until_closed(connection))
+    assert b"data:" not in rest
+    return json.loads(last)["error"]["code"]
+
+
 @pytest.mark.slow
 def test_an_error_in_a_step_ends_those_who_took_part(server: Process) -> None:
     """Three run and get an error, as their last event; a fourth waits, and is served."""
     before = ended(server)
-    with server.held() as let:
-        running = [stream(server) for _ in range(3)]
-        eventually(lambda: server.metric("requests_waiting") == 3)
-        let(SOME)
-        for connection in running:
-            connection.recv(1)
-        waiting = stream(server, max_tokens=5)
-        eventually(lambda: server.metric("requests_waiting") == 1)
-        server.trouble.touch()
-    for connection in running:
-        *_, last, rest = re.split(rb"data: (.*)\n\n", until_closed(connection))
-        assert json.loads(last)["error"]["code"] == "internal"
-        assert b"data:" not in rest
+    *running, waiting = fail(server, 3, 1)
+    assert [last_error(connection) for connection in running] == ["internal"] * 3
     assert not server.trouble.exists()
     assert b"data: [DONE]" in until_closed(waiting)
     assert ended(server)["internal"] - before["internal"] == 3
@@ -141,18 +151,8 @@ NumpyOps.check = check
 def test_a_device_that_is_lost_ends_the_server(tiny_path: Path, tmp_path: Path) -> None:
     """Every client is told why, those that wait, too; then there is an exit code for whatever starts servers again."""
     with Process(tiny_path, tmp_path, "--parallel", "2", troubled=True, prelude=LOSES_ITS_DEVICE) as process:
-        with process.held() as let:
-            running = [stream(process) for _ in range(2)]
-            eventually(lambda: process.metric("requests_waiting") == 2)
-            let(SOME)
-            for connection in running:
-                connection.recv(1)
-            waiting = [stream(process, max_tokens=5) for _ in range(2)]
-            eventually(lambda: process.metric("requests_waiting") == 2)
-            process.trouble.touch()
-        for connection in running:
-            *_, last, _ = re.split(rb"data: (.*)\n\n", until_closed(connection))
-            assert json.loads(last)["error"]["code"] == "device_unavailable"
+        one, another, *waiting = fail(process, 2, 2)
+        assert last_error(one) == last_error(another) == "device_unavailable"
         for connection in waiting:
             told = until_closed(connection)
             assert told.startswith(b"HTTP/1.1 503 ")

@@ -9,8 +9,8 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -182,13 +182,6 @@ def complaints(process: Process) -> list[str]:
 # -- a process -------------------------------------------------------------------------------------------------
 
 
-def running(client: Client, let: Callable[[int], None]) -> None:
-    """Send a request that runs, and ends when the server is no longer held."""
-    let(SOME)
-    client.send(id="runs", **{**LONG, "max_tokens": 80})
-    client.receive()
-
-
 def until_closing(client: Client) -> None:
     """Send requests until one is refused because the server is about to end."""
     for number in itertools.count():
@@ -199,17 +192,26 @@ def until_closing(client: Client) -> None:
                 return
 
 
-@pytest.mark.slow
-def test_while_answers_end_monitors_and_clients_learn_that_it_closes(tiny_path: Path, tmp_path: Path) -> None:
-    """Over new connections, which a balancer opens to look."""
+@contextmanager
+def about_to_end(model: Path, folder: Path) -> Iterator[tuple[Process, Client, Callable[[int], None]]]:
+    """A server that has got a signal and lets an answer end, its client, and a function that lets so many steps run."""
     with (
-        Process(tiny_path, tmp_path, "--socket-port", "0", troubled=True) as process,
+        Process(model, folder, "--socket-port", "0", troubled=True) as process,
         process.client() as client,
         process.held() as let,
     ):
-        running(client, let)
+        let(SOME)
+        client.send(id="runs", **{**LONG, "max_tokens": 80})
+        client.receive()
         process.signal(signal.SIGTERM)
         until_closing(client)
+        yield process, client, let
+
+
+@pytest.mark.slow
+def test_while_answers_end_monitors_and_clients_learn_that_it_closes(tiny_path: Path, tmp_path: Path) -> None:
+    """Over new connections, which a balancer opens to look."""
+    with about_to_end(tiny_path, tmp_path) as (process, client, let):
         for path in ("/health", "/ping"):
             assert process.ask(path, "GET") == (503, {"status": "closing"})
         status, answer = process.ask("/v1/completions", prompt="a", max_tokens=1)
@@ -225,14 +227,7 @@ def test_while_answers_end_monitors_and_clients_learn_that_it_closes(tiny_path: 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(tiny_path: Path, tmp_path: Path) -> None:
-    with (
-        Process(tiny_path, tmp_path, "--socket-port", "0", troubled=True) as process,
-        process.client() as client,
-        process.held() as let,
-    ):
-        running(client, let)
-        process.signal(signal.SIGTERM)
-        until_closing(client)
+    with about_to_end(tiny_path, tmp_path) as (process, *_):
         process.signal(signal.SIGTERM)
         assert process.wait() == 128 + signal.SIGTERM
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,12 @@ def answers(client: Client) -> bool:
     return client.ask(id="still there?", prompt="a", max_tokens=3, **GREEDY)[1].get("done") is True
 
 
+@pytest.fixture
+def client(socket_server: Serving) -> Iterator[Client]:
+    with Client(socket_server.address) as client:
+        yield client
+
+
 # -- what is answered ------------------------------------------------------------------------------------------
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -71,65 +77,60 @@ def test_an_answer(socket_server: Serving, prompt: dict[str, Any], stream: dict[
 
 
 @pytest.mark.slow
-def test_interleaved_requests_on_one_connection(socket_server: Serving) -> None:
+def test_interleaved_requests_on_one_connection(client: Client, socket_server: Serving) -> None:
     prompts = {f"request {number}": [5 + number] * (4 * number + 1) for number in range(6)}
     texts, last, order = dict.fromkeys(prompts, ""), {}, []
-    with Client(socket_server.address) as client:
-        for request_id, prompt in prompts.items():
-            client.send(id=request_id, prompt=prompt, max_tokens=60, **GREEDY)
-        while len(last) < len(prompts):
-            message = client.receive()
-            order.append(message["id"])
-            if "delta" in message:
-                texts[message["id"]] += message["delta"]
-            else:
-                last[message["id"]] = message["finish_reason"]
+    for request_id, prompt in prompts.items():
+        client.send(id=request_id, prompt=prompt, max_tokens=60, **GREEDY)
+    while len(last) < len(prompts):
+        message = client.receive()
+        order.append(message["id"])
+        if "delta" in message:
+            texts[message["id"]] += message["delta"]
+        else:
+            last[message["id"]] = message["finish_reason"]
     assert texts == {name: expected(socket_server.engine, prompt, 60) for name, prompt in prompts.items()}
     assert set(last.values()) == {"length"}
     assert len(list(itertools.groupby(order))) > len(prompts)  # not one after the other
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_cancel(socket_server: Serving) -> None:
-    with Client(socket_server.address) as client:
-        client.send(id="long", **LONG)
-        assert "delta" in client.receive()
-        client.send(id="long", cancel=True)
-        client.send(id="nobody", cancel=True)  # as if it had ended meanwhile
-        assert client.rest_of("long")[1] == {"id": "long", "done": True, "finish_reason": "cancelled"}
-        eventually(socket_server.is_idle)
-        assert client.ask(id="long", prompt="a", max_tokens=2, **GREEDY)[1]["finish_reason"] == "length"  # free again
+def test_cancel(client: Client, socket_server: Serving) -> None:
+    client.send(id="long", **LONG)
+    assert "delta" in client.receive()
+    client.send(id="long", cancel=True)
+    client.send(id="nobody", cancel=True)  # as if it had ended meanwhile
+    assert client.rest_of("long")[1] == {"id": "long", "done": True, "finish_reason": "cancelled"}
+    eventually(socket_server.is_idle)
+    assert client.ask(id="long", prompt="a", max_tokens=2, **GREEDY)[1]["finish_reason"] == "length"  # free again
     assert socket_server.driver.snapshot().requests == {"cancelled": 1, "length": 1}
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_an_id_names_one_request_at_a_time(socket_server: Serving) -> None:
-    with Client(socket_server.address) as client:
-        client.send(id=1, **LONG)
-        assert "delta" in client.receive()
-        client.send(id=1, prompt="a")
-        while "delta" in (message := client.receive()):
-            pass
-        assert message["error"]["field"] == "id"
-        client.send(id=1, cancel=True)
-        assert client.rest_of(1)[1]["finish_reason"] == "cancelled"
+def test_an_id_names_one_request_at_a_time(client: Client) -> None:
+    client.send(id=1, **LONG)
+    assert "delta" in client.receive()
+    client.send(id=1, prompt="a")
+    while "delta" in (message := client.receive()):
+        pass
+    assert message["error"]["field"] == "id"
+    client.send(id=1, cancel=True)
+    assert client.rest_of(1)[1]["finish_reason"] == "cancelled"
 
 
-def test_a_client_that_ends_its_side_gets_its_answers(socket_server: Serving) -> None:
-    with Client(socket_server.address) as client:
-        for number in range(3):
-            client.send(id=number, prompt="once", max_tokens=30, stream=False, **GREEDY)
-        client.send_raw(b'{"id": "no line end", "prompt": "once", "max_tokens": 1}')
-        client.half_close()
-        messages = list(client.rest())
+def test_a_client_that_ends_its_side_gets_its_answers(client: Client) -> None:
+    for number in range(3):
+        client.send(id=number, prompt="once", max_tokens=30, stream=False, **GREEDY)
+    client.send_raw(b'{"id": "no line end", "prompt": "once", "max_tokens": 1}')
+    client.half_close()
+    messages = list(client.rest())
     assert {message["id"] for message in messages if message.get("done")} == {0, 1, 2, "no line end"}
 
 
-def test_a_message_in_pieces(socket_server: Serving) -> None:
-    with Client(socket_server.address) as client:
-        for byte in '{"id": "é", "prompt": "é", "max_tokens": 1}\r\n'.encode():
-            client.send_raw(bytes([byte]))
-        assert client.rest_of("é")[1]["done"]
+def test_a_message_in_pieces(client: Client) -> None:
+    for byte in '{"id": "é", "prompt": "é", "max_tokens": 1}\r\n'.encode():
+        client.send_raw(bytes([byte]))
+    assert client.rest_of("é")[1]["done"]
 
 
 # -- what is refused -------------------------------------------------------------------------------------------
@@ -158,18 +159,17 @@ WRONG: list[tuple[bytes, int | None, str | None]] = [
 ]
 
 
-def test_wrong_messages_get_errors_and_the_connection_lives(socket_server: Serving) -> None:
-    with Client(socket_server.address) as client:
-        assert answers(client)
-        for line, request_id, field in WRONG:
-            client.send_raw(line + b"\n")
-            message = client.receive()
-            assert message.keys() == {"id", "error"}, line
-            assert message["id"] == request_id, line
-            code = "context_length_exceeded" if line is LONG_PROMPT else "invalid_request"
-            assert (message["error"]["code"], message["error"].get("field")) == (code, field), line
-            assert 0 < len(message["error"]["message"]) < 300, line
-        assert answers(client)
+def test_wrong_messages_get_errors_and_the_connection_lives(client: Client) -> None:
+    assert answers(client)
+    for line, request_id, field in WRONG:
+        client.send_raw(line + b"\n")
+        message = client.receive()
+        assert message.keys() == {"id", "error"}, line
+        assert message["id"] == request_id, line
+        code = "context_length_exceeded" if line is LONG_PROMPT else "invalid_request"
+        assert (message["error"]["code"], message["error"].get("field")) == (code, field), line
+        assert 0 < len(message["error"]["message"]) < 300, line
+    assert answers(client)
 
 
 def test_over_long_lines(start: Start) -> None:
@@ -265,17 +265,16 @@ def test_a_client_that_waits_for_an_answer_is_not_idle(socket_server: Serving, m
         pytest.fail("a client that waits was hung up on")
 
 
-def test_a_client_is_idle_when_it_has_its_answers(socket_server: Serving, monkeypatch) -> None:
+def test_a_client_is_idle_when_it_has_its_answers(client: Client, socket_server: Serving, monkeypatch) -> None:
     socket_server.gate.close()
-    with Client(socket_server.address) as client:
-        client.send(id=1, prompt="a", max_tokens=3, **GREEDY)
-        eventually(lambda: socket_server.engine.status().waiting)
-        monkeypatch.setattr(connection, "IDLE_SECONDS", 0.1)
-        socket_server.gate.open()
-        assert client.rest_of(1)[1]["done"]
-        assert client.receive()["error"]["code"] == "timeout"
-        with pytest.raises(EOFError):
-            client.receive()
+    client.send(id=1, prompt="a", max_tokens=3, **GREEDY)
+    eventually(lambda: socket_server.engine.status().waiting)
+    monkeypatch.setattr(connection, "IDLE_SECONDS", 0.1)
+    socket_server.gate.open()
+    assert client.rest_of(1)[1]["done"]
+    assert client.receive()["error"]["code"] == "timeout"
+    with pytest.raises(EOFError):
+        client.receive()
 
 
 # -- the key ---------------------------------------------------------------------------------------------------
@@ -311,10 +310,9 @@ def test_a_client_without_the_key_is_disconnected(start: Start, monkeypatch) -> 
             client.receive()
 
 
-def test_a_key_is_ignored_where_none_is_needed(socket_server: Serving) -> None:
-    with Client(socket_server.address) as client:
-        client.send(api_key="whatever")
-        assert answers(client)
+def test_a_key_is_ignored_where_none_is_needed(client: Client) -> None:
+    client.send(api_key="whatever")
+    assert answers(client)
 
 
 # -- clients that go away, or do not read ----------------------------------------------------------------------

@@ -1,0 +1,285 @@
+"""Arguments that are no JSON: in tags, as in Python, or between quotes of their own; they are read and constrained."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarlm.engine.errors import ConstraintError
+from polarlm.engine.parsing.answer_parser import AnswerParser
+from polarlm.engine.parsing.argument_readers import QuotedArguments
+from polarlm.model_loaders.chat.call_arguments import quote_value
+from polarlm.model_loaders.chat.call_format import CallFormat
+from polarlm.model_loaders.chat.templates import ChatTemplate
+from polarlm.server.answers.call_grammar import Grammar, functions_of
+from tests import call_templates
+from tests.pairs import in_turn
+from tests.server.http_server import serving
+from tests.tool_model import tool_engine
+
+FORMS = (
+    *("PARAMETER_TAGS", "KEY_TAGS", "KEY_TAGS_IN_A_LINE", "INVOKE_TAGS", "TYPED_TAGS", "SEED_TAGS", "STEP_TAGS"),
+    *("PYTHON", "PYTHON_LINES", "PYTHON_LIST"),
+)
+QUOTE = '<|"|>'
+PROPERTIES = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "share": {"type": "number"},
+    "is_so": {"type": "boolean"},
+    "either": {"anyOf": [{"$ref": "#/$defs/word"}, {"type": "null"}, {"type": "integer"}]},
+    "tree": {"type": "object", "additionalProperties": True},
+    "list": {"type": "array"},
+    "free": {"description": "anything"},
+}
+DEFINED = {"type": "object", "properties": PROPERTIES, "$defs": {"word": {"enum": ["a", "7b"]}}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+    for name, parameters in (("write", DEFINED), ("now", {"type": "object", "properties": {}}))
+]
+PIECES = (
+    *("'", '"', "\\", "\n", "[", "]", "{", "}", "(", ")", ", ", "=", ":", " ", "\t", "a", "é", "😀", "7", "True"),
+    *("</parameter>", "<parameter=a>", "</arg_value", "<arg_key>", "</tool_call>", "<tool_call>", "\\n", "\\x4", "<|"),
+)
+
+
+@cache
+def template_of(name: str) -> ChatTemplate:
+    return ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>")
+
+
+def some_arguments(chance: random.Random, format: CallFormat) -> dict[str, Any]:
+    """Values of every type. No string holds what ends it where nothing in it is escaped."""
+    text = "".join(chance.choices(PIECES, k=chance.randrange(9)))
+    end = format.quote if format.fields is None else "" if format.fields.quote else format.fields.suffix
+    if end and (text + end).index(end) < len(text):
+        text = "<"
+    values = {
+        "text": text,
+        "count": chance.randrange(-99, 99),
+        "share": chance.choice([0.5, -1e-7, 3]),
+        "is_so": chance.random() < 0.5,
+        "either": chance.choice(["a", "7b", None, 7]),
+        "tree": {"a": [text, None, True], "b" if format.quote else "b c": {}},
+        "list": [[], 1.5, text, False],
+        "free": chance.choice([None, "some words", 12, [1]]),
+    }
+    return {name: values[name] for name in values if chance.random() < 0.6}
+
+
+def parsed(format: CallFormat, *texts: str) -> list[Any]:
+    """The text, then (name, arguments) of each call."""
+    parser = AnswerParser(format, {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS})
+    pieces = [piece for text in texts for piece in parser.push(text)] + parser.finish()
+    assert not parser.is_cut_off
+    calls: list[list[str]] = []
+    for piece in pieces:
+        if piece.call is not None:
+            calls.append([piece.call.name, ""])
+        if piece.arguments:
+            calls[-1][1] += piece.arguments
+    return ["".join(piece.text for piece in pieces), *((name, json.loads(said)) for name, said in calls)]
+
+
+def taken(rules: str, text: str) -> bool:
+    """Whether a grammar has a text."""
+    llguidance = pytest.importorskip("llguidance")
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), rules)
+    written = text.encode()
+    return matcher.try_consume_tokens(list(written)) == len(written) and matcher.is_accepting()
+
+
+@in_turn(
+    "name written expected",
+    [
+        ("PYTHON", r""" text="it's \"\x41\u00e9\U0001F600\d",count=7 ,tree={'a':None, "b" :[1,'\'']}""",
+         {"text": 'it\'s "Aé😀\\d', "count": 7, "tree": {"a": None, "b": [1, "'"]}}),
+        ("PYTHON", "free=nan, is_so=true", {"free": "nan", "is_so": True}),
+        ("PARAMETER_TAGS", "<parameter=count>\nseven\n</parameter>\n\n<parameter=text>\n7\n</parameter>\n",
+         {"count": "seven", "text": "7"}),
+        ("PARAMETER_TAGS", "<parameter=tree>\n{'a': True}\n</parameter>\n<parameter=free>\n[a]\n</parameter>\n",
+         {"tree": {"a": True}, "free": "[a]"}),
+        ("PARAMETER_TAGS", "<parameter=is_so>\nfalse\n</parameter>\n<parameter=free>\n 7\n</parameter>\n",
+         {"is_so": False, "free": " 7"}),
+        ("GEMMA", "{}", {}),
+        ("GEMMA", "{ a : 1 , b:[ ] }", {"a": 1, "b": []}),
+        ("GEMMA", "{at:12:30,no:NaN,yes:True,none:None}", {"at": "12:30", "no": "NaN", "yes": True, "none": None}),
+        ("GEMMA", '{a:"text",<|"|>b c<|"|>:<|"|>line\nend<|"|>}', {"a": "text", "b c": "line\nend"}),
+        ("GEMMA", "{a:Rome}", {"a": "Rome"}),
+    ],
+)  # fmt: skip
+def test_what_models_write_otherwise_is_read_as_well(name: str, written: str, expected: Any) -> None:
+    format = template_of(name).calls
+    text = format.write_calls([("write", written, "")])
+    assert parsed(format, text) == parsed(format, *text) == ["", ("write", expected)]
+
+
+def test_where_calls_have_no_marker_names_tell_them_from_lists() -> None:
+    bare = call_templates.PYTHON.replace("<|tool_call_start|>", "").replace("<|tool_call_end|>", "")
+    format = ChatTemplate(bare, bos_token="<s>", eos_token="</s>").calls
+    rules = Grammar(format, functions_of(TOOLS), {}, "may", several=True).text()
+    for text in ("[1, 2]", "[write](there)", "Look: [now()]"):
+        assert parsed(format, text) == parsed(format, *text) == [text]
+        assert taken(rules, text)
+    text = "[now(), write(text='[1]')]"
+    assert parsed(format, text) == parsed(format, *text) == ["", ("now", {}), ("write", {"text": "[1]"})]
+    assert taken(rules, text)
+    assert not taken(rules, "[now(1)]")
+    assert parsed(template_of("KEY_TAGS").calls, "A <tool_call> is a tag") == ["A <tool_call> is a tag"]
+
+
+# -- quotes of a model's own -------------------------------------------------------------------------------------------
+
+TEXTS = st.text(max_size=12).filter(lambda text: "<|" not in text and not text.endswith("<"))
+NAMES = st.text("abcXYZ_-é", min_size=1, max_size=4)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def read(*texts: str) -> tuple[str, str | None]:
+    """(all of the JSON text, what follows the arguments)."""
+    reader, said, rest = QuotedArguments(QUOTE), "", None
+    for text in texts:
+        part, rest = reader.push(text)
+        said += part
+    return said, rest
+
+
+@given(st.dictionaries(NAMES, VALUES, max_size=3), st.integers(1, 5))
+def test_json_of_what_a_template_writes(value: dict[str, Any], size: int) -> None:
+    text = quote_value(value, QUOTE)
+    said, rest = read(text + "<tool_call|>")
+    assert (json.loads(said), rest) == (value, "<tool_call|>")
+    assert read(*(text[at : at + size] for at in range(0, len(text), size))) == (said, "")
+
+
+# -- the grammar of a schema -------------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "tree": {"$ref": "#/$defs/node"},
+        "Days": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 3, "maximum": 5},
+            "minItems": 1,
+            "maxItems": 3,
+        },
+        "city": {"enum": ["Rome", 7, None, {"b": [True], "a": ""}]},
+        "note": {"anyOf": [{"type": "string"}, {"type": ["null", "boolean"]}]},
+        "free": {"type": "object"},
+    },
+    "required": ["city", "tree"],
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"name": {"const": "x"}, "next": {"$ref": "#/$defs/node"}},
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+    },
+}
+LEAST = {"city": "Rome", "tree": {"name": "x"}}
+# A quote that is text, which ends a string wherever it occurs.
+QUOTED = CallFormat(opening="call:", middle=("",), closing=";", shown_closing=(";",), quote=QUOTE)
+
+
+def functions(schema: dict[str, Any]) -> list[Any]:
+    return [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+
+
+def is_in_the_grammar(format: CallFormat, value: dict[str, Any]) -> bool:
+    """Whether a call with these arguments may be written where SCHEMA holds."""
+    ordered = {name: value[name] for name in (*SCHEMA["properties"], "other") if name in value}
+    rules = Grammar(format, functions_of(functions(SCHEMA)), {}, calls="must", several=False).text()
+    return taken(rules, format.write_calls([("f", format.write(ordered), "")]))
+
+
+@in_turn(
+    "value fits",
+    [
+        (LEAST, True),
+        (LEAST | {"tree": {"name": "x", "next": {"name": "x", "next": {"name": "x"}}}, "Days": [3, 4, 5]}, True),
+        (LEAST | {"city": 7, "note": None}, True),
+        (LEAST | {"city": {"b": [True], "a": ""}, "free": {"a": [{"b": "c"}, 1.5, "}"], "d": {}}}, True),
+        (LEAST | {"city": None, "note": 'two\nlines, {"a": <|'}, True),
+        (LEAST | {"note": False}, True),
+        ({"city": "Rome"}, False),
+        (LEAST | {"city": "Oslo"}, False),
+        (LEAST | {"Days": [2]}, False),
+        (LEAST | {"Days": []}, False),
+        (LEAST | {"Days": [3, 3, 3, 3]}, False),
+        (LEAST | {"tree": {"name": "x", "other": 1}}, False),
+        (LEAST | {"other": 1}, False),
+    ],
+)
+def test_the_grammar_has_the_values_of_the_schema_and_no_others(value: dict[str, Any], fits: bool) -> None:
+    for format in (*(template_of(name).calls for name in FORMS), QUOTED):
+        assert is_in_the_grammar(format, value) is fits, format
+
+
+def test_a_number_is_no_string_where_strings_have_quotes() -> None:
+    for format in (QUOTED, template_of("PYTHON").calls):
+        assert not is_in_the_grammar(format, LEAST | {"note": 5})
+
+
+@pytest.mark.parametrize(
+    ("schema", "sentence"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}, "pattern does not hold"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/no"}}}, "#/no"),
+        ({"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}, "no choices"),
+        ({"type": "object", "properties": {"a": {"type": "text"}}}, "none of JSON's"),
+    ],
+)
+def test_a_schema_that_cannot_hold_is_refused(schema: Any, sentence: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
+    with pytest.raises(ConstraintError, match=sentence):
+        Grammar(CallFormat(quote=QUOTE), functions_of(tools), {}, calls="must", several=True).text()
+
+
+CHOICE = {**SCHEMA, "properties": {name: SCHEMA["properties"][name] for name in ("tree", "Days", "city", "free")}}
+ALL = {"tree", "Days", "city"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "schema", "likely", "seen"),
+    [
+        ("PARAMETER_TAGS", (), CHOICE, {}, ALL),
+        ("KEY_TAGS", (), {**SCHEMA, "required": ["note"]}, {"<arg_key>": 6, "</arg_value>": 6}, {"note"}),
+        ("PYTHON", (), CHOICE, {}, ALL),
+        ("GEMMA", (), SCHEMA, {"<|tool_call>": 100, QUOTE: 100}, ALL | {"note"}),
+        ("GEMMA", (QUOTE, "<|tool_call>", "<tool_call|>"), SCHEMA, {"<|tool_call>": 100, QUOTE: 100}, ALL | {"note"}),
+    ],
+    ids=["PARAMETER_TAGS", "KEY_TAGS", "PYTHON", "GEMMA", "GEMMA as text"],
+)
+def test_calls_of_a_model_fulfil_their_schema(
+    name: str, text: tuple[str, ...], schema: Any, likely: dict[str, int], seen: set[str], tmp_path: Path
+) -> None:
+    """Of one where a control token ends any text, too. text: names of tokens that are text. likely: their biases."""
+    called: set[str] = set()
+    with tool_engine(tmp_path, getattr(call_templates, name), text) as engine, serving(engine) as server:
+        bias = {str(engine.tokenize(token, control=True)[0]): value for token, value in likely.items()}
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tools": functions(schema)}
+        body |= {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1, "logit_bias": bias}
+        for seed in range(24 if name == "GEMMA" else 8):
+            choice = server.chat(**body, seed=seed, max_tokens=400)
+            if choice["finish_reason"] == "length":
+                continue
+            (call,) = choice["message"]["tool_calls"]
+            value = json.loads(call["function"]["arguments"])
+            jsonschema.validate(value, schema)
+            assert name != "GEMMA" or list(value) == sorted(value, key=str.lower)
+            called |= set(value)
+    assert called >= seen
