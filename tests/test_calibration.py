@@ -48,7 +48,7 @@ def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list
 
     def attend_and_capture(q, cache, spans, rule, *back):
         keys = cache.full(spans[0].current)[0][:, : len(ids)].copy()
-        calls.append((q.copy(), keys, *rule))
+        calls.append((q.copy(), keys, *rule[:4]))  # scale, window, softcap and sinks
         return attention(q, cache, spans, rule, *back)
 
     model.ops.attention = attend_and_capture

@@ -157,8 +157,8 @@ __device__ void measure(float *sizes, float *x, const float *mean, int count, fl
     }
 }
 
-// Subtracts the mean, if there is one, from the first `count` tokens of x (D, STRIDE), a multiple of four, and writes the
-// norms that cover their largest values.
+// Subtracts the mean, if there is one, from the first `count` tokens of x (D, STRIDE), a multiple of four, and writes
+// the norms that cover their largest values.
 template <class L, class Codec, int STRIDE>
 __device__ void cover(float *sizes, float *x, const float *mean, int count, const unsigned char *tables) {
     for (int four = threadIdx.x / 32; four < count / 4; four += WARPS) {

@@ -1,6 +1,5 @@
-// Chooses codes and norms of a block as `Codec.encode` does, to the bit: the nearest points, and the rms as the norm, or
-// one that covers the largest value.
-// Part of encode_blocks.cu.
+// Chooses codes and norms of a block as `Codec.encode` does, to the bit: the nearest points, and as the norm the rms
+// or what covers the largest value. Part of encode_blocks.cu.
 template <class L, class Codec>
 struct Rounder {
     using R = RounderMemory<L, Codec>;

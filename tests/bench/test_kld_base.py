@@ -157,16 +157,16 @@ def run(model: Path, *words: str) -> int:
 
 def test_cache_types_are_scored_against_its_file(models: SimpleNamespace, here: Path) -> None:
     """f16 has its perplexity to one part in a thousand, and hardly diverges; codes do."""
-    words = ("--kld-base", str(RECORDED / "base.kld"), "--types", "f16,compact", "--windows", str(WINDOWS))
+    words = ("--kld-base", str(RECORDED / "base.kld"), "--types", "f16,ring3", "--windows", str(WINDOWS))
     assert run(models.base, *words, "-o", "out.html") == 0
     result = read(here / "out.json")
-    f16, compact = (result.figures("text", name) for name in ("f16", "compact"))
+    f16, ring3 = (result.figures("text", name) for name in ("f16", "ring3"))
     assert (result["windows"], result["window"]) == (WINDOWS, TOKENS)
     assert result["scored_tokens"] == WINDOWS * (TOKENS // 2 - 1)
     assert result["exact_perplexity"] == pytest.approx(PRINTED["Mean PPL(base)"], rel=1e-5)
     assert f16["perplexity"].value == pytest.approx(PRINTED["Final estimate: PPL"], rel=1e-3)
-    assert abs(f16["kl_mean"].value) < 1e-5 < compact["kl_mean"].value
-    stretches = [row.more for row in result.rows("kl_mean") if "start" in row.more and row.contestant == "compact"]
+    assert abs(f16["kl_mean"].value) < 1e-5 < ring3["kl_mean"].value
+    stretches = [row.more for row in result.rows("kl_mean") if "start" in row.more and row.contestant == "ring3"]
     assert [(one["start"], one["end"]) for one in stretches] == [(TOKENS // 2, 128), (128, TOKENS - 1)]
     page = (here / "out.html").read_text(encoding="utf-8")
     assert "the log-probabilities of the file, of the second half of each window" in page
