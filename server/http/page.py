@@ -75,8 +75,10 @@ def _input(name: str) -> str:
     limits = f' min="{numbers.low if numbers.low >= 1e-3 else 0:g}"'
     limits += f' max="{numbers.high:g}"' if numbers.high == 1 else ""
     step, mode = ("1", "numeric") if numbers.whole else ("any", "decimal")
-    field = f'<input id="{name}" type="number"{limits} step="{step}" inputmode="{mode}">'
-    return f'        <div><label for="{name}">{label}</label>{field}</div>\n'
+    sent = (OPTIONS[name]["json"] or (name,))[-1]  # the field of a request that it becomes
+    hint = ' placeholder="No limit"' if numbers.low == -1 else ""
+    field = f'<input id="{sent}" type="number"{limits} step="{step}" inputmode="{mode}"{hint}>'
+    return f'        <div><label for="{sent}">{label}</label>{field}</div>\n'
 
 
 def _hash(element: str, page: str) -> str:
