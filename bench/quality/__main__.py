@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from polarlm.bench.quality import cache_cost, compare, kld_base, peers, snapshots
+from polarlm.bench.quality import cache_cost, compare, kld_base, peers, snapshots, tool_cost
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.inputs import ENOUGH_TOKENS, LEAST_TOKENS, QualityConfig
 from polarlm.engine.cli.commands import run
@@ -31,6 +31,11 @@ def _measure(argv: Sequence[str]) -> None:
         compare.print_comparison(argv[1:])
         return
     options = read_options(argv)
+    if options.tools:
+        if options.text is not None or options.state or options.kld_base is not None:
+            raise FlagError("--tools has tasks of its own: leave TEXT, --state and --kld-base out")
+        tool_cost.measure(options, argv, time.monotonic)
+        return
     if options.text is None and (options.kld_base is None or options.state):
         raise FlagError(
             "TEXT is missing: give a UTF-8 text like what the model will read; figures of fewer than "

@@ -73,6 +73,12 @@ class QualityConfig:
         "--state",
         help="measure what coded snapshots of a model's recurrent layers cost, instead of cache types",
     )
+    tools: bool = setting(
+        False,
+        "--tools",
+        help="measure chains of tool calls instead of a text: --windows of them (60), after a history of --window "
+        "tokens (2,048)",
+    )
     kld_base: str | None = setting(
         None,
         "--kld-base",

@@ -1,0 +1,205 @@
+"""Chains of tool calls over a long history: tasks made by a seed, each scored by the calls that it ends with.
+
+A conversation begins with the orders of a shop, which a tool has listed page by page until they fill the history. A
+chain asks for one thing after another about two of the orders; what a task needs stands in the listing, or in the
+result of an earlier call of the chain. Calls are constrained to the functions and their schemas, so that what is scored
+are the names and values that a model finds again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polarlm.engine import Engine, PromptOptions, SamplingParams
+from polarlm.server.answers.call_grammar import Grammar, functions_of
+
+Call = tuple[str, Mapping[str, Any]]
+"""The name of a function and its arguments."""
+Task = tuple[str, Call]
+"""What the user says, and the call that it asks for."""
+
+_PAGE = 8  # orders of a listing
+_MOST_ANSWER = 120  # tokens of a call
+_SYSTEM = "You work at the desk of a shop. Do what the user asks with one call of a function."
+_FIRST_NAMES = (
+    *("Mila", "Jonas", "Aiko", "Pedro", "Lena", "Omar", "Ines", "Tomas", "Freya", "Bilal", "Clara", "Henrik"),
+    *("Noor", "Pavel", "Greta", "Samir", "Alma", "Viktor", "Yuki", "Matteo", "Sanna", "Idris", "Rosa", "Emil"),
+)
+_LAST_NAMES = (
+    *("Okafor", "Lindgren", "Moreau", "Tanaka", "Silva", "Novak", "Brandt", "Rossi", "Haddad", "Kowalski", "Berg"),
+    *("Costa", "Dahl", "Farkas", "Greco", "Hoxha", "Ivanov", "Jansen", "Kaya", "Laine", "Marin", "Nagy", "Ortega"),
+)
+_CITIES = ("Oslo", "Lyon", "Porto", "Graz", "Turin", "Ghent", "Malaga", "Tartu", "Split", "Cork")
+_ITEMS = ("lamp", "kettle", "tent", "clock", "desk", "mirror", "bicycle", "camera", "radio", "chair")
+_CARRIERS, _AGENTS, _DAYS = ("post", "rail", "courier"), ("Nora", "Ravi", "Elif"), ("Monday", "Tuesday", "Friday")
+
+
+def _tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": {key: value if isinstance(value, dict) else {"type": value} for key, value in properties.items()},
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+    description = name.replace("_", " ").capitalize() + "."
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TOOLS = (
+    _tool("list_orders", page="integer"),
+    _tool("get_order", order_id="string"),
+    _tool("cancel_order", order_id="string"),
+    _tool("refund_order", order_id="string", amount="number", reason="string"),
+    _tool("ship_order", order_id="string", carrier={"enum": [*_CARRIERS]}, city="string"),
+    _tool("change_address", order_id="string", city="string", street="string", number="integer"),
+    _tool("apply_discount", order_id="string", percent="integer"),
+    _tool("set_priority", order_id="string", priority={"enum": ["low", "normal", "high"]}),
+    _tool("assign_agent", order_id="string", agent={"enum": [*_AGENTS]}),
+    _tool("add_note", order_id="string", text="string"),
+    _tool("send_message", customer="string", text="string"),
+    _tool("schedule_call", customer="string", day={"enum": [*_DAYS]}, hour="integer", minutes="integer"),
+)
+
+
+@dataclass(frozen=True)
+class Order:
+    order_id: str
+    customer: str
+    city: str
+    item: str
+    total: float
+
+
+def orders(chance: random.Random) -> list[Order]:
+    """All orders of the shop: one for each name."""
+    names = [f"{first} {last}" for first in _FIRST_NAMES for last in _LAST_NAMES]
+    chance.shuffle(names)
+    numbers = chance.sample(range(1000, 10000), len(names))
+    return [
+        Order(
+            f"{chance.choice('ABCDEFGH')}-{number}",
+            name,
+            chance.choice(_CITIES),
+            chance.choice(_ITEMS),
+            chance.randrange(100, 90000) / 100,
+        )
+        for name, number in zip(names, numbers, strict=True)
+    ]
+
+
+def history(listed: Sequence[Order]) -> list[dict[str, Any]]:
+    """The messages with which every chain begins: the user asks for the orders, and the model lists them by pages."""
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": _SYSTEM},
+        {"role": "user", "content": "Show me the orders."},
+    ]
+    for page, start in enumerate(range(0, len(listed), _PAGE), 1):
+        rows = [json.dumps(vars(order)) for order in listed[start : start + _PAGE]]
+        messages += exchange(("list_orders", {"page": page}), f"L{page:08}", "\n".join(rows))
+    return [*messages, {"role": "assistant", "content": "These are the orders."}]
+
+
+def exchange(call: Call, id: str, result: str) -> list[dict[str, Any]]:
+    """A call and its result."""
+    name, arguments = call
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": id, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": id, "name": name, "content": result},
+    ]
+
+
+def reference(number: int, step: int) -> str:
+    """What the result of a call of a chain has, and a later task may ask for."""
+    return f"R{number * 37 % 900 + 100}{step}{number % 10}"
+
+
+def chain(number: int, listed: Sequence[Order]) -> list[Task]:
+    """The tasks of the chain with this number: two to four, about two of the orders."""
+    chance = random.Random(number)
+    one, other = chance.sample(listed, 2)
+    who, other_one = f"the order of {one.customer}", f"the order of {other.customer}"
+    agent, carrier, day = chance.choice(_AGENTS), chance.choice(_CARRIERS), chance.choice(_DAYS)
+    hour, minutes, percent = chance.randrange(8, 18), chance.choice((15, 30, 45)), chance.choice((5, 10, 20))
+    first: list[Task] = [
+        (
+            f"Refund {who}: its whole total, and give late as the reason.",
+            ("refund_order", {"order_id": one.order_id, "amount": one.total, "reason": "late"}),
+        ),
+        (
+            f"Ship {who} by {carrier} to the city that it has.",
+            ("ship_order", {"order_id": one.order_id, "carrier": carrier, "city": one.city}),
+        ),
+        (f"Assign {agent} to {who}.", ("assign_agent", {"order_id": one.order_id, "agent": agent})),
+    ]
+    then: list[Task] = [
+        (
+            f"Schedule a call with the customer of order {other.order_id} on {day} at {hour}, for {minutes} minutes.",
+            ("schedule_call", {"customer": other.customer, "day": day, "hour": hour, "minutes": minutes}),
+        ),
+        (
+            f"Apply a discount of {percent} percent to {other_one}.",
+            ("apply_discount", {"order_id": other.order_id, "percent": percent}),
+        ),
+        (
+            f"Send the customer of order {other.order_id} this message: Thank you.",
+            ("send_message", {"customer": other.customer, "text": "Thank you."}),
+        ),
+    ]
+    last = (
+        f"Add a note to {other_one}, which is the reference of the first result of today, and nothing else.",
+        ("add_note", {"order_id": other.order_id, "text": reference(number, 0)}),
+    )
+    tasks = [chance.choice(first), *chance.sample(then, chance.randrange(1, 3))]
+    return [*tasks, last] if chance.random() < 0.5 else tasks
+
+
+def solved(engine: Engine, beginning: Sequence[Mapping[str, Any]], number: int, tasks: Sequence[Task]) -> bool:
+    """Whether a model makes the calls that the tasks of a chain ask for, and no others. A chain goes on after a wrong
+    call, with a result as after a right one."""
+    options, grammar = PromptOptions(tools=TOOLS), call_grammar(engine)
+    messages, made = [*beginning], list[Call]()
+    for step, (text, _) in enumerate(tasks):
+        messages.append({"role": "user", "content": text})
+        params = SamplingParams(temperature=0, max_tokens=_MOST_ANSWER, grammar=grammar)
+        completion = engine.chat(messages, params, options)
+        if completion.finish_reason != "tool_calls":
+            return False
+        function = completion.tool_calls[0]["function"]
+        made.append((function["name"], json.loads(function["arguments"])))
+        result = json.dumps({"ok": True, "reference": reference(number, step)})
+        messages += exchange(made[-1], f"C{number:06}{step:02}", result)
+    return all(_is_same(call, asked) for call, (_, asked) in zip(made, tasks, strict=True))
+
+
+def call_grammar(engine: Engine) -> str:
+    """The grammar of an answer that is one call."""
+    template, control = engine.model.template, engine.model.tokenizer.control_tokens()
+    return Grammar(template.calls, functions_of(TOOLS), control, calls="must", several=False).text()
+
+
+def _is_same(call: Call, asked: Call) -> bool:
+    """Whether two calls do the same: texts are compared without case and white space at their ends."""
+
+    def same(one: Any) -> Any:
+        return one.strip().rstrip(".").lower() if isinstance(one, str) else one
+
+    (name, arguments), (expected_name, expected) = call, asked
+    return name == expected_name and {key: same(value) for key, value in arguments.items()} == {
+        key: same(value) for key, value in expected.items()
+    }
+
+
+def listing(engine: Engine, tokens: int) -> list[Order]:
+    """The orders whose listing fills a history of `tokens`, or all that there are."""
+    everything, options = orders(random.Random(1)), PromptOptions(tools=TOOLS)
+    low, high = 1, len(everything) // _PAGE  # pages
+    while low < high:
+        middle = (low + high + 1) // 2
+        count = len(engine.prompt_ids(history(everything[: middle * _PAGE]), options))
+        low, high = (middle, high) if count <= tokens else (low, middle - 1)
+    return everything[: low * _PAGE]

@@ -1,0 +1,123 @@
+"""`polarlm quality --tools`: what cache types cost in chains of tool calls, paired with f16's chain by chain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from polarlm.bench.quality import types as compared
+from polarlm.bench.quality.inputs import PROGRAM, QualityConfig, open_model, page_file
+from polarlm.bench.quality.tables import TYPE
+from polarlm.bench.quality.tool_chains import Order, Task, chain, history, listing, solved
+from polarlm.bench.report import Column, Report, Section, Table, provenance
+from polarlm.bench.result import Result, Writer
+from polarlm.bench.runner import Clock, Runner
+from polarlm.engine import Engine
+from polarlm.engine.cli.commands import note
+from polarlm.engine.cli.progress import counting
+from polarlm.engine.loading.assembly import assemble, replace_cache
+from polarlm.engine.loading.checks import settle
+
+_CHAINS, _TOKENS, _ROOM = 60, 2048, 2048  # chains, and tokens of the history and of what a chain adds
+_TOGETHER = 4  # chains at once of the floor
+_FULL = "f16"
+CHAINS = "chains of calls"  # a subject
+_HOW = (
+    "A chain is two to four calls of twelve functions about orders that stand in the history, and is solved if all of "
+    "them have the right names and values. All types have the same chains; f16 with several chains at once shows what "
+    "other batches alone change."
+)
+
+COLUMNS = [
+    Column.of("solved", "solved", "{:.1%}".format, "chains with all calls right, ± the standard error"),
+    Column.of("lost", "lost", "{:.0f}".format, "chains that f16 solves and the type does not"),
+    Column.of("won", "won", "{:.0f}".format, "chains that the type solves and f16 does not"),
+    Column.of("p", "p", "{:.2g}".format, "McNemar's exact test: how often lost and won differ so by chance alone"),
+]
+
+
+def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
+    """Measure, write the page and its JSON, also after Ctrl-C, and print the table. Raises FlagError, EngineError."""
+    with open_model(options) as model:
+        types = [one for one in compared.chosen(options.types, None, model.config) if one.label != _FULL]
+        about = {"model": model.name, "weights": model.dtype, **model.digest}
+        path = model.path
+    writer = Writer(page_file(options.output, f"{about['model']} tools"), "quality", argv, program=PROGRAM)
+    tokens, count = options.window or _TOKENS, options.windows or _CHAINS
+    settings = {"ctx_size": tokens + _ROOM, "threads": options.threads, "weight_type": options.weight_type}
+    settings |= {"device": options.device, "cache_type": _FULL}
+    parts = assemble(settle(str(path), None, {**settings, "parallel": _TOGETHER}), note)
+    result = Result({**about, "history_tokens": tokens, "chains": count})
+    runner = Runner(write=lambda complete: writer.write(result, complete=complete), clock=clock)
+    try:
+        with runner.final_write(), counting("Chains", "chain", (2 + len(types)) * count) as advance:
+            engine = Engine(parts)
+            listed = listing(engine, tokens)
+            result.about["orders"] = len(listed)
+            chains = [chain(number, listed) for number in range(count)]
+            for label, together in ((_FULL, 1), (f"{_FULL}, {_TOGETHER} at once", _TOGETHER)):
+                add(result, label, solve(engine, listed, chains, together, lambda: advance(label)))  # noqa: B023
+                runner.keep()
+            for one in types:
+                config = settle(None, None, {**settings, "parallel": 1, **one.settings()})
+                engine = Engine(replace_cache(parts, config, note, encoding=one.encoding))
+                add(result, one.label, solve(engine, listed, chains, 1, lambda: advance(one.label)))  # noqa: B023
+                runner.keep()
+    finally:
+        parts.close()
+    report_of(result).show(writer.path)
+
+
+def solve(
+    engine: Engine,
+    listed: Sequence[Order],
+    chains: Sequence[Sequence[Task]],
+    together: int,
+    advance: Callable[[], None],
+) -> list[bool]:
+    """Which chains the engine solves. together: chains at once."""
+    beginning = history(listed)
+
+    def one(number: int) -> bool:
+        is_solved = solved(engine, beginning, number, chains[number])
+        advance()
+        return is_solved
+
+    with ThreadPoolExecutor(together) as pool:
+        return [*pool.map(one, range(len(chains)))]
+
+
+def add(result: Result, label: str, solutions: Sequence[bool]) -> None:
+    """Add the rows of a contestant, compared with f16's if that was measured before."""
+    count, right = len(solutions), sum(solutions)
+    share = right / count
+    result.add(CHAINS, label, "solved", solutions, value=share, error=math.sqrt(share * (1 - share) / count))
+    if label != _FULL:
+        full = result.figures(CHAINS, _FULL)["solved"].runs
+        lost, won = (
+            sum(one == before and two == after for one, two in zip(full, solutions, strict=True))
+            for before, after in ((True, False), (False, True))
+        )
+        result.add_all(CHAINS, label, {"lost": lost, "won": won, "p": mcnemar(lost, won)})
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """The probability of counts at least as unequal, if a chain is lost as often as it is won: exact, two-sided.
+
+    >>> mcnemar(5, 0), mcnemar(3, 3)
+    (0.0625, 1.0)
+    """
+    count, least = lost + won, min(lost, won)
+    return min(1.0, 2 * sum(math.comb(count, k) for k in range(least + 1)) / 2**count)
+
+
+def report_of(result: Result) -> Report:
+    lines = [(label, figures) for _, label, figures in result.parts(CHAINS)]
+    return Report(
+        title=f"Chains of tool calls: {result['model']}",
+        lead=f"{result['chains']} chains after a history of {result['history_tokens']:,} tokens",
+        sections=[Section("", [Table.of(TYPE, COLUMNS, lines)], _HOW)],
+        about=provenance(result, is_timed=False),
+        columns={column.name: column.says for column in COLUMNS},
+    )

@@ -1,0 +1,111 @@
+"""Chains of tool calls: what they ask for can be done with the functions, and only the right calls solve them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from polarlm.bench.quality import __main__ as quality
+from polarlm.bench.quality.tool_chains import TOOLS, Task, chain, history, listing, orders, reference, solved
+from polarlm.bench.quality.tool_cost import CHAINS
+from polarlm.bench.result import read
+from polarlm.engine import Engine, PromptOptions
+from tests import call_templates
+from tests.tool_model import tool_engine, tool_model
+
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    pytest.importorskip("llguidance")
+    with tool_engine(tmp_path_factory.mktemp("model"), call_templates.HERMES, ctx_size=16384) as engine:
+        yield engine
+
+
+class Clerk:
+    """Makes the calls that tasks ask for, as a model would; `spoil` may change them."""
+
+    def __init__(self, engine: Engine, tasks: list[Task], spoil: Any = lambda step, name, arguments: (name, arguments)):
+        self.model, self._tasks, self._spoil = engine.model, tasks, spoil
+        self.heard: list[list[dict[str, Any]]] = []
+
+    def chat(self, messages: list[dict[str, Any]], *_: Any) -> SimpleNamespace:
+        step = len(self.heard)
+        self.heard.append([*messages])
+        name, arguments = self._spoil(step, *self._tasks[step][1])
+        function = {"name": name, "arguments": json.dumps(arguments)}
+        return SimpleNamespace(finish_reason="tool_calls", tool_calls=[{"function": function}])
+
+
+def test_tasks_are_done_by_calls_that_fit_the_functions(engine: Engine) -> None:
+    listed = listing(engine, 8192)
+    lengths = set()
+    for number in range(100):
+        tasks = chain(number, listed)
+        lengths.add(len(tasks))
+        assert chain(number, listed) == tasks
+        for _, (name, arguments) in tasks:
+            jsonschema.validate(arguments, SCHEMAS[name])
+    assert lengths == {2, 3, 4}
+
+
+def test_the_history_is_as_long_as_it_may_be(engine: Engine) -> None:
+    options = PromptOptions(tools=TOOLS)
+    for tokens in (6000, 9000):
+        listed = listing(engine, tokens)
+        assert len(engine.prompt_ids(history(listed), options)) <= tokens
+        assert len({order.customer for order in listed}) == len(listed)
+    assert len(listing(engine, 9000)) > len(listing(engine, 6000)) > 0
+
+
+def test_the_right_calls_solve_a_chain_and_no_others(engine: Engine) -> None:
+    listed = listing(engine, 8192)
+    for number in range(20):
+        tasks = chain(number, listed)
+        clerk = Clerk(engine, tasks)
+        assert solved(clerk, history(listed), number, tasks)  # type: ignore[arg-type]
+        told = json.dumps(clerk.heard[-1])
+        assert all(text in told for text, _ in tasks)
+        assert reference(number, 0) in told
+        spoils = [
+            lambda step, name, arguments: ("cancel_order", arguments) if step == 1 else (name, arguments),
+            lambda step, name, arguments: (name, {**arguments, "order_id": "A-1"}) if step == 0 else (name, arguments),
+        ]
+        for spoil in spoils:
+            assert not solved(Clerk(engine, tasks, spoil), history(listed), number, tasks)  # type: ignore[arg-type]
+
+
+def test_texts_are_compared_without_case_and_full_stops(engine: Engine) -> None:
+    listed = orders(random.Random(1))[:8]
+    tasks = next(tasks for tasks in (chain(number, listed) for number in range(99)) if "reason" in tasks[0][1][1])
+
+    def spoil(step: int, name: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        return name, {key: f" {value.upper()}. " if key == "reason" else value for key, value in arguments.items()}
+
+    assert solved(Clerk(engine, tasks, spoil), history(listed), 0, tasks)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_the_command_writes_what_types_solve(tmp_path: Path) -> None:
+    """A random model solves nothing; each type has the same chains, and a page is there."""
+    pytest.importorskip("llguidance")
+    words = ("--tools", "--windows", "2", "--window", "5000", "--types", "balanced", "--device", "cpu", "-t", "1")
+    model = tool_model(tmp_path, call_templates.HERMES)
+    assert quality.main([*words, "--model", str(model), "-o", str(tmp_path / "out.html")]) == 0
+    result = read(tmp_path / "out.json")
+    assert [label for _, label, _ in result.parts(CHAINS)] == ["f16", "f16, 4 at once", "balanced"]
+    assert result.figures(CHAINS, "balanced")["p"].value == 1
+    assert "lost" in (tmp_path / "out.html").read_text(encoding="utf-8")
+
+
+def test_what_contradicts_the_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert quality.main(["--tools", "text.txt"]) != 0
+    assert "--tools has tasks of its own" in capsys.readouterr().err
