@@ -59,7 +59,7 @@ TOOLS = (
     _tool("apply_discount", order_id="string", percent="integer"),
     _tool("set_priority", order_id="string", priority={"enum": ["low", "normal", "high"]}),
     _tool("assign_agent", order_id="string", agent={"enum": [*_AGENTS]}),
-    _tool("add_note", order_id="string", text="string"),
+    _tool("attach_receipt", order_id="string", receipt="string"),
     _tool("send_message", customer="string", text="string"),
     _tool("schedule_call", customer="string", day={"enum": [*_DAYS]}, hour="integer", minutes="integer"),
 )
@@ -113,9 +113,14 @@ def exchange(call: Call, id: str, result: str) -> list[dict[str, Any]]:
     ]
 
 
-def reference(number: int, step: int) -> str:
-    """What the result of a call of a chain has, and a later task may ask for."""
-    return f"R{number * 37 % 900 + 100}{step}{number % 10}"
+def receipt(number: int) -> str:
+    """What the result of a chain's first call has, and a later task may ask for."""
+    return f"R-{number * 7919 % 90000 + 10000}"
+
+
+def result_of(number: int, step: int) -> str:
+    """The text of the result of a call."""
+    return json.dumps({"ok": True} | ({} if step else {"receipt": receipt(number)}))
 
 
 def chain(number: int, listed: Sequence[Order]) -> list[Task]:
@@ -151,8 +156,8 @@ def chain(number: int, listed: Sequence[Order]) -> list[Task]:
         ),
     ]
     last = (
-        f"Add a note to {other_one}, which is the reference of the first result of today, and nothing else.",
-        ("add_note", {"order_id": other.order_id, "text": reference(number, 0)}),
+        f"Attach the receipt of {one.customer} to {other_one}.",
+        ("attach_receipt", {"order_id": other.order_id, "receipt": receipt(number)}),
     )
     tasks = [chance.choice(first), *chance.sample(then, chance.randrange(1, 3))]
     return [*tasks, last] if chance.random() < 0.5 else tasks
@@ -171,8 +176,7 @@ def solved(engine: Engine, beginning: Sequence[Mapping[str, Any]], number: int, 
             return False
         function = completion.tool_calls[0]["function"]
         made.append((function["name"], json.loads(function["arguments"])))
-        result = json.dumps({"ok": True, "reference": reference(number, step)})
-        messages += exchange(made[-1], f"C{number:06}{step:02}", result)
+        messages += exchange(made[-1], f"C{number:06}{step:02}", result_of(number, step))
     return all(_is_same(call, asked) for call, (_, asked) in zip(made, tasks, strict=True))
 
 

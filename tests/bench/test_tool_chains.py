@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from polarlm.bench.quality import __main__ as quality
-from polarlm.bench.quality.tool_chains import TOOLS, Task, chain, history, listing, orders, reference, solved
+from polarlm.bench.quality.tool_chains import TOOLS, Task, chain, history, listing, orders, receipt, solved
 from polarlm.bench.quality.tool_cost import CHAINS
 from polarlm.bench.result import read
 from polarlm.engine import Engine, PromptOptions
@@ -74,7 +74,7 @@ def test_the_right_calls_solve_a_chain_and_no_others(engine: Engine) -> None:
         assert solved(clerk, history(listed), number, tasks)  # type: ignore[arg-type]
         told = json.dumps(clerk.heard[-1])
         assert all(text in told for text, _ in tasks)
-        assert reference(number, 0) in told
+        assert receipt(number) in told
         spoils = [
             lambda step, name, arguments: ("cancel_order", arguments) if step == 1 else (name, arguments),
             lambda step, name, arguments: (name, {**arguments, "order_id": "A-1"}) if step == 0 else (name, arguments),
