@@ -204,12 +204,12 @@ def test_greedy_answers_over_codes_are_those_of_float32() -> None:
     by .02 to .07 nats, root mean square. Where the best two tokens are four times as far apart, float32 over codes has
     the same token. Answers are so long that steps read quantized blocks."""
     path, beginnings = shared("models", "stories15M"), ("Once upon a time", "Tom and his sister went to the sea")
-    with load_tiny(path, ops=NativeOps(1), cache_type="balanced", ctx_size=512) as engine:
+    with load_tiny(path, ops=NativeOps(1), cache_type="ring4", ctx_size=512) as engine:
         prompts = [engine.tokenize(beginning) for beginning in beginnings]
         answers = [answer(engine, prompt, 160)[0] for prompt in prompts]
     texts = [([*prompt, *ids[:-1]], len(prompt) - 1) for prompt, ids in zip(prompts, answers, strict=True)]
-    wide, exact = (all_scored(path, NumpyOps(1), texts, cache_type) for cache_type in ("balanced", "f16"))
-    assert 0 < kl(wide, all_scored(path, NativeOps(1), texts, "balanced")) < kl(exact, wide) / 2
+    wide, exact = (all_scored(path, NumpyOps(1), texts, cache_type) for cache_type in ("ring4", "f16"))
+    assert 0 < kl(wide, all_scored(path, NativeOps(1), texts, "ring4")) < kl(exact, wide) / 2
     best = wide.argsort(-1)[:, :-3:-1]
     first, second = np.take_along_axis(wide.astype(np.float64), best, axis=-1).T
     is_decided = first - second >= 0.3

@@ -16,7 +16,7 @@ BELOW = "return log.scrollHeight - log.scrollTop - log.clientHeight"
 def test_everything_can_be_reached_by_keyboard(page: Page) -> None:
     page.run("sampling.open = true")
     numbers = page.run("return NUMBERS")
-    assert len(numbers) == 8
+    assert len(numbers) == 9
     chats, settings = ["new", "search", "import", "log", "SUMMARY", "system", "SUMMARY"], ["cache_salt", "loop_check"]
     sampling = [*numbers[:2], "SUMMARY", *numbers[2:]]
     order = [*chats, *sampling, *settings, "auto_compact", "SUMMARY", "reset", "attach", "message", "send"]

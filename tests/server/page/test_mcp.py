@@ -138,7 +138,8 @@ def test_nothing_runs_because_a_page_is_opened(page: Page) -> None:
     page.until(lambda: page.text_of() == "Five." and page.done())
     page.run(
         """const call = {id: "b", name: "tools_add", arguments: '{"a": 1, "b": 1}', server: "tools", tool: "add"};
-        addMessage(current, rows.at(-1).message, {role: "assistant", ...EMPTY, ending: "tool_calls", calls: [call]});
+        const answer = {role: "assistant", ...readAnswer({}), ending: "tool_calls", calls: [call]};
+        addMessage(current, rows.at(-1).message, answer);
         return keepConversation(current).then(() => true);"""
     )
     page.reload()

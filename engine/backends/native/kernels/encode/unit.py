@@ -154,7 +154,7 @@ def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
         # Without a limit, vectors of `turbo` whose norm overflows get the codes next to 0, as in NumPy.
         largest=float(rounding.norms.largest) if metric is None and not isinstance(rounding, TurboTable) else math.inf,
         rounds=rounds,
-        is_linear=isinstance(rounding, LinearTable),
+        is_linear=metric is None and isinstance(rounding, LinearTable),
     )
     return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
 
