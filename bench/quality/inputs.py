@@ -123,7 +123,8 @@ def open_model(options: QualityConfig) -> Iterator[Model]:
     path, name = model_files(model_named(options.weights, options.hf_repo))
     config, source, dtype = model_loaders.load_weights(path)
     try:
-        yield Model(path, name, config, source, dtype, result.digest_of_model(source.files()))
+        short = name.removesuffix(f".{dtype}")  # of a file that is named by its weights, too
+        yield Model(path, short, config, source, dtype, result.digest_of_model(source.files()))
     finally:
         source.close()
 
