@@ -54,7 +54,7 @@ def test_reasoning_ends_where_its_budget_is_used_up(engine: Engine, budget: int)
 
 def test_it_ends_behind_a_sentence_of_the_last_part(engine: Engine) -> None:  # noqa: F811
     params, counts = replace(writing(engine, "t", "h", "?"), reasoning_budget=32, max_tokens=40), set()
-    params = replace(params, logit_bias={**params.logit_bias, engine.tokenize("?")[0]: 101.0})
+    params = replace(params, logit_bias={**params.logit_bias, engine.tokenize("?")[0]: 105.0})
     for seed in range(5):
         ids = reasoning_ids(engine, answer_ids(engine, replace(params, seed=seed)))
         assert 28 < len(ids) <= 32
