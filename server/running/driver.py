@@ -138,7 +138,7 @@ class Driver:
         with self._job(self._answers) as job:
             job.entry.adapter = options.lora if options and options.lora else None
             start = partial(
-                submit or self.engine.submit, prompt, self._limit_tokens(params), options, progress=progress
+                submit or self.engine.submit, prompt, self._with_limits(params), options, progress=progress
             )
             ticket = await self._submit(job, prompt, start, compiles=compiles or params.is_constrained)
             if warnings is not None:
@@ -232,7 +232,7 @@ class Driver:
             if not any(queue.jobs for queue in self._queues):
                 self._idle.set()
 
-    def _limit_tokens(self, params: SamplingParams) -> SamplingParams:
+    def _with_limits(self, params: SamplingParams) -> SamplingParams:
         if params.reasoning_budget < 0:
             params = replace(params, reasoning_budget=self.config.reasoning_budget)
         limit = self.config.max_tokens
