@@ -159,3 +159,11 @@ def test_every_api_has_a_budget_of_reasoning(server: Serving, engine: Engine) ->
     (reasoning,) = found
     settings = {"temperature": 0, "ignore_eos": True, "max_tokens": 7}
     assert reasoning == engine.generate(ASKED, SamplingParams(**settings)).text.strip()
+
+
+def test_a_server_has_a_budget_for_requests_that_name_none(engine: Engine) -> None:
+    body = {"messages": ASKED, "temperature": 0, "ignore_eos": True, "max_tokens": 40}
+    with serving(engine, reasoning_budget=7) as limited, serving(engine) as free:
+        given = free.chat(**body, reasoning_budget_tokens=7)["message"]
+        assert limited.chat(**body)["message"] == given
+        assert limited.chat(**body, reasoning_budget_tokens=3)["message"] != given
