@@ -137,9 +137,7 @@ class Driver:
         """
         with self._job(self._answers) as job:
             job.entry.adapter = options.lora if options and options.lora else None
-            start = partial(
-                submit or self.engine.submit, prompt, self._with_limits(params), options, progress=progress
-            )
+            start = partial(submit or self.engine.submit, prompt, self._with_limits(params), options, progress=progress)
             ticket = await self._submit(job, prompt, start, compiles=compiles or params.is_constrained)
             if warnings is not None:
                 warnings += ticket.warnings
