@@ -126,50 +126,6 @@ FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and t
         "<|tool_call_start|>",
     ),
     "XML": (CallFormat(is_unknown=True), "<tool_call>"),
-    "INVOKE_TAGS": (
-        apart(
-            Fields('<parameter name="', '">', "</parameter>\n", ""),
-            begin="<minimax:tool_call>",
-            opening='\n<invoke name="',
-            middle=('">\n',),
-            closing="</invoke>",
-            call_separator="",
-            end="\n</minimax:tool_call>",
-        ),
-        '<minimax:tool_call>\n<invoke name="',
-    ),
-    "TYPED_TAGS": (
-        apart(
-            Fields(
-                '<｜DSML｜parameter name="',
-                '" string="true">',
-                "</｜DSML｜parameter>\n",
-                "",
-                other_joint='" string="false">',
-            ),
-            begin="<｜DSML｜function_calls>",
-            opening='\n<｜DSML｜invoke name="',
-            middle=('">\n',),
-            closing="</｜DSML｜invoke>",
-            call_separator="",
-            end="\n</｜DSML｜function_calls>",
-        ),
-        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="',
-    ),
-    "DEEPSEEK_SHORT": (
-        CallFormat(
-            begin="<｜tool▁calls▁begin｜>",
-            opening="<｜tool▁call▁begin｜>",
-            middle=("<｜tool▁sep｜>",),
-            closing="<｜tool▁call▁end｜>",
-            call_separator="",
-            end="<｜tool▁calls▁end｜>",
-            shown_closing=("<｜tool▁call▁end｜>",),
-            is_native=True,
-            arguments_as_text=True,
-        ),
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
-    ),
     "KIMI": (
         CallFormat(
             begin="<|tool_calls_section_begin|>",

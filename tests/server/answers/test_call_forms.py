@@ -28,6 +28,8 @@ def test_what_a_template_writes_is_described_read_and_in_the_grammar(name: str, 
     template, chance = template_of(name), random.Random(name)
     format = template.calls
     assert format.is_native
+    for part in (format.begin, format.closing, format.call_separator, format.end):  # control tokens are whole
+        assert part.count("<") == part.count(">"), part
     has_text = format.marker(()) and name not in CALLS_ALONE
     conversations, contents = [], []
     for _ in range(count):

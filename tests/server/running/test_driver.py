@@ -60,9 +60,8 @@ async def until_idle(driver: Driver) -> None:
     await asyncio.wait_for(wait(), PATIENCE)
 
 
-@pytest.fixture
-async def driver(engine: Engine, request: pytest.FixtureRequest) -> AsyncIterator[Driver]:
-    """By the end the engine is idle, and so is the driver."""
+@asynccontextmanager
+async def driving_until_idle(engine: Engine, request: pytest.FixtureRequest) -> AsyncIterator[Driver]:
     async with driving(engine, **getattr(request, "param", {})) as made:
         yield made
         await until_idle(made)
@@ -70,12 +69,17 @@ async def driver(engine: Engine, request: pytest.FixtureRequest) -> AsyncIterato
 
 
 @pytest.fixture
+async def driver(engine: Engine, request: pytest.FixtureRequest) -> AsyncIterator[Driver]:
+    """By the end the engine is idle, and so is the driver."""
+    async with driving_until_idle(engine, request) as made:
+        yield made
+
+
+@pytest.fixture
 async def keeping(tiny: Engine, request: pytest.FixtureRequest) -> AsyncIterator[Driver]:
     """Of an engine that keeps what it has computed."""
-    async with driving(tiny, **getattr(request, "param", {})) as made:
+    async with driving_until_idle(tiny, request) as made:
         yield made
-        await until_idle(made)
-        assert made.snapshot().active == 0
 
 
 def configured(**settings: Any) -> pytest.MarkDecorator:
