@@ -49,7 +49,8 @@ def test_the_clients_stream_accumulates_the_message(server: Serving, client: ant
 
 
 def test_a_stream_begins_with_the_counts_of_its_prompt(server: Serving) -> None:
-    body = {"messages": [{"role": "user", "content": "then he ran on " * 4}], "max_tokens": 2, "stream": True}
+    messages = [{"role": "user", "content": "then he ran on " * 4}]
+    body = {"messages": messages, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True}
     for cached in (False, True):
         parts = events(server.post("/v1/messages", body).text)
         assert [part["type"] for part in parts[:3]] == ["message_start", "ping", "content_block_start"]
