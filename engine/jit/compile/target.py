@@ -17,7 +17,7 @@ from polarlm.engine.jit.lang import Level
 _CPUS = Path("/proc/cpuinfo")
 # Features that Linux and LLVM name differently.
 _LLVM_NAMES = {"abm": "lzcnt", "bmi1": "bmi", "avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni"}
-_LLVM_NAMES |= {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}
+_LLVM_NAMES |= {"avx512_bf16": "avx512bf16", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "amx_int8": "amx-int8"}
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # Linux's numbers on x86-64: ARCH_REQ_XCOMP_PERM
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 
 from polarlm.engine.jit.isa.generic import NativeHalves
-from polarlm.engine.jit.lang import I8, I16, Emitter, Level, Type, Value, Values, vector
+from polarlm.engine.jit.lang import BF16, I8, I16, Emitter, Level, Matrices, Type, Value, Values, vector
 from polarlm.engine.jit.lang.level import ByteSum
 
 _PAIR_PRODUCTS = {32: "avx2.pmadd.ub.sw", 64: "avx512.pmaddubs.w.512"}
@@ -17,7 +17,7 @@ _SCALED_PRODUCTS = {32: "avx2.pmul.hr.sw", 64: "avx512.pmul.hr.sw.512"}
 _PACK = {32: "avx2.packuswb", 64: "avx512.packuswb.512"}
 _SHUFFLE = {32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
 
-_ROWS, _BYTES = 16, 64  # a tile's
+_TILES, _ROWS, _BYTES = 8, 16, 64  # a tile's
 _SUM, _LEFT, _RIGHT = 0, (1, 2), 3  # tiles
 _PALETTE, _PLACE_OF_BYTES, _PLACE_OF_ROWS = 1, 16, 48  # a configuration's, which has 64 bytes
 
@@ -327,9 +327,50 @@ def _bytes(e: Emitter, table: Values, index: Value) -> Value:
     return e.select(index < 0, high, low)
 
 
+class AmxTiles(Matrices):
+    def begin(self, e: Emitter) -> None:
+        configuration = bytearray(64)
+        configuration[0] = _PALETTE
+        for tile in range(_TILES):
+            configuration[_PLACE_OF_BYTES + 2 * tile], configuration[_PLACE_OF_ROWS + tile] = _BYTES, _ROWS
+        e.intrinsic("llvm.x86.ldtilecfg", None, e.constant_bytes(bytes(configuration)))
+
+    def end(self, e: Emitter) -> None:
+        e.intrinsic("llvm.x86.tilerelease", None)
+
+    def clear(self, e: Emitter, number: int) -> None:
+        e.intrinsic("llvm.x86.tilezero", None, e.constant(I8, number))
+
+    def load(self, e: Emitter, number: int, address: Value, stride: Value | int = _BYTES) -> None:
+        e.intrinsic("llvm.x86.tileloadd64", None, e.constant(I8, number), address, _int64(e, stride))
+
+    def store(self, e: Emitter, number: int, address: Value, stride: Value | int = _BYTES) -> None:
+        e.intrinsic("llvm.x86.tilestored64", None, e.constant(I8, number), address, _int64(e, stride))
+
+    def add_product(self, e: Emitter, total: int, left: int, right: int) -> None:
+        e.intrinsic("llvm.x86.tdpbf16ps", None, *(e.constant(I8, number) for number in (total, left, right)))
+
+    def word_table(self, e: Emitter, entries: Sequence[int]) -> Callable[[Value], Value]:
+        words, half = vector(I16, 32), 32
+        if len(entries) <= half:
+            table = e.constant(words, (*entries, *[0] * (half - len(entries))))
+            return lambda index: e.intrinsic("llvm.x86.avx512.permvar.hi.512", words, table, index)
+        low, high = (e.constant(words, tuple(entries[first : first + half])) for first in (0, half))
+        return lambda index: e.intrinsic("llvm.x86.avx512.vpermi2var.hi.512", words, low, index, high)
+
+    def to_bfloat(self, e: Emitter, low: Value, high: Value) -> Value:
+        both = e.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(BF16, 32), high, low)
+        return both.bits(vector(I16, 32))
+
+
+def _int64(e: Emitter, number: Value | int) -> Value:
+    return e.i64(number) if isinstance(number, int) else number
+
+
 class Avx512Amx(Avx512Vbmi):
+    matrices = AmxTiles()
     name = "avx512-amx"
-    needs = (*Avx512Vbmi.needs, "amx-tile", "amx-bf16", "amx-int8")
+    needs = (*Avx512Vbmi.needs, "avx512bf16", "amx-tile", "amx-bf16", "amx-int8")
     matrix_rows = _ROWS
 
     def word_table(self, e: Emitter, entries: Sequence[int]) -> Callable[[Value], Value]:

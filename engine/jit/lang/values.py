@@ -11,6 +11,22 @@ from llvmlite import ir
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+
+
+class _BFloat(ir.Type):
+    """bfloat16, which llvmlite has no type for: only the operand or result of intrinsics."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BF16 = _BFloat()
 POINTER = ir.PointerType()
 
 Type: TypeAlias = ir.Type
@@ -44,7 +60,7 @@ def check_constant(type: Type, number: Any) -> None:
 
 def _size(type: Type) -> int:
     lanes, element = (type.count, type.element) if isinstance(type, ir.VectorType) else (1, type)
-    return lanes * (element.width if isinstance(element, ir.IntType) else {F16: 16, F32: 32}.get(element, 64))
+    return lanes * (element.width if isinstance(element, ir.IntType) else {F16: 16, BF16: 16, F32: 32}.get(element, 64))
 
 
 def _operator(integer: str | None, floating: str | None) -> Callable[[Value, Number], Value]:
