@@ -11,7 +11,7 @@ from polarlm.engine.errors import EngineError
 
 DEFAULT_CACHE_TYPE = "balanced"
 AS_STORED = "as-stored"
-AUTO = "auto"  # tensor_split, cpu_moe: as memory allows
+AUTO = "auto"  # tensor_split, cpu_moe: as memory allows; input_bits: as the CPU has
 
 
 def setting(default: Any = MISSING, *flags: str, help: str, **metadata: Any) -> Any:
@@ -105,12 +105,13 @@ class EngineConfig(Settings):
         help="convert matrices while they are loaded, to f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or mxfp4",
         elsewhere=("dtype", "torch_dtype", "quantization"),
     )
-    input_bits: int = setting(
-        16,
+    input_bits: str | int = setting(
+        AUTO,
         "--input-bits",
-        choices=(8, 16),
+        choices=(AUTO, "8", "16", "bf16"),
         help="on a CPU, bits of the inputs that are multiplied by quantized weights: 8, as in llama.cpp, read prompts "
-        "and answer several requests faster, but are rounded 256 times as coarsely",
+        "and answer several requests faster, but are rounded 256 times as coarsely as 16; bf16 multiplies prompts, and "
+        "steps of 16 requests, as matrices of bfloat16 on CPUs with AMX, where auto takes it; elsewhere auto takes 16",
     )
     device: str = setting(
         "auto",

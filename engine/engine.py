@@ -74,8 +74,8 @@ class Engine(Completions):
         self._model, self._store = parts.model, parts.model.store
         self._identity = identity.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
-        bits = parts.config.input_bits
-        changed_bits = {} if bits == EngineConfig.input_bits else {"input_bits": str(bits)}
+        bits = parts.model.ops.input_bits
+        changed_bits = {} if bits == "16" else {"input_bits": bits}
         self._prefixes = PrefixCache(self._store, identity.hash_root(self._identity, changed_bits), enabled=keeps)
         self._scheduler = Scheduler(parts.config.parallel, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model, parts.model.mtp)

@@ -15,7 +15,7 @@ class EngineKeywords(TypedDict, total=False):
     lora: dict[str, str]
     chat_template_file: str | None
     weight_type: str
-    input_bits: int
+    input_bits: str | int
     device: str
     tensor_split: str | None
     ctx_size: int

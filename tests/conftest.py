@@ -65,6 +65,13 @@ settings.load_profile("tests")
 
 if importlib.util.find_spec("llvmlite") is None:
     collect_ignore_glob = ["backends/native/*", "jit/*"]  # whose kernels nothing compiles
+else:
+    from polarlm.engine.jit.compile.target import levels
+    from polarlm.engine.jit.isa import VARIABLE
+
+    # Levels without matrices compute alike, also in the programs under test. Tests of matrices ask for theirs.
+    if levels()[-1].matrices is not None:
+        os.environ.setdefault(VARIABLE, next(level for level in reversed(levels()) if level.matrices is None).name)
 
 _NOT_SLOW = "not slow"  # what `make test` gives as -m
 

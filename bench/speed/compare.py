@@ -28,6 +28,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.config import AUTO
 from polarlm.engine.model.weights import file_bytes
 
 _NONE = "none"  # --peer-types without any
@@ -38,7 +39,6 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     EngineError or LoadError."""
     runner = Runner(math.inf if options.minutes is None else 60 * options.minutes)
     types, threads = cache_types(options.types), sorted(numbers("--threads", options.threads or "1,2"))
-    bits_of_inputs = sorted(numbers("--input-bits", options.input_bits), reverse=True)
     prompts, depths = sorted(numbers("--prompt", options.prompt)), sorted(numbers("--depth", options.depth))
     paths = peer_paths(options.peer)
     caches = _peer_caches(options.peer_types, list(paths))
@@ -63,8 +63,8 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     subject = Subject(path, device, *shape, size, paths, runner.end)
     threads = threads[:1] if gpu else threads
     contestants = [
-        Contestant(OURS, one.label if bits == EngineConfig.input_bits else f"{one.label}, {bits}-bit inputs", one, bits)
-        for bits in bits_of_inputs
+        Contestant(OURS, one.label + ("" if bits == AUTO else f", {bits}{'-bit' * bits.isdigit()} inputs"), one, bits)
+        for bits in options.input_bits.split(",")
         for one in types
     ]
     left_out: list[str] = []

@@ -27,7 +27,7 @@ class Contestant:
     engine: str
     cache: str
     types: CacheType | None = field(default=None, compare=False)  # for our engine, as is the next
-    input_bits: int = field(default=EngineConfig.input_bits, compare=False)
+    input_bits: str | int = field(default=EngineConfig.input_bits, compare=False)
 
     def __str__(self) -> str:
         return f"{self.engine} {self.cache}"

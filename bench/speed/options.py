@@ -10,7 +10,7 @@ from polarlm.bench.command import TYPES_HELP, numbers
 from polarlm.bench.result import Output
 from polarlm.bench.speed import peers
 from polarlm.engine.cli.flags import FlagError
-from polarlm.engine.config import hub_setting, model_setting, setting
+from polarlm.engine.config import AUTO, hub_setting, model_setting, setting
 
 PROGRAM = ("polarlm", "speed")
 RATES, STARTS = "rates", "starts"  # parts of the comparison with other engines
@@ -42,7 +42,7 @@ class Options:
         help=f"{TYPES_HELP}; the first decides the threads, and runs several sequences",
     )
     input_bits: str = setting(
-        "16", "--input-bits", metavar="N,N", help="as in the chat: 8, 16 or both, with a column of ours for each"
+        AUTO, "--input-bits", metavar="BITS,…", help="as in the chat: one or several, with a column of ours for each"
     )
     peer: str = setting(
         peers.DEFAULT,

@@ -225,8 +225,12 @@ class MachineOps(Protocol):
     def stored_format(self, format: WeightFormat) -> WeightFormat:
         """The format in which the device keeps matrices that come to it in `format`."""
 
-    def set_activation_bits(self, bits: int) -> str:
-        """Let inputs of products with quantized weights have 8 or 16 bits; return why 8 have no effect, or nothing."""
+    @property
+    def input_bits(self) -> str:
+        """What inputs of products with quantized weights have: 8, 16 or bf16; 16 where they are float32."""
+
+    def set_input_bits(self, bits: str) -> str:
+        """Let these inputs have what `EngineConfig.input_bits` says; return why it has no effect, or nothing."""
 
     @property
     def inputs(self) -> str:

@@ -369,4 +369,4 @@ def _read_named(text: str) -> tuple[str, str]:
     return Path(re.sub(r":-?[\d.]+$", "", text)).name.removesuffix(".gguf"), text
 
 
-_READERS: dict[Any, Callable[[str], Any]] = {int: _read_int, float: _read_float, str: str}
+_READERS: dict[Any, Callable[[str], Any]] = {int: _read_int, float: _read_float, str: str, str | int: str}

@@ -188,7 +188,7 @@ class _Loader:
         placement = self._placement = self._place()
         ops, plan = placement.ops, placement.store_plan
         self._warn(placement)
-        if why := ops.set_activation_bits(config.input_bits):
+        if why := ops.set_input_bits(str(config.input_bits)):
             self._say(f"input_bits has no effect here: {why}.")
         tiers = open_tiers(config, plan.shape, ops.name)
         warm = ops.warm_up()

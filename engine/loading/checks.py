@@ -32,6 +32,8 @@ def settle(
         if not isinstance(path, (str, bytes, os.PathLike)):
             raise EngineError(f"A model is the path of a folder or a file, or None for the demonstration, not {path!r}")
         config = replace(config, weights=os.fspath(path))
+    if type(config.input_bits) is int:
+        config = replace(config, input_bits=str(config.input_bits))
     for name, kind in get_type_hints(EngineConfig).items():
         value = getattr(config, name)
         types = (int, float) if kind is float else get_origin(kind) if get_origin(kind) is dict else kind

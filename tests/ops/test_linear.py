@@ -411,8 +411,8 @@ def test_inputs_of_any_size_are_multiplied_rightly(ops: Any, rng: np.random.Gene
 
 
 @backends(*BEST)
-@pytest.mark.parametrize("bits", [8, 16])
-def test_products_are_repeated_with_other_rows(ops: Any, rng: np.random.Generator, bits: int) -> None:
+@pytest.mark.parametrize("bits", ["8", "16", "bf16"])
+def test_products_are_repeated_with_other_rows(ops: Any, rng: np.random.Generator, bits: str) -> None:
     """To the bit what a product is that nothing was kept of: with other rows, their number and results, parts in two
     formats, a norm and a bias."""
     ops = BEST[0].open(2)

@@ -171,10 +171,14 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
             reason = str(error).strip() or type(error).__name__
             raise DeviceLost(f"{self.name} has stopped with an error ({reason}): start this program again") from error
 
-    def set_activation_bits(self, bits: int) -> str:
+    @property
+    def input_bits(self) -> str:
+        return "16" if self.host is None else self.host.input_bits
+
+    def set_input_bits(self, bits: str) -> str:
         if self.host is not None:
-            return self.host.set_activation_bits(bits)
-        return "" if bits == 16 else "it is for CPUs"
+            return self.host.set_input_bits(bits)
+        return "" if bits in ("auto", "16") else "it is for CPUs"
 
     @property
     def inputs(self) -> str:

@@ -93,7 +93,7 @@ class Launcher:
     def __init__(self, threads: int, level: Level | None = None) -> None:
         """level: what kernels are compiled for; None for the highest that this machine can run."""
         self.threads = threads
-        self.input_bits = 16  # of products with codes; see `kernels.linear.activations.inputs_for`
+        self.input_bits = "16"  # of products with codes; see `kernels.linear.activations.inputs_for`
         self.level = level or best()
         self.library = library(self.level, _SOURCES)
         self.arena = Arena()  # memory of weights

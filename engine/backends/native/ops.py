@@ -23,6 +23,7 @@ from polarlm.engine.backends.native.self_test import choose
 from polarlm.engine.backends.native.thread_count import thread_count
 from polarlm.engine.backends.numpy import blas, host_memory
 from polarlm.engine.backends.ops import Result, WarmUp
+from polarlm.engine.config import AUTO
 from polarlm.engine.jit.run.workers import workers
 from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
@@ -67,17 +68,24 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
         super().__init__(Launcher(self._count.number, choice.level))
         self._graphs = Graphs(self._launch)
 
-    def set_activation_bits(self, bits: int) -> str:
-        self._launch.input_bits = bits if self._launch.level.most_code else 16
-        if bits == self._launch.input_bits:
-            return ""
-        return f"kernels for {self._launch.level.name} have no instructions that multiply bytes"
+    @property
+    def input_bits(self) -> str:
+        return self._launch.input_bits
+
+    def set_input_bits(self, bits: str) -> str:
+        level = self._launch.level
+        if bits == AUTO:
+            bits = "16" if level.matrices is None else "bf16"
+        is_possible = {"8": level.most_code > 0, "bf16": level.matrices is not None}.get(bits, True)
+        self._launch.input_bits = bits if is_possible else "16"
+        what = "bytes" if bits == "8" else "matrices"
+        return "" if is_possible else f"kernels for {level.name} have no instructions that multiply {what}"
 
     @property
     def inputs(self) -> str:
         most, bits = self._launch.level.most_code, self._launch.input_bits
-        limit = f" for codes of up to {most.bit_length()}, else of 16" if bits == 8 and most < 255 else ""
-        return f"inputs of {bits} bits{limit}"
+        limit = f" for codes of up to {most.bit_length()}, else of 16" if bits == "8" and most < 255 else ""
+        return "inputs of 16 bits, many rows of bfloat16" if bits == "bf16" else f"inputs of {bits} bits{limit}"
 
     def warm_up(self) -> WarmUp:
         ops, launch = copy(self), WarmUpLauncher(self._launch)

@@ -77,8 +77,12 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def threads(self) -> Threads:
         return Threads(blas.threads(), "by the setting threads" if self._is_set else "as BLAS has them")
 
-    def set_activation_bits(self, bits: int) -> str:
-        return "" if bits == 16 else "NumPy multiplies float32"
+    @property
+    def input_bits(self) -> str:
+        return "16"
+
+    def set_input_bits(self, bits: str) -> str:
+        return "" if bits in ("auto", "16") else "NumPy multiplies float32"
 
     @property
     def inputs(self) -> str:

@@ -17,8 +17,7 @@ _SCALED_PRODUCTS = {32: "avx2.pmul.hr.sw", 64: "avx512.pmul.hr.sw.512"}
 _PACK = {32: "avx2.packuswb", 64: "avx512.packuswb.512"}
 _SHUFFLE = {32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
 
-_TILES, _ROWS, _BYTES = 8, 16, 64  # a tile's
-_SUM, _LEFT, _RIGHT = 0, (1, 2), 3  # tiles
+_TILES, _ROWS, _BYTES = 8, 16, 64  # a tile's rows, and their bytes
 _PALETTE, _PLACE_OF_BYTES, _PLACE_OF_ROWS = 1, 16, 48  # a configuration's, which has 64 bytes
 
 _MOST_WORD = 2**15 - 1
@@ -368,40 +367,9 @@ def _int64(e: Emitter, number: Value | int) -> Value:
 
 
 class Avx512Amx(Avx512Vbmi):
-    matrices = AmxTiles()
     name = "avx512-amx"
-    needs = (*Avx512Vbmi.needs, "avx512bf16", "amx-tile", "amx-bf16", "amx-int8")
-    matrix_rows = _ROWS
-
-    def word_table(self, e: Emitter, entries: Sequence[int]) -> Callable[[Value], Value]:
-        words, half = vector(I16, 32), 32
-        if len(entries) <= half:
-            table = e.constant(words, (*entries, *[0] * (half - len(entries))))
-            return lambda index: e.intrinsic("llvm.x86.avx512.permvar.hi.512", words, table, index)
-        low, high = (e.constant(words, tuple(entries[first : first + half])) for first in (0, half))
-        return lambda index: e.intrinsic("llvm.x86.avx512.vpermi2var.hi.512", words, low, index, high)
-
-    def begin_tiles(self, e: Emitter, words: int) -> None:
-        shapes = {_SUM: (_ROWS, _BYTES), _RIGHT: (words, _BYTES), **dict.fromkeys(_LEFT, (_ROWS, 4 * words))}
-        configuration = bytearray(64)
-        configuration[0] = _PALETTE
-        for tile, (rows, nbytes) in shapes.items():
-            configuration[_PLACE_OF_BYTES + 2 * tile], configuration[_PLACE_OF_ROWS + tile] = nbytes, rows
-        e.intrinsic("llvm.x86.ldtilecfg", None, e.constant_bytes(bytes(configuration)))
-
-    def end_tiles(self, e: Emitter) -> None:
-        """The system no longer saves tiles when it switches threads."""
-        e.intrinsic("llvm.x86.tilerelease", None)
-
-    def multiply_tiles(self, e: Emitter, left: Values, stride: int, right: Value, out: Value) -> None:
-        total, factor, line = e.constant(I8, _SUM), e.constant(I8, _RIGHT), e.i64(_BYTES)
-        e.intrinsic("llvm.x86.tileloadd64", None, factor, right, line)
-        e.intrinsic("llvm.x86.tilezero", None, total)
-        for tile, address in zip(_LEFT, left, strict=False):
-            number = e.constant(I8, tile)
-            e.intrinsic("llvm.x86.tileloadd64", None, number, address, e.i64(stride))
-            e.intrinsic(f"llvm.x86.{'tdpbf16ps' if stride == _BYTES else 'tdpbssd'}", None, total, number, factor)
-        e.intrinsic("llvm.x86.tilestored64", None, total, out, line)
+    needs = (*Avx512Vbmi.needs, "avx512bf16", "amx-tile", "amx-bf16")
+    matrices = AmxTiles()
 
 
 # In ascending order. A level is a subset of every later one, except for avx2-vnni.

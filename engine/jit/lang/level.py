@@ -110,8 +110,6 @@ class Level:
     """Whether as many words as float32 or more are multiplied at a time: numbers of 16 bits then become words."""
     halves_products = False
     """Whether sums of words cost so little that half as many products, of sums, are faster (Winograd)."""
-    matrix_rows = 0
-    """Rows of the matrices that `multiply_tiles` multiplies in a few instructions; 0 if the level has none for it."""
     matrices: Matrices | None = None
     """Registers that hold matrices, and are multiplied by one instruction; None if the level has none."""
     wide_tables = False
@@ -177,26 +175,6 @@ class Level:
     def split_end(self, e: Any, sums: Values) -> list[Value]:
         """Both sums, int32."""
         return list(sums)
-
-    def word_table(self, e: Any, entries: Sequence[int]) -> Callable[[Value], Value]:
-        """A function that looks up int16 (32,) in up to 64 int16. Levels that multiply matrices have it."""
-        raise NotImplementedError
-
-    def begin_tiles(self, e: Any, words: int) -> None:
-        """What precedes `multiply_tiles`. words: of 32 bits in a row of `left`, up to 16."""
-        raise NotImplementedError
-
-    def end_tiles(self, e: Any) -> None:
-        """What follows the last `multiply_tiles`."""
-        raise NotImplementedError
-
-    def multiply_tiles(self, e: Any, left: Values, stride: int, right: Value, out: Value) -> None:
-        """Write the sum of the products of one or two matrices `left` with `right` to `out`: addresses. left: bfloat16
-        (16, 2 · words), a row every `stride` = 64 bytes. right: bfloat16 (words, 16, 2), a pair for each column. out:
-        float32 (16, 16). Integers are exact if the magnitudes of the products in a sum add up to 2²⁴ at most.
-
-        With a stride of 32 bytes left is int8 (16, 4 · words), right int8 (words, 16, 4), and out int32."""
-        raise NotImplementedError
 
     def pair_products(self, e: Any, unsigned: Value, signed: Value) -> Value:
         """Sums of adjacent pairs of products unsigned · signed: two vectors of bytes → int16. The sums must fit, and

@@ -15,7 +15,7 @@ from polarlm.engine.backends.native.kernels.attention.steps import attend as att
 from polarlm.engine.backends.native.kernels.attention.unit import Prompt
 from polarlm.engine.backends.native.kernels.encode import encode
 from polarlm.engine.backends.native.kernels.encode.unit import Encoding
-from polarlm.engine.backends.native.kernels.linear.activations import Inputs, are_matrices, inputs_for, splits
+from polarlm.engine.backends.native.kernels.linear.activations import Inputs, inputs_for, splits
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
 from polarlm.engine.backends.native.kernels.linear.tiling import (
     SINGLE,
@@ -95,7 +95,7 @@ def test_loops_over_codes(codec_and_side: tuple[str, str], level: Level) -> None
 
 
 def encoder(along_tokens: bool) -> Kernel:
-    encoding = Encoding(8, 2, 64, tilted=not along_tokens, along_tokens=along_tokens, mean_bits=8)
+    encoding = Encoding(8, 2, 64, tilted=not along_tokens, along_tokens=along_tokens, mean_bits="8")
     return encode(encoding, (tiles.keys, tiles.values)[along_tokens](codecs.get("ring4"), 64, 64))
 
 
@@ -126,7 +126,7 @@ def test_products_of_codes(name: str, rows: int, level: Level) -> None:
     """16 dot products of pairs of words for each row and 32 inputs, or of fours of bytes with the high and with the low
     bytes of inputs. AVX2 has 16 registers for twice as many vectors."""
     sizes = tiling(rows, level)
-    if become_words(sizes, level) or are_matrices(level, sizes.rows):  # other tests compile these
+    if become_words(sizes, level):  # other tests compile these
         sizes = Tiling(*level.code_tiles[0])
     loop = Loop(product(Product(get(name), sizes)), level)
     products = 16 * sizes.rows * sizes.tiles * (16 // level.lanes)
@@ -156,12 +156,12 @@ def test_products_of_words(name: str, level: Level) -> None:
     assert loop.on_stack == 0
 
 
-@in_turn("level name", each([level for level in X86 if not level.matrix_rows], ["q4_1", "q5_k", "q6_k", "q8_0"]))
+@in_turn("level name", each(X86, ["q4_1", "q5_k", "q6_k", "q8_0"]))
 def test_products_of_inputs_of_8_bits(level: Level, name: str) -> None:
     """Half of the products of words. With VNNI the loop of many rows has nothing but them and loads. Without, products
     of two bytes are added as int16, as many as fit, and sums of these in pairs as int32; codes of 8 bits leave no room,
     and keep inputs of 16 bits."""
-    kind = inputs_for(get(name), 256, level, waits=False, bits=8)
+    kind = inputs_for(get(name), 256, level, waits=False, bits="8")
     if "vnni" not in level.features and name == "q8_0":
         assert kind is Inputs.CODES
         return

@@ -1,162 +1,217 @@
-"""Products at a level that multiplies matrices: the same as products of few rows, to the bit."""
+"""Products at a level that multiplies matrices: of inputs and weights that are rounded to bfloat16, in float64."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs
-from polarlm.engine.backends.native.kernels.linear.matrix_sums import units_at_once
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import MOST_INPUTS, units_at_once
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
-from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling
-from polarlm.engine.backends.native.product_ops.products import LinearOps
+from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling
+from polarlm.engine.backends.native.product_ops.products import ExpertOps, LinearOps
+from polarlm.engine.backends.numpy.rows import ACTIVATIONS
+from polarlm.engine.backends.ops import ExpertNetwork, Fusion, Routing
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import LEVELS
-from polarlm.engine.jit.isa.x86 import Avx512Amx, Avx512Vbmi
-from polarlm.engine.jit.lang import F32, I32, Emitter, Level, Value, Values, vector
-from polarlm.engine.weight_formats import Linear, WeightFormat, available, get
+from polarlm.engine.jit.isa.x86 import AmxTiles, Avx512Amx, Avx512Vbmi
+from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Level, Value, vector
+from polarlm.engine.weight_formats import ExpertLinear, Linear, available, get
 from tests import weights
 from tests.backends.native.hot_loops import Loop
 from tests.backends.native.launching import launcher
-from tests.backends.native.test_product import packed_tiles, product_arguments, quantized, stored
-from tests.jit.levels import assembly, run
-from tests.pairs import in_turn
+from tests.jit.levels import assembly
+from tests.pairs import each, in_turn, pairs
 
-CODES = [name for name in available() if get(name).unpack is not None]
-KINDS = [Inputs.CODES, Inputs.BYTES]
+FORMATS = [name for name in available() if name != "f32"]
+
+
+class EmulatedTiles(AmxTiles):
+    """Registers of matrices in memory, for CPUs without AMX: what its instructions are said to do."""
+
+    def begin(self, e: Emitter) -> None:
+        self._registers = e.stack(8 * 1024)
+
+    def end(self, e: Emitter) -> None:
+        pass
+
+    def clear(self, e: Emitter, number: int) -> None:
+        for row in range(16):
+            e.store(e.zero(vector(F32, 16)), self._registers, 1024 * number + 64 * row)
+
+    def load(self, e: Emitter, number: int, address: Value, stride: Value | int = 64) -> None:
+        with e.loop(0, 16) as row:
+            e.store(e.load(address + row * stride, vector(I32, 16)), self._registers + row * 64, 1024 * number)
+
+    def store(self, e: Emitter, number: int, address: Value, stride: Value | int = 64) -> None:
+        with e.loop(0, 16) as row:
+            e.store(e.load(self._registers + row * 64, vector(I32, 16), 1024 * number), address + row * stride)
+
+    def add_product(self, e: Emitter, total: int, left: int, right: int) -> None:
+        with e.loop(0, 16) as row:
+            own = self._registers + row * 64
+            summed = e.load(own, vector(F32, 16), 1024 * total)
+            for word in range(16):
+                a = e.broadcast(own, I32, 16, 1024 * left + 4 * word)
+                b = e.load(self._registers, vector(I32, 16), 1024 * right + 64 * word)
+                for shift in (16, 0):
+                    x, y = ((half << shift & -65536).bits(summed.type) for half in (a, b))
+                    summed = e.fma(x, y, summed)
+            e.store(summed, own, 1024 * total)
+
+    def to_bfloat(self, e: Emitter, low: Value, high: Value) -> Value:
+        halves = []
+        for x in (low, high):
+            bits = x.bits(vector(I32, 16))
+            rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+            halves.append((e.select(x.equals(x), rounded, bits | 0x400000) >> 16).trunc(I16))
+        return e.join(halves)
 
 
 class Emulated(Avx512Amx):
-    """AMX's level for CPUs without AMX: its products of matrices are loops over what its instructions are said to
-    read."""
-
     name = "avx512-amx-emulated"
     needs = Avx512Vbmi.needs
+    matrices = EmulatedTiles()
 
-    def begin_tiles(self, e: Emitter, words: int) -> None:
-        self._words = words
 
-    def end_tiles(self, e: Emitter) -> None:
+HERE: list[Level] = [level for level in levels() if level.matrices is not None]
+if not HERE and any(type(level) is Avx512Vbmi for level in levels()):
+    HERE = [Emulated()]
+# A format of each kind; the slow tests have all.
+SOME = each(HERE, ["q4_0", "q4_k", "q6_k", "q8_0", "iq4_xs", "iq3_s", "tq1_0", "f16", "bf16"])
+with_levels = in_turn("level", HERE)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """float32 → the nearest bfloat16, ties to even, float64."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+@contextmanager
+def ops_of(level: Level, threads: int = 1) -> Iterator[LinearOps]:
+    class Both(LinearOps, ExpertOps):
         pass
 
-    def multiply_tiles(self, e: Emitter, left: Values, stride: int, right: Value, out: Value) -> None:
-        lanes = vector(I32, 16)
-        with e.loop(0, 16) as row:
-            total = e.zero(vector(F32, 16) if stride == 64 else lanes)
-            for at, word in itertools.product(left, range(self._words)):
-                a, b = e.broadcast(at + row * stride, I32, 16, 4 * word), e.load(right, lanes, 64 * word)
-                for shift in (16, 0) if stride == 64 else (24, 16, 8, 0):
-                    if stride == 64:
-                        x, y = ((half << shift & -65536).bits(total.type) for half in (a, b))
-                        total = e.fma(x, y, total)
-                    else:
-                        total = total + (a << shift).ashr(24) * (b << shift).ashr(24)
-            e.store(total, out + row * 64)
+    launch = launcher(level, threads)
+    launch.input_bits = "bf16"
+    yield Both(launch)
 
 
-# Every format where AMX is, and elsewhere one of each kind with its instructions emulated.
-CASES = list(itertools.product([level for level in levels() if level.matrix_rows], CODES))
-if not CASES and any(type(level) is Avx512Vbmi for level in levels()):
-    CASES = list(itertools.product([Emulated()], ["q4_0", "q4_k", "q6_k", "q8_0", "iq4_xs", "tq1_0"]))
-with_matrices = in_turn("level name", CASES)
+def check(actual: np.ndarray, x: np.ndarray, values: np.ndarray, want: np.ndarray, slope: float = 1) -> None:
+    """float32 sums of K products in any order are within K · 2⁻²⁴ of the sum of their magnitudes. slope: of what is
+    applied to the sums, at most."""
+    magnitudes = np.abs(rounded(x)) @ np.abs(rounded(values)).T
+    most = slope * (magnitudes.max(-1, keepdims=True) * x.shape[1] * 2.0**-24 + 1e-6)
+    assert (np.abs(actual - want) <= most).all(), np.abs(actual - want).max()
 
 
-def multiplied(
-    format: WeightFormat,
-    packed: np.ndarray,
-    x: np.ndarray,
-    sizes: Tiling,
-    level: Level,
-    kind: Inputs,
-    activation: str | None = None,
-) -> np.ndarray:
-    """x times the weights of all tiles, with a bias; with an activation, half of the tiles are the gate's."""
-    count, (panels, *_) = len(packed) // (1 if activation is None else 2), quantized(x, sizes.rows, level, kind)
-    y, bias = np.full((len(x), 16 * count), 3, np.float32), np.arange(16 * len(packed), dtype=np.float32)
-    spec = Product(format, sizes, adds=activation is None, has_bias=True, activation=activation, inputs=kind)
-    run(product(spec), level, count, product_arguments(spec, packed, panels, y, bias, x.shape[1], len(x)))
-    return y
-
-
-@with_matrices
-def test_matrices_give_what_few_rows_give(name: str, level: Level) -> None:
-    """More tiles than a run has, a last slice of fewer inputs than others, and a last panel with rows that are missing;
-    of one format more panels than have their sums in the cache."""
+def check_product(level: Level, name: str) -> None:
+    """An odd number of tiles, the last with outputs that do not exist; a last matrix with rows that do not; inputs for
+    a strip and a part of another, and of numbers some that are no multiple of 32; more rows than a strip is for."""
     rng = np.random.default_rng(0)
-    columns = 544 if get(name).values == 32 else 512
-    format, packed, _ = stored(rng, name, 18 * 16, columns)
-    x = rng.standard_normal((530 if name == "q4_0" else 41, columns)).astype(np.float32)
-    few, many = Tiling(*level.code_tiles[0]), largest_tiling(level)
-    for kind, activation in zip(KINDS, (None, "silu"), strict=True):
-        np.testing.assert_array_equal(
-            *(multiplied(format, packed, x, sizes, level, kind, activation) for sizes in (few, many))
-        )
+    columns = MOST_INPUTS + 256 + (7 if get(name).unpack is None else 0)
+    file = weights.random_matrix(rng, name, 36, columns)
+    bias, x = (rng.standard_normal(shape).astype(np.float32) for shape in (36, (297, columns)))
+    with ops_of(level) as ops:
+        w = Linear(ops.load([file]), bias)
+        whole, *parts = (ops.linear(x[:rows], w, residual=np.full((rows, 36), 7, np.float32)) for rows in (297, 2, 41))
+    check(whole, x, file.values, rounded(x) @ rounded(file.values).T + bias + 7)
+    for part in parts:  # a row's result does not depend on the others
+        np.testing.assert_array_equal(part, whole[: len(part)])
 
 
-@with_matrices
-def test_the_largest_sums_are_exact(name: str, level: Level) -> None:
-    """All codes are the lowest or the highest, where the bits of both are equal, and all inputs have the largest
-    magnitude, of one sign or of two in turn."""
-    format, few = get(name), Tiling(*level.code_tiles[0])
-    raw = weights.random_blocks(np.random.default_rng(1), name, 16, 256)
-    blocks = raw.reshape(-1, format.nbytes)
-    x = np.ones((32, 256), np.float32)
-    x[1], x[2, ::2], x[3, 1::3] = -1, -1, 0.5
-    for byte in (0, 0x7F, 0x80, 0xFF):
-        blocks[:, bytes_of_codes(format)] = byte
-        packed = packed_tiles(raw, name)
-        for kind in KINDS:
-            tilings = few, largest_tiling(level, kind)
-            np.testing.assert_array_equal(*(multiplied(format, packed, x, sizes, level, kind) for sizes in tilings))
+test_products_of_bfloat16 = in_turn("level name", SOME)(check_product)
+test_products_with_all_formats = pytest.mark.slow(in_turn("level name", pairs(HERE, FORMATS))(check_product))
 
 
-def bytes_of_codes(format: WeightFormat) -> list[int]:
-    """The bytes of a stored block that no scale depends on."""
-    assert format.unpack is not None
-    stored = np.full((1 + format.nbytes, format.nbytes), 0x35, np.uint8)
-    stored[1:] ^= np.eye(format.nbytes, dtype=np.uint8) * 0xFF
-    depends = np.zeros(format.nbytes, bool)
-    for name in ("scale", "sub_scale", "offset", "sub_offset"):
-        field = getattr(format.unpack(stored), name, None)
-        if field is not None:
-            depends |= (field[1:] != field[:1]).reshape(format.nbytes, -1).any(1)
-    return np.flatnonzero(~depends).tolist()
+@with_levels
+def test_the_gate_is_applied_to_sums(level: Level) -> None:
+    """Also where gate and up have more inputs than a strip."""
+    rng = np.random.default_rng(1)
+    for columns in (544, MOST_INPUTS + 32):
+        file = weights.random_matrix(rng, "q4_1", 64, columns)
+        norm = rng.uniform(0.5, 1.5, columns).astype(np.float32), 1e-5
+        x = rng.standard_normal((33, columns)).astype(np.float32)
+        wide = x.astype(np.float64)
+        normed = (wide / np.sqrt((wide**2).mean(-1, keepdims=True) + norm[1]) * norm[0]).astype(np.float32)
+        both = rounded(normed) @ rounded(file.values).T
+        with ops_of(level) as ops:
+            actual = ops.linear(x, Linear(ops.load([file])), Fusion(norm, "silu"))
+        # A norm that is rounded to the other neighbour changes a product by 2⁻⁸ of it; few are.
+        slope = 2 * np.abs(both).max() * (1 + 2.0**-8 * 2.0**24 / columns * 0.05)
+        check(actual, normed, file.values, ACTIVATIONS["silu"](both), slope)
 
 
-@in_turn("level", dict.fromkeys(level for level, _ in CASES))
+@with_levels
+def test_experts_have_any_number_of_rows(level: Level) -> None:
+    rng, experts, width, hidden = np.random.default_rng(2), 5, 96, 64
+    up, down = (
+        [weights.random_matrix(rng, "q4_k" if columns == 256 else "q8_0", rows, columns) for _ in range(experts)]
+        for rows, columns in ((hidden, width), (width, hidden))
+    )
+    x = rng.standard_normal((45, width)).astype(np.float32)
+    ids = np.where(np.arange(45)[:, None] < 40, [[0, 3]], [[1, 3]]).astype(np.int32)  # 40, 5, 0, 45 and 0 rows
+    shares = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
+    with ops_of(level) as ops:
+        first, second = (ExpertLinear(experts, ops.load_experts([[one] for one in side])) for side in (up, down))
+        actual = ops.experts(x, Routing(ids, shares), ExpertNetwork(first, second, Fusion(None, None)))  # type: ignore[attr-defined]
+    want = np.zeros((45, width))
+    for row, column in np.ndindex(ids.shape):
+        own = rounded(x[row]) @ rounded(up[ids[row, column]].values).T
+        want[row] += shares[row, column] * (rounded(own.astype(np.float32)) @ rounded(down[ids[row, column]].values).T)
+    # Sums of the first product that are rounded to the other neighbour: 2⁻⁸ of one of the second's terms each.
+    np.testing.assert_allclose(actual, want, atol=2.0**-8 * np.abs(want).max())
+
+
+@with_levels
+def test_what_is_not_finite_stays_so(level: Level) -> None:
+    rng = np.random.default_rng(3)
+    file = weights.random_matrix(rng, "q8_0", 32, 64)
+    x = rng.standard_normal((20, 64)).astype(np.float32)
+    x[3, 5], x[4, 40] = np.nan, np.inf
+    x[5, 6:7].view(np.uint32)[:] = 0x7FFFFFFF  # a NaN whose bits rounding must not carry over
+    with ops_of(level) as ops:
+        y = ops.linear(x, Linear(ops.load([file])))
+    assert np.isnan(y[[3, 5]]).all()
+    assert not np.isfinite(y[4]).any()
+    assert np.isfinite(np.delete(y, [3, 4, 5], axis=0)).all()
+
+
+@with_levels
 def test_threads_share_the_units(level: Level) -> None:
-    rng = np.random.default_rng(2)
-    stored_ = weights.random_matrix(rng, "q5_k", 37 * 16, 256)
-    x, found = rng.standard_normal((50, 256)).astype(np.float32), []
+    rng, found = np.random.default_rng(2), []
+    file = weights.random_matrix(rng, "q5_k", 37 * 16, 256)
+    x = rng.standard_normal((50, 256)).astype(np.float32)
     for threads in (1, 2, 3):
-        ops = LinearOps(launcher(level, threads))
-        found.append(ops.linear(x, Linear(ops.load([stored_]))).copy())
+        with ops_of(level, threads) as ops:
+            found.append(ops.linear(x, Linear(ops.load([file]))).copy())
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[0], found[2])
 
 
 def test_threads_take_many_units_and_none_has_nothing_to_do() -> None:
-    assert units_at_once(96, 1, 2) == 16
-    assert units_at_once(96, 2, 2) == 8
-    assert units_at_once(16, 1, 4) == 4
-    assert units_at_once(3, 1, 4) == 1
+    assert units_at_once(96, 2) == 16
+    assert units_at_once(16, 4) == 2
+    assert units_at_once(3, 4) == 1
 
 
-@in_turn("level", [level for level in LEVELS if level.matrix_rows])
-@pytest.mark.parametrize(("name", "products", "sums"), [("q4_0", 2, 1), ("q5_1", 2, 1), ("q8_0", 2, 2), ("q6_k", 4, 2)])
-def test_instructions(name: str, products: int, sums: int, level: Level) -> None:
-    """For 32 inputs of 16 rows and outputs a product with each part of the inputs, and one sum of both that is written;
-    a sum for each where codes have 8 bits, and two of each where 16 inputs have a scale. At most one vector goes to the
-    stack. Inputs of 8 bits are one part."""
-    kernel = product(Product(get(name), largest_tiling(level)))
+@in_turn("level name", [(level, name) for level in LEVELS if level.matrices for name in ("q4_0", "q6_k", "bf16")])
+def test_instructions(name: str, level: Level) -> None:
+    """The loop that multiplies has a product for each matrix that it loads, makes a matrix of another strip for four
+    parts of its own, and reads and writes no vectors on the stack."""
+    kernel = product(Product(get(name), largest_tiling(level, Inputs.MATRICES), inputs=Inputs.MATRICES))
     text = assembly(kernel, level)
-    assert text.count("tdpbf16ps") == products
-    assert text.count("tilestored") == sums
-    assert Loop(kernel, level, product=True).spilled <= 1
-    of_bytes = product(Product(get(name), largest_tiling(level, Inputs.BYTES), inputs=Inputs.BYTES))
-    text, scales = assembly(of_bytes, level), 32 // get(name).group
-    assert text.count("tdpbssd") == text.count("tilestored") == scales
-    assert "tdpbf16ps" not in text
-    assert Loop(of_bytes, level, product=True).spilled <= 1
+    assert text.count("tdpbf16ps") == 4 * 4 + 4 + 2  # beside what is made, the rest of parts, and of 16 rows alone
+    assert Loop(kernel, level, share_of="vpermw").spilled == 0
+
+
+@pytest.mark.parametrize("bits", ["8", "16"])
+def test_matrices_are_for_bfloat16_alone(bits: str) -> None:
+    """Where others are asked for, kernels of the level below serve."""
+    level, name = Avx512Amx(), "q4_0"
+    kernel = product(Product(get(name), largest_tiling(level), inputs=Inputs.BYTES if bits == "8" else Inputs.CODES))
+    assert "tdp" not in assembly(kernel, level)

@@ -24,6 +24,7 @@ from scripts.make_golden import answer
 from scripts.make_random_model import write
 from tests.bare import kl
 from tests.conftest import FIXTURES
+from tests.pairs import in_turn
 from tests.random_model import TINY, random_model, tokenizer_file
 from tests.shared_data import shared
 from tests.tiny import VOCABULARY, load_tiny, make_model
@@ -31,6 +32,7 @@ from tests.tiny import VOCABULARY, load_tiny, make_model
 FAMILIES = sorted(path.name for path in FIXTURES.iterdir())
 # With attention alone, a mixture of experts, short convolutions, and gated delta rules.
 FEW = ["gemma2_capped_tied", "olmoe_all_heads", "lfm2_tied", "qwen3_next_shared_keys"]
+LEVELS_OF_MATRICES = [level for level in levels() if level.matrices is not None]
 # Nats between the best two tokens of a step. Rounding may decide a closer one.
 MARGIN = 0.05
 
@@ -107,7 +109,7 @@ def test_steps_over_codes_are_the_same_at_every_level(
     VBMI."""
     path, prompt = random_model(tmp_path), np.random.default_rng(1).integers(5, 255, 200).tolist()
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=0)
-    settings = {"cache_type": cache_type, "ctx_size": 512, "calibration": False}
+    settings = {"cache_type": cache_type, "ctx_size": 512, "calibration": False, "input_bits": 16}
 
     def answered(level: Level) -> tuple[list[int], list[float]]:
         monkeypatch.setenv(VARIABLE, level.name)
@@ -162,6 +164,29 @@ def test_families_compute_as_transformers_does_and_packed_weights_as_numpy_does(
     np.testing.assert_allclose(actual["f32", True], reference["logits"], atol=atol, rtol=0)
     np.testing.assert_allclose(actual["as-stored", True], reference["logits"], atol=2 * atol, rtol=0)
     np.testing.assert_allclose(actual["q8_0", True], actual["q8_0", False], atol=atol, rtol=0)
+
+
+@pytest.mark.slow
+@in_turn("name", FAMILIES if LEVELS_OF_MATRICES else [])
+def test_families_compute_as_transformers_does_by_matrices(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a CPU multiplies matrices, that is what an engine does; inputs and weights are bfloat16, 2⁻⁸ of a number
+    apart, which now and then chooses another expert, or divides by the norm of a key that is almost 0. A prompt that is
+    cut gives the same logits to the bit."""
+    monkeypatch.setenv(VARIABLE, LEVELS_OF_MATRICES[-1].name)
+    (folder := tmp_path / name).mkdir()
+    path, reference = make_model(folder, name), np.load(FIXTURES / name / "reference.npz")
+    ids, found = reference["ids"].tolist(), []
+    for rows in (512, 7):
+        with load_tiny(path, device="cpu", ctx_size=128, cache_type="f16", calibration=False) as engine:
+            assert "many rows of bfloat16" in engine.fit_line()
+            engine._model.ops.prefill_rows = rows
+            found.append(engine.score(ids, logits=True).logits)
+    np.testing.assert_array_equal(*found)
+    errors = np.abs(found[0] - reference["logits"]).max(-1) / np.ptp(reference["logits"])
+    assert np.median(errors) < 2 * 2**-8
+    assert (errors > 8 * 2**-8).mean() <= 0.05
 
 
 def test_a_layer_without_kernels_is_numpys(tiny_path: Path) -> None:

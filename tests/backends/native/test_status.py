@@ -42,7 +42,7 @@ def test_it_names_inputs_of_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert f"{level.name}, {wanted}" in threads.why
         assert any("input_bits has no effect here: " in sentence for sentence in said) is not bool(level.most_code)
         said.clear()
-    with pytest.raises(EngineError, match="input_bits=4: choose from 8, 16"):
+    with pytest.raises(EngineError, match="input_bits=4: choose from auto, 8, 16, bf16"):
         Engine.load(path, input_bits=4)
 
 

@@ -15,7 +15,7 @@ README = Path(linear.__path__[0]) / "README.md"
 ROWS = 600
 
 
-def ways(level: str, name: str, bits: int) -> str:
+def ways(level: str, name: str, bits: str) -> str:
     """As in the table: each way, and the most rows that take it."""
     (own,), format = [one for one in LEVELS if one.name == level], weight_formats.get(name)
     taken = []
@@ -31,7 +31,7 @@ def test_the_table_of_ways_is_the_codes() -> None:
         line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith(("| Level", "| `"))
     ]
     columns = [re.findall(r"`([\w-]+)`", cell) for cell in head.strip("| ").split(" | ")[1:]]
-    bits = [8 if "8 bits" in cell else 16 for cell in head.strip("| ").split(" | ")[1:]]
+    bits = ["8" if "8 bits" in cell else "16" for cell in head.strip("| ").split(" | ")[1:]]
     found = set()
     for line in lines:
         levels, *cells = line.strip("| ").split(" | ")

@@ -15,13 +15,13 @@ from polarlm.engine.backends.native import tiles
 from polarlm.engine.backends.native.kernels.linear.activations import (
     Inputs,
     RowArguments,
-    are_matrices,
     inputs_for,
     interleave_rows,
     panel_bytes,
     quantize_rows,
+    write_matrices,
 )
-from polarlm.engine.backends.native.kernels.linear.matrix_sums import units_at_once
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import MOST_INPUTS, units_at_once
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product, ProductArguments, product, units
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, are_unsigned
 from polarlm.engine.backends.native.launch import Launcher, LaunchSpec, PreparedLaunches
@@ -70,14 +70,22 @@ class Multiplication:
         self._norm, activation, _ = fusion
         self._is_stack = isinstance(w, ExpertLinear)
         self._count = w.count if isinstance(w, ExpertLinear) else 1
+        self.inputs = [self._inputs_for(part, rows) for part in w.parts]
+        self.shared = Inputs.shared(self.inputs)
         # One kernel multiplies by gate and up together if both halves of the outputs are whole tiles.
         has_halves = len(w.parts) == 1 and w.shape[0] % (2 * tiles.ROWS) == 0
-        self.activation = activation if activation is not None and is_gated(activation) and has_halves else None
+        has_all = self.shared is not Inputs.MATRICES or w.shape[1] <= MOST_INPUTS
+        is_fused = activation is not None and is_gated(activation) and has_halves and has_all
+        self.activation = activation if is_fused else None
         self.width = w.shape[0] // (1 if self.activation is None else 2)
-        waits, level, bits = launch.in_graph or rows == 1, launch.level, launch.input_bits
-        self.inputs = [inputs_for(part.format, part.shape[1], level, waits=waits, bits=bits) for part in w.parts]
-        self.shared = Inputs.shared(self.inputs)
         self.repeatable: RepeatableLaunch | None = None  # once launched, if it can be repeated
+
+    def _inputs_for(self, part: Matrix, rows: int) -> Inputs:
+        launch = self._launch
+        waits, bits = launch.in_graph or rows == 1, launch.input_bits
+        # All rows of a prompt are multiplied in the same way, however it is cut.
+        are_few = self._is_stack if launch.in_graph and rows >= tiles.ROWS else waits
+        return inputs_for(part.format, part.shape[1], launch.level, waits=waits, bits=bits, are_few=are_few)
 
     def repeat(self, repeatable: RepeatableLaunch, x: np.ndarray, y: np.ndarray) -> None:
         """As the first `launch`, with other rows: what is packed already takes no Python."""
@@ -147,6 +155,8 @@ class Multiplication:
 
     def _panel_kernel(self, sizes: Tiling, kind: Inputs) -> Kernel[RowArguments]:
         is_normed = self._norm is not None
+        if kind is Inputs.MATRICES:
+            return write_matrices(is_normed, picks=self._is_stack)
         if kind is Inputs.FLOATS:
             return interleave_rows(is_normed, sizes.rows, picks=self._is_stack)
         is_unsigned = are_unsigned(sizes, self._launch.level, kind)
@@ -158,12 +168,10 @@ class Multiplication:
         """The rows of x, after their norm: (panels, bytes of a panel) uint8, which a launch writes, or x itself if that
         is the same."""
         columns, row_tile, rows = x.shape[1], sizes.rows, len(x) if sources is None else len(sources)
-        is_same = not kind.are_integers and self._norm is None and row_tile == 1 and sources is None
+        is_same = kind is Inputs.FLOATS and self._norm is None and row_tile == 1 and sources is None
         if is_same and x.flags.c_contiguous:
             return x
-        nbytes = (
-            panel_bytes(columns, row_tile, self._launch.level, kind) if kind.are_integers else 4 * columns * row_tile
-        )
+        nbytes = panel_bytes(columns, row_tile, self._launch.level, kind)
         out = self._launch.empty((-(-rows // row_tile), nbytes), np.uint8)
         weight, eps = self._norm or (None, 0.0)
         arguments = RowArguments(
@@ -205,8 +213,8 @@ class Multiplication:
         )
         if chosen is not None:
             return product(spec), len(chosen) * number, arguments, 0
-        at_once = are_matrices(self._launch.level, spec.row_tile, spec.inputs)
-        return product(spec), number, arguments, units_at_once(number, half, self._launch.threads) if at_once else 0
+        grain = units_at_once(number, self._launch.threads) if spec.inputs is Inputs.MATRICES else 0
+        return product(spec), number, arguments, grain
 
     def _multiply_cached(
         self,

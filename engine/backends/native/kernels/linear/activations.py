@@ -12,12 +12,8 @@ unsigned inputs, int8 plus 128 (`tiling.are_unsigned`). Where panels of R rows a
 eight inputs are their high bytes and then their low bytes (see `Level.split_add`). Where int8 are paired
 (`are_paired`), each eight inputs of a row and of the next one lie together in the same way.
 
-Panels for matrices of a level (`Level.matrix_rows`) have 16 rows, whose sums are float32, exact. Their int16 are split,
-too, into a multiple of 256 and a signed byte, both bfloat16:
-
-    high       (16, 32) bfloat16
-    low        (16, 32) bfloat16
-    numbers    (16, 4) float32      of each row
+Panels for matrices of a level (`Level.matrices`) have 16 rows, and for each 32 inputs a left matrix, bfloat16 (16, 32),
+with zeros where a row has no more inputs.
 
 Inputs are quantized to int16 unless the user asks for int8 (`EngineConfig.input_bits`): the error, 2⁻¹⁶ of a group's
 largest input, is far below that of the weights. Bytes take half of the products, which steps that wait for the
@@ -41,7 +37,7 @@ from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
 from polarlm.engine.weight_formats import WeightFormat
 
 GROUP = 32  # inputs that share a scale
-MATRIX_ROW = 4 * GROUP + 16  # bytes of a group of a row of a matrix
+MATRIX = 2 * GROUP * ROWS  # bytes of the matrix of a group
 PAIR_PRODUCTS = 16  # offset in the numbers of a row of the sums of products of pairs
 
 
@@ -52,11 +48,12 @@ class Inputs(Enum):
     CODES = LARGEST_SPLIT  # as int16, for codes of weights
     BYTES = 127  # as int8, for codes of weights
     WORDS = 16380  # as int16, for numbers of 16 bits that become words (`expanded_weights.ExpandedNumbers`)
+    MATRICES = 1  # as bfloat16, for weights that become matrices of the level
     FLOATS = 0  # as float32
 
     @property
     def are_integers(self) -> bool:
-        return self is not Inputs.FLOATS
+        return self not in (Inputs.FLOATS, Inputs.MATRICES)
 
     @property
     def size(self) -> int:
@@ -66,20 +63,25 @@ class Inputs(Enum):
     @property
     def suffix(self) -> str:
         """Of the names of kernels."""
-        return {Inputs.WORDS: "_words", Inputs.BYTES: "_bytes"}.get(self, "")
+        return {Inputs.WORDS: "_words", Inputs.BYTES: "_bytes", Inputs.MATRICES: "_matrices"}.get(self, "")
 
     @staticmethod
     def shared(kinds: Iterable[Inputs]) -> Inputs:
         """The kind that decides how many rows products with several matrices multiply at once."""
-        return min(kinds, key=(Inputs.FLOATS, Inputs.WORDS, Inputs.BYTES, Inputs.CODES).index)
+        return min(kinds, key=(Inputs.MATRICES, Inputs.FLOATS, Inputs.WORDS, Inputs.BYTES, Inputs.CODES).index)
 
 
-def inputs_for(format: WeightFormat, columns: int, level: Level, *, waits: bool, bits: int = 16) -> Inputs:
+def inputs_for(
+    format: WeightFormat, columns: int, level: Level, *, waits: bool, bits: str = "16", are_few: bool = True
+) -> Inputs:
     """How products with a matrix read their inputs. columns: of the matrix. waits: whether the products wait for the
     weights to come from memory, as a step's weights do: then words would only cost precision. bits: that inputs of
-    products with codes should have, 8 or 16."""
+    products with codes should have, as in `EngineConfig.input_bits`. are_few: whether there are too few rows for
+    matrices of the level."""
+    if bits == "bf16" and not are_few and level.matrices is not None and format.name != "f32":
+        return Inputs.MATRICES
     if format.unpack is not None:
-        return Inputs.BYTES if bits == 8 and most_code(format) <= level.most_code else Inputs.CODES
+        return Inputs.BYTES if bits == "8" and most_code(format) <= level.most_code else Inputs.CODES
     becomes_words = format.nbytes == 2 and columns % GROUP == 0 and level.multiplies_words and not waits
     return Inputs.WORDS if becomes_words else Inputs.FLOATS
 
@@ -100,18 +102,13 @@ def are_paired(level: Level, row_tile: int, inputs: Inputs) -> bool:
     return inputs is Inputs.BYTES and level.splits_words and row_tile % 2 == 0
 
 
-def are_matrices(level: Level, row_tile: int, inputs: Inputs = Inputs.CODES) -> bool:
-    """Whether panels of R rows are for matrices of the level."""
-    return inputs in (Inputs.CODES, Inputs.BYTES) and row_tile == level.matrix_rows
-
-
 def number_bytes(level: Level, inputs: Inputs) -> int:
     """Bytes of the numbers of a group of a row."""
     return 32 if level.halves_products and inputs is not Inputs.BYTES else 16
 
 
 def row_bytes(level: Level, inputs: Inputs) -> int:
-    """Bytes of a group of a row, but where int16 are for matrices."""
+    """Bytes of a group of a row of integers."""
     return GROUP * inputs.size + number_bytes(level, inputs)
 
 
@@ -127,10 +124,12 @@ def place_of_sum(groups: int, group: int) -> int:
 
 
 def panel_bytes(columns: int, row_tile: int, level: Level, inputs: Inputs = Inputs.CODES) -> int:
-    """Bytes of a panel of `row_tile` rows; columns is a multiple of 32."""
-    are_halves = inputs is Inputs.CODES and are_matrices(level, row_tile, inputs)
-    group_row_bytes = MATRIX_ROW if are_halves else row_bytes(level, inputs)
-    return columns // GROUP * group_row_bytes * row_tile
+    """Bytes of a panel of `row_tile` rows; columns is a multiple of 32, but for float32 and matrices."""
+    if inputs is Inputs.FLOATS:
+        return 4 * columns * row_tile
+    if inputs is Inputs.MATRICES:
+        return -(-columns // GROUP) * MATRIX
+    return columns // GROUP * row_bytes(level, inputs) * row_tile
 
 
 class RowArguments(NamedTuple):
@@ -169,22 +168,18 @@ def quantize_rows(
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
                 integers, top = round_to(e, halves, float(inputs.value))
                 target, each = start + group * (size * row_tile), number_bytes(e.level, inputs)
-                is_for_matrices = are_matrices(e.level, row_tile, inputs)
                 numbers = target + place * each + GROUP * inputs.size * row_tile
                 if inputs is Inputs.BYTES:
                     is_paired = are_paired(e.level, row_tile, inputs)
                     sums = _write_bytes(e, target, place, integers, is_paired=is_paired, is_unsigned=is_unsigned)
                 else:
-                    if is_for_matrices:
-                        numbers = _write_matrices(e, target, place, integers)
-                    else:
-                        for number, half in enumerate(integers):
-                            packed_half = _split(e, half) if splits(e.level, row_tile, inputs) else half.trunc(I16)
-                            e.store(packed_half, target + place * (2 * GROUP), 32 * number)
+                    for number, half in enumerate(integers):
+                        packed_half = _split(e, half) if splits(e.level, row_tile, inputs) else half.trunc(I16)
+                        e.store(packed_half, target + place * (2 * GROUP), 32 * number)
                     words = e.join([half.trunc(I16) for half in integers]).bits(vector(I32, 16))
                     sums = _negative_sums(e, words, with_pair_products=each > 16)
                 e.store(top * (1 / inputs.value), numbers)
-                e.store(sums.to_float() if is_for_matrices else sums, numbers, 4)
+                e.store(sums, numbers, 4)
 
     kind = inputs.suffix + "_unsigned" * is_unsigned
     return Kernel(f"quantize{kind}{'_normed' * has_norm}{'_picked' * picks}_{row_tile}", emit, RowArguments)
@@ -236,14 +231,39 @@ def _split(e: Emitter, integers: Value) -> Value:
     return e.shuffle(high, low, [lane + 16 * i + first for first in (0, 8) for i in (0, 1) for lane in range(8)])
 
 
-def _write_matrices(e: Emitter, address: Value, row: Value, halves: Values) -> Value:
-    """Write 32 inputs of a row, int32, to the matrices at an address. Returns the address of the row's numbers."""
-    nbytes, words = 2 * GROUP * ROWS, address + row * (2 * GROUP)
-    for number, integers in enumerate(halves):
-        high = (integers + 128) & -256
-        for place, part in ((0, high), (nbytes, integers - high)):
-            e.store((part.to_float().bits(part.type) >> 16).trunc(I16), words, place + 32 * number)
-    return address + row * 16 + 2 * nbytes
+@cache
+def write_matrices(has_norm: bool, *, picks: bool = False) -> Kernel[RowArguments]:
+    """Rows of x → panels of bfloat16 for matrices, one unit per row. Arguments as of `quantize_rows`, with any number
+    of columns."""
+
+    def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
+        f16, whole, rest = vector(F32, 16), args.columns // GROUP, args.columns % GROUP
+        matrices = e.level.matrices
+        assert matrices is not None
+        stride = (args.columns + (GROUP - 1)) // GROUP * MATRIX
+        with _rows(e, args, begin, end, picks) as (row, source):
+            target = args.out + row // ROWS * stride + row % ROWS * (2 * GROUP)
+            factor = inverse_rms(e, source, args.columns, args.eps) if has_norm else None
+
+            def write(group: Value, x: Value, weight: Value) -> None:
+                halves = [e.load(x, f16, 64 * half) for half in (0, 1)]
+                if factor is not None:
+                    norms = [e.load(weight, f16, 64 * half) for half in (0, 1)]
+                    halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
+                e.store(matrices.to_bfloat(e, *halves), target + group * MATRIX)
+
+            with e.loop(0, whole) as group:
+                write(group, source + group * 128, args.weight + group * 128)
+            with e.when(rest > 0):
+                numbers = [(source, scratch), (args.weight, scratch + 128)][: 1 + has_norm]
+                for address, copy in numbers:
+                    for half in (0, 64):
+                        e.store(e.zero(f16), copy, half)
+                    with e.loop(0, rest) as column:
+                        e.store(e.load(address + (whole * GROUP + column) * 4, F32), copy + column * 4)
+                write(whole, scratch, scratch + 128)
+
+    return Kernel(f"matrices{'_normed' * has_norm}{'_picked' * picks}", emit, RowArguments)
 
 
 @cache

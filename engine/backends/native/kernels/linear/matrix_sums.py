@@ -1,216 +1,291 @@
-"""Sums of products with codes where a level multiplies matrices (`Level.matrix_rows`): 16 rows and 32 inputs with 16
-outputs.
+"""Sums of products with weights as matrices of bfloat16, where a level multiplies these (`Level.matrices`).
 
-Codes become bfloat16 in memory of the thread that stays in the cache, once for 32 panels; they and their scales lie
-there as in `expanded_weights`. Both parts of an input are multiplied by the same codes, and the sum of the products is
-the same integer as at other levels. float32 has all integers up to 2²⁴. Codes that are too large for that are
-multiplied by each part alone, or become smaller by a number whose product with the sum of the inputs is added later.
+A strip is two tiles of weights and up to 2,048 inputs as right matrices: of each 32 inputs one of either tile. It lies
+in memory of the thread that stays in level 2 of the cache, as do the inputs of 256 rows, for which it is made once:
+while the strip before it is multiplied, since a CPU multiplies matrices beside its other work. The sums of 32 rows with
+a strip stay in registers.
 
-Inputs of 8 bits are one part, and both they and codes stay bytes: one product, whose sums are int32.
+A weight, scale · code in float32, is rounded to the nearest bfloat16, as inputs are (`activations.write_matrices`).
+Sums are float32. Which products a sum adds in which order depends on the number of inputs alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, panel_bytes, place_of_sum
-from polarlm.engine.backends.native.kernels.linear.expanded_weights import INPUTS, ExpandedBytes, ExpandedCodes
-from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair
-from polarlm.engine.backends.native.tiles import ROWS, block_bytes
-from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, Variable, vector
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, MATRIX
+from polarlm.engine.backends.native.kernels.linear.block_sums import PREFETCH_BYTES
+from polarlm.engine.backends.native.kernels.linear.expanders import expander
+from polarlm.engine.backends.native.kernels.linear.tile_reads import (
+    is_bfloat,
+    read_pair,
+    read_plain,
+    read_scale,
+    read_subs,
+    times_sub,
+)
+from polarlm.engine.backends.native.tiles import ROWS, TileLayout, block_bytes, layout
+from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Matrices, Value, Values, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
 
-_TILES = 16  # tiles of weights that are multiplied by inputs while these are in the cache
-_PANELS = 32  # whose sums are kept meanwhile: enough that products cost much more than expanding codes
-_PRODUCTS = 8  # matrices that are written before they are scaled and added
-_ROW, _MATRIX = 4 * ROWS, 4 * ROWS * ROWS  # bytes of float32, or of the bfloat16 of 32 inputs
-_EXACT = 1 << 24
+MOST_INPUTS = 2048  # of a strip. More are cut into strips of fewer, so that those of 256 rows stay in the cache
+_INPUTS = 1536
+_ROWS = 256  # for which a strip is made: enough that products cost much more than making it
+_UNITS = 16  # that share the inputs in the cache
+_STRIP = MOST_INPUTS // GROUP * 2 * MATRIX  # bytes
+_SUM_ROW = 2 * 4 * ROWS  # bytes of a row's sums with a strip
+_SUMS, _LEFT, _RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)  # registers
+_QUARTERS = 4  # of a matrix, each made beside a product
 _F16, _I16 = vector(F32, ROWS), vector(I32, ROWS)
+_INTERLEAVED = [half + 16 * odd for half in range(16) for odd in (0, 1)]
 
 
-def units_at_once(units: int, tiles: int, threads: int) -> int:
-    """Units that a thread takes at a time: many share inputs in the cache, and no thread has none. tiles: of a unit."""
-    return max(1, min(_TILES // tiles, units // threads))
+def units_at_once(units: int, threads: int) -> int:
+    """Units that a thread takes at a time: many share inputs in the cache, and no thread waits long for another."""
+    return max(1, min(_UNITS, units // (2 * threads)))
 
 
 @contextmanager
-def unit_runs(
-    e: Emitter, format: WeightFormat, kind: Inputs, units: tuple[Value, Value], matrix_units: Value, tiles: int
-) -> Iterator[tuple[Value, Value]]:
-    """A loop over units from the first to the last, in runs for `matrix_sums`: the first unit of a run, and how many
-    there are. matrix_units: units of a matrix; all of a run are of one. tiles: of a unit."""
-    begin, end = units
+def unit_runs(e: Emitter, begin: Value, end: Value, matrix_units: Value) -> Iterator[tuple[Value, Value]]:
+    """A loop over units from `begin` to `end`, in runs for `matrix_sums`: the first unit of a run, and how many there
+    are. matrix_units: units of a matrix; all of a run are of one."""
+    matrices = _matrices(e)
+    matrices.begin(e)
     first = e.variable(begin)
-    e.level.begin_tiles(e, format.group * kind.size // 4)
     with e.when(begin < end), e.repeat_while() as conditions:
         unit = first.get()
-        count = e.imin(e.imin(end - unit, _TILES // tiles), matrix_units - unit % matrix_units)
+        count = e.imin(end - unit, matrix_units - unit % matrix_units)
         yield unit, count
         first.add(count)
         conditions.append(first.get() < end)
-    e.level.end_tiles(e)
+    matrices.end(e)
+
+
+class Panels(NamedTuple):
+    """Rows of inputs as `activations.write_matrices` writes them: their address, the bytes of a panel of 16 rows, the
+    inputs of a row, and the number of rows."""
+
+    address: Value
+    stride: Value
+    columns: Value
+    rows: Value
 
 
 def matrix_sums(
     e: Emitter,
     format: WeightFormat,
-    kind: Inputs,
-    weights: tuple[Value, Value, Value],
-    units: tuple[Value, int],
-    panels: tuple[Value, Value, Value, Value],
-    y: tuple[Value, Value],
+    tiles: Callable[[Value], list[Value]],
+    count: Value,
+    panels: Panels,
     memory: Value,
-    finish: Callable[[Value, Value, list[list[Value]]], None],
+    finish: Callable[[Value, Value, Value, Value, Value], None],
 ) -> None:
-    """Call finish(number of a unit, number of a row, the sums of each tile of the unit of this row alone) inside a loop
-    over units and rows.
+    """Call finish(number of a strip, the first row, how many rows there are, the address of the sums, whether they are
+    those of the first inputs) inside loops over strips and over 32 rows at a time.
 
-    weights: the address of the first tile, the bytes of one, and the distance in tiles between a unit's tiles. units:
-    a run's, and the tiles of each. panels: their address, the bytes of one, the blocks of a row, and the number
-    of rows. y: the outputs of the first unit, which are prefetched, and the bytes from row to row. memory: 700
-    KiB.
+    tiles(number of a strip): the addresses of its two tiles. count: of strips. memory: 264 KiB. The sums are float32
+    (rows, 2, 16), of each of the strip's tiles. Where a row has more inputs than a strip they are parts of whole ones.
     """
-    (weight, tile_bytes, distance), (count, tiles), (x, stride, blocks, rows) = weights, units, panels
-    words = (_ByteMatrices if kind is Inputs.BYTES else _WordMatrices)(e, format)
-    products, tile_words = memory, memory + _PRODUCTS * _MATRIX
-    size = INPUTS // GROUP * words.nbytes
-    sums, zero = tile_words + _TILES * size, e.zero(_F16)
-    with e.loop(0, rows, _PANELS * ROWS) as begin:
-        panel_count = (e.imin(rows - begin, _PANELS * ROWS) + (ROWS - 1)) // ROWS
-        with e.loop(0, panel_count * _TILES) as number:
-            for row in range(ROWS):
-                e.store(zero, sums + number * _MATRIX, _ROW * row)
-        with e.loop(0, blocks, words.blocks) as block:
-            own_blocks = e.imin(blocks - block, words.blocks)
-            is_last = block + words.blocks >= blocks
-            with e.loop(0, count) as unit:
-                for which in range(tiles):
-                    address = weight + (unit + distance * which) * tile_bytes + block * block_bytes(format)
-                    words.write_blocks(address, e.i64(0), own_blocks, tile_words + (unit * tiles + which) * size)
-            with e.loop(0, panel_count) as panel:
-                first = begin + panel * ROWS
-                inputs = x + first // ROWS * stride + block * (words.parts * words.panel)
-                own_sums, out = sums + panel * (_TILES * _MATRIX), y[0] + first * y[1]
-                with e.loop(0, count * tiles) as number:
-                    with e.when(is_last):
-                        for row in range(ROWS):
-                            e.prefetch(out + (y[1] * row + number // tiles * _ROW), _ROW, level=2)
-                    own_words = tile_words + number * size
-                    next_inputs = inputs + stride + number * (words.panel // _TILES)
-                    total = own_sums + number * _MATRIX
-                    words.add_matrices(own_words, own_blocks * words.parts, inputs, next_inputs, products, total)
-                with e.when(is_last), e.loop(0, ROWS) as place, e.loop(0, count) as unit:
-                    address = own_sums + unit * (tiles * _MATRIX) + place * _ROW
-                    output_row = first + place
-                    row_sums = [[e.load(address, _F16, _MATRIX * which)] for which in range(tiles)]
-                    finish(unit, output_row, row_sums)
+    parts = (panels.columns + (GROUP - 1)) // GROUP
+    most = e.select(panels.columns <= MOST_INPUTS, e.i64(MOST_INPUTS // GROUP), e.i64(_INPUTS // GROUP))
+    slices = (parts + (most - 1)) // most
+    total = (panels.rows + (_ROWS - 1)) // _ROWS * slices * count
+    strips, make = memory + ROWS * 2 * _SUM_ROW, _StripMaker(e, format, panels.columns)
+
+    def strip(number: Value) -> _Strip:
+        first = number // count % slices * most
+        return _Strip(tiles(number % count), first, e.imin(parts - first, most), strips + (number & 1) * _STRIP)
+
+    with e.when(total > 0):
+        make.rest(strip(e.i64(0)), e.i64(0))
+    with e.loop(0, total) as number:
+        own, following = strip(number), strip(e.imin(number + 1, total - 1))
+        begin = number // (count * slices) * _ROWS
+        rows = e.imin(panels.rows - begin, _ROWS)
+        inputs = panels.address + begin // ROWS * panels.stride + own.first * MATRIX
+        end = e.select(number + 1 < total, following.parts * 2, e.i64(0))
+        made = e.variable(e.i64(0))  # matrices of the following strip
+        # With fewer rows there are fewer products, so that more is to be made beside each.
+        at_once = e.select(end > 0, e.imax(e.i64(_ROWS) // (rows + (2 * ROWS - 1) & -2 * ROWS), 1), e.i64(0))
+        with e.loop(0, rows, 2 * ROWS) as row:
+            address = inputs + row // ROWS * panels.stride
+            has_two = rows - row > ROWS
+            for register in _SUMS:
+                _matrices(e).clear(e, register)
+            with e.when(has_two):
+                _multiply(e, own, [address, address + panels.stride], (make, following, made, at_once))
+            with e.when(rows - row <= ROWS), e.loop(0, own.parts) as part:
+                _add_products(e, own, [address], part)
+            for place, register in enumerate(_SUMS):
+                _matrices(e).store(
+                    e, register, memory + (place // 2 * ROWS * _SUM_ROW + place % 2 * 4 * ROWS), _SUM_ROW
+                )
+            finish(number % count, begin + row, e.imin(rows - row, 2 * ROWS), memory, own.first.equals(0))
+        with e.when(end > 0):
+            make.rest(following, made.get())
 
 
-class _MatrixCodes(ExpandedCodes):
-    """Multiplies 16 rows of a panel by codes in memory.
+class _Strip(NamedTuple):
+    """Two tiles, as matrices of 32 inputs each from number `first` on: `parts` of either tile, in turn at `address`."""
 
-    parts_of_input: each is multiplied by the same codes. are_added: whether by one product, with one sum. shift: what
-    codes have been made smaller by.
-    """
+    tiles: Values
+    first: Value
+    parts: Value
+    address: Value
 
-    parts_of_input, are_added, shift = 1, True, 0
 
-    def __init__(self, e: Emitter, format: WeightFormat) -> None:
-        super().__init__(e, format)
-        self.panel = panel_bytes(GROUP, ROWS, e.level, self.inputs)  # bytes of 32 inputs
+def _matrices(e: Emitter) -> Matrices:
+    matrices: Matrices | None = e.level.matrices
+    assert matrices is not None
+    return matrices
 
-    def add_matrices(
-        self, words: Value, parts: Value, inputs: Value, next_inputs: Value, products: Value, sums: Value
-    ) -> None:
-        """Add the products of a panel's rows with words to float32 (16, 16) at `sums`. parts: of 32 inputs.
-        next_inputs: the next panel's, which are prefetched. products: memory for matrices."""
-        e, groups, size, prefetch_distance = self._e, self._groups, GROUP * self.inputs.size, self.panel // _TILES
-        each = 1 if self.are_added else self.parts_of_input
-        step = groups * each * _MATRIX
-        with e.loop(0, parts, _PRODUCTS // (groups * each)) as first:
-            count = e.imin(parts - first, _PRODUCTS // (groups * each))
-            own_words, own_inputs = words + first * self.nbytes, inputs + first * self.panel
-            with e.loop(0, count) as number:
-                for group in range(groups):
-                    right = own_words + number * self.nbytes + self._scales // groups * group
-                    start = own_inputs + number * self.panel + size // groups * group
-                    left = [start + size * ROWS * part for part in range(self.parts_of_input)]
-                    out = products + number * step + each * _MATRIX * group
-                    for place, matrices in enumerate([left] if self.are_added else [[part] for part in left]):
-                        e.level.multiply_tiles(e, matrices, size, right, out + _MATRIX * place)
-            totals = [e.variable(e.load(sums, _F16, _ROW * row)) for row in range(ROWS)]
-            with e.loop(0, count) as number:
-                e.prefetch(next_inputs + (first + number) * self.panel, prefetch_distance + 32, level=2)
-                for group in range(groups):
-                    out = products + number * step + each * _MATRIX * group
-                    panel = own_inputs + number * self.panel
-                    for row, total in enumerate(totals):
-                        at_numbers = panel + (size * ROWS * self.parts_of_input + 16 * row)
-                        self._add_row(own_words + number * self.nbytes, group, out + _ROW * row, at_numbers, total)
-            for row, total in enumerate(totals):
-                e.store(total.get(), sums, _ROW * row)
 
-    def _add_row(self, words: Value, group: int, product: Value, numbers: Value, total: Variable) -> None:
-        """Add the products of a row with a group of inputs, scaled, in the order of other levels."""
+def _multiply(e: Emitter, strip: _Strip, rows: Values, making: tuple[_StripMaker, _Strip, Variable, Value]) -> None:
+    """Add the products of 32 rows with a strip, and make matrices of the following strip meanwhile: at_once beside
+    every four parts."""
+    make, following, made, at_once = making
+    groups = e.select(at_once > 0, strip.parts // _QUARTERS, e.i64(0))
+    with e.loop(0, groups) as group:
+        part = make.part(following, made.get())
+        for quarter in range(_QUARTERS):
+            _add_products(e, strip, rows, group * _QUARTERS + quarter)
+            part(range(quarter * 4, quarter * 4 + 4))
+        with e.loop(1, at_once) as more:
+            make.part(following, made.get() + more)(range(GROUP // 2))
+        made.add(at_once)
+    with e.loop(groups * _QUARTERS, strip.parts) as one:
+        _add_products(e, strip, rows, one)
+
+
+def _add_products(e: Emitter, strip: _Strip, rows: Values, part: Value) -> None:
+    """Add the products of 16 rows each, at addresses, with a part of a strip."""
+    matrices, right = _matrices(e), strip.address + part * (2 * MATRIX)
+    for number, register in enumerate(_RIGHT):
+        matrices.load(e, register, right + number * MATRIX)
+    for number, address in enumerate(rows):
+        matrices.load(e, _LEFT[number], address + part * MATRIX)
+        for place, register in enumerate(_RIGHT):
+            matrices.add_product(e, _SUMS[2 * number + place], _LEFT[number], register)
+
+
+class _StripMaker:
+    """Makes the matrices of strips: of bfloat16 from the weights of a format."""
+
+    def __init__(self, e: Emitter, format: WeightFormat, columns: Value) -> None:
+        self._e, self._columns = e, columns
+        self._read = _CodeReads(e, format) if format.unpack is not None else _NumberReads(e, format, columns)
+
+    def rest(self, strip: _Strip, made: Value) -> None:
+        """Make all matrices of a strip but for the first ones."""
+        with self._e.loop(made, strip.parts * 2) as number:
+            self.part(strip, number)(range(GROUP // 2))
+
+    def part(self, strip: _Strip, number: Value) -> Callable[[Sequence[int]], None]:
+        """A function that makes pairs of inputs of a matrix of a strip; those of the first tile are numbered first."""
         e = self._e
-        input_sum = e.broadcast(numbers, F32, ROWS, place_of_sum(self._groups, group))
-        dot = self._product(product)
-        if not self.are_added:
-            dot = dot + self._product(product + _MATRIX)
-        if self.shift:
-            dot = e.fma(input_sum, e.const_like(-float(self.shift), input_sum), dot)
-        value = dot * e.load(words, _F16, self._scales + _ROW * group)
-        if self._offsets is not None:
-            value = e.fma(input_sum, e.load(words, _F16, self._offsets + _ROW * group), value)
-        total.set(e.fma(value, e.broadcast(numbers, F32, ROWS), total.get()))
+        is_second = number >= strip.parts
+        part = number - e.select(is_second, strip.parts, e.i64(0))
+        pairs = self._read(e.select(is_second, strip.tiles[1], strip.tiles[0]), strip.first + part)
+        out = strip.address + part * (2 * MATRIX) + e.select(is_second, e.i64(MATRIX), e.i64(0))
 
-    def _product(self, address: Value) -> Value:
-        """A row of a product, float32 (16,)."""
-        return self._e.load(address, _F16)
+        def make(places: Sequence[int]) -> None:
+            for pair in places:
+                e.store(pairs(pair), out, 4 * ROWS * pair)
+
+        return make
 
 
-class _ByteMatrices(ExpandedBytes, _MatrixCodes):
-    """Writes blocks of a format as bytes, and multiplies them by signed inputs."""
+class _NumberReads:
+    """Weights that are numbers of 16 bits."""
 
-    has_starts = False
+    def __init__(self, e: Emitter, format: WeightFormat, columns: Value) -> None:
+        self._e, self._format, self._columns = e, format, columns
 
-    def _product(self, address: Value) -> Value:
-        return self._e.load(address, _I16).to_float()
+    def __call__(self, tile: Value, part: Value) -> Callable[[int], Value]:
+        """A function that reads a pair of 32 inputs of a tile, bfloat16 (32,) as int16. Beyond the last input it reads
+        that one, which is multiplied by 0."""
+        e, row_bytes = self._e, ROWS * self._format.nbytes
+        last, address = self._columns - 1 - part * GROUP, tile + part * (GROUP * row_bytes)
+        e.prefetch(address + PREFETCH_BYTES, GROUP * row_bytes)
+
+        def pair(number: int) -> Value:
+            rows = [address + e.imin(e.i64(2 * number + i), last) * row_bytes for i in (0, 1)]
+            if is_bfloat(self._format):
+                return _interleave(e, e.join([e.load(row, vector(I16, ROWS)) for row in rows]))
+            return _round(e, *(read_plain(e, row, self._format, ROWS) for row in rows))
+
+        return pair
 
 
-class _WordMatrices(_MatrixCodes):
-    """Writes blocks of a format as bfloat16, and multiplies them."""
-
-    parts_of_input = 2
+class _CodeReads:
+    """Weights that are scales and codes. What a block has for several parts is unpacked with its first part."""
 
     def __init__(self, e: Emitter, format: WeightFormat) -> None:
-        super().__init__(e, format)
-        numbers = self._numbers()
-        most = _EXACT // (format.group * (Inputs.CODES.value + 1))
-        shift = max(0, int(numbers.max()) - most)
-        self.are_added = int(numbers.min()) - shift >= -most
-        self.shift = shift if self.are_added else 0
+        self._e, self._format, self._expand = e, format, expander(e, format)
+        self._layout: TileLayout = layout(format) if self._expand is None else self._expand.layout
+        self._groups, self._parts = GROUP // format.group, format.values // GROUP
+        subs = self._layout.subs
+        self._subs = None if subs is None else e.stack(ROWS * subs.count)
         self._find = None
-        if len(numbers) < 256:
-            bits = (numbers - self.shift).astype(np.float32).view(np.int32) >> 16
-            self._find = e.level.word_table(e, bits.tolist())
+        if self._layout.planes != (8,):
+            numbers = np.arange(2**format.bits) - format.zero if format.table is None else format.table
+            bits = numbers.astype(np.float32).view(np.int32) >> 16  # exact: no number has more than 8 bits
+            self._find = _matrices(e).word_table(e, bits.tolist())
 
-    def _numbers(self) -> np.ndarray:
-        """What each code stands for."""
-        format = self._layout.format
-        if format.table is not None:
-            return format.table.astype(np.int64)
-        if self._layout.planes == (8,):
-            return np.arange(-128, 128)
-        return np.arange(2**format.bits) - self._codes.zero
+    def __call__(self, tile: Value, part: Value) -> Callable[[int], Value]:
+        """A function that reads a pair of 32 inputs of a tile, bfloat16 (32,) as int16."""
+        e, place = self._e, self._layout
+        block, own_part = part // self._parts, part % self._parts
+        address = subs = tile + block * block_bytes(self._format)
+        e.prefetch(address + PREFETCH_BYTES, block_bytes(self._format) // self._parts)
+        if self._expand is not None or self._subs is not None:
+            with e.when(own_part.equals(0)):
+                expanded = address if self._expand is None else self._expand(address)
+                if self._subs is not None:
+                    read_subs(e, place, address, self._subs)
+            address = expanded if self._expand is not None else address
+            subs = address if self._subs is None else self._subs
+        scale, offset = read_scale(e, address, 0, place.is_power, ROWS), None
+        if self._expand is not None and self._expand.factor != 1:
+            scale = scale * float(self._expand.factor)
+        if place.offset is not None:
+            offset = read_scale(e, address, place.offset, False, ROWS)
+        own_subs, codes = subs + own_part * (ROWS * self._groups), address + (own_part * place.part_bytes + place.codes)
+        scales = [times_sub(e, scale, own_subs, place.sub_scale, group, signed=True) for group in range(self._groups)]
+        offsets = [
+            None if offset is None else times_sub(e, offset, own_subs, place.sub_offset, group)
+            for group in range(self._groups)
+        ]
 
-    def _word(self, address: Value, pair: int) -> Value:
-        """bfloat16."""
-        if self._find is not None:
-            return self._find(read_pair(self._e, self._layout, address, pair, ROWS))
-        words = super()._word(address, pair).bits(_I16)
-        low, high = ((half.ashr(16).to_float().bits(_I16)) for half in (words << 16, words))
-        return ((low >> 16) | (high & -65536)).bits(vector(I16, 2 * ROWS))
+        def pair(number: int) -> Value:
+            group = 2 * number // self._format.group
+            own_scale, own_offset = scales[group], offsets[group]
+            values = [
+                code * own_scale if own_offset is None else e.fma(code, own_scale, own_offset)
+                for code in self._codes(codes, number)
+            ]
+            return _round(e, *values)
+
+        return pair
+
+    def _codes(self, address: Value, pair: int) -> list[Value]:
+        """What the codes of a pair of inputs stand for, two of float32 (16,)."""
+        e = self._e
+        if self._find is None:
+            quad = e.load(address, _I16, 4 * ROWS * (pair // 2))
+            return [(quad << shift).ashr(24).to_float() for shift in ((24, 8), (16, 0))[pair % 2]]
+        words = self._find(read_pair(e, self._layout, address, pair, ROWS)).bits(_I16)
+        return [(words << 16).bits(_F16), (words & -65536).bits(_F16)]
+
+
+def _round(e: Emitter, even: Value, odd: Value) -> Value:
+    """float32 (16,) of two inputs → bfloat16 (32,), a pair of each output, as int16."""
+    return _interleave(e, _matrices(e).to_bfloat(e, even, odd))
+
+
+def _interleave(e: Emitter, halves: Value) -> Value:
+    return e.shuffle(halves, halves, _INTERLEAVED)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, partial
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, are_matrices, row_bytes
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, row_bytes
 from polarlm.engine.backends.native.kernels.linear.block_sums import (
     Block,
     Codes,
@@ -20,7 +20,7 @@ from polarlm.engine.backends.native.kernels.linear.block_sums import (
     sum_by_outputs,
 )
 from polarlm.engine.backends.native.kernels.linear.expanded_sums import SUMS, expanded_sums, is_expanded
-from polarlm.engine.backends.native.kernels.linear.matrix_sums import matrix_sums, unit_runs
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import Panels, matrix_sums, unit_runs
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
 from polarlm.engine.backends.native.kernels.rows import apply_gate
 from polarlm.engine.backends.native.tiles import layout
@@ -50,6 +50,8 @@ class Product:
     @property
     def block_inputs(self) -> int:
         """Inputs of a block of `ProductArguments`: of the format, of numbers that become words, or one."""
+        if self.inputs is Inputs.MATRICES:
+            return 1
         return GROUP if self.inputs is Inputs.WORDS else self.format.values
 
     @property
@@ -114,13 +116,13 @@ def product(spec: Product) -> Kernel[ProductArguments]:
 class Way(Enum):
     """How a kernel multiplies; README.md has the picture."""
 
-    MATRICES = "matrices"  # codes become matrices of the level, which multiplies these
+    MATRICES = "matrices"  # weights become matrices of the level, which multiplies these
     EXPANDED = "expanded"  # blocks are expanded in memory that stays in the cache, once for many panels
     TILES = "tiles"  # the weights of a tile are unpacked in registers, for each panel
 
 
 def way(spec: Product, level: Level) -> Way:
-    if are_matrices(level, spec.row_tile, spec.inputs):
+    if spec.inputs is Inputs.MATRICES:
         return Way.MATRICES
     return Way.EXPANDED if is_expanded(spec.format, spec.inputs, spec.tiling, level) else Way.TILES
 
@@ -160,19 +162,27 @@ class _Body:
         self._parts, self._wide = _parts(spec, e.level), _tiles_of_unit(spec)
 
     def matrices(self, begin: Value, end: Value) -> None:
-        e, spec, args = self._e, self._spec, self._args
-        each = 1 if spec.activation is None else 2
-        with unit_runs(e, spec.format, spec.inputs, (begin, end), args.tiles, each) as (unit, count):
-            operands = _operands(e, spec, args, unit, self._wide)
-            tile = operands.weights + operands.unit * args.tile_bytes
-            weights, y = (tile, args.tile_bytes, args.tiles), (operands.y + operands.unit * 64, args.y_stride)
-            panels = operands.x, args.x_stride, args.blocks, operands.rows
+        e, spec, args, wide = self._e, self._spec, self._args, self._wide
+        with unit_runs(e, begin, end, (args.tiles + (wide - 1)) // wide) as (unit, count):
+            operands = _operands(e, spec, args, unit, wide)
 
-            def finish(number: Value, row: Value, sums: Sequence[Values]) -> None:
-                self._finish(operands._replace(unit=operands.unit + number), row, sums)
+            def own(strip: Value) -> _Operands:
+                return operands._replace(unit=operands.unit + strip)
 
-            sums_at = self._scratch + SUMS
-            matrix_sums(e, spec.format, spec.inputs, weights, (count, each), panels, y, sums_at, finish)
+            def finish(strip: Value, first: Value, rows: Value, sums: Value, are_first: Value) -> None:
+                for adds, condition in ((spec.adds, are_first), (True, are_first.equals(0))):
+                    if adds != spec.adds and spec.activation:
+                        continue  # a strip has all of their inputs
+                    own_spec = replace(spec, adds=adds, has_bias=spec.has_bias and condition is are_first)
+                    body = _Body(e, own_spec, args, self._scratch)
+                    with e.when(condition), e.loop(0, rows) as row:
+                        row_sums = [[e.load(sums + row * 128, _F16, 64 * side)] for side in (0, 1)]
+                        body._finish(own(strip), first + row, row_sums)
+
+            panels = Panels(operands.x, args.x_stride, args.blocks, operands.rows)
+            matrix_sums(
+                e, spec.format, lambda strip: self._tiles(own(strip)), count, panels, self._scratch + SUMS, finish
+            )
 
     def expanded(self, begin: Value, end: Value) -> None:
         e, spec, args = self._e, self._spec, self._args

@@ -38,13 +38,13 @@ def widen(e: Emitter, bits: Value, *, is_bfloat: bool) -> Value:
     return (bits.zext(I32) << 16).bits(_type(F32, bits.lanes))
 
 
-def read_subs(e: Emitter, layout: TileLayout, address: Value) -> Value:
+def read_subs(e: Emitter, layout: TileLayout, address: Value, memory: Value | None = None) -> Value:
     """The address that `sub_scale` and `sub_offset` of a layout are offsets from, for the block at `address`: its own,
     or the address of memory where they have become bytes. A few instructions unpack four numbers of each row."""
     subs = layout.subs
     if subs is None:
         return address
-    memory = e.stack(ROWS * subs.count)
+    memory = e.stack(ROWS * subs.count) if memory is None else memory
     counts = [subs.count * bits // 8 for bits in subs.planes]  # vectors of each plane
     for first in range(0, subs.count, size := min(4, *counts)):
         start, low, whole = subs.start, 0, None

@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.linear.activations import Inputs, are_matrices, are_paired
+from polarlm.engine.backends.native.kernels.linear.activations import Inputs, are_paired
 from polarlm.engine.jit.lang import Level
 
 _FEW = 2  # rows per expert, on average, from which panels of several rows are faster than panels of one
 _FEW_ROWS = 16  # up to which words in memory save nothing, where sums are in order
 _MOST_IN_ORDER = 6  # rows whose sums have 12 of 16 registers
-_FEW_OF_MATRICES = 24  # rows for which a level's matrices are no faster: too many of theirs would be empty
 _FEW_PANELS = 2  # for which unpacking weights again would cost more than loading inputs seldom saves
 
 
@@ -27,6 +26,7 @@ class Tiling(NamedTuple):
 
 
 SINGLE = Tiling(1, 1)
+_MATRICES = Tiling(16, 2)  # rows of a matrix, and tiles of a strip
 _PAIRS = Tiling(4, 1)  # for bytes that are multiplied in pairs of rows: their sums have half of the registers
 
 
@@ -37,6 +37,8 @@ def tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
 
     inputs: how products read them; `Inputs.shared` of several.
     """
+    if inputs is Inputs.MATRICES:
+        return _MATRICES
     if level.orders_sums and inputs.are_integers and rows <= _FEW_ROWS:
         # Unpacking a tile of codes, and scaling its sums, take about as long as a row.
         size = Tiling(min(range(1, 1 + _MOST_IN_ORDER), key=lambda row_tile: -(-rows // row_tile) * (row_tile + 1)), 1)
@@ -44,10 +46,6 @@ def tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
     few, most = _few(level, inputs), largest_tiling(level, inputs)
     if are_paired(level, most.rows, inputs) and rows > 1:
         return most._replace(rows=2 * -(-rows // (2 * -(-rows // most.rows))))
-    if are_matrices(level, most.rows, inputs):
-        if rows > _FEW_OF_MATRICES:
-            return most
-        most = Tiling(*level.code_tiles[-1])
     if rows <= _FEW_PANELS * few.rows:
         most = few
     return Tiling(-(-rows // -(-rows // most.rows)), most.tiles)
@@ -56,21 +54,19 @@ def tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
 def expert_tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
     """The tiling for experts that have about `rows` rows each: for few the smaller panel, since fewer of its rows
     are empty. Of float32 an empty row costs as much as another: panels have about as many rows as experts."""
-    if rows < _FEW:
+    if rows < _FEW and inputs is not Inputs.MATRICES:
         return SINGLE
     if not inputs.are_integers:
         return tiling(rows, level, inputs)
     few, most = _few(level, inputs), largest_tiling(level, inputs)
-    are_few = rows <= (_FEW_OF_MATRICES if are_matrices(level, most.rows, inputs) else _FEW_PANELS * few.rows)
-    return few if few.rows < most.rows and are_few else most
+    return few if few.rows < most.rows and rows <= _FEW_PANELS * few.rows else most
 
 
 @cache
 def largest_tiling(level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
-    """The tiling for many rows. Of float32, it is one whose sums are few where the largest is for words in memory. Of
-    codes, it is the tiling of the level's matrices, if it has any."""
-    if level.matrix_rows and are_matrices(level, level.matrix_rows, inputs):
-        return Tiling(level.matrix_rows, 1)
+    """The tiling for many rows. Of float32, it is one whose sums are few where the largest is for words in memory."""
+    if inputs is Inputs.MATRICES:
+        return _MATRICES
     if are_paired(level, _PAIRS.rows, inputs):
         return _PAIRS
     unpacks = level.unpacks_first and not level.has_room
@@ -94,8 +90,7 @@ def become_words(size: Tiling, level: Level, inputs: Inputs = Inputs.CODES) -> b
 
 def are_unsigned(size: Tiling, level: Level, inputs: Inputs) -> bool:
     """Whether inputs of 8 bits are unsigned in panels: bytes in memory, which are signed, are multiplied by them."""
-    is_matrix = are_matrices(level, size.rows, inputs)
-    return inputs is Inputs.BYTES and not is_matrix and become_words(size, level, inputs)
+    return inputs is Inputs.BYTES and become_words(size, level, inputs)
 
 
 def short_prompts(level: Level) -> tuple[int, ...]:
