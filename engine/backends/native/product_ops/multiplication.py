@@ -13,6 +13,7 @@ import numpy as np
 
 from polarlm.engine.backends.native import tiles
 from polarlm.engine.backends.native.kernels.linear.activations import (
+    GROUP,
     Inputs,
     RowArguments,
     inputs_for,
@@ -49,6 +50,27 @@ class RepeatableLaunch(NamedTuple):
     by_row: list[int]
 
 
+def inputs_of(launch: Launcher, w: Linear | ExpertLinear, rows: int) -> list[Inputs]:
+    """How the product of `rows` rows with each part of the weights reads its inputs."""
+    waits, bits = launch.in_graph or rows == 1, launch.input_bits
+    # All rows of a prompt are multiplied in the same way, however it is cut.
+    are_few = isinstance(w, ExpertLinear) if launch.in_graph and rows >= tiles.ROWS else waits
+    return [
+        inputs_for(part.format, part.shape[1], launch.level, waits=waits, bits=bits, are_few=are_few)
+        for part in w.parts
+    ]
+
+
+def all_matrices(launch: Launcher, w: Linear | ExpertLinear, rows: int) -> bool:
+    """Whether the product of `rows` rows with all parts of the weights reads panels of bfloat16."""
+    return all(kind is Inputs.MATRICES for kind in inputs_of(launch, w, rows))
+
+
+def bfloat_panels(launch: Launcher, rows: int, columns: int) -> np.ndarray:
+    """Memory for panels of bfloat16: uint16 (rows, columns), in the panels' order. columns: a multiple of 32."""
+    return launch.empty((-(-rows // tiles.ROWS) * tiles.ROWS, columns), np.uint16)[:rows]
+
+
 class Multiplication:
     """The product of rows with one matrix, or of each row with its experts' matrices.
 
@@ -67,10 +89,10 @@ class Multiplication:
     ) -> None:
         """rows: how many there are. adds: the product is added to the result. The rest is as in `Ops.linear`."""
         self._launch, self._w, self._adds = launch, w, adds
-        self._norm, activation, _ = fusion
+        self._norm, activation, consumer = fusion
         self._is_stack = isinstance(w, ExpertLinear)
         self._count = w.count if isinstance(w, ExpertLinear) else 1
-        self.inputs = [self._inputs_for(part, rows) for part in w.parts]
+        self.inputs = inputs_of(launch, w, rows)
         self.shared = Inputs.shared(self.inputs)
         # One kernel multiplies by gate and up together if both halves of the outputs are whole tiles.
         has_halves = len(w.parts) == 1 and w.shape[0] % (2 * tiles.ROWS) == 0
@@ -78,14 +100,9 @@ class Multiplication:
         is_fused = activation is not None and is_gated(activation) and has_halves and has_all
         self.activation = activation if is_fused else None
         self.width = w.shape[0] // (1 if self.activation is None else 2)
+        are_matrices = consumer is not None and all_matrices(launch, consumer, rows) and self.width % GROUP == 0
+        self.to_matrices = self.activation is not None and self.shared is Inputs.MATRICES and are_matrices
         self.repeatable: RepeatableLaunch | None = None  # once launched, if it can be repeated
-
-    def _inputs_for(self, part: Matrix, rows: int) -> Inputs:
-        launch = self._launch
-        waits, bits = launch.in_graph or rows == 1, launch.input_bits
-        # All rows of a prompt are multiplied in the same way, however it is cut.
-        are_few = self._is_stack if launch.in_graph and rows >= tiles.ROWS else waits
-        return inputs_for(part.format, part.shape[1], launch.level, waits=waits, bits=bits, are_few=are_few)
 
     def repeat(self, repeatable: RepeatableLaunch, x: np.ndarray, y: np.ndarray) -> None:
         """As the first `launch`, with other rows: what is packed already takes no Python."""
@@ -117,7 +134,7 @@ class Multiplication:
         chosen: np.ndarray | None = None,
         sources: np.ndarray | None = None,
     ) -> None:
-        """Write the products of x (T, in) to y (T or P, width).
+        """Write the products of x (T, in) to y (T or P, width), both float32; or uint16, if they are `bfloat_panels`.
 
         With experts: chosen (n, fields of `ExpertRows`), and sources (P,) int32, the row of x of each place.
         """
@@ -151,7 +168,8 @@ class Multiplication:
 
     def _spec(self, part: Matrix, sizes: Tiling, kind: Inputs) -> Product:
         has_bias = self._w.bias is not None
-        return Product(part.format, sizes, self._adds, has_bias, self.activation, self._is_stack, kind)
+        options = self._adds, has_bias, self.activation, self._is_stack
+        return Product(part.format, sizes, *options, kind, self.to_matrices)
 
     def _panel_kernel(self, sizes: Tiling, kind: Inputs) -> Kernel[RowArguments]:
         is_normed = self._norm is not None
@@ -166,7 +184,11 @@ class Multiplication:
         self, x: np.ndarray, sizes: Tiling, kind: Inputs, sources: np.ndarray | None, launches: list[LaunchSpec]
     ) -> np.ndarray:
         """The rows of x, after their norm: (panels, bytes of a panel) uint8, which a launch writes, or x itself if that
-        is the same."""
+        is the same: also panels of bfloat16, which have the type uint16."""
+        if x.dtype == np.uint16:
+            assert kind is Inputs.MATRICES
+            assert self._norm is None
+            return x
         columns, row_tile, rows = x.shape[1], sizes.rows, len(x) if sources is None else len(sources)
         is_same = kind is Inputs.FLOATS and self._norm is None and row_tile == 1 and sources is None
         if is_same and x.flags.c_contiguous:
@@ -203,8 +225,8 @@ class Multiplication:
             chosen=chosen,
             blocks=columns // spec.block_inputs,
             tile_bytes=memory.shape[1],
-            x_stride=x.strides[0],
-            y_stride=y.strides[0],
+            x_stride=x.strides[0] * (tiles.ROWS if x.dtype == np.uint16 else 1),
+            y_stride=y.strides[0] * (tiles.ROWS if y.dtype == np.uint16 else 1),
             rows=len(y),
             outputs=outputs // half,
             tiles=matrix_tiles // half,

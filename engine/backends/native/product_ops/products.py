@@ -36,7 +36,12 @@ from polarlm.engine.backends.native.kernels.rows import (
 )
 from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.native.product_ops.loading import CachedTiles, LoadOps
-from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, compiled_tiling, experts_of
+from polarlm.engine.backends.native.product_ops.multiplication import (
+    Multiplication,
+    bfloat_panels,
+    compiled_tiling,
+    experts_of,
+)
 from polarlm.engine.backends.ops import PLAIN, ExpertNetwork, Fusion, Routing
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix
@@ -116,7 +121,9 @@ class LinearOps(LoadOps):
         if product is None:
             product = Multiplication(self._launch, w, rows, fusion, adds=residual is not None)
         y = residual
-        if y is None:
+        if product.to_matrices:
+            y = bfloat_panels(self._launch, rows, product.width)
+        elif y is None:
             # Rows whose beginnings are a power of two apart share a few sets of the caches, and several are written
             # together. What is activated is the input of another product, which takes rows at any distance.
             padding = 16 if product.activation is not None and product.width % 512 == 0 else 0
@@ -195,7 +202,8 @@ class ExpertOps(KernelOps):
         down_product = Multiplication(self._launch, down, len(x), PLAIN)
         order = self._arrange(routing, gate_up.count, (up, down_product))
         self._expect(order.chosen, gate_up, down)
-        y = self._launch.empty((len(order.sources), up.width))
+        shape = len(order.sources), up.width
+        y = bfloat_panels(self._launch, *shape) if up.to_matrices else self._launch.empty(shape)
         up.launch(x, y, order.tiling, order.chosen, order.sources)
         if fusion.activation is not None and up.activation is None:
             y = self.activate_halves(y, fusion.activation)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,7 +37,6 @@ _INPUTS = 1536
 _ROWS = 256  # for which a strip is made: enough that products cost much more than making it
 _UNITS = 16  # that share the inputs in the cache
 _STRIP = MOST_INPUTS // GROUP * 2 * MATRIX  # bytes
-_SUM_ROW = 2 * 4 * ROWS  # bytes of a row's sums with a strip
 _SUMS, _LEFT, _RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)  # registers
 _QUARTERS = 4  # of a matrix, each made beside a product
 _F16, _I16 = vector(F32, ROWS), vector(I32, ROWS)
@@ -53,7 +52,7 @@ def units_at_once(units: int, threads: int) -> int:
 def unit_runs(e: Emitter, begin: Value, end: Value, matrix_units: Value) -> Iterator[tuple[Value, Value]]:
     """A loop over units from `begin` to `end`, in runs for `matrix_sums`: the first unit of a run, and how many there
     are. matrix_units: units of a matrix; all of a run are of one."""
-    matrices = _matrices(e)
+    matrices = matrices_of(e)
     matrices.begin(e)
     first = e.variable(begin)
     with e.when(begin < end), e.repeat_while() as conditions:
@@ -75,6 +74,27 @@ class Panels(NamedTuple):
     rows: Value
 
 
+class Place(NamedTuple):
+    """Sums of 16 rows and a strip: its number, the first row, how many of them exist, whether the sums have no earlier
+    inputs than the strip's, and the registers of either tile."""
+
+    strip: Value
+    row: Value
+    rows: Value
+    are_first: Value
+    registers: tuple[int, int]
+
+
+class Outputs(Protocol):
+    """What sums start with, and what they become."""
+
+    def start(self, place: Place) -> None:
+        """Load registers."""
+
+    def finish(self, place: Place) -> None:
+        """Store registers."""
+
+
 def matrix_sums(
     e: Emitter,
     format: WeightFormat,
@@ -82,23 +102,21 @@ def matrix_sums(
     count: Value,
     panels: Panels,
     memory: Value,
-    finish: Callable[[Value, Value, Value, Value, Value], None],
+    outputs: Outputs,
 ) -> None:
-    """Call finish(number of a strip, the first row, how many rows there are, the address of the sums, whether they are
-    those of the first inputs) inside loops over strips and over 32 rows at a time.
+    """Compute the sums of strips, with a slice of the inputs after another where these are more than a strip's.
 
-    tiles(number of a strip): the addresses of its two tiles. count: of strips. memory: 264 KiB. The sums are float32
-    (rows, 2, 16), of each of the strip's tiles. Where a row has more inputs than a strip they are parts of whole ones.
+    tiles(number of a strip): the addresses of its two tiles. count: of strips. memory: 256 KiB.
     """
     parts = (panels.columns + (GROUP - 1)) // GROUP
     most = e.select(panels.columns <= MOST_INPUTS, e.i64(MOST_INPUTS // GROUP), e.i64(_INPUTS // GROUP))
     slices = (parts + (most - 1)) // most
     total = (panels.rows + (_ROWS - 1)) // _ROWS * slices * count
-    strips, make = memory + ROWS * 2 * _SUM_ROW, _StripMaker(e, format, panels.columns)
+    make = _StripMaker(e, format, panels.columns)
 
     def strip(number: Value) -> _Strip:
         first = number // count % slices * most
-        return _Strip(tiles(number % count), first, e.imin(parts - first, most), strips + (number & 1) * _STRIP)
+        return _Strip(tiles(number % count), first, e.imin(parts - first, most), memory + (number & 1) * _STRIP)
 
     with e.when(total > 0):
         make.rest(strip(e.i64(0)), e.i64(0))
@@ -112,19 +130,20 @@ def matrix_sums(
         # With fewer rows there are fewer products, so that more is to be made beside each.
         at_once = e.select(end > 0, e.imax(e.i64(_ROWS) // (rows + (2 * ROWS - 1) & -2 * ROWS), 1), e.i64(0))
         with e.loop(0, rows, 2 * ROWS) as row:
-            address = inputs + row // ROWS * panels.stride
-            has_two = rows - row > ROWS
-            for register in _SUMS:
-                _matrices(e).clear(e, register)
-            with e.when(has_two):
+            address, left = inputs + row // ROWS * panels.stride, rows - row
+            are_first = own.first.equals(0)
+            halves = [
+                Place(number % count, begin + row + first, e.imin(left - first, ROWS), are_first, registers)
+                for first, registers in zip((0, ROWS), (_SUMS[:2], _SUMS[2:]), strict=True)
+            ]
+            outputs.start(halves[0])
+            with e.when(left > ROWS):
+                outputs.start(halves[1])
                 _multiply(e, own, [address, address + panels.stride], (make, following, made, at_once))
-            with e.when(rows - row <= ROWS), e.loop(0, own.parts) as part:
+                outputs.finish(halves[1])
+            with e.when(left <= ROWS), e.loop(0, own.parts) as part:
                 _add_products(e, own, [address], part)
-            for place, register in enumerate(_SUMS):
-                _matrices(e).store(
-                    e, register, memory + (place // 2 * ROWS * _SUM_ROW + place % 2 * 4 * ROWS), _SUM_ROW
-                )
-            finish(number % count, begin + row, e.imin(rows - row, 2 * ROWS), memory, own.first.equals(0))
+            outputs.finish(halves[0])
         with e.when(end > 0):
             make.rest(following, made.get())
 
@@ -138,7 +157,7 @@ class _Strip(NamedTuple):
     address: Value
 
 
-def _matrices(e: Emitter) -> Matrices:
+def matrices_of(e: Emitter) -> Matrices:
     matrices: Matrices | None = e.level.matrices
     assert matrices is not None
     return matrices
@@ -163,7 +182,7 @@ def _multiply(e: Emitter, strip: _Strip, rows: Values, making: tuple[_StripMaker
 
 def _add_products(e: Emitter, strip: _Strip, rows: Values, part: Value) -> None:
     """Add the products of 16 rows each, at addresses, with a part of a strip."""
-    matrices, right = _matrices(e), strip.address + part * (2 * MATRIX)
+    matrices, right = matrices_of(e), strip.address + part * (2 * MATRIX)
     for number, register in enumerate(_RIGHT):
         matrices.load(e, register, right + number * MATRIX)
     for number, address in enumerate(rows):
@@ -234,7 +253,7 @@ class _CodeReads:
         if self._layout.planes != (8,):
             numbers = np.arange(2**format.bits) - format.zero if format.table is None else format.table
             bits = numbers.astype(np.float32).view(np.int32) >> 16  # exact: no number has more than 8 bits
-            self._find = _matrices(e).word_table(e, bits.tolist())
+            self._find = matrices_of(e).word_table(e, bits.tolist())
 
     def __call__(self, tile: Value, part: Value) -> Callable[[int], Value]:
         """A function that reads a pair of 32 inputs of a tile, bfloat16 (32,) as int16."""
@@ -284,7 +303,7 @@ class _CodeReads:
 
 def _round(e: Emitter, even: Value, odd: Value) -> Value:
     """float32 (16,) of two inputs → bfloat16 (32,), a pair of each output, as int16."""
-    return _interleave(e, _matrices(e).to_bfloat(e, even, odd))
+    return _interleave(e, matrices_of(e).to_bfloat(e, even, odd))
 
 
 def _interleave(e: Emitter, halves: Value) -> Value:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, row_bytes
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, MATRIX, Inputs, row_bytes
 from polarlm.engine.backends.native.kernels.linear.block_sums import (
     Block,
     Codes,
@@ -20,14 +20,29 @@ from polarlm.engine.backends.native.kernels.linear.block_sums import (
     sum_by_outputs,
 )
 from polarlm.engine.backends.native.kernels.linear.expanded_sums import SUMS, expanded_sums, is_expanded
-from polarlm.engine.backends.native.kernels.linear.matrix_sums import Panels, matrix_sums, unit_runs
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import Panels, Place, matrices_of, matrix_sums, unit_runs
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
 from polarlm.engine.backends.native.kernels.rows import apply_gate
-from polarlm.engine.backends.native.tiles import layout
-from polarlm.engine.jit.lang import F32, Emitter, Int64, Kernel, Level, Pointer, Value, Values, Variable, read, vector
+from polarlm.engine.backends.native.tiles import ROWS, layout
+from polarlm.engine.jit.lang import (
+    F32,
+    Emitter,
+    Int64,
+    Kernel,
+    Level,
+    Pointer,
+    Type,
+    Value,
+    Values,
+    Variable,
+    read,
+    vector,
+)
 from polarlm.engine.weight_formats import WeightFormat
 
 _F16 = vector(F32, 16)
+_STRIP_ROW = 128  # bytes of 32 outputs
+_SUM_BYTES = ROWS * _STRIP_ROW  # of 16 rows and a strip
 
 
 @dataclass(frozen=True)
@@ -36,7 +51,8 @@ class Product:
 
     tiling: what is multiplied at once. adds: the product is added to y. has_bias: a bias is added. activation: the
     weights are [gate | up], each of whole tiles, and y = activation(gate) * up; a tile of each counts as one, and it
-    excludes `adds`. by_expert: weights of several experts, each with its own rows. inputs: how x is read.
+    excludes `adds`. by_expert: weights of several experts, each with its own rows. inputs: how x is read. to_matrices:
+    y, after an activation, is what another product reads as x: panels of bfloat16.
     """
 
     format: WeightFormat
@@ -46,6 +62,7 @@ class Product:
     activation: str | None = None
     by_expert: bool = False
     inputs: Inputs = Inputs.CODES
+    to_matrices: bool = False
 
     @property
     def block_inputs(self) -> int:
@@ -60,7 +77,8 @@ class Product:
         rows, tiles, unpacks_again = self.tiling
         sizes = f"{rows}x{tiles}" if tiles > 1 else rows
         kind = self.inputs.suffix + "_codes" * unpacks_again
-        return f"product_{self.format.name}{kind}_{sizes}{options}{'_experts' * self.by_expert}"
+        others = "_experts" * self.by_expert + "_to_matrices" * self.to_matrices
+        return f"product_{self.format.name}{kind}_{sizes}{options}{others}"
 
     @property
     def row_tile(self) -> int:
@@ -148,7 +166,7 @@ def _operands(e: Emitter, spec: Product, args: ProductArguments, unit: Value, wi
         unit % units,
         args.weights + chosen.expert * args.expert_bytes,
         args.x + chosen.panel * args.x_stride,
-        args.y + chosen.panel * (args.y_stride * spec.row_tile),
+        args.y + chosen.panel * (args.y_stride * (1 if spec.to_matrices else spec.row_tile)),
         args.bias + chosen.expert * args.bias_bytes,
         chosen.rows,
     )
@@ -165,24 +183,13 @@ class _Body:
         e, spec, args, wide = self._e, self._spec, self._args, self._wide
         with unit_runs(e, begin, end, (args.tiles + (wide - 1)) // wide) as (unit, count):
             operands = _operands(e, spec, args, unit, wide)
-
-            def own(strip: Value) -> _Operands:
-                return operands._replace(unit=operands.unit + strip)
-
-            def finish(strip: Value, first: Value, rows: Value, sums: Value, are_first: Value) -> None:
-                for adds, condition in ((spec.adds, are_first), (True, are_first.equals(0))):
-                    if adds != spec.adds and spec.activation:
-                        continue  # a strip has all of their inputs
-                    own_spec = replace(spec, adds=adds, has_bias=spec.has_bias and condition is are_first)
-                    body = _Body(e, own_spec, args, self._scratch)
-                    with e.when(condition), e.loop(0, rows) as row:
-                        row_sums = [[e.load(sums + row * 128, _F16, 64 * side)] for side in (0, 1)]
-                        body._finish(own(strip), first + row, row_sums)
-
             panels = Panels(operands.x, args.x_stride, args.blocks, operands.rows)
-            matrix_sums(
-                e, spec.format, lambda strip: self._tiles(own(strip)), count, panels, self._scratch + SUMS, finish
-            )
+            outputs = _MatrixOutputs(e, spec, args, operands, self._scratch)
+
+            def tiles(strip: Value) -> list[Value]:
+                return self._tiles(operands._replace(unit=operands.unit + strip))
+
+            matrix_sums(e, spec.format, tiles, count, panels, self._scratch + _SUM_BYTES, outputs)
 
     def expanded(self, begin: Value, end: Value) -> None:
         e, spec, args = self._e, self._spec, self._args
@@ -241,6 +248,125 @@ class _Body:
                 address = operands.y + (first + row) * args.y_stride
                 place = tile, args.tiles
                 _write(e, spec, totals, address, operands.bias, place, args.outputs, self._scratch)
+
+
+class _MatrixOutputs:
+    """The outputs of strips. Sums start with what they are added to, and with the bias: a row's result does not depend
+    on whether its 16 rows and its 32 outputs all exist, for which registers need no copy."""
+
+    def __init__(self, e: Emitter, spec: Product, args: ProductArguments, operands: _Operands, copy: Value) -> None:
+        """copy: memory of 2 KiB, float32 (16, 32)."""
+        self._e, self._spec, self._args, self._operands, self._copy = e, spec, args, operands, copy
+        self._matrices = matrices_of(e)
+
+    def start(self, place: Place) -> None:
+        e, spec = self._e, self._spec
+        with e.when(place.are_first):
+            if spec.activation is not None or not spec.adds:
+                self._start_with_bias(place)
+            else:
+                self._start_with_y(place, adds_bias=spec.has_bias)
+        if spec.activation is None:  # else a strip has all inputs
+            with e.when(place.are_first.equals(0)):
+                self._start_with_y(place, adds_bias=False)
+
+    def finish(self, place: Place) -> None:
+        e, spec = self._e, self._spec
+        if spec.activation is not None:
+            self._store_copy(place)
+            self._gate(place)
+            return
+        y, whole = self._y(place), self._is_whole(place)
+        with e.when(whole):
+            for side, register in enumerate(place.registers):
+                self._matrices.store(e, register, y + 64 * side, self._args.y_stride)
+        with e.when(whole.equals(0)):
+            self._store_copy(place)
+            with self._rows(place) as (target, copy):
+                self._each(place, lambda offset, kind: e.store(e.load(copy + offset, kind), target + offset))
+
+    def _unit(self, place: Place) -> Value:
+        return self._operands.unit + place.strip
+
+    def _y(self, place: Place) -> Value:
+        return self._operands.y + place.row * self._args.y_stride + self._unit(place) * _STRIP_ROW
+
+    def _left(self, place: Place) -> Value:
+        """How many outputs there are from the strip's first one on."""
+        return self._args.outputs - self._unit(place) * 32
+
+    def _is_whole(self, place: Place) -> Value:
+        return (place.rows >= ROWS) & (self._left(place) >= 32)
+
+    @contextmanager
+    def _rows(self, place: Place) -> Iterator[tuple[Value, Value]]:
+        """A loop over the rows that exist: the addresses of its outputs and of its copy."""
+        y = self._y(place)
+        with self._e.loop(0, place.rows) as row:
+            yield y + row * self._args.y_stride, self._copy + row * _STRIP_ROW
+
+    def _each(self, place: Place, body: Callable[[Value, Type], None]) -> None:
+        """Emit body(offset in bytes, type) for the outputs of a strip that exist."""
+        e, left = self._e, self._left(place)
+        with e.when(left >= 32):
+            for offset in (0, 64):
+                body(e.i64(offset), _F16)
+        with e.when(left < 32), e.loop(0, left) as lane:
+            body(lane * 4, F32)
+
+    def _load_copy(self, place: Place) -> None:
+        for side, register in enumerate(place.registers):
+            self._matrices.load(self._e, register, self._copy + 64 * side, _STRIP_ROW)
+
+    def _store_copy(self, place: Place) -> None:
+        for side, register in enumerate(place.registers):
+            self._matrices.store(self._e, register, self._copy + 64 * side, _STRIP_ROW)
+
+    def _start_with_bias(self, place: Place) -> None:
+        e, spec, args, unit = self._e, self._spec, self._args, self._unit(place)
+        if not spec.has_bias:
+            for register in place.registers:
+                self._matrices.clear(e, register)
+        elif spec.activation is not None:  # outputs are whole tiles
+            for tile, register in zip((unit, unit + args.tiles), place.registers, strict=True):
+                self._matrices.load(e, register, self._operands.bias + tile * 64, 0)
+        else:
+            bias = self._operands.bias + unit * _STRIP_ROW
+            self._each(place, lambda offset, kind: e.store(e.load(bias + offset, kind), self._copy + offset))
+            for side, register in enumerate(place.registers):
+                self._matrices.load(e, register, self._copy + 64 * side, 0)
+
+    def _start_with_y(self, place: Place, *, adds_bias: bool) -> None:
+        e, bias, y = self._e, self._operands.bias + self._unit(place) * _STRIP_ROW, self._y(place)
+        whole = self._is_whole(place)
+        if not adds_bias:
+            with e.when(whole):
+                for side, register in enumerate(place.registers):
+                    self._matrices.load(e, register, y + 64 * side, self._args.y_stride)
+            with e.when(whole.equals(0)), self._rows(place) as (target, copy):
+                self._each(place, lambda offset, kind: e.store(e.load(target + offset, kind), copy + offset))
+        else:
+            with self._rows(place) as (target, copy):
+
+                def add(offset: Value, kind: Type) -> None:
+                    e.store(e.load(target + offset, kind) + e.load(bias + offset, kind), copy + offset)
+
+                self._each(place, add)
+        with e.when(whole.equals(0)) if not adds_bias else nullcontext():
+            self._load_copy(place)
+
+    def _gate(self, place: Place) -> None:
+        e, spec, args, unit = self._e, self._spec, self._args, self._unit(place)
+        assert spec.activation is not None
+        with e.loop(0, place.rows) as number:
+            gate, up = (e.load(self._copy + number * _STRIP_ROW, _F16, 64 * side) for side in (0, 1))
+            value, row = apply_gate(e, spec.activation, gate, up), place.row + number
+            if not spec.to_matrices:
+                e.store(value, self._operands.y + row * args.y_stride + unit * 64)
+            else:
+                half = e.part(self._matrices.to_bfloat(e, value, value), 0, ROWS)
+                panel = self._operands.y + row // ROWS * args.y_stride + row % ROWS * 64
+                e.store(half, panel + (unit // 2 * MATRIX + unit % 2 * 32))
 
 
 def units(spec: Product, tiles: int) -> int:
