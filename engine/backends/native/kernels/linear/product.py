@@ -324,6 +324,9 @@ class _MatrixOutputs:
 
     def _start_with_bias(self, place: Place) -> None:
         e, spec, args, unit = self._e, self._spec, self._args, self._unit(place)
+        if spec.activation is None:  # a store would wait for lines that are not in the cache
+            for row in range(ROWS):
+                e.prefetch(self._y(place) + args.y_stride * row, _STRIP_ROW, level=2)
         if not spec.has_bias:
             for register in place.registers:
                 self._matrices.clear(e, register)
