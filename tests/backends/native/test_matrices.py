@@ -85,10 +85,15 @@ if not HERE and any(type(level) is Avx512Vbmi for level in levels()):
 with_levels = in_turn("level", HERE)
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
-    """float32 → the nearest bfloat16, ties to even, float64."""
+def rounded(x: np.ndarray, *, to_even: bool = True) -> np.ndarray:
+    """float32 → the nearest bfloat16, float64; ties to even, or away from zero, as weights of codes."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(np.float64)
+    half = 0x7FFF + (bits >> 16 & 1) if to_even else 0x8000
+    return ((bits + half) & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def rounded_weights(file: weights.StoredBytes) -> np.ndarray:
+    return rounded(file.values, to_even=file.format.unpack is None)
 
 
 @contextmanager
@@ -119,7 +124,7 @@ def check_product(level: Level, name: str) -> None:
     with ops_of(level) as ops:
         w = Linear(ops.load([file]), bias)
         whole, *parts = (ops.linear(x[:rows], w, residual=np.full((rows, 36), 7, np.float32)) for rows in (297, 2, 41))
-    check(whole, x, file.values, rounded(x) @ rounded(file.values).T + bias + 7)
+    check(whole, x, file.values, rounded(x) @ rounded_weights(file).T + bias + 7)
     for part in parts:  # a row's result does not depend on the others
         np.testing.assert_array_equal(part, whole[: len(part)])
 
@@ -138,7 +143,7 @@ def test_the_gate_is_applied_to_sums(level: Level) -> None:
         x = rng.standard_normal((33, columns)).astype(np.float32)
         wide = x.astype(np.float64)
         normed = (wide / np.sqrt((wide**2).mean(-1, keepdims=True) + norm[1]) * norm[0]).astype(np.float32)
-        both = rounded(normed) @ rounded(file.values).T
+        both = rounded(normed) @ rounded_weights(file).T
         with ops_of(level) as ops:
             actual = ops.linear(x, Linear(ops.load([file])), Fusion(norm, "silu"))
         # A norm that is rounded to the other neighbour changes a product by 2⁻⁸ of it; few are.
@@ -161,8 +166,8 @@ def test_experts_have_any_number_of_rows(level: Level) -> None:
         actual = ops.experts(x, Routing(ids, shares), ExpertNetwork(first, second, Fusion(None, None)))  # type: ignore[attr-defined]
     want = np.zeros((45, width))
     for row, column in np.ndindex(ids.shape):
-        own = rounded(x[row]) @ rounded(up[ids[row, column]].values).T
-        want[row] += shares[row, column] * (rounded(own.astype(np.float32)) @ rounded(down[ids[row, column]].values).T)
+        own = rounded(x[row]) @ rounded_weights(up[ids[row, column]]).T
+        want[row] += shares[row, column] * (rounded(own.astype(np.float32)) @ rounded_weights(down[ids[row, column]]).T)
     # Sums of the first product that are rounded to the other neighbour: 2⁻⁸ of one of the second's terms each.
     np.testing.assert_allclose(actual, want, atol=2.0**-8 * np.abs(want).max())
 
@@ -173,9 +178,13 @@ def test_what_is_not_finite_stays_so(level: Level) -> None:
     file = weights.random_matrix(rng, "q8_0", 32, 64)
     x = rng.standard_normal((20, 64)).astype(np.float32)
     x[3, 5], x[4, 40] = np.nan, np.inf
-    x[5, 6:7].view(np.uint32)[:] = 0x7FFFFFFF  # a NaN whose bits rounding must not carry over
+    x[5, 6:7].view(np.uint32)[:] = 0x7FFFFFFF  # NaN whose bits rounding must not carry over, here and in a scale
+    file.raw[7, :2] = 0xFF, 0x7F
     with ops_of(level) as ops:
         y = ops.linear(x, Linear(ops.load([file])))
+    assert np.isnan(y[:, 7]).all()
+    y[:, 7] = 0
+    y[[3, 4, 5], 7] = np.nan
     assert np.isnan(y[[3, 5]]).all()
     assert not np.isfinite(y[4]).any()
     assert np.isfinite(np.delete(y, [3, 4, 5], axis=0)).all()
