@@ -8,6 +8,7 @@ K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend'
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -36,7 +37,7 @@ class Routing(NamedTuple):
     ids: Array
     weights: Array
 
-    def part(self, rows: slice) -> Routing:
+    def part(self, rows: slice | np.ndarray) -> Routing:
         """The routing of some rows."""
         return Routing(self.ids[rows], self.weights[rows])
 
@@ -165,6 +166,7 @@ class MachineOps(Protocol):
     # Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations.
     prefill_rows: int
     batch_rows: int  # most rows of prompts that are computed together; 0 where prompts are computed one by one
+    batches_take_steps: bool  # whether batches of prompts have a step of the running requests, too, and are recorded
     # Rows of batches with prompts, and of steps, that are recorded before requests come; none where that takes no time.
     warm_up_rows: tuple[Sequence[int], Sequence[int]]
 
@@ -187,6 +189,10 @@ class MachineOps(Protocol):
         each token, and so has the result, an array or a tuple of arrays, valid until the next call. Where each sequence
         has one row, a backend may call `work` with empty rows added; the result is returned without them.
         """
+
+    def as_step(self) -> AbstractContextManager[None]:
+        """A context in which products are computed as those of a step are in `run_graph`, not as a prompt's: each of
+        their rows may be a prompt's only one."""
 
     def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
         """Call work(*arrays), also whenever `run_graph` runs again what is being recorded: at this place, with views of

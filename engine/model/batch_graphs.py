@@ -53,8 +53,8 @@ class BatchGraphs:
         self._store = choice.store
         self._groups = tuple(RecordedSpans(self._begin, self._seal) for _ in self._store.groups)
         self._spans: Sequence[Span] = ()  # of the prompts in the batch that runs
-        limit = max(_FEW_ROWS, _SHORT // hidden_size**2)
-        self.most_rows = max(size for size in _BUCKETS if size <= limit)  # of a recorded batch
+        limit = max(_FEW_ROWS, _SHORT // hidden_size**2) if ops.batches_take_steps else 0
+        self.most_rows = max((size for size in _BUCKETS if size <= limit), default=0)  # of a recorded batch
 
     def _begin(self, layer: int) -> None:
         for span in self._spans:

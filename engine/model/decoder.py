@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from polarlm.engine.backends.kv import Spans
 from polarlm.engine.backends.ops import Array, Ops, Result, Routing, SamplerInputs
 from polarlm.engine.model.adapters import row_adapters
@@ -145,13 +147,15 @@ class Chunk(NamedTuple):
     """Rows that a layer computes together.
 
     rows: which of x. inputs: see `InputChoice.distinct`. skipped: so many of the first ones only append their state in
-    the last layer, since nothing reads their output. last: the spans of the last layer's group without these.
+    the last layer, since nothing reads their output. outputs: which of x something reads, of several prompts on a CPU;
+    None for all of the chunk that are not skipped. last: the spans of the last layer's group with these alone.
     """
 
     rows: slice
     inputs: Sequence[LayerInputs]
     skipped: int = 0
     last: Spans = None
+    outputs: np.ndarray | None = None
 
 
 class Rows:
@@ -206,8 +210,14 @@ def _compute_chunk(number: int, layer: DecoderLayer, x: Array, rows: Rows, chunk
         if chunk.skipped == len(projected):
             return
         output_rows, projected = slice(output_rows.start + chunk.skipped, output_rows.stop), projected[chunk.skipped :]
-        inputs = inputs.after(chunk.skipped)._replace(spans=chunk.last)
-    layer.complete(x[output_rows], projected, inputs)
+        inputs = inputs.part(slice(chunk.skipped, None))._replace(spans=chunk.last)
+    if number != rows.last or chunk.outputs is None:
+        layer.complete(x[output_rows], projected, inputs)
+    elif len(at := chunk.outputs - chunk.rows.start):
+        outputs = x[chunk.outputs]
+        with layer.ops.as_step():
+            layer.complete(outputs, projected[at], inputs.part(at)._replace(spans=chunk.last))
+        x[chunk.outputs] = outputs
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------
@@ -254,15 +264,16 @@ class PromptRows(Rows):
         images: Sequence[ImagePart] = (),
         tap: PromptTap | None = None,
         mtp_input: Callable[[Array, slice], Array] | None = None,
+        only_last: bool = False,
     ) -> None:
-        """last: the number of the model's last layer, in which rows before `first_output` only append their state.
-        parts: those of `spans` in the order of the rows. rows: most of a chunk. images: of rows of one span. tap: of
-        prompts of one span. mtp_input: returns the input of the last layer, which has K/V alone, if it is the one of
-        `ModelConfig.mtp`; see `MtpLayer.prompt_input`."""
+        """last: the number of the model's last layer, in which rows before `first_output` only append their state; with
+        `only_last`, all but the last one of each span. parts: those of `spans` in the order of the rows. rows: most of
+        a chunk. images: of rows of one span. tap: of prompts of one span. mtp_input: returns the input of the last
+        layer, which has K/V alone, if it is the one of `ModelConfig.mtp`; see `MtpLayer.prompt_input`."""
         super().__init__(choice, [], last)
         self._store, self._spans, self._parts = choice.store, spans, parts
         self._images, self._tap, self._mtp_input = images, tap, mtp_input
-        self._count = sum(part.count for part in parts)
+        self._count, self._only_last = sum(part.count for part in parts), only_last
         self._first_output = first_output if mtp_input is None else self._count
         self._round_trips = [span for span in spans if span.round_trip]
         # With a round trip, a block is encoded as a whole before any of its tokens attends.
@@ -288,13 +299,19 @@ class PromptRows(Rows):
         self.chunks[:], self._changes = map(self._chunk, self._slices, self._inputs), self._store.changes
 
     def _chunk(self, rows: slice, inputs: Inputs) -> Chunk:
-        last, count = self._store.group_of(self.last), rows.stop - rows.start
+        last, count, outputs = self._store.group_of(self.last), rows.stop - rows.start, None
         skipped = min(max(0, self._first_output - rows.start), count)
         spans = self._store.spans(self._parts, rows)
         last_spans = spans[last]
         if skipped not in (0, count):  # if all rows are skipped, none attends in the last layer
             last_spans = self._store.spans(self._parts, slice(rows.start + skipped, rows.stop))[last]
-        return Chunk(rows, self.choice.distinct(inputs._replace(spans=tuple(spans))), skipped, last_spans)
+        if self._only_last:
+            ends = np.cumsum([span.count for span in self._spans]) - 1
+            outputs = ends[(rows.start <= ends) & (ends < rows.stop)]
+            spans_here = [span for span, end in zip(self._spans, ends, strict=True) if rows.start <= end < rows.stop]
+            parts = [span.part(span.count - 1, 1) for span in spans_here]
+            last_spans = self._store.spans(parts, slice(0, len(parts)))[last]
+        return Chunk(rows, self.choice.distinct(inputs._replace(spans=tuple(spans))), skipped, last_spans, outputs)
 
     def follow_blocks(self) -> None:
         """Read blocks that earlier turns left where they are now, if they have been moved."""

@@ -79,6 +79,7 @@ class Transformer:
         self._ropes, self._spans = RopeTables(config), StepSpans(store)
         self._stages = stages(ops, len(config.layers))
         self._work = [partial(self._compute_stage, number) for number in range(len(self._stages))]  # known by identity
+        self._work_by_outputs: dict[int, partial[Any]] = {}  # of the last stage
         self._embedding_norm: Norm = None
         if config.embedding_norm:
             ones = self._stages[0].ops.to_device(np.ones(config.hidden_size, np.float32))
@@ -131,14 +132,16 @@ class Transformer:
         by_layer: bool = False,
         parts: Sequence[Span] | None = None,
         images: Sequence[PlacedImage] = (),
+        only_last: bool = False,
     ) -> Generator[int, None, Array]:
         """Compute the new tokens `ids` of `spans`, in order, chunk by chunk, and append their K/V to the store.
 
         A generator, so that other work can run between chunks: it yields the number of rows after each chunk and
         returns the hidden states of the last `outputs` rows (None: of all), (outputs, E). A chunk is `prefill_rows`
         rows of one layer, or several layers if there are fewer rows; with `by_layer`, never more than one layer. It
-        seals all layers; the caller commits. Several spans are a step's, or a batch's, with `parts`: see
-        `forward_batch`. images: of the one span's sequence; those that it has rows of are computed first.
+        seals all layers; the caller commits. Several spans are a step's, or a batch's, with `parts` or `only_last`: see
+        `forward_batch`. images: of the one span's sequence; those that it has rows of are computed first. only_last:
+        only the last row of each span is right, since nothing reads the others.
         Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
         and the K/V of layers that are sealed together. Raises EngineError for an id without a row.
         """
@@ -158,6 +161,7 @@ class Transformer:
             images=read,
             tap=self.tap,
             mtp_input=None if self.mtp is None else partial(self.mtp.prompt_input, spans[0], rows),
+            only_last=only_last,
         )
         done = 0
         for number, (ops, numbers) in enumerate(self._stages):
@@ -177,12 +181,7 @@ class Transformer:
         self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None, parts: Sequence[Span] | None = None
     ) -> Array:
         """Run `forward_chunks` to its end, and return what it returns."""
-        chunks = self.forward_chunks(spans, ids, outputs, parts=parts)
-        while True:
-            try:
-                next(chunks)
-            except StopIteration as end:
-                return end.value
+        return run_to_end(self.forward_chunks(spans, ids, outputs, parts=parts))
 
     @property
     def batch_rows(self) -> int:
@@ -216,6 +215,12 @@ class Transformer:
             return self.forward(spans, rows, outputs, parts)
         return self._batch_graphs.run(spans, table_rows(self.weights.embedding, rows), outputs, parts)
 
+    def batch_chunks(self, spans: Sequence[Span], ids: Sequence[Sequence[int]]) -> Generator[int, None, Array]:
+        """Compute prompts as `forward_batch` does, on a CPU, chunk by chunk as `forward_chunks` does. A prompt's rows
+        stay together here: two spans of it would take more launches."""
+        hidden = yield from self.forward_chunks(spans, [*chain.from_iterable(ids)], only_last=True)
+        return hidden[np.cumsum([span.count for span in spans]) - 1]
+
     def logits(self, hidden: Array) -> np.ndarray:
         """Return the logits (T, V) float32 of hidden states (T, E), on the host. Raises EngineError if not finite."""
         logits = self.ops.to_host(self._head(hidden))
@@ -247,24 +252,54 @@ class Transformer:
 
     def begin_choosing(self, hidden: Array, sampler_inputs: Sequence[SamplerInput]) -> Callable[[], list[Sampled]]:
         """Return a function that waits for what `choose` returns. What is launched meanwhile is computed after it."""
-        logits = self._head(hidden)
+        with self.ops.as_step():
+            logits = self._head(hidden)
         chosen = self.ops.sample(logits, self.ops.pack_sampler_inputs(sampler_inputs))
         return partial(self.ops.fetch_tokens, chosen, logits, sampler_inputs)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def step(self, spans: Sequence[Span], ids: Sequence[int], sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
+    def step(
+        self,
+        spans: Sequence[Span],
+        ids: Sequence[int],
+        sampler_inputs: Sequence[SamplerInput],
+        known: Sequence[int] = (),
+    ) -> list[Sampled]:
         """Compute the rows of a step, and return the token that follows each, or the error why none can be sampled.
 
         ids, sampler_inputs: one for each row of all `spans`, in order. spans: from `KVStore.open_step`; the caller
-        commits them. Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
+        commits them. known: after so many first rows of each span the token is known, and what is returned for them
+        may be 0. Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
         """
         rows = table_rows(self.weights.embedding, ids)
+        if any(known) and self.batch_rows and not self.ops.batches_take_steps:
+            return self._step_with_known(spans, rows, sampler_inputs, known)
         chosen, logits, *states = self._run("step", spans, rows, sampler_inputs)
         sampled = self.ops.fetch_tokens(chosen, logits, sampler_inputs)
         if self.mtp is not None:
             self.mtp.keep(spans, *states)
         return sampled
+
+    def _step_with_known(
+        self,
+        spans: Sequence[Span],
+        ids: np.ndarray,
+        sampler_inputs: Sequence[SamplerInput],
+        known: Sequence[int],
+    ) -> list[Sampled]:
+        """`step` without logits (they may be most of a step's memory) after rows whose next token is known."""
+        both = [*zip(spans, known, strict=True)]
+        wanted = np.concatenate([np.arange(span.count) >= count for span, count in both])
+        parts = [span.part(0, count) for span, count in both if count]  # their rows go first
+        parts += [span.part(count, span.count - count) for span, count in both]
+        rows = np.flatnonzero(wanted).tolist()
+        inputs = [sampler_inputs[row] for row in rows]
+        chosen, logits = self._run("step", parts, np.concatenate([ids[~wanted], ids[wanted]]), inputs)
+        tokens: list[Sampled] = [0] * len(ids)
+        for row, token in zip(rows, self.ops.fetch_tokens(chosen, logits, inputs), strict=True):
+            tokens[row] = token
+        return tokens
 
     def step_ahead(
         self, spans: Sequence[Span], ids: Sequence[int] | Fetch, sampler_inputs: Sequence[SamplerInput]
@@ -288,7 +323,8 @@ class Transformer:
 
     def _run(self, name: str, spans: Sequence[Span], ids: Any, sampler_inputs: Sequence[SamplerInput] = ()) -> Any:
         """Compute the rows, stage by stage, and return their logits (T, V) on the device; with sampler inputs, the next
-        tokens (T,) before these; with `mtp`, the normed hidden states (T, E) behind these."""
+        tokens (T,) before these, of the last rows if they are fewer; with `mtp`, the normed hidden states (T, E) behind
+        these."""
         ropes, tables, adapters = self._ropes.tables(rope_positions(spans)), self._spans.of(spans), row_adapters(spans)
         *first_stages, last = self._stages
         x, newest = ids, None
@@ -297,10 +333,16 @@ class Transformer:
             x, newest = PeerArray(hidden, ops), ids if sampler_inputs else None
         sampler = last.ops.pack_sampler_inputs(sampler_inputs) if sampler_inputs else None
         mtp = None if self.mtp is None else self.mtp.step_inputs(spans, ids)
-        return run_graph(last.ops, name, self._work[-1], Inputs(x, ropes, tables, adapters, None, sampler, newest, mtp))
+        work, outputs = self._work[-1], len(sampler_inputs)
+        if 0 < outputs < len(ids):
+            if outputs not in self._work_by_outputs:
+                self._work_by_outputs[outputs] = partial(self._compute_stage, len(first_stages), outputs=outputs)
+            work = self._work_by_outputs[outputs]
+        return run_graph(last.ops, name, work, Inputs(x, ropes, tables, adapters, None, sampler, newest, mtp))
 
-    def _compute_stage(self, number: int, inputs: Inputs) -> Any:
-        """One stage of a step → hidden states (T, E), or of the last stage what `_run` returns."""
+    def _compute_stage(self, number: int, inputs: Inputs, outputs: int = 0) -> Any:
+        """One stage of a step → hidden states (T, E), or of the last stage what `_run` returns. outputs: so many last
+        rows have logits; 0 for all."""
         x, added = self._embed(inputs.x) if number == 0 else (inputs.x, None)
         rows = Rows(self._choice, [Chunk(slice(None), self._choice.distinct(inputs._replace(added=added)))])
         layers = [layer for layer in self._stages[number].layers if layer != self.config.depth]
@@ -308,14 +350,16 @@ class Transformer:
             pass
         if number < len(self._stages) - 1:
             return x
-        result: tuple[Array, ...] = (self._head(x),)
+        result: tuple[Array, ...] = (self._head(x[-outputs:]),)
         if self.mtp is not None:
             self.ops.rms_norm(x, (self.weights.norm, self.config.norm_eps))
             self.mtp.append(x, inputs)
             result = *result, x
         if inputs.sampler is None:
             return result
-        return self.ops.sample(result[0], inputs.sampler, inputs.x if number == 0 else inputs.ids), *result
+        newest = inputs.x if number == 0 else inputs.ids
+        assert newest is not None
+        return self.ops.sample(result[0], inputs.sampler, newest[-outputs:]), *result
 
     def _embed(self, ids: Array, images: Sequence[ImagePart] = ()) -> tuple[Array, Array | None]:
         """ids (T,) int32 → embeddings (T, E), rows of images in their places, and the inputs of all layers (T, L·P) if
@@ -349,6 +393,15 @@ def table_rows(table: Matrix, numbers: Sequence[int] | np.ndarray) -> np.ndarray
             f"The model has no row {strays[0]} in a table of {table.shape[0]:,}: send fewer or other tokens"
         )
     return ids.astype(np.int32)
+
+
+def run_to_end(chunks: Generator[int, None, Array]) -> Array:
+    """Return what a generator of chunks returns."""
+    while True:
+        try:
+            next(chunks)
+        except StopIteration as end:
+            return end.value
 
 
 class StepSpans:

@@ -57,8 +57,9 @@ def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
 
 
 def warm_up_batch(model: Transformer, rows: int) -> None:
-    """Run a batch of a first prompt, with a step of `rows` rows of another sequence, if there are batches."""
-    if not model.batch_rows:
+    """Run a batch of a first prompt, with a step of `rows` rows of another sequence, if there are such batches: others
+    need the kernels of prompts."""
+    if not model.batch_rows or not model.ops.batches_take_steps:
         return
     new, running = model.store.new_sequence(), model.store.new_sequence()
     _step(model, running)

@@ -1,7 +1,8 @@
 """Batches: rows of prompts and of requests that run, which are computed together, and what becomes of their tokens.
 
-open → run: compute the rows, commit them, begin the next step, take the tokens. A step is a batch without prompts. A
-long prompt is a batch by itself, whose chunks are computed one by one, and other requests take steps between them.
+open → run: compute the rows, commit them, begin the next step, take the tokens. A step is a batch without prompts. The
+chunks of a long prompt, which is a batch by itself, and those of prompts on a CPU are computed one by one, and other
+requests take steps between them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from polarlm.engine.state.store import Span
 from polarlm.engine.storage.tiers.tiers import Tiers
 
 _RECENT = 4  # batches with prompts
-_MANY_ROWS = 256  # of a batch: fewer take as long as reading the weights, whatever their number
+_FEW_ROWS = 8  # a batch of fewer than an eighth of the most rows takes as long as reading the weights
 
 
 @dataclass(eq=False)
@@ -56,9 +57,9 @@ class Rows:
 class Batch:
     """Rows that are computed together: those of prompts, then those of requests that run, oldest first.
 
-    chunks: of a long prompt, which is alone; computes it, see `Transformer.forward_chunks`. reader: of its hidden
-    states. done: rows computed so far, summed over layers. fetch: the tokens; None before they are computed, and while
-    `logits` wait for sampler inputs.
+    chunks: of a long prompt, which is alone, or of prompts on a CPU; computes them, see `Transformer.forward_chunks`.
+    reader: of a long prompt's hidden states. done: rows computed so far, summed over layers. fetch: the tokens; None
+    before they are computed, and while `logits` wait for sampler inputs.
     """
 
     rows: list[Rows] = field(default_factory=list)
@@ -139,12 +140,15 @@ class Batches:
         self._model, self._store, self._prefixes, self._tiers = model, model.store, prefixes, tiers
         self._scheduler, self._timer, self._preempt, self._seconds = scheduler, timer, preempt, seconds
         self.next_step: Batch | None = None  # which has begun while the tokens of the last one were taken
-        self.prefill: Batch | None = None  # a long prompt whose last chunk is not computed yet
+        self.prefill: Batch | None = None  # whose last chunk is not computed yet
         self.rates = deque([math.inf], _RECENT)  # rows per second of the latest batches of many rows with prompts
+        self.few_rows = model.ops.batch_rows // _FEW_ROWS
 
     def leave(self, request: Request) -> None:
         """Abort a request's rows: of its prompt, and in the step that has begun, which come after its final token."""
         self.next_step, self.prefill = self._without(self.next_step, request), self._without(self.prefill, request)
+        if self.prefill is not None:
+            self._scheduler.admit(self.prefill.active[0].request.sequence)  # which may be preempted now
 
     def _without(self, batch: Batch | None, request: Request) -> Batch | None:
         """Abort a request's rows in a batch, and return it; None if no other has rows in it."""
@@ -229,7 +233,8 @@ class Batches:
             if not batch.prompts or len(batch.rows) == 1:
                 raise
             self._model.ops.check()
-            self._run_one_by_one([rows.request for rows in batch.prompts])
+            self.prefill = None
+            self._run_one_by_one([rows.request for rows in batch.active if rows.is_prompt])
             return
         if batch.rows[0].is_prompt and batch.rows[0].is_known:
             return  # a prompt that is computed again: the token after it was taken before
@@ -265,7 +270,8 @@ class Batches:
         if begins_ahead and self._model.ops.fetch_later is not None and self._model.mtp is None:
             batch.fetch = self._model.step_ahead(spans, ids, inputs)
             return
-        tokens = self._model.step(spans, ids, inputs)
+        known = [rows.outputs - len(rows.guesses) - 1 for rows in steps]
+        tokens = self._model.step(spans, ids, inputs, known)
         self._timer.tokens_arrived()
         batch.fetch = Fetch(None, lambda: tokens)
 
@@ -295,7 +301,7 @@ class Batches:
         for rows in growing:
             if rows.span is not None and rows.request.options.pooling is None:
                 self._prefixes.insert(rows.span.sequence, rows.request.sequence.ids)
-        if batch.chunks is None:  # a long prompt has reported each chunk
+        if batch.chunks is None:  # which are reported each
             for request in [rows.request for rows in active if rows.request.wants_progress]:
                 request.report_progress(len(request.sequence.prompt))
         for request in [rows.request for rows in active if rows.is_prompt]:
@@ -366,7 +372,7 @@ class Batches:
             self._scheduler.take_step()
         if not prompts and [rows for rows in batch.rows if rows.request.drafts is not None]:
             self._seconds.record(batch.count, seconds)
-        elif prompts and batch.chunks is None and batch.count >= _MANY_ROWS:
+        elif prompts and batch.chunks is None and batch.count >= self.few_rows:
             self.rates.append(batch.count / seconds)
 
     # -- prompts -----------------------------------------------------------------------------------------------
@@ -394,6 +400,9 @@ class Batches:
                 steps.append(_rows(request, span))
             batch.rows += steps
         self._timer.add(*(rows.request for rows in batch.rows[1:]))
+        if not self._model.ops.batches_take_steps:
+            batch.chunks = self._model.batch_chunks(spans, [rows.ids for rows in batch.rows])
+            self.prefill = batch
         return batch
 
     def open_prefill(self, request: Request, *, as_steps: bool) -> Batch:
@@ -411,15 +420,17 @@ class Batches:
         return self.prefill
 
     def _advance(self, batch: Batch, chunks: Generator[int, None, Any]) -> None:
-        """Compute one chunk of a long prompt; after the last one, begin to sample the token after it."""
-        (rows,), layers = batch.rows, len(self._model.config.layers)
+        """Compute one chunk of prompts; after the last one, begin to sample the tokens after them."""
+        layers, count = len(self._model.config.layers), batch.count
         try:
             batch.done += next(chunks)
-            rows.request.report_progress((rows.request.cached or 0) + batch.done // layers)
-            if batch.done == len(rows.ids) * layers:
+            for rows in batch.active:
+                done = batch.done // layers * len(rows.ids) // count
+                rows.request.report_progress((rows.request.cached or 0) + done)
+            if batch.done == count * layers:
                 next(chunks)  # returns the hidden states, as StopIteration's value
             if self._model.ops.fetch_later is not None:
-                self._timer.launched.append(rows.request)
+                self._timer.launched.append(batch.rows[0].request)
             return
         except StopIteration as end:
             hidden = end.value
@@ -437,7 +448,9 @@ class Batches:
     def _run_one_by_one(self, requests: Sequence[Request]) -> None:
         for request in [one for one in requests if not one.sequence.finished]:
             try:
-                self.run(self.open_prompts([request]))
+                batch = self.open_prompts([request])
+                while batch.fetch is None:
+                    self.run(batch)
             except OutOfBlocks:
                 self.unmatch(request)
             except Exception as error:

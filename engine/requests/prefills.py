@@ -1,14 +1,14 @@
 """Prefills: what the store has of a prompt, and which prompts are computed together.
 
 What the store has is the longest stored prefix, what tiers put back, or what a preempted request saved. A batch has the
-prompts that wait, oldest first, as many as it has rows for, and a step of the requests that run. It is for prompts that
-are computed for the first time and that no one reads. The CPU, several GPUs, and models with recurrent layers compute
-prompts one by one.
+prompts that wait, oldest first, as many as it has rows for, and on a GPU a step of the requests that run. The first one
+waits no longer for the others than if all shared the time. A batch is for prompts that are computed for the first time
+and that no one reads. Several GPUs, and models with recurrent layers, compute prompts one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.requests.batches import Batch, Batches
@@ -44,7 +44,9 @@ class Prefills:
         if missing is None:
             return None
         if self._joins(request, missing):
-            return self._open_together([request, *self._others(request, requests[1:])], running)
+            others, takes_steps = self._others(requests[1:], self._room(request)), self._model.ops.batches_take_steps
+            if others or takes_steps:
+                return self._open_together([request, *others], running if takes_steps else ())
         batch, fits_in_a_step = None, self._fits_in_a_step(request)
         if missing > 0 and not (fits_in_a_step and not request.sequence.generated):
             assert request.kv is not None
@@ -54,6 +56,8 @@ class Prefills:
         self._scheduler.admit(request.sequence)
         if batch is None:
             self._scheduler.prefilled(request.sequence, missing)
+            if missing > 0 and not running and not self._model.ops.batches_take_steps:
+                self._join_step(requests[1:], missing)
         return batch
 
     # -- what the store has -------------------------------------------------------------------------------------
@@ -106,9 +110,9 @@ class Prefills:
 
     @property
     def _most_rows(self) -> int:
-        """The most rows of prompts; with running requests, as many as the fastest of recent batches of many rows had in
-        `GAP`."""
-        if not self._scheduler.running:
+        """The most rows of prompts; with a step of the running requests, as many as the fastest of recent batches of
+        many rows had in `GAP`."""
+        if not self._scheduler.running or not self._model.ops.batches_take_steps:
             return self._model.batch_rows
         return int(min(self._model.batch_rows // 2, max(self._batches.rates) * GAP))
 
@@ -116,19 +120,40 @@ class Prefills:
         """Whether a matched prompt, which lacks `missing` tokens, is computed with others."""
         assert request.kv is not None
         is_first = request.sequence.generated == 0 and request.kv.length == request.cached
-        if not is_first or request.reads_prompt or missing < 1 or request.kv.length < request.sequence.text_from:
-            return False
-        return self._rows(request) <= self._most_rows and not self._fits_in_a_step(request)
+        if not is_first or request.reads_prompt or missing < 2 or request.kv.length < request.sequence.text_from:
+            return False  # of one row alone, a CPU computes products in another way
+        return missing <= self._most_rows and not self._fits_in_a_step(request)
+
+    def _room(self, first: Request) -> Callable[[Request, int], bool]:
+        """Return a function that says whether a prompt is computed with that of `first` and those that it was called
+        for before. Together they take about as long as so many prompts of the first one's length."""
+        rows, buffers, count, most = self._rows(first), self._buffer_rows(first), 1, self._most_rows
+        share = rows + self._batches.few_rows
+
+        def has_room(request: Request, missing: int) -> bool:
+            nonlocal rows, buffers, count
+            if not self._joins(request, missing):
+                return False
+            rows, buffers, count = rows + missing, buffers + self._buffer_rows(request), count + 1
+            fits = rows <= min(most, share * count) and buffers <= self._store.plan.tokens
+            return fits and not self._requantizer.must_wait(buffers)
+
+        return has_room
 
     def _rows(self, request: Request) -> int:
-        """The rows of a prompt, filled up to whole blocks, as in its buffer."""
+        assert request.kv is not None
+        return len(request.sequence.prompt) - request.kv.length
+
+    def _buffer_rows(self, request: Request) -> int:
+        """The rows of a prompt in its buffer, which has whole blocks."""
         assert request.kv is not None
         first, n = self._store.first_of_block(request.kv), self._store.shape.block_size
         return -(-(len(request.sequence.prompt) - first) // n) * n
 
-    def _others(self, first: Request, waiting: Sequence[Request]) -> list[Request]:
-        """Return the requests whose prompts, matched now, are computed with the prompt of `first`."""
-        chosen, rows = list[Request](), self._rows(first)
+    def _others(self, waiting: Sequence[Request], joins: Callable[[Request, int], bool]) -> list[Request]:
+        """Return the first requests that join another one, of whose prompts, matched now, the store lacks so many
+        tokens."""
+        chosen = list[Request]()
         for request in waiting:
             if request.kv is not None or request.saved is not None or request.hit is not None:
                 break
@@ -136,14 +161,24 @@ class Prefills:
                 missing = self._match(request)
             except OutOfBlocks:
                 break
-            if missing is not None and self._joins(request, missing):
-                rows += self._rows(request)
-                if rows <= self._most_rows and not self._requantizer.must_wait(rows):
-                    chosen.append(request)
-                    continue
-            self._batches.unmatch(request)
-            break
+            if missing is None or not joins(request, missing):
+                self._batches.unmatch(request)
+                break
+            chosen.append(request)
         return chosen
+
+    def _join_step(self, waiting: Sequence[Request], rows: int) -> None:
+        """Let further prompts be rows of the first step of a prompt, which has `rows`, and for which none waits."""
+
+        def fits(request: Request, missing: int) -> bool:
+            nonlocal rows
+            rows += missing
+            is_first = request.sequence.generated == 0
+            return is_first and self._fits_in_a_step(request) and rows <= self._model.batch_rows
+
+        for request in self._others(waiting, fits):
+            self._scheduler.admit(request.sequence)
+            self._scheduler.prefilled(request.sequence, self._rows(request))
 
     def _open_together(self, requests: Sequence[Request], running: Sequence[Request]) -> Batch:
         """Open the prompts of these requests as far as there is room, others of them wait; and a step of the running
@@ -152,6 +187,8 @@ class Prefills:
         try:
             batch = self._batches.open_prompts(requests, running)
             opened = len(batch.prompts)
+            if batch.chunks is not None:
+                self._scheduler.admit(requests[0].sequence)
         finally:
             for request in requests[opened:]:
                 self._batches.unmatch(request)

@@ -82,10 +82,12 @@ class Runner:
             self._timer.add(*requests)
             step, self._batches.next_step = self._batches.next_step, None
             return step or self._batches.open_step(requests)
+        if self._batches.prefill is not None:
+            self._timer.add(*(rows.request for rows in self._batches.prefill.active))
+            return self._batches.prefill
         self._timer.add(requests[0])
         try:
-            running = [self.requests[sequence] for sequence in unit.running]
-            return self._batches.prefill or self._prefills.open(requests, running)
+            return self._prefills.open(requests, [self.requests[sequence] for sequence in unit.running])
         except OutOfBlocks:
             self._requeue(requests[0])
             return None

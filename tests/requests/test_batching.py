@@ -157,7 +157,7 @@ def test_an_error_in_a_step_fails_the_requests_of_the_step(engine: Engine, monke
     for stream in streams:
         next(stream)
 
-    def failing(spans, ids, draws):
+    def failing(*given):
         raise ZeroDivisionError("broken")
 
     with monkeypatch.context() as patch:

@@ -150,8 +150,8 @@ def test_an_error_behind_right_drafts_comes_where_it_came(engine: Engine) -> Non
     assert summary(found) == summary(wanted)
     step = engine._model.step
 
-    def failing(spans: Any, ids: Any, draws: Any) -> Any:
-        rows = list(step(spans, ids, draws))
+    def failing(*given: Any) -> Any:
+        rows = list(step(*given))
         if len(rows) > 3:
             rows[-1] = EngineError("broken row")
         return rows

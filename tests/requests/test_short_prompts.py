@@ -94,6 +94,25 @@ def test_short_turns_join_the_steps_of_others(engine: Engine, monkeypatch: pytes
         assert place is None or margin(engine, ids, GREEDY, place) < 0.02
 
 
+def test_short_prompts_that_wait_are_rows_of_the_same_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All before the first long one, while no answer waits for a step. Compiled kernels compute the same as one by
+    one."""
+    params, prompts = replace(GREEDY, logprobs=1), [turn(16), [5, *turn(15)], [6, *turn(3)], [7, *turn(29)]]
+    alone = [engine.generate(prompt, params, ANEW) for prompt in prompts]
+    seen, trays = watched(engine, monkeypatch), [list[Any]() for _ in prompts]
+    for prompt, tray in zip(prompts, trays, strict=True):
+        engine.submit(prompt, params, ANEW, into=tray)
+    while engine.work():
+        pass
+    assert seen[0] == [16, 16, 4]
+    for answer, wanted in zip(map(fold, trays), alone, strict=True):
+        assert answer.token_ids == wanted.token_ids
+        off = [
+            abs(ours.logprob - theirs.logprob) for ours, theirs in zip(answer.logprobs, wanted.logprobs, strict=True)
+        ]
+        assert max(off) <= 1e-5 * (engine.status().backend == "numpy")
+
+
 @pytest.mark.parametrize(
     ("model", "more"),
     [

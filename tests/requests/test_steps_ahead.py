@@ -36,6 +36,8 @@ class Ahead(NumpyOps):
     Where a step begins without its draws, "rows" comes first.
     """
 
+    batch_rows = 0
+
     def __init__(self) -> None:
         super().__init__()
         self.events: list[str] = []

@@ -5,6 +5,7 @@ needed: those that a trace of the first requests launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -96,6 +97,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     backend = "cuda"
     forkable = False
     keeps_tiles = False
+    batches_take_steps = True
     cache_experts = None
     stored_as = transfer.RECORDS
     warm_up_rows: tuple[Sequence[int], Sequence[int]] = ((16, 64, 128, 256), (1, 2, 4, 8))
@@ -133,6 +135,9 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
 
     def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
         self._device.run_between_graphs(work, arrays, is_last=is_last)
+
+    def as_step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def forget(self) -> None:
         self._device.forget()

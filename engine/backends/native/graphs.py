@@ -13,6 +13,7 @@ from polarlm.engine.backends.native.launch import CannotRecord, Launcher, Record
 from polarlm.engine.backends.ops import Result
 
 _MOST = 32  # recordings to keep; each owns the memory of a step
+_MANY_ROWS = 64  # of which recordings would have much memory, if some sequences have several: few are run again
 
 
 class Graphs:
@@ -24,6 +25,9 @@ class Graphs:
 
     def run(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         """See `Ops.run_graph`."""
+        if len(inputs[0]) > _MANY_ROWS and any(isinstance(x, StepTable) and x.most_rows > 1 for x in inputs):
+            with self._launch.graph():
+                return work(*inputs)
         whole = (key, work, *map(_shape, inputs))
         if whole not in self._recordings:
             self._recordings[whole] = self._record(work, inputs)

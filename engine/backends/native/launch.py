@@ -219,7 +219,7 @@ class Launcher:
 
     @contextmanager
     def graph(self) -> Iterator[None]:
-        """A context for the work of `Ops.run_graph`."""
+        """A context for the work of `Ops.run_graph`, and of `Ops.as_step`."""
         self.in_graph = True
         try:
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from typing import Any
 
@@ -47,6 +48,8 @@ NUMPY_FALLBACKS = frozenset(
     )
 )
 
+_MATRIX_ROWS = 256  # of a batch of prompts: weights become matrices once for all of them
+
 
 class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, EncodingOps, CacheOps):
     """The ops on a CPU. NumPy computes NUMPY_OPS, and NUMPY_FALLBACKS where there is no kernel."""
@@ -67,6 +70,8 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
             blas.use_threads(self._count.number)
         super().__init__(Launcher(self._count.number, choice.level))
         self._graphs = Graphs(self._launch)
+        if choice.level.matrix_rows:
+            self.batch_rows = _MATRIX_ROWS
 
     @property
     def input_bits(self) -> str:
@@ -94,6 +99,9 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return self._graphs.run(key, work, inputs)
+
+    def as_step(self) -> AbstractContextManager[None]:
+        return self._launch.graph()
 
     def forget(self) -> None:
         self._graphs.forget()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,8 @@ class NumpyOps(ExpertOps, RecurrentOps):
     keeps_tiles = False
     cache_experts: Callable[[Sequence[Sequence[RereadMatrix]], ExpertCache], tuple[Matrix, ...]] | None = None
     prefill_rows = 512  # the feed-forward activations about fit the cache
-    batch_rows = 0
+    batch_rows = 64  # more would make no row faster, and the first prompt wait
+    batches_take_steps = False  # whose rows are computed in another way
     warm_up_rows: tuple[Sequence[int], Sequence[int]] = ((), ())
     encoded_at_once = 1
     fetch_later = None
@@ -64,6 +66,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
 
     def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Any], *, is_last: bool = False) -> None:
         work(*arrays)
+
+    def as_step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def forget(self) -> None:
         """Nothing is recorded."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import MISSING, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from polarlm.engine.backends.kv import Norm, Spans
 from polarlm.engine.backends.ops import PLAIN, Array, ExpertNetwork, Fusion, Ops, Routing
 from polarlm.engine.weight_formats import Linear
@@ -34,10 +36,10 @@ class LayerInputs(NamedTuple):
     adapters: Routing | None = None
     added: Array | None = None
 
-    def after(self, rows: int) -> LayerInputs:
-        """The inputs of the rows after the first ones, but for `rope`, which is read before, and `spans`."""
-        adapters = None if self.adapters is None else self.adapters.part(slice(rows, None))
-        return self._replace(rope=None, adapters=adapters, added=None if self.added is None else self.added[rows:])
+    def part(self, rows: slice | np.ndarray) -> LayerInputs:
+        """The inputs of some rows, but for `rope`, which is read before, and `spans`."""
+        adapters = None if self.adapters is None else self.adapters.part(rows)
+        return self._replace(rope=None, adapters=adapters, added=None if self.added is None else self.added[rows])
 
 
 class Eps(NamedTuple):

@@ -61,12 +61,13 @@ class HeadOps(KernelOps):
         if isinstance(spans, StepTable):
             full = cache.full_k, cache.full_v
             return self.transform_into(qkv, rope, rule, full, spans.arrays.places)
-        span, *_ = spans  # of one prompt: others are the parts of it behind ends of images
-        first = span.position - span.current_start
-        k, v = cache.full(span.current)
-        if k.dtype == np.float16:  # tokens that are recomputed exactly as steps have computed them
+        place, first = spans[0].current, spans[0].position - spans[0].current_start
+        k, v = cache.full(place)
+        # Rows of several prompts are not in a row in their buffer; further spans of one are behind ends of images.
+        # Slots are halves: of tokens that are recomputed exactly as steps have computed them.
+        if spans[-1].current.block != place.block or k.dtype == np.float16:
             q, new_k, new_v = self.transform_heads(qkv, rope, rule)
-            cache.store(span.current, (new_k.swapaxes(0, 1), new_v.swapaxes(0, 1)), first)
+            self.append_kv(cache, spans, new_k, new_v)
             return q
         targets = k[:, first:].swapaxes(0, 1), v[:, first:].swapaxes(0, 1)
         return self.transform_into(qkv, rope, rule, targets)
