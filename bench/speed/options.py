@@ -15,6 +15,7 @@ from polarlm.engine.config import AUTO, hub_setting, model_setting, setting
 PROGRAM = ("polarlm", "speed")
 RATES, STARTS = "rates", "starts"  # parts of the comparison with other engines
 DRAFTS, EMBEDDINGS, EXPERTS = "drafts", "embeddings", "experts"  # sections that it does not have
+PARTS = "parts"  # another one, which has a flag of its own
 _TOKENS = {DRAFTS: 200, EMBEDDINGS: 8192, EXPERTS: 64}
 
 
@@ -35,11 +36,14 @@ class Options:
         help=f"measure nothing but this: {RATES} of prompts and generation, or {STARTS}, both beside other engines; "
         f"{DRAFTS} of prompt lookup; {EMBEDDINGS} beside llama.cpp; {EXPERTS} that are read from the file",
     )
+    parts: bool = setting(
+        False, "--parts", help="measure nothing but prompts, and what their time goes to, by kind of kernel"
+    )
     types: str = setting(
         "balanced,quality,compact,f16",
         "--types",
         metavar="TYPES",
-        help=f"{TYPES_HELP}; the first decides the threads, and runs several sequences",
+        help=f"{TYPES_HELP}; the first decides the threads, runs several sequences, and is that of --parts",
     )
     input_bits: str = setting(
         AUTO, "--input-bits", metavar="BITS,…", help="as in the chat: one or several, with a column of ours for each"
@@ -62,7 +66,7 @@ class Options:
         "-t",
         metavar="N,N",
         help="numbers of CPU threads; the best one counts for generation: 1,2 if not given. "
-        f"{DRAFTS} and {EXPERTS} take one number, or all threads; {EMBEDDINGS} one number, or 1",
+        f"{DRAFTS}, {EXPERTS} and --parts take one number, or all threads; {EMBEDDINGS} one number, or 1",
     )
     prompt: str = setting("256,2048", "--prompt", metavar="N,N", help="tokens of the prompts")
     depth: str = setting("2048,4096,8192", "--depth", metavar="N,N", help="tokens of context to generate after")
@@ -89,13 +93,21 @@ class Options:
         help=f"sizes for {EXPERTS}; without it, what memory leaves. all: every expert in memory",
     )
 
+    @property
+    def section(self) -> str | None:
+        """What alone is measured; None for all of the comparison. Raises FlagError."""
+        if self.parts and self.only:
+            raise FlagError(f"--parts and --only {self.only} both say what alone is measured; leave one of them out")
+        return PARTS if self.parts else self.only
+
     def thread_count(self, default: int = 0) -> int:
         """The number of threads of a section that has one; 0 stands for all. Raises FlagError."""
         if self.threads is None:
             return default
         counts = numbers("--threads", self.threads)
         if len(counts) > 1:
-            raise FlagError(f"--threads {self.threads}: --only {self.only} takes one number")
+            flag = "--parts" if self.parts else f"--only {self.only}"
+            raise FlagError(f"--threads {self.threads}: {flag} takes one number")
         return counts[0]
 
     def token_count(self) -> int:

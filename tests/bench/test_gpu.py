@@ -32,7 +32,8 @@ from polarlm.bench.gpu.shapes import llama
 from polarlm.bench.gpu.tables import report_of
 from polarlm.bench.result import Result, read
 from polarlm.bench.serving import load
-from polarlm.bench.speed import ours
+from polarlm.bench.speed import __main__ as speed
+from polarlm.bench.speed import ours, parts
 from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.device import cublas_lt, packed_launch
 from polarlm.engine.backends.cuda.ops import CudaOps
@@ -171,6 +172,21 @@ def test_every_section_is_measured_in_the_order_of_its_importance(
     assert serving == [model, 32, 96, 512, 128]
 
 
+def test_the_parts_of_a_prompt_are_those_that_are_launched(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, assemble = EmulatedDevice(checked=False), parts.assemble
+    plain = {"calibration": False, "block_size": 16}
+    monkeypatch.setattr(parts, "assemble", lambda config, say: assemble(replace(config, **plain), say, CudaOps(device)))
+    monkeypatch.setattr(parts, "EventClock", parts.HostClock)
+    output = tmp_path / "out.json"
+    flags = ["--parts", "--weights", str(tiny_path), "--output", str(output), "--types", "f16", "--prompt", "20"]
+    assert speed.main([*flags, "--repeat", "1"]) == 0
+    launches = {part: row["launches"].value for part, _, row in read(output).parts() if "launches" in row}
+    assert 2 * sum(launches.values()) == len(device.launches), "one prompt before it"
+    assert "attention" in launches
+
+
 def test_a_section_gets_what_earlier_ones_leave_and_what_lacks_time_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +297,13 @@ def test_the_device_begins_behind_the_host(fake_gpu: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(fake_cupy._Event, "record", lambda *of: order.append("event") or record(*of))
     assert gpu.clock.held(lambda: order.append("work"), 2) == pytest.approx(2e-3)
     assert order == [*3 * ["work"], *2 * ["held", "event", "work", "event"]]
+
+
+def test_the_time_of_a_launch_is_between_two_events(fake_gpu: Any) -> None:
+    setup.open_gpu().open()[1].use()
+    clock = parts.EventClock()
+    begin, _, end = (clock.mark() for _ in range(3))
+    assert clock.between(begin, end) == pytest.approx([4e-3])
 
 
 # -- tables --------------------------------------------------------------------------------------------------------

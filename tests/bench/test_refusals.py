@@ -76,6 +76,8 @@ speed: --prompt 5000 => --prompt: the model's context of 512 tokens is too short
 section: --only embeddings => --weights names no .gguf file of an encoder
 section: --only embeddings -m x --peer xllamacpp => are compared with llama-cpp-python
 section: --only drafts --threads 1,2 => --threads 1,2: --only drafts takes one number
+section: --parts --threads 1,2 => --threads 1,2: --parts takes one number
+section: --parts --only drafts => --parts and --only drafts both say what alone is measured; leave one of them out
 section: --only experts -m mixture --expert-cache 1K => --expert-cache 1K has room for 0 of the 4
 """
 

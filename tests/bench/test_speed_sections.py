@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from polarlm.bench.gpu.products import MATRICES, shape_of
 from polarlm.bench.gpu.shapes import SHAPES
 from polarlm.bench.result import Result, read
 from polarlm.bench.speed import drafts, embeddings, starts
 from polarlm.bench.speed.__main__ import main
 from polarlm.bench.speed.drafts import Offer, Replay, offers
+from polarlm.bench.speed.parts import KINDS, kind_of
+from polarlm.engine.backends.cuda.device.kernel_source import folder
 from scripts.make_random_model import write
-from tests.random_model import random_model
+from tests.cuda_emulator.build import kernel_names
+from tests.random_model import TINY, random_model
 from tests.tiny import make_model
 
 GIB = 1 << 30
@@ -72,6 +77,31 @@ def test_answers_with_and_without_drafts_are_measured_in_turn(
     printed = capsys.readouterr()
     assert "| copy " in printed.out
     assert "differs" not in printed.err
+
+
+def test_the_parts_of_a_prompt_are_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llvmlite")
+    flags = ["--parts", "--device", "cpu", "--threads", "1", "--prompt", "40,200", "--repeat", "1"]
+    result = measured(tmp_path, random_model(tmp_path), *flags)
+    shapes, layers = {name: math.prod(shape_of(TINY, name)) for name in MATRICES}, len(TINY.layers)
+    for length in (40, 200):
+        parts = {part: figures for part, who, figures in result.parts() if who == str(length)}
+        seconds = {part: figures["seconds"].value for part, figures in parts.items()}
+        assert min(seconds.values()) > 0
+        assert sum(seconds.values()) == pytest.approx(2 * seconds["whole"])
+        assert {part.partition(":")[0] for part in parts} <= {*KINDS, "rest", "whole"}
+        work = sum(row["rate"].value * row["seconds"].value for row in parts.values() if "rate" in row)
+        *others, head = [*shapes.values(), TINY.vocab_size * TINY.hidden_size]
+        rows = length * (layers - 1) + 1  # of the last layer only the last row is needed behind keys and values
+        assert work == pytest.approx(shapes["qkv"] * length * layers + sum(others[1:]) * rows + head)
+    assert "| products: q8_0 512 × 256 " in capsys.readouterr().out
+
+
+def test_a_kernel_without_a_kind_is_a_part_by_its_name() -> None:
+    assert kind_of("later_64") == "later_64"
+    kernels = [name for file in folder().rglob("*.cu") for name in kernel_names(file.read_text(encoding="utf-8"))]
+    assert {kind_of(kernel) for kernel in kernels} <= {*KINDS}
+    assert (kind_of("dequantize_kernel"), kind_of("dequantize_q8_0")) == ("weights of products", "embedding")
 
 
 @pytest.mark.slow
