@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 
 from polarlm.engine.jit.isa.generic import NativeHalves
-from polarlm.engine.jit.lang import BF16, I8, I16, Emitter, Level, Matrices, Type, Value, Values, vector
+from polarlm.engine.jit.lang import BF16, F32, I8, I16, Emitter, Level, Matrices, Type, Value, Values, vector
 from polarlm.engine.jit.lang.level import ByteSum
 
 _PAIR_PRODUCTS = {32: "avx2.pmadd.ub.sw", 64: "avx512.pmaddubs.w.512"}
@@ -259,18 +259,24 @@ class Avx512(Avx2):
 
         def find(index: Value) -> tuple[Value, Value]:
             even = index.bits(vector(I16, 32))
-            low, high = _words(e, parts, even), _words(e, parts, even >> 8)
+            low, high = _look_up(e, "hi", parts, even), _look_up(e, "hi", parts, even >> 8)
             a, b = (low & 255) | (high << 8), (low >> 8) | (high & -256)
             return a.bits(index.type), b.bits(index.type)
 
         return find
 
+    def float_table(self, e: Emitter, entries: Sequence[float]) -> Callable[[Value], Value]:
+        parts, kind = max(2, 1 << (len(entries) - 1).bit_length() - 4), vector(F32, 16)
+        filled = [*entries, *[0.0] * (16 * parts - len(entries))]
+        table = [e.constant(kind, tuple(filled[first : first + 16])) for first in range(0, len(filled), 16)]
+        return lambda index: _look_up(e, "ps", table, index)
 
-def _words(e: Emitter, table: Values, index: Value) -> Value:
-    """The int16 entries at the indices in the low bytes of `index`, int16 (32,)."""
-    name = "llvm.x86.avx512.vpermi2var.hi.512"
-    parts = [e.intrinsic(name, index.type, a, index, b) for a, b in zip(table[::2], table[1::2], strict=True)]
-    bit = 64
+
+def _look_up(e: Emitter, element: str, table: Values, index: Value) -> Value:
+    """The entries at the indices, int16 (32,) or int32 (16,), whose bits above those of the last entry are ignored."""
+    name = f"llvm.x86.avx512.vpermi2var.{element}.512"
+    parts = [e.intrinsic(name, a.type, a, index, b) for a, b in zip(table[::2], table[1::2], strict=True)]
+    bit = 2 * index.lanes
     while len(parts) > 1:
         is_upper = (index & bit).equals(bit)
         parts = [e.select(is_upper, b, a) for a, b in zip(parts[::2], parts[1::2], strict=True)]

@@ -221,6 +221,11 @@ class Level:
         a, b = (self.table(e, e.constant_bytes(side), len(side)) for side in (first, second))
         return lambda index: (a(index), b(index))
 
+    def float_table(self, e: Any, entries: Sequence[float]) -> Callable[[Value], Value] | None:
+        """A function that looks up int32 (16,) in up to 256 float32 that lie in registers; None where a level would not
+        find them faster there than in memory."""
+        return None
+
     def half_to_float(self, e: Any, bits: Value) -> Value:
         wide = bits.zext(I32)
         magnitude = ((wide & 0x7FFF) << 13).bits(vector(F32, bits.lanes) if bits.lanes else F32) * 2.0**112

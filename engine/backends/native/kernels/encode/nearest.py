@@ -50,6 +50,7 @@ class NearestOfRings:
         rings, points = [(phases // quarters, radius) for phases, radius in RINGS[bits]], points_of(bits)
         points = points[: len(points) // quarters]
         self._points = e.constant_bytes(points.astype("<f4").tobytes())
+        self._tables = [find for axis in points.T if (find := e.level.float_table(e, axis.tolist())) is not None]
         self._several_innermost = rings[0][0] > 1 and not self._symmetric
         self._limits = [radius**2 for _, radius in rings[1:-1]]
         self._words, first = [], 0
@@ -136,7 +137,7 @@ class NearestOfRings:
     ) -> tuple[NearestPoints, Value]:
         """The better of a candidate and the best so far, and its score; the lower code wins a tie."""
         e = self._e
-        points = gather_pairs(e, self._points, code)
+        points = [find(code) for find in self._tables] or gather_pairs(e, self._points, code)
         (a, b), (p, q) = x, points
         candidate_score = (p * p + q * q) * 0.5 - a * p - b * q
         if best is None:
