@@ -288,7 +288,7 @@ RUN = Kernel("run", _emit_run, Run)
 RUN_ALONE = Kernel("run_alone", _emit_run_alone, Run)
 SERVE = Kernel("serve", _emit_serve, Serve)
 
-SCRATCH = 1 << 20  # bytes of scratch per thread
+SCRATCH = 1 << 21  # bytes of scratch per thread; pages take memory once written
 
 
 class CommandBuffer:

@@ -10,7 +10,7 @@ import numpy as np
 
 from polarlm.engine.backends.native.kernels.encode.nearest import search
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, Unit, add_chains
-from polarlm.engine.jit.lang import F32, I32, Emitter, Value, Values, Variable, vector
+from polarlm.engine.jit.lang import F32, I32, Emitter, Value, Variable, vector
 from polarlm.engine.quantization.encode import TILT_RANGE
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
@@ -23,6 +23,7 @@ def round_with_best_norms(unit: Unit, round_: Callable[[Unit], None]) -> None:
     with unit.vectors() as offset:
         e.store(e.load(unit.norms + offset, _F16), unit.rms + offset)
         e.store(e.constant(_F16, float(np.finfo(np.float32).max)), unit.least + offset)
+    multiply_by_metric(unit, unit.x, unit.metric_x)
     with e.loop(0, len(unit.encoding.norm_factors)) as number:
         factor = e.broadcast(factors + number * 4, F32, LANES)
         with unit.vectors() as offset:
@@ -204,35 +205,24 @@ def write_norms(unit: Unit) -> None:
     Where several norms are tried, the costs with them → `costs`.
     """
     e, tilted = unit.e, unit.encoding.tilted
+    if not tilted:
+        _decode(unit)
+    if not unit.encoding.tries_norms:
+        multiply_by_metric(unit, unit.x, unit.metric_x)
+    multiply_by_metric(unit, unit.errors, unit.metric_errors)
     vector_tile = unit.vector_tile(2)
     with e.loop(0, unit.row, 64 * vector_tile) as offset:
-        sources = [array + offset + 64 * number for array in (unit.x, unit.errors) for number in range(vector_tile)]
-        if not tilted:
-            _decode(unit, sources)
         by_vector = [_Sums(e, tilted) for _ in range(vector_tile)]
-        with e.loop(0, unit.dim, 2) as channel:
-            rows = [unit.block.matrix + (channel + row) * (unit.dim * 4) for row in (0, 1)]
-            sums = unit.products(rows, sources, channel)
-            corner = [e.load(row + channel * 4, vector(F32, 2)) for row in rows]
-            diagonal = [e.splat(e.extract(row, place), LANES) for place, row in enumerate(corner)]
-            off_diagonal = e.splat(e.extract(corner[1], 0), LANES)
-            means = (
-                [e.broadcast(unit.block.mean_query + channel * 4, F32, LANES, 4 * row) for row in (0, 1)]
-                if tilted
-                else []
-            )
+        with e.loop(0, unit.dim) as channel:
+            diagonal = e.broadcast(unit.block.matrix + channel * (unit.dim * 4 + 4), F32, LANES)
+            mean = e.broadcast(unit.block.mean_query + channel * 4, F32, LANES) if tilted else None
+            place = channel * unit.row + offset
             for number, cost_sums in enumerate(by_vector):
-                xs, ys = (
-                    [e.load(sources[place] + channel * unit.row, _F16, row * unit.row) for row in (0, 1)]
-                    for place in (number, number + vector_tile)
-                )
-                own_x, own_y = ([by_source[place] for by_source in sums] for place in (number, number + vector_tile))
-                own_x[1] = e.fma(off_diagonal, xs[0], own_x[1])
-                own_y[1] = e.fma(off_diagonal, ys[0], own_y[1])
-                for row in (0, 1):
-                    cost_sums.add(diagonal[row], xs[row], ys[row], own_x[row], own_y[row])
-                    if tilted:
-                        cost_sums.add_mean(means[row], xs[row], ys[row])
+                arrays = unit.x, unit.errors, unit.metric_x, unit.metric_errors
+                x, y, sum_x, sum_y = (e.load(array + place, _F16, 64 * number) for array in arrays)
+                cost_sums.add(diagonal, x, y, sum_x, sum_y)
+                if mean is not None:
+                    cost_sums.add_mean(mean, x, y)
         for number, cost_sums in enumerate(by_vector):
             place = offset + 64 * number
             ratio, cost = cost_sums.tilted(unit.dim) if tilted else (cost_sums.fitted_ratio(), None)
@@ -242,13 +232,25 @@ def write_norms(unit: Unit) -> None:
             e.store(e.fmax(ratio * e.load(unit.norms + place, _F16), 0.0), unit.norms + place)
 
 
-def _decode(unit: Unit, sources: Values) -> None:
-    """Replace errors, at the second half of `sources`, by x − errors, where x is at the first half."""
-    e, half = unit.e, len(sources) // 2
-    with e.loop(0, unit.dim) as channel:
-        for x, errors in zip(sources[:half], sources[half:], strict=True):
-            start = errors + channel * unit.row
-            e.store(e.load(x + channel * unit.row, _F16) - e.load(start, _F16), start)
+def multiply_by_metric(unit: Unit, vectors: Value, out: Value) -> None:
+    """The products of vectors (D, N) with each row of the metric's matrix, as far as its diagonal → `out` (D, N)."""
+    e, vector_tile = unit.e, unit.vector_tile(4)
+    with e.loop(0, unit.row, 64 * vector_tile) as offset, e.loop(0, unit.dim, 2) as channel:
+        rows = [unit.block.matrix + (channel + row) * (unit.dim * 4) for row in (0, 1)]
+        sources, place = [vectors + offset + 64 * number for number in range(vector_tile)], channel * unit.row + offset
+        below_diagonal = e.broadcast(rows[1] + channel * 4, F32, LANES)
+        for row, by_source in enumerate(unit.products(rows, sources, channel)):
+            for number, total in enumerate(by_source):
+                if row:
+                    total = e.fma(below_diagonal, e.load(vectors + place, _F16, 64 * number), total)
+                e.store(total, out + place, row * unit.row + 64 * number)
+
+
+def _decode(unit: Unit) -> None:
+    """Replace errors by x − errors."""
+    e = unit.e
+    with e.loop(0, unit.dim * unit.row, 64) as offset:
+        e.store(e.load(unit.x + offset, _F16) - e.load(unit.errors + offset, _F16), unit.errors + offset)
 
 
 class _Sums:

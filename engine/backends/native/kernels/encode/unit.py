@@ -125,7 +125,8 @@ class PackedTiles(Protocol):
 
 def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
-    nbytes = (2 * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
+    arrays = 4 if encoding.has_metric else 2  # (D, N)
+    nbytes = (arrays * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
     if encoding.rounds:
         round_bytes = (3 * head_dim + 3) * row if encoding.rounds > 1 else 0
         nbytes += (head_dim + pairs) * 4 * LANES + round_bytes
@@ -179,6 +180,8 @@ class Unit:
             encoding.rows(self.pairs) * self.row_of_lanes if encoding.along_tokens else self.pairs * self.row
         )
         self.mean = self.allocate(self.dim * 4)
+        if encoding.has_metric:
+            self.metric_x, self.metric_errors = (self.allocate(self.dim * self.row) for _ in range(2))  # (D, N)
         if encoding.tries_norms:
             self.rms, self.costs, self.least = self.allocate(self.row), self.allocate(self.row), self.allocate(self.row)
             self.best_codes, self.best_norms = self.allocate(self.pairs * self.row), self.allocate(self.row)
