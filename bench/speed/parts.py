@@ -32,7 +32,7 @@ PRODUCTS, REST, WHOLE = "products", "rest", "whole"
 # Kind → the beginnings of its kernels' names, on CPUs and on GPUs. The longest that fits counts.
 KINDS = {
     PRODUCTS: ("product_", "gemm", "gemv", "add_parts"),
-    "inputs of products": ("quantize", "interleave", "narrow"),
+    "inputs of products": ("quantize", "interleave", "matrices", "narrow"),
     "weights of products": ("dequantize_kernel", "repack"),
     "embedding": ("dequantize_", "embed"),
     "norms": ("norm_rows", "layer_norm", "rms_norm"),
@@ -156,7 +156,7 @@ def measure(options: Options) -> Result:
     """The parts of prompts of all lengths. Raises FlagError, EngineError or LoadError."""
     path, lengths = model_named(options.weights, options.hf_repo), sorted(numbers("--prompt", options.prompt))
     settings = {"device": options.device, "threads": options.thread_count(), "ctx_size": max(lengths) + 1}
-    settings |= {"input_bits": numbers("--input-bits", options.input_bits)[0], "parallel": 1}
+    settings |= {"input_bits": options.input_bits.split(",")[0], "parallel": 1}
     loaded = assemble(settle(path, None, {**settings, **cache_types(options.types)[0].settings()}), note)
     ops, source = loaded.model.ops, loaded.source
     with Engine(loaded) as engine:

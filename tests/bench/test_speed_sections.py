@@ -28,7 +28,7 @@ def measured(tmp_path: Path, weights: Path, *flags: str) -> Result:
     output = tmp_path / "result.json"
     assert main(["--weights", str(weights), "--output", str(output), *flags]) == 0
     result = read(output)
-    assert result["command"].startswith("polarlm speed --weights ")
+    assert "polarlm speed --weights " in result["command"]
     return result
 
 

@@ -23,6 +23,7 @@ from polarlm.engine.backends.native.recurrent_ops import RecurrentOps
 from polarlm.engine.backends.native.self_test import choose
 from polarlm.engine.backends.native.thread_count import thread_count
 from polarlm.engine.backends.numpy import blas, host_memory
+from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Result, WarmUp
 from polarlm.engine.config import AUTO
 from polarlm.engine.jit.run.workers import workers
@@ -70,8 +71,6 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
             blas.use_threads(self._count.number)
         super().__init__(Launcher(self._count.number, choice.level))
         self._graphs = Graphs(self._launch)
-        if choice.level.matrix_rows:
-            self.batch_rows = _MATRIX_ROWS
 
     @property
     def input_bits(self) -> str:
@@ -83,6 +82,7 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
             bits = "16" if level.matrices is None else "bf16"
         is_possible = {"8": level.most_code > 0, "bf16": level.matrices is not None}.get(bits, True)
         self._launch.input_bits = bits if is_possible else "16"
+        self.batch_rows = _MATRIX_ROWS if self._launch.input_bits == "bf16" else NumpyOps.batch_rows
         what = "bytes" if bits == "8" else "matrices"
         return "" if is_possible else f"kernels for {level.name} have no instructions that multiply {what}"
 
