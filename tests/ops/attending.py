@@ -9,8 +9,9 @@ A sequence is [sink | quantized blocks | current]. Memory that no row may read i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,17 +95,30 @@ class Case:
 
     def exact(self, *, half_precision: bool = False) -> np.ndarray:
         """Attention in float64: (T, H, D)."""
-        out = np.empty(self.q.shape)
-        for view, k, v in zip(self.views, self.keys, self.values, strict=True):
-            visible = reference.causal_mask(view.position, view.rows.stop - view.rows.start, len(k), self.rule.window)
-            out[view.rows] = reference.attention(
-                self.q[view.rows], k, v, visible, self.rule, half_precision=half_precision
-            )
+        out = self._of_sequences(partial(reference.attention, half_precision=half_precision))
         if self.transform is not None:
             out = out if self.transform.scale_back is None else out * self.transform.scale_back[:, None]
             rotation = self.transform.value_rotation
             out = out if rotation is None else out @ rotation.T.astype(np.float64)
         return out
+
+    def _of_sequences(self, function: Callable[..., np.ndarray]) -> np.ndarray:
+        """function(q, k, v, visible, rule) of all sequences: (T, H, D)."""
+        out = np.empty(self.q.shape)
+        for view, k, v in zip(self.views, self.keys, self.values, strict=True):
+            rows = view.rows.stop - view.rows.start
+            visible = reference.causal_mask(view.position, rows, len(k), self.rule.window, view.sees)
+            out[view.rows] = function(self.q[view.rows], k, v, visible, self.rule)
+        return out
+
+    def _bfloat_deviation(self) -> np.ndarray:
+        """Of a result that products of bfloat16 compute: (T, H, D)."""
+        variance = self._of_sequences(reference.bfloat_deviation) ** 2
+        if self.transform is not None:
+            scale_back, rotation = self.transform.scale_back, self.transform.value_rotation
+            variance = variance if scale_back is None else variance * scale_back[:, None] ** 2
+            variance = variance if rotation is None else variance @ rotation.T.astype(np.float64) ** 2
+        return np.sqrt(variance)
 
     def check(self, actual: np.ndarray) -> None:
         """Assert that a result is attention, within what the backend's arithmetic may be off by.
@@ -126,7 +140,11 @@ class Case:
         wanted, format = self.exact(), self.cache.format
         assert actual.shape == wanted.shape
         error = np.abs(actual - wanted)
-        if self.ops.backend == "cuda":
+        if self.ops.backend == "native" and self.is_prompt and self.ops._launch.multiplies_bfloat:
+            deviation = self._bfloat_deviation() + 1e-5 * np.linalg.norm(wanted, axis=-1, keepdims=True)
+            assert (error <= 6 * deviation).all(), f"off by up to {(error / deviation).max()} standard deviations"
+            assert (error**2).mean() < (deviation**2).mean()
+        elif self.ops.backend == "cuda":
             rounding = np.abs(self.exact(half_precision=True) - wanted).max()
             allowed = 4 * max(rounding, EPS16 / 2 * np.abs(wanted).max(), EPS32)
             assert error.max() <= allowed, f"off by up to {error.max()}, allowed are {allowed}"

@@ -30,13 +30,16 @@ NUMPY = Backend("numpy", lambda: NumpyOps(1))
 CUDA = Backend("cuda", lambda **options: CudaOps(open_device(**options)))
 EVERY_LEVEL: list[Backend] = []
 SOME: list[Backend] = []  # up to four levels, the least and the highest among them, for tests that are not slow
+MATRICES: list[Backend] = []  # whose prompts are computed by products of matrices of bfloat16
 if importlib.util.find_spec("llvmlite") is not None and not on_gpu():
     from polarlm.engine.backends.native.graphs import Graphs
     from polarlm.engine.backends.native.launch import KernelOps, Launcher
     from polarlm.engine.backends.native.ops import NativeOps
     from polarlm.engine.jit.compile.target import levels
+    from polarlm.engine.jit.isa.x86 import Avx512Vbmi
     from polarlm.engine.jit.lang import Level
     from tests.jit import levels as some
+    from tests.jit.emulated_matrices import EmulatedAmx
 
     def native(level: Level, threads: int = 1) -> NativeOps:
         """The ops with kernels of a level."""
@@ -48,7 +51,18 @@ if importlib.util.find_spec("llvmlite") is not None and not on_gpu():
     def _native_backend(level: Level) -> Backend:
         return Backend(level.name, lambda threads=1: native(level, threads), level)
 
+    def _of_matrices(level: Level) -> Backend:
+        def open(threads: int = 1) -> NativeOps:
+            ops = native(level, threads)
+            ops._launch.input_bits = "bf16"  # type: ignore[assignment]
+            return ops
+
+        return Backend(f"{level.name}-bf16", open, level)
+
     EVERY_LEVEL, SOME = [*map(_native_backend, levels())], [*map(_native_backend, some.SOME)]
+    MATRICES = [_of_matrices(level) for level in levels() if level.matrices is not None]
+    if not MATRICES and any(type(level) is Avx512Vbmi for level in levels()):
+        MATRICES = [_of_matrices(EmulatedAmx())]
 
 BEST = EVERY_LEVEL[-1:]  # nothing where no kernel is compiled
 

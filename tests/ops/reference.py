@@ -6,11 +6,16 @@ import numpy as np
 
 from polarlm.engine.backends.kv import AttentionRule
 
+BFLOAT = 2.0**-8 / 3**0.5  # the largest standard deviation, relative to a number, of rounding it to bfloat16
 
-def causal_mask(position: int, rows: int, tokens: int, window: int | None = None) -> np.ndarray:
-    """Which of the tokens (S,) of a sequence its rows (T,) from `position` on see: bool (T, S)."""
+
+def causal_mask(position: int, rows: int, tokens: int, window: int | None = None, sees: int = 0) -> np.ndarray:
+    """Which of the tokens (S,) of a sequence its rows (T,) from `position` on see: bool (T, S).
+
+    sees: position up to which all rows see, if that is later than their own.
+    """
     own, others = np.arange(position, position + rows)[:, None], np.arange(tokens)
-    return (others <= own) & (others > own - (window or tokens))
+    return (others <= np.maximum(own, sees)) & (others > own - (window or tokens))
 
 
 def attention(
@@ -51,6 +56,31 @@ def attention(
     if half_precision:
         weights = weights.astype(np.float16).astype(np.float32)
     return (weights @ v / total).swapaxes(0, 1).astype(np.float64)
+
+
+def bfloat_deviation(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, rule: AttentionRule
+) -> np.ndarray:
+    """The largest standard deviation of `attention` with q, k, v and the weights rounded to bfloat16: (T, H, D).
+
+    A result o = Σ p·v / Σ p changes by Σ p · (v − o) times the relative change of each weight, and by Σ p times the
+    change of each value. Those are independent for each token, but for what the rounding of the query changes in all
+    weights together: of that the largest sum is taken (Cauchy and Schwarz). A soft cap makes scores change less.
+    """
+    group, tokens = q.shape[1] // k.shape[1], len(k)
+    identity = np.broadcast_to(np.eye(tokens)[:, None], (tokens, k.shape[1], tokens))
+    k, v = (np.where(visible.any(0)[:, None, None], x, 0) for x in (k, v))
+    p = attention(q, k, identity, visible, rule).swapaxes(0, 1)  # (H, T, S)
+    o = attention(q, k, v, visible, rule).swapaxes(0, 1)
+    keys, values = (np.repeat(x.astype(np.float64).swapaxes(0, 1), group, axis=0) for x in (k, v))
+    scores = (BFLOAT * rule.scale) ** 2 * ((q.astype(np.float64) ** 2).swapaxes(0, 1) @ (keys**2).swapaxes(1, 2))
+
+    def spread(factors: np.ndarray) -> np.ndarray:
+        """Σ factors · (v − o)²."""
+        return factors @ values**2 - 2 * o * (factors @ values) + o**2 * factors.sum(-1, keepdims=True)
+
+    variance = spread(p**2 * (scores + BFLOAT**2)) + (p * scores).sum(-1, keepdims=True) * spread(p)
+    return np.sqrt(np.maximum(variance + BFLOAT**2 * (p**2 @ values**2), 0)).swapaxes(0, 1)
 
 
 def gated(exact: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -18,10 +18,11 @@ from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from polarlm.engine.errors import KernelError
 from tests.ops.attending import Case, Sequence_, Shape, case_of
-from tests.ops.backends import BEST, CUDA, NUMPY, SOME, backend_cases, backends
+from tests.ops.backends import BEST, CUDA, MATRICES, NUMPY, SOME, Backend, backend_cases, backends
 
 N = 32  # tokens of a block, where nothing else is said
 DECODED = "polarlm.engine.backends.native.attention_ops.prompts._DECODED"  # tokens of blocks decoded at a time
+POOL = "polarlm.engine.backends.native.attention_ops.prompts.MOST"  # bytes of keys and values of a launch
 prompt_case = partial(case_of, is_prompt=True)
 
 
@@ -66,6 +67,13 @@ PROMPTS = [
     (POLAR._replace(dim=80, group=1), signed_hadamard, prompt_rows(0, 33, 0), 20),
     (POLAR._replace(dim=8, group=8), signed_hadamard, prompt_rows(5, 30, 65), 90),
 ]
+# Of products of matrices: all numbers of queries in the last one, tokens that fill no tile, and tiles that some see.
+MORE_PROMPTS = [
+    (POLAR._replace(dim=16, group=1), None, prompt_rows(0, 31, 0), None),
+    (POLAR._replace(dim=128, group=5), dense, prompt_rows(3, 15, 64), 100),
+    (POLAR._replace(dim=112, group=7, kv_heads=1), None, prompt_rows(9, 1, 0), None),
+    (POLAR._replace(dim=256, group=12, kv_heads=1), None, prompt_rows(2, 70, 30), 33),
+]
 HALVES = Shape(("f16", "f16"), 16, 2, 16, 0)
 ROTATIONS = [signed_hadamard, twice_signed_hadamard, dense, None]
 
@@ -74,6 +82,7 @@ ROTATIONS = [signed_hadamard, twice_signed_hadamard, dense, None]
     "ops shape rotation sequences window",
     [
         *((backend, *case) for backend in (NUMPY, *SOME) for case in PROMPTS),
+        *((backend, *case) for backend in MATRICES for case in PROMPTS[:2] + MORE_PROMPTS),
         *((CUDA, HALVES, rotation, last_rows(20, 40), None) for rotation in ROTATIONS),
     ],
 )
@@ -179,7 +188,7 @@ RULES = [(1.5, False), (None, True), (50.0, True)]
         *(
             (backend, Shape(block_size=N), prompt_rows(9, 50, 70), 200, rule, ())
             for rule in RULES
-            for backend in [NUMPY, *SOME]
+            for backend in [NUMPY, *SOME, *MATRICES]
         ),
         *((CUDA, Shape(("f16", "f16"), 16), last_rows(45, 100), None, rule, (1, 32)) for rule in RULES[:2]),
         (CUDA, Shape(("ring4", "ring4"), 16), last_rows(45, 100), None, RULES[0], (2, 16)),
@@ -212,6 +221,25 @@ def test_scores_are_capped_and_sinks_take_part(
         plain.check(actual)
 
 
+@backends(NUMPY, *SOME, *MATRICES)
+@pytest.mark.parametrize("window", [None, 50])
+def test_rows_see_up_to_the_end_of_an_image(ops: Any, window: int | None) -> None:
+    plain = prompt_case(ops, POLAR, prompt_rows(2, 100, 20), window)
+    rows = replace(plain.views[0], rows=slice(0, 40), sees=plain.views[0].position + 70)
+    case = replace(plain, views=[rows], q=plain.q[:40])
+    case.check(actual := case.attended())
+    with pytest.raises(AssertionError):
+        replace(case, views=[replace(rows, sees=0)]).check(actual)
+
+
+@backends(*MATRICES)
+def test_scores_of_matrices_may_rise_steeply(ops: Any) -> None:
+    """Sums are rescaled, by more than one number of a vector, and weights vanish."""
+    case = prompt_case(ops, Shape(("f16", "f16"), 64, 2, 16, 0, 1), last_rows(300, 300))
+    case = replace(case, q=case.q * np.linspace(0, 12, 300, dtype=np.float32)[:, None, None])
+    case.check(case.attended())
+
+
 @backends(CUDA)
 def test_scores_that_rise_and_fall_steeply_do_not_overflow(ops: Any) -> None:
     """Maxima change from part to part, by more than half precision can weigh."""
@@ -241,6 +269,7 @@ ROWS = st.builds(prompt_rows, st.integers(0, 12), st.integers(1, 150), st.intege
 @pytest.mark.slow
 @pytest.mark.skipif(not BEST, reason="no kernel is compiled here")
 @given(
+    st.sampled_from([*BEST, *MATRICES]),
     SHAPES,
     ROWS,
     st.none() | st.integers(1, 300),
@@ -250,25 +279,31 @@ ROWS = st.builds(prompt_rows, st.integers(0, 12), st.integers(1, 150), st.intege
 )
 @settings(max_examples=60)
 def test_prompts_attend_to_all_that_is_before_them(
-    shape: Shape, sequences: list[Sequence_], window: int | None, rotation: Any, threads: int, seed: int
+    backend: Backend,
+    shape: Shape,
+    sequences: list[Sequence_],
+    window: int | None,
+    rotation: Any,
+    threads: int,
+    seed: int,
 ) -> None:
     """On any number of threads, and with blocks that are decoded in several parts."""
     shape = shape if shape.types[0] in ("f16", "polarquant") else shape._replace(dim=64)
-    case = prompt_case(BEST[0].open(threads), shape, sequences, window, seed=seed)
+    case = prompt_case(backend.open(threads), shape, sequences, window, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DECODED, 5 * N)
         case = with_transform(case, rotation and rotation(shape.dim), is_scaled=rotation is dense)
         case.check(case.attended())
 
 
-@backends(*BEST)
+@pytest.mark.parametrize("backend", [*BEST, *MATRICES], ids=str)
 def test_results_are_the_same_for_any_number_of_threads_and_any_parts(
-    ops: Any, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = prompt_case(ops, Shape(("ring4", "ring4"), block_size=N), prompt_rows(9, 200, 30), 90)
+    case = prompt_case(backend.open(), Shape(("ring4", "ring4"), block_size=N), prompt_rows(9, 200, 30), 90)
     wanted, (view,) = case.attended(), case.views
     for threads in (2, 3, 8):
-        np.testing.assert_array_equal(replace(case, ops=BEST[0].open(threads)).attended(), wanted)
+        np.testing.assert_array_equal(replace(case, ops=backend.open(threads)).attended(), wanted)
     parts = []
     for rows in (slice(0, 77), slice(77, 78), slice(78, 200)):
         own = replace(view, rows=slice(0, rows.stop - rows.start), position=view.position + rows.start)
@@ -276,9 +311,11 @@ def test_results_are_the_same_for_any_number_of_threads_and_any_parts(
     np.testing.assert_array_equal(np.concatenate(parts), wanted)
     monkeypatch.setattr(DECODED, 4 * N)
     np.testing.assert_array_equal(case.attended(), wanted)
+    monkeypatch.setattr(POOL, 8 * 2 * 64 * 128)
+    np.testing.assert_array_equal(case.attended(), wanted)
 
 
-@backends(*BEST)
+@backends(*BEST, *MATRICES)
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_queries_that_are_not_finite_give_results_that_are_not(ops: Any, broken: float) -> None:
     """Damaged weights are found by their results."""

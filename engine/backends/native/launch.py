@@ -115,6 +115,11 @@ class Launcher:
                 self._repeatable.pop(next(iter(self._repeatable)), None)
 
     @property
+    def multiplies_bfloat(self) -> bool:
+        """Whether prompts are computed by products of matrices of bfloat16."""
+        return self.input_bits == "bf16" and self.level.matrices is not None
+
+    @property
     def runs_directly(self) -> bool:
         """Whether launches run, outside of graphs."""
         return self.computes and not self.in_graph

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 
 from polarlm.engine.jit.isa.generic import NativeHalves
-from polarlm.engine.jit.lang import BF16, F32, I8, I16, Emitter, Level, Matrices, Type, Value, Values, vector
+from polarlm.engine.jit.lang import BF16, F32, I8, I16, I32, Emitter, Level, Matrices, Type, Value, Values, vector
 from polarlm.engine.jit.lang.level import ByteSum
 
 _PAIR_PRODUCTS = {32: "avx2.pmadd.ub.sw", 64: "avx512.pmaddubs.w.512"}
@@ -21,6 +21,7 @@ _TILES, _ROWS, _BYTES = 8, 16, 64  # a tile's rows, and their bytes
 _PALETTE, _PLACE_OF_BYTES, _PLACE_OF_ROWS = 1, 16, 48  # a configuration's, which has 64 bytes
 
 _MOST_WORD = 2**15 - 1
+_CURRENT_ROUNDING = 4
 
 _LINE = 16  # entries of a part of a table
 _PARTS = 8  # parts: 128 entries, all of whose indices are ≥ 0 as signed bytes
@@ -366,6 +367,10 @@ class AmxTiles(Matrices):
     def to_bfloat(self, e: Emitter, low: Value, high: Value) -> Value:
         both = e.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(BF16, 32), high, low)
         return both.bits(vector(I16, 32))
+
+    def times_power(self, e: Emitter, x: Value, n: Value) -> Value:
+        options = e.zero(x.type), e.constant(I16, -1), e.constant(I32, _CURRENT_ROUNDING)
+        return e.intrinsic("llvm.x86.avx512.mask.scalef.ps.512", x.type, x, n, *options)
 
 
 def _int64(e: Emitter, number: Value | int) -> Value:

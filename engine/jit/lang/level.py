@@ -63,6 +63,10 @@ class Matrices:
         """Two vectors of float32 (16,) → the nearest bfloat16 (32,), ties to even, as int16: low's, then high's."""
         raise NotImplementedError
 
+    def times_power(self, e: Any, x: Value, n: Value) -> Value:
+        """x · 2^n of vectors of float32 (16,), n whole numbers."""
+        raise NotImplementedError
+
 
 class Level:
     """A level of CPU features: the sizes of its registers, and its code for what LLVM does not find by itself.

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from polarlm.engine.backends.kv import AttentionRule, HeadRule, KVLocation, Rope, SpanView
 from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, HeadOps
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
+from polarlm.engine.backends.native.kernels.attention import matrices
+from polarlm.engine.backends.native.kernels.attention.matrices import MatrixArguments, to_matrices
+from polarlm.engine.backends.native.kernels.attention.matrix_prompts import (
+    MatrixSegment,
+    attend_by_matrices,
+    most_queries,
+)
 from polarlm.engine.backends.native.kernels.attention.prompts import (
     PromptArguments,
     Segment,
@@ -16,10 +23,10 @@ from polarlm.engine.backends.native.kernels.attention.prompts import (
     attend,
     attend_to_texts,
 )
-from polarlm.engine.backends.native.kernels.attention.unit import MOST_QUERIES, Prompt, supports
+from polarlm.engine.backends.native.kernels.attention.unit import KEYS, MOST_QUERIES, Prompt, supports
 from polarlm.engine.backends.native.kernels.rows import LayerNormArguments, layer_norm_rows
 from polarlm.engine.backends.native.kv.cache import TileCache
-from polarlm.engine.backends.native.launch import KernelOps
+from polarlm.engine.backends.native.launch import KernelOps, LaunchSpec
 from polarlm.engine.backends.numpy.attention import blocks_of, parts_of
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.errors import KernelError
@@ -50,17 +57,18 @@ class PromptOps(KernelOps):
     def _attend(self, q: np.ndarray, out: np.ndarray, cache: TileCache, span: SpanView, rule: AttentionRule) -> None:
         """Attention of the rows q (T, H, D) of one sequence → out (T, H, D) float32."""
         oldest = max(0, span.position - (rule.window or NO_WINDOW) + 1)
-        segments = list(_full_segments(cache, span, oldest, max(span.position + len(q), span.sees + 1)))
         parts = _parts(cache, span, oldest)
+        sink, (first, *others) = _full_segments(cache, span, oldest, max(span.position + len(q), span.sees + 1))
         launch = self._launcher(q, out, cache.format.kv_heads, span, rule)
         for number, (stored, start, ids) in enumerate(parts):
             is_last = number == len(parts) - 1
-            decode_to_float = _segment(self.decode_to_float(stored, ids), start, len(ids) * cache.format.block_size)
-            launch(
-                [decode_to_float, *segments] if is_last else [decode_to_float], is_first=number == 0, is_last=is_last
-            )
+            decoded = _segment(self.decode_to_float(stored, ids), start, len(ids) * cache.format.block_size)
+            segments = [decoded, *sink, first] if is_last else [decoded]
+            launch(segments, is_first=number == 0, is_last=is_last and not others)
         if not parts:
-            launch(segments, is_first=True, is_last=True)
+            launch([*sink, first], is_first=True, is_last=not others)
+        for number, segment in enumerate(others, start=1):
+            launch([segment], is_first=False, is_last=number == len(others))
 
     def attend_to_texts(
         self,
@@ -97,20 +105,21 @@ class PromptOps(KernelOps):
     ) -> Callable[..., None]:
         """A function that lets the rows of q (T, H, D) of a span attend to segments."""
         (rows, heads, dim), window, transform = q.shape, rule.window or NO_WINDOW, rule.transform
-        group = heads // kv_heads
-        tile = self._tile(rows, group, kv_heads)
+        group, matrix_queries = heads // kv_heads, most_queries(dim) if self._launch.multiplies_bfloat else 0
+        tile = self._tile(rows, group, kv_heads, matrix_queries or MOST_QUERIES)
         inverse = NO_ROTATION if transform is None else transform.inverse
         scale_back = None if transform is None else transform.scale_back
-        kernel = attend(
-            Prompt(dim, scale_back is not None, inverse.order, rule.softcap is not None, rule.sink_scores is not None)
+        spec = Prompt(
+            dim, scale_back is not None, inverse.order, rule.softcap is not None, rule.sink_scores is not None
         )
         row_max, row_sum = np.empty((2, rows, heads), np.float32)
 
         def launch(segments: Sequence[Segment], *, is_first: bool, is_last: bool) -> None:
+            conversions, read = self._as_matrices(segments, kv_heads, dim) if matrix_queries else ([], segments)
             arguments = PromptArguments(
                 q=q,
                 out=out,
-                segments=np.array([words(segment) for segment in segments]),
+                segments=np.array([words(segment) for segment in read]),
                 row_max=row_max,
                 row_sum=row_sum,
                 sink_scores=rule.sink_scores,
@@ -130,9 +139,27 @@ class PromptOps(KernelOps):
                 scale=rule.scale,
                 softcap=rule.softcap or 0.0,
             )
-            self._launch(kernel, -(-rows // tile) * kv_heads, arguments, grain=1)
+            kernel = attend_by_matrices(spec) if matrix_queries else attend(spec)
+            self._launch.launch_all([*conversions, (kernel, -(-rows // tile) * kv_heads, arguments, 1)])
 
         return launch
+
+    def _as_matrices(
+        self, segments: Sequence[Segment], kv_heads: int, dim: int
+    ) -> tuple[list[LaunchSpec], list[MatrixSegment]]:
+        """Launches that make matrices of segments, and the segments of these."""
+        launches, made = list[LaunchSpec](), list[MatrixSegment]()
+        for k, v, head_stride, start, tokens in segments:
+            tiles = -(-tokens // matrices.KEYS)
+            keys, values = (
+                self._launch.empty((kv_heads, tiles * size(dim)), np.uint8)
+                for size in (matrices.key_bytes, matrices.value_bytes)
+            )
+            arguments = MatrixArguments(k=k, v=v, keys=keys, values=values, head_stride=head_stride, tokens=tokens)
+            launches.append((to_matrices(dim), kv_heads * tiles, arguments, 0))
+            strides = {"key_stride": keys.strides[0], "value_stride": values.strides[0]}
+            made.append(MatrixSegment(keys=keys, values=values, **strides, start=start, tokens=tokens))
+        return launches, made
 
     def decode_to_float(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decode the B quantized blocks `ids` → k, v (K, B·N, D) float32."""
@@ -142,20 +169,25 @@ class PromptOps(KernelOps):
         self._launch(kernel, format.kv_heads * len(ids), arguments)
         return k, v
 
-    def _tile(self, rows: int, group: int, kv_heads: int) -> int:
-        """The number of rows of a unit. Results do not depend on it."""
-        tile = MOST_QUERIES // group
+    def _tile(self, rows: int, group: int, kv_heads: int, most: int = MOST_QUERIES) -> int:
+        """The number of rows of a unit of up to `most` queries. Results do not depend on it."""
+        tile = most // group
         while -(-rows // tile) * kv_heads < _UNITS * self._launch.threads and tile * group >= 2 * _LEAST_QUERIES:
             tile //= 2
         return tile
 
 
+def _pool_tokens(cache: TileCache) -> int:
+    """Tokens whose keys and values in float32 still fit the buffer pool; a power of two."""
+    tokens = MOST // (8 * cache.format.kv_heads * cache.format.head_dim)
+    return 1 << (tokens.bit_length() - 1)
+
+
 def _parts(cache: TileCache, span: SpanView, oldest: int) -> list[tuple[TileCache, int, np.ndarray]]:
     """The quantized blocks from position `oldest` on, in parts: their cache, position of the first token, block ids."""
-    format, size = cache.format, cache.format.block_size
-    pool_tokens = MOST // (8 * format.kv_heads * format.head_dim)  # tokens whose memory still fits the buffer pool
+    size = cache.format.block_size
     # A power of two is a multiple of the kernel's tile, so results equal a single part's.
-    block_tile = max(1, min(_DECODED, 1 << (pool_tokens.bit_length() - 1)) // size)
+    block_tile = max(1, min(_DECODED, _pool_tokens(cache)) // size)
     first_block = max(0, oldest - span.table_start) // size
     return [
         (stored, span.table_start + first * size, ids[first : first + block_tile].astype(np.int64))
@@ -179,13 +211,20 @@ def _segment(sides: Sequence[np.ndarray], start: int, tokens: int) -> Segment:
     return Segment(k=k, v=v, head_stride=k.strides[0], start=start, tokens=tokens)
 
 
-def _full_segments(cache: TileCache, span: SpanView, oldest: int, end: int) -> Iterator[Segment]:
-    """The segments in full precision with positions from `oldest` up to `end`: sink block and current block."""
-    size = cache.format.block_size
-    if span.sink is not None and oldest < size:
-        yield _segment([side.astype(np.float32) for side in cache.full(KVLocation(None, span.sink))], 0, size)
-    sides = [side.astype(np.float32, copy=False) for side in cache.full(span.current)]
-    yield _segment(sides, span.current_start, min(end - span.current_start, sides[0].shape[1]))
+def _full_segments(cache: TileCache, span: SpanView, oldest: int, end: int) -> tuple[list[Segment], list[Segment]]:
+    """The segments in full precision with positions from `oldest` up to `end`: of the sink block, if there is one, and
+    of the current block, in pieces that are multiples of the kernels' tiles."""
+    block_size, sink = cache.format.block_size, list[Segment]()
+    if span.sink is not None and oldest < block_size:
+        sides = [side.astype(np.float32) for side in cache.full(KVLocation(None, span.sink))]
+        sink = [_segment(sides, 0, block_size)]
+    k, v = (side.astype(np.float32, copy=False) for side in cache.full(span.current))
+    tokens, most = min(end - span.current_start, k.shape[1]), max(KEYS, _pool_tokens(cache))
+    current = [
+        _segment((k[:, first:], v[:, first:]), span.current_start + first, min(tokens - first, most))
+        for first in range(max(0, oldest - span.current_start) // KEYS * KEYS, tokens, most)
+    ]
+    return sink, current
 
 
 class EncoderOps(HeadOps, PromptOps):

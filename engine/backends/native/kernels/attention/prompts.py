@@ -3,9 +3,10 @@ texts, each to all rows of its own text; and decoding of quantized blocks, for p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kernels.attention.unit import KEYS, Prompt, Unit, arrays
@@ -68,41 +69,79 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
     row_bytes = 4 * spec.dim
 
     def emit(e: Emitter, args: PromptArguments, begin: Value, end: Value, scratch: Value) -> None:
-        group, kv_heads, out = args.group, args.kv_heads, args.out
         state = Unit(e, spec, scratch, args.softcap if spec.is_capped else None)
-        last_tile = (args.rows - 1) // args.tile
-        with e.loop(begin, end) as unit:
-            # The last rows see most: first, so that no thread is left alone with a long unit.
-            head, first_row = unit % kv_heads, (last_tile - unit // kv_heads) * args.tile
-            own_rows = e.imin(args.rows - first_row, args.tile)
-            queries = own_rows * group
-            first_position = args.position + first_row
-            last_position = first_position + own_rows - 1
-            with e.loop(0, own_rows) as row, e.loop(0, group) as member:
-                number = ((first_row + row) * kv_heads + head) * group + member
-                sink = args.sink_scores + (head * group + member) * 4 if spec.has_sink_scores else None
-                own_q = args.q + number * row_bytes
-                state.open(row * group + member, first_position + row, own_q, args.scale, sink)
-                with e.when(args.is_first < 1):
-                    state.resume(row * group + member, out + number * row_bytes, args.row_max, args.row_sum, number)
-            state.pad_queries(queries, last_position)
+
+        def attend_to_segments(rows: UnitRows) -> None:
             with e.loop(0, args.count) as index:
                 k, v, head_stride, start, tokens = read(e, Segment, args.segments, index)
-                from_key = e.imax(first_position - args.window + 1 - start, 0) // KEYS * KEYS
-                with e.loop(from_key, e.imin(tokens, e.imax(last_position, args.sees) + 1 - start), KEYS) as first:
-                    offset = head * head_stride + first * row_bytes
+                from_key = e.imax(rows.position - args.window + 1 - start, 0) // KEYS * KEYS
+                with e.loop(from_key, e.imin(tokens, e.imax(rows.last, args.sees) + 1 - start), KEYS) as first:
+                    offset = rows.head * head_stride + first * row_bytes
                     left = e.imin(tokens - first, KEYS)
-                    state.attend(k + offset, v + offset, start + first, left, queries, args.window, sees=args.sees)
-            with e.loop(0, own_rows) as row, e.loop(0, group) as member:
-                number = ((first_row + row) * kv_heads + head) * group + member
-                target = out + number * row_bytes
-                with e.when(args.is_last < 1):
-                    state.suspend(row * group + member, target, args.row_max, args.row_sum, number)
-                with e.when(args.is_last > 0):
-                    own_scale = args.scale_back + (head * group + member) * 4
-                    state.finish(row * group + member, target, (own_scale, args.input_signs, args.rotation))
+                    state.attend(k + offset, v + offset, start + first, left, rows.queries, args.window, sees=args.sees)
+
+        for_each_unit(e, spec, args, state, (begin, end), attend_to_segments)
 
     return Kernel(spec.name, emit, PromptArguments, scratch=arrays(spec.dim)[-1])
+
+
+class UnitRows(NamedTuple):
+    """The KV head of a unit, how many queries it has, and the positions of the first and the last of its rows."""
+
+    head: Value
+    queries: Value
+    position: Value
+    last: Value
+
+
+class PromptState(Protocol):
+    """What a unit keeps of its queries; see `Unit`."""
+
+    def open(self, i: Value, position: Value, q: Value, scale: Value, sink: Value | None = None) -> None: ...
+
+    def pad_queries(self, queries: Value, position: Value) -> None: ...
+
+    def resume(self, i: Value, out: Value, row_max: Value, row_sum: Value, number: Value) -> None: ...
+
+    def suspend(self, i: Value, out: Value, row_max: Value, row_sum: Value, number: Value) -> None: ...
+
+    def finish(self, i: Value, out: Value, epilogue: tuple[Value, Value, Value]) -> None: ...
+
+
+def for_each_unit(
+    e: Emitter,
+    spec: Prompt,
+    args: PromptArguments,
+    state: PromptState,
+    units: tuple[Value, Value],
+    attend_to_segments: Callable[[UnitRows], None],
+) -> None:
+    """Emit the work of units: open their queries or resume them, attend, and finish or suspend them."""
+    group, kv_heads, out, row_bytes = args.group, args.kv_heads, args.out, 4 * spec.dim
+    last_tile = (args.rows - 1) // args.tile
+    with e.loop(*units) as unit:
+        # The last rows see most: first, so that no thread is left alone with a long unit.
+        head, first_row = unit % kv_heads, (last_tile - unit // kv_heads) * args.tile
+        own_rows = e.imin(args.rows - first_row, args.tile)
+        first_position = args.position + first_row
+        rows = UnitRows(head, own_rows * group, first_position, first_position + own_rows - 1)
+        with e.loop(0, own_rows) as row, e.loop(0, group) as member:
+            number = ((first_row + row) * kv_heads + head) * group + member
+            sink = args.sink_scores + (head * group + member) * 4 if spec.has_sink_scores else None
+            own_q = args.q + number * row_bytes
+            state.open(row * group + member, first_position + row, own_q, args.scale, sink)
+            with e.when(args.is_first < 1):
+                state.resume(row * group + member, out + number * row_bytes, args.row_max, args.row_sum, number)
+        state.pad_queries(rows.queries, rows.last)
+        attend_to_segments(rows)
+        with e.loop(0, own_rows) as row, e.loop(0, group) as member:
+            number = ((first_row + row) * kv_heads + head) * group + member
+            target = out + number * row_bytes
+            with e.when(args.is_last < 1):
+                state.suspend(row * group + member, target, args.row_max, args.row_sum, number)
+            with e.when(args.is_last > 0):
+                own_scale = args.scale_back + (head * group + member) * 4
+                state.finish(row * group + member, target, (own_scale, args.input_signs, args.rotation))
 
 
 class TextRows(NamedTuple):

@@ -201,7 +201,7 @@ class Unit:
                 scores.append(e.select(visible, score, e.const_like(LOWEST, score)))
             own_row_max, rescale = self._row_max + (i + row) * 4, self._rescale + row * 4
             old_row_max = e.load(own_row_max, F32)
-            row_max = e.fmax(e.fmax_lanes(_reduce_tree(scores, _larger)), old_row_max)
+            row_max = e.fmax(e.fmax_lanes(_reduce_tree(scores, larger)), old_row_max)
             # Of keys that are not seen the weight is 0, also where none is and the maximum is LOWEST.
             top = e.select(row_max > LOWEST, row_max, e.zero(F32))
             weights = [e.exp(score - top) for score in scores]
@@ -238,7 +238,7 @@ def _copy(e: Emitter, source: Value, target: Value, dim: int) -> None:
         e.store(e.load(source, vector(F32, lanes), 4 * first), target, 4 * first)
 
 
-def _larger(a: Value, b: Value) -> Value:
+def larger(a: Value, b: Value) -> Value:
     """The larger of floats; b if one is NaN, which is one instruction."""
     return a.emitter.select(a > b, a, b)
 
