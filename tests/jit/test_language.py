@@ -182,9 +182,9 @@ def test_float_to_half(level: Level) -> None:
 # -- the exponential function --------------------------------------------------------------------------------------
 
 
-def exp_of(level: Level, x: np.ndarray) -> np.ndarray:
+def exp_of(level: Level, x: np.ndarray, name: str = "exp") -> np.ndarray:
     x = np.concatenate([x, np.zeros(-len(x) % 16)]).astype(np.float32)
-    return over_vectors(level, "exp", lambda e, x: e.exp(x), x).astype(np.float64)
+    return over_vectors(level, name, lambda e, x: getattr(e, name)(x), x).astype(np.float64)
 
 
 @every_level
@@ -203,6 +203,16 @@ def test_exp_at_its_ends(level: Level) -> None:
     found = exp_of(level, np.array([*zeros, *ones, *infinite, np.nan, -np.nan]))
     assert found[:15].tolist()[:13] == [0] * 6 + [1] * 3 + [np.inf] * 4
     assert np.isnan(found[13:15]).all()
+
+
+@every_level
+def test_exp2_is_within_its_bound(level: Level) -> None:
+    x = np.concatenate([np.linspace(-126, 127, 400_000), np.linspace(-1e-3, 1e-3, 4001)]).astype(np.float32)
+    error = np.abs(exp_of(level, x, "exp2")[: len(x)] / np.exp2(x.astype(np.float64)) - 1)
+    assert error.max() < 2e-7, x[error.argmax()]
+    found = exp_of(level, np.array([-127, -1e30, -np.inf, 0, -3, 127, np.nan]), "exp2")
+    assert found[:6].tolist() == [0, 0, 0, 1, 0.125, 2.0**127]
+    assert np.isnan(found[6])
 
 
 # -- lanes ---------------------------------------------------------------------------------------------------------

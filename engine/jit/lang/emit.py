@@ -38,6 +38,17 @@ from polarlm.engine.jit.lang.values import (
 # where the error is large (Lawson's method; scripts/fit_exp.py of commit 0db755bb).
 EXP_COEFFICIENTS = (0.49999994, 0.166665211, 0.041668389, 0.00836871471, 0.00138146256)
 
+# 2^f for |f| ≤ ½, lowest power first, likewise.
+_EXP2_COEFFICIENTS = (
+    1.0,
+    0.6931470036506653,
+    0.24022242426872253,
+    0.05550733581185341,
+    0.009671512991189957,
+    0.001326472731307149,
+)
+_MAGIC = 12582912.0  # 1.5 · 2²³: the unit of its last bit is 1
+
 _LEAST = 1e-34  # 32767 divided by a smaller number overflows
 _FLOAT_INTRINSICS = {"fma", "fmuladd", "maxnum", "minnum", "fabs", "sqrt", "floor", "ceil", "trunc", "copysign"}
 
@@ -204,7 +215,7 @@ class Emitter(MemoryEmitter):
     def round(self, a: Value) -> Value:
         """float32 of magnitude up to 2²² → the nearest int32, ties to even."""
         expect(a.element == F32, "float32", a)
-        magic = self.const_like(12582912.0, a)  # 1.5 · 2²³: the unit of its last bit is 1
+        magic = self.const_like(_MAGIC, a)
         integers = vector(I32, a.lanes) if a.lanes else I32
         return (a + magic).bits(integers) - 0x4B400000
 
@@ -252,6 +263,19 @@ class Emitter(MemoryEmitter):
             y = self.fma(y, r, self.const_like(coefficient, x))
         y = self.fma(y, r * r, r) + 1.0
         return y * ((whole + 127) << 23).bits(x.type)
+
+    def exp2(self, x: Value) -> Value:
+        """2^x of float32 up to 127, with a relative error below 2e-7; 0 below -126.5, NaN for NaN. It takes two
+        thirds of the instructions of `exp`."""
+        expect(x.element == F32, "float32", x)
+        x = self.select(x < -127.0, self.const_like(-127.0, x), x)
+        shifted = x + _MAGIC
+        f = x - (shifted - _MAGIC)
+        y = self.const_like(_EXP2_COEFFICIENTS[-1], x)
+        for coefficient in _EXP2_COEFFICIENTS[-2::-1]:
+            y = self.fma(y, f, self.const_like(coefficient, x))
+        exponent = shifted.bits(vector(I32, x.lanes) if x.lanes else I32) << 23  # what the magic number has leaves
+        return y * (exponent + (127 << 23)).bits(x.type)
 
     def map_parts(self, lanes: int, operation: Callable[..., Value], *operands: Value) -> Value:
         """The joined results of `operation` on parts of `lanes` lanes of the operands."""

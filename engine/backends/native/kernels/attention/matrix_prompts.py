@@ -26,7 +26,7 @@ from polarlm.engine.backends.native.kernels.attention.matrices import (
 )
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST
 from polarlm.engine.backends.native.kernels.attention.prompts import PromptArguments, UnitRows, for_each_unit
-from polarlm.engine.backends.native.kernels.attention.unit import Prompt, larger
+from polarlm.engine.backends.native.kernels.attention.unit import LOG2_E, Prompt, larger
 from polarlm.engine.backends.native.kernels.multiply import offsets, rotate
 from polarlm.engine.backends.native.kernels.rows import apply_softcap
 from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Kernel, Value, Values, vector
@@ -38,12 +38,11 @@ _PAIR = 2 * _ROWS  # queries that attend in turn
 _SIZES = 384, 192  # most queries of a unit: as many as scratch has room for read keys and values less often
 _CACHED = 1024  # keys that all queries of a unit attend to before the next ones: they stay in the cache of level 2
 _RISE = 8.0  # sums are rescaled when a score exceeds what its row's scores are reduced by, by more: weights reach 2⁸
-_LOG2_E = 1 / math.log(2)
 _F16 = vector(F32, 16)
 _SCORE_BYTES, _WEIGHT_BYTES = KEYS // 16 * MATRIX, KEYS // STEP * MATRIX  # of 16 queries and a tile
 # Coefficients of 2^f, lowest power first, for |f| ≤ ½, whose largest relative error, 7.5e-5, is least: bfloat16 rounds
 # by up to 2⁻⁸.
-_POWER = 0.9999280571937561, 0.6932609677314758, 0.2426111251115799, 0.0551716685295105
+_POWER = 0.999928057, 0.693260968, 0.242611125, 0.0551716685
 _ONES = (b"\x80\x3f\x80\x3f" + bytes(60)) * 16  # a right matrix whose first column is 1
 
 # Registers of matrices.
@@ -150,12 +149,12 @@ class _Unit:
         """Initialize query i from q (D,), times scale, with empty sums, or with the score at `sink`."""
         e, left, sums = self._e, self._query(i), self._sum(i)
         for number in range(key_matrices(self._dim)):
-            e.store(channels(e, q, 32 * number, self._dim, scale * _LOG2_E), left, MATRIX * number)
+            e.store(channels(e, q, 32 * number, self._dim, scale * LOG2_E), left, MATRIX * number)
         for number in range(self._parts + 1):
             e.store(e.zero(_F16), sums, MATRIX * number)
         if sink is not None:
             e.store(e.constant(F32, 1.0), sums, MATRIX * self._parts)
-        e.store(e.constant(F32, LOWEST) if sink is None else e.load(sink, F32) * _LOG2_E, self._tops + i * 4)
+        e.store(e.constant(F32, LOWEST) if sink is None else e.load(sink, F32) * LOG2_E, self._tops + i * 4)
         e.store(position, self._positions + i * 8)
 
     def pad_queries(self, queries: Value, position: Value) -> None:
@@ -250,7 +249,7 @@ class _Unit:
         return work
 
     def _cap(self, scores: Value) -> None:
-        e, cap = self._e, self._args.softcap * _LOG2_E  # as scores are
+        e, cap = self._e, self._args.softcap * LOG2_E  # as scores are
         with e.loop(0, _SCORE_BYTES, 64) as at:
             score = e.load(scores + at, _F16)
             e.store(apply_softcap(e, score, e.const_like(cap, score)), scores + at)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST
 from polarlm.engine.backends.native.kernels.multiply import multiply, offsets, pieces, rotate
 from polarlm.engine.backends.native.kernels.rows import apply_softcap
-from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Value, Values, vector
+from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Value, vector
 from polarlm.engine.jit.run.workers import SCRATCH
 
 KEYS = 128  # keys of a tile
 MOST_QUERIES = 192  # most queries of a unit
 _QUERY_TILE = 6  # queries whose sums stay in registers
+LOG2_E = 1 / math.log(2)
 _F16 = vector(F32, 16)
 
 
@@ -42,7 +45,8 @@ def arrays(dim: int) -> list[int]:
 
     keys (D, KEYS): a tile, transposed. weights (_QUERY_TILE, KEYS): scores, then their exponentials. rescale (2, 16):
     the factors of older sums, then the sums of new weights. For each query: position, int64; query (D,), scaled;
-    weighted (D,), the weighted values; row_max and row_sum, the maximum of its scores and the sum of its weights.
+    weighted (D,), the weighted values; row_max and row_sum, the maximum of its scores and the sum of its weights. These
+    are powers of two: queries, and so scores, are multiplied by log₂ e.
     """
     n = MOST_QUERIES
     return offsets(KEYS * dim, _QUERY_TILE * KEYS, 32, 2 * n, n * dim, n * dim, n, n)
@@ -76,10 +80,11 @@ class Unit:
         """Initialize query i from q (D,), times scale, with an empty sum, or with the score at `sink`."""
         e = self._e
         query, weighted = self._row(i)
+        factor = scale * LOG2_E
         for first, lanes in pieces(self._dim):
-            e.store(e.load(q, vector(F32, lanes), 4 * first) * scale, query, 4 * first)
+            e.store(e.load(q, vector(F32, lanes), 4 * first) * factor, query, 4 * first)
             e.store(e.zero(vector(F32, lanes)), weighted, 4 * first)
-        e.store(e.constant(F32, LOWEST) if sink is None else e.load(sink, F32), self._row_max + i * 4)
+        e.store(e.constant(F32, LOWEST) if sink is None else e.load(sink, F32) * LOG2_E, self._row_max + i * 4)
         e.store(e.constant(F32, 0.0 if sink is None else 1.0), self._row_sum + i * 4)
         e.store(position, self._position + i * 8)
 
@@ -158,7 +163,10 @@ class Unit:
                     for row, sums in enumerate(panel):
                         for number, value in enumerate(sums):
                             e.store(value, self._weights + first * 4, 4 * (KEYS * row + 16 * number))
-                self._softmax(i, start, tokens, window, most, sees)
+                if self._softcap is not None:
+                    self._cap(self._softcap * LOG2_E, most)
+                self._mask(i, start, tokens, window, most, sees)
+                self._softmax(i, most)
                 parts = list(pieces(self._dim))
                 for number in range(0, len(parts), self._vectors):
                     self._add_values(weighted, v, visible, parts[number : number + self._vectors])
@@ -182,39 +190,52 @@ class Unit:
     def _newest(self, position: Value, sees: Value | None) -> Value:
         return position if sees is None else self._e.imax(position, sees)
 
-    def _softmax(self, i: Value, start: Value, tokens: Value, window: Value, most: int, sees: Value | None) -> None:
-        """Scores of up to `most` keys → weights in place; updates row_max, row_sum and rescale of `_rows` queries from
-        i on."""
+    def _cap(self, cap: Value, most: int) -> None:
         e = self._e
-        integers = vector(I32, 16)
-        keys = [e.constant(integers, list(range(first, first + 16))) for first in range(0, most, 16)]
         with e.loop(0, self._rows) as row:
-            position = e.load(self._position + (i + row) * 8, I64)
+            for place in range(0, 4 * most, 64):
+                score = e.load(self._weights + row * (4 * KEYS), _F16, place)
+                e.store(apply_softcap(e, score, e.const_like(cap, score)), self._weights + row * (4 * KEYS), place)
+
+    def _mask(self, i: Value, start: Value, tokens: Value, window: Value, most: int, sees: Value | None) -> None:
+        """Set scores of `_rows` queries from i on to LOWEST where they do not see the key, of up to `most`."""
+        e, address, integers = self._e, self._position + i * 8, vector(I32, 16)
+        lowest, highest = e.load(address, I64), e.load(address, I64, 8 * (self._rows - 1))
+        seen_by_all = e.imin(self._newest(lowest, sees) - start + 1, tokens)
+        with e.when((seen_by_all < most) | (start < highest - window + 1)), e.loop(0, self._rows) as row:
+            position = e.load(address + row * 8, I64)
             last = e.imax(e.imin(self._newest(position, sees) - start, tokens - 1), -1).trunc(I32)
             first = e.imin(e.imax(position - start - window + 1, 0), most).trunc(I32)
-            row_weights, scores = self._weights + row * (4 * KEYS), []
-            for number, key in enumerate(keys):
-                visible = (key <= last) & (key >= first)
-                score = e.load(row_weights, _F16, 64 * number)
-                if self._softcap is not None:
-                    score = apply_softcap(e, score, e.const_like(self._softcap, score))
-                scores.append(e.select(visible, score, e.const_like(LOWEST, score)))
+            scores = self._weights + row * (4 * KEYS)
+            for number in range(0, most, 16):
+                key = e.constant(integers, list(range(number, number + 16)))
+                score = e.load(scores, _F16, 4 * number)
+                is_visible = (key <= last) & (key >= first)
+                e.store(e.select(is_visible, score, e.const_like(LOWEST, score)), scores, 4 * number)
+
+    def _softmax(self, i: Value, most: int) -> None:
+        """Scores of up to `most` keys → weights in place; updates row_max, row_sum and rescale of `_rows` queries from
+        i on."""
+        e, places = self._e, range(0, 4 * most, 64)
+        with e.loop(0, self._rows) as row:
+            row_weights = self._weights + row * (4 * KEYS)
             own_row_max, rescale = self._row_max + (i + row) * 4, self._rescale + row * 4
             old_row_max = e.load(own_row_max, F32)
-            row_max = e.fmax(e.fmax_lanes(_reduce_tree(scores, larger)), old_row_max)
+            highest = reduce(larger, [e.load(row_weights, _F16, place) for place in places])
+            row_max = larger(_highest(highest), old_row_max)
             # Of keys that are not seen the weight is 0, also where none is and the maximum is LOWEST.
-            top = e.select(row_max > LOWEST, row_max, e.zero(F32))
-            weights = [e.exp(score - top) for score in scores]
-            for number, weight in enumerate(weights):
-                e.store(weight, row_weights, 64 * number)
-            # The weight of a score of −infinity is 0: 0 · score makes the sum NaN where a score is not finite.
-            checked = [
-                e.fma(score, e.const_like(0.0, score), weight) for score, weight in zip(scores, weights, strict=True)
-            ]
+            top = e.splat(e.select(row_max > LOWEST, row_max, e.zero(F32)), 16)
+            total = e.zero(_F16)
+            for place in places:
+                score = e.load(row_weights, _F16, place)
+                weight = e.exp2(score - top)
+                e.store(weight, row_weights, place)
+                # The weight of a score of −infinity is 0: 0 · score makes the sum NaN where a score is not finite.
+                total = total + e.fma(score, e.const_like(0.0, score), weight)
             e.store(row_max, own_row_max)
             e.store(old_row_max - row_max, rescale)
-            e.store(e.sum_lanes(_reduce_tree(checked, lambda a, b: a + b)), rescale, 64)
-        e.store(e.exp(e.load(self._rescale, _F16)), self._rescale)
+            e.store(e.sum_lanes(total), rescale, 64)
+        e.store(e.exp2(e.load(self._rescale, _F16)), self._rescale)
         for number in range(self._rows):
             row_sum, rescale = self._row_sum + i * 4, e.load(self._rescale, F32, 4 * number)
             weight_sum = e.load(self._rescale, F32, 64 + 4 * number)
@@ -243,9 +264,10 @@ def larger(a: Value, b: Value) -> Value:
     return a.emitter.select(a > b, a, b)
 
 
-def _reduce_tree(values: Values, combine: Callable[[Value, Value], Value]) -> Value:
-    """The values combined pairwise, as a tree."""
-    whole = list(values)
-    while len(whole) > 1:
-        whole = [combine(a, b) for a, b in zip(whole[::2], whole[1::2], strict=True)]
-    return whole[0]
+def _highest(a: Value) -> Value:
+    """The largest lane."""
+    e = a.emitter
+    while a.lanes > 1:
+        half = a.lanes // 2
+        a = larger(e.part(a, 0, half), e.part(a, half, half))
+    return e.extract(a, 0)
