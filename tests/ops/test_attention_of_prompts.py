@@ -73,6 +73,7 @@ MORE_PROMPTS = [
     (POLAR._replace(dim=128, group=5), dense, prompt_rows(3, 15, 64), 100),
     (POLAR._replace(dim=112, group=7, kv_heads=1), None, prompt_rows(9, 1, 0), None),
     (POLAR._replace(dim=256, group=12, kv_heads=1), None, prompt_rows(2, 70, 30), 33),
+    (POLAR._replace(block_size=64), signed_hadamard, prompt_rows(9, 40, 10), 150),
 ]
 HALVES = Shape(("f16", "f16"), 16, 2, 16, 0)
 ROTATIONS = [signed_hadamard, twice_signed_hadamard, dense, None]
@@ -300,7 +301,7 @@ def test_prompts_attend_to_all_that_is_before_them(
 def test_results_are_the_same_for_any_number_of_threads_and_any_parts(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = prompt_case(backend.open(), Shape(("ring4", "ring4"), block_size=N), prompt_rows(9, 200, 30), 90)
+    case = prompt_case(backend.open(), Shape(("ring4", "ring4"), block_size=64), prompt_rows(9, 200, 30), 90)
     wanted, (view,) = case.attended(), case.views
     for threads in (2, 3, 8):
         np.testing.assert_array_equal(replace(case, ops=backend.open(threads)).attended(), wanted)

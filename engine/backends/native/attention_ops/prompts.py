@@ -1,8 +1,10 @@
-"""Attention of prompts, whose quantized blocks are decoded to float32 first, and the ops of encoders."""
+"""Attention of prompts, whose quantized blocks are decoded first, to float32 or to matrices of bfloat16, and the ops of
+encoders."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -33,9 +35,11 @@ from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.lang.records import words
 from polarlm.engine.jit.run.buffers import MOST
 
+AnySegment: TypeAlias = Segment | MatrixSegment
+
 _LEAST_QUERIES = 48  # units are not halved below this number of queries
 _UNITS = 4  # least units per thread, as long as units stay that large
-_DECODED = 4096  # most tokens of quantized blocks that are decoded to float32 at a time
+_DECODED = 4096  # most tokens of quantized blocks that are decoded at a time
 
 
 class PromptOps(KernelOps):
@@ -62,7 +66,7 @@ class PromptOps(KernelOps):
         launch = self._launcher(q, out, cache.format.kv_heads, span, rule)
         for number, (stored, start, ids) in enumerate(parts):
             is_last = number == len(parts) - 1
-            decoded = _segment(self.decode_to_float(stored, ids), start, len(ids) * cache.format.block_size)
+            decoded = self._decoded(stored, ids, start, self._matrix_queries(q.shape[2]) > 0)
             segments = [decoded, *sink, first] if is_last else [decoded]
             launch(segments, is_first=number == 0, is_last=is_last and not others)
         if not parts:
@@ -105,7 +109,7 @@ class PromptOps(KernelOps):
     ) -> Callable[..., None]:
         """A function that lets the rows of q (T, H, D) of a span attend to segments."""
         (rows, heads, dim), window, transform = q.shape, rule.window or NO_WINDOW, rule.transform
-        group, matrix_queries = heads // kv_heads, most_queries(dim) if self._launch.multiplies_bfloat else 0
+        group, matrix_queries = heads // kv_heads, self._matrix_queries(dim)
         tile = self._tile(rows, group, kv_heads, matrix_queries or MOST_QUERIES)
         inverse = NO_ROTATION if transform is None else transform.inverse
         scale_back = None if transform is None else transform.scale_back
@@ -114,12 +118,14 @@ class PromptOps(KernelOps):
         )
         row_max, row_sum = np.empty((2, rows, heads), np.float32)
 
-        def launch(segments: Sequence[Segment], *, is_first: bool, is_last: bool) -> None:
-            conversions, read = self._as_matrices(segments, kv_heads, dim) if matrix_queries else ([], segments)
+        def launch(segments: Sequence[AnySegment], *, is_first: bool, is_last: bool) -> None:
+            conversions = list[LaunchSpec]()
+            if matrix_queries:
+                segments = [self._as_matrices(segment, kv_heads, dim, conversions) for segment in segments]
             arguments = PromptArguments(
                 q=q,
                 out=out,
-                segments=np.array([words(segment) for segment in read]),
+                segments=np.array([words(segment) for segment in segments]),
                 row_max=row_max,
                 row_sum=row_sum,
                 sink_scores=rule.sink_scores,
@@ -144,22 +150,38 @@ class PromptOps(KernelOps):
 
         return launch
 
-    def _as_matrices(
-        self, segments: Sequence[Segment], kv_heads: int, dim: int
-    ) -> tuple[list[LaunchSpec], list[MatrixSegment]]:
-        """Launches that make matrices of segments, and the segments of these."""
-        launches, made = list[LaunchSpec](), list[MatrixSegment]()
-        for k, v, head_stride, start, tokens in segments:
-            tiles = -(-tokens // matrices.KEYS)
-            keys, values = (
-                self._launch.empty((kv_heads, tiles * size(dim)), np.uint8)
-                for size in (matrices.key_bytes, matrices.value_bytes)
-            )
-            arguments = MatrixArguments(k=k, v=v, keys=keys, values=values, head_stride=head_stride, tokens=tokens)
-            launches.append((to_matrices(dim), kv_heads * tiles, arguments, 0))
-            strides = {"key_stride": keys.strides[0], "value_stride": values.strides[0]}
-            made.append(MatrixSegment(keys=keys, values=values, **strides, start=start, tokens=tokens))
-        return launches, made
+    def _matrix_queries(self, dim: int) -> int:
+        """The most queries of a unit whose products are of matrices; 0 where they are of float32."""
+        return most_queries(dim) if self._launch.multiplies_bfloat else 0
+
+    def _as_matrices(self, segment: AnySegment, kv_heads: int, dim: int, launches: list[LaunchSpec]) -> MatrixSegment:
+        """The matrices of a segment, after the launch that is added."""
+        if isinstance(segment, MatrixSegment):
+            return segment
+        k, v, head_stride, start, tokens = segment
+        made = self._matrices(kv_heads, dim, start, tokens)
+        arguments = MatrixArguments(
+            k=k, v=v, keys=made.keys, values=made.values, head_stride=head_stride, tokens=tokens
+        )
+        launches.append((to_matrices(dim), kv_heads * -(-tokens // matrices.KEYS), arguments, 0))
+        return made
+
+    def _matrices(self, kv_heads: int, dim: int, start: int, tokens: int) -> MatrixSegment:
+        """A segment of uninitialized matrices."""
+        tiles, sizes = -(-tokens // matrices.KEYS), (matrices.key_bytes(dim), matrices.value_bytes(dim))
+        keys, values = (self._launch.empty((kv_heads, tiles * size), np.uint8) for size in sizes)
+        return MatrixSegment(keys, values, keys.strides[0], values.strides[0], start, tokens)
+
+    def _decoded(self, cache: TileCache, ids: np.ndarray, start: int, as_matrices: bool) -> AnySegment:
+        """The segment of the quantized blocks `ids`, whose first token has position `start`."""
+        format, tokens = cache.format, len(ids) * cache.format.block_size
+        if not as_matrices or cache.matrix_decoding is None:
+            return _segment(self.decode_to_float(cache, ids), start, tokens)
+        made = self._matrices(format.kv_heads, format.head_dim, start, tokens)
+        kernel, arguments = cache.matrix_decoding
+        arguments = arguments._replace(ids=ids, k=made.keys, v=made.values, count=len(ids))
+        self._launch(kernel, format.kv_heads * len(ids), arguments)
+        return made
 
     def decode_to_float(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decode the B quantized blocks `ids` → k, v (K, B·N, D) float32."""

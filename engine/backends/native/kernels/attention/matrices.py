@@ -71,8 +71,7 @@ def to_matrices(dim: int) -> Kernel[MatrixArguments]:
                 for source, target in sides:
                     _pad(e, source, target, left * row_bytes, side_bytes)
             k, v = (e.select(left < KEYS, padded, own) for own, padded in sides)
-            _write_keys(e, dim, k, args.keys + unit * key_bytes(dim))
-            _write_values(e, dim, v, args.values + unit * value_bytes(dim))
+            write_tile(e, dim, (k, v), (args.keys + unit * key_bytes(dim), args.values + unit * value_bytes(dim)))
 
     return Kernel(f"to_matrices_{dim}", emit, MatrixArguments, scratch=2 * side_bytes)
 
@@ -96,6 +95,12 @@ def channels(e: Emitter, row: Value, first: int, dim: int, factor: Value | None 
     parts = [e.load(row, _F16, 4 * at) if at < dim else e.zero(_F16) for at in (first, first + 16)]
     low, high = (part if factor is None else part * factor for part in parts)
     return registers(e).to_bfloat(e, low, high)
+
+
+def write_tile(e: Emitter, dim: int, sides: tuple[Value, Value], targets: tuple[Value, Value]) -> None:
+    """Sides k, v (KEYS, D) float32 → the matrices of a tile."""
+    _write_keys(e, dim, sides[0], targets[0])
+    _write_values(e, dim, sides[1], targets[1])
 
 
 def _write_keys(e: Emitter, dim: int, k: Value, keys: Value) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
+from polarlm.engine.backends.native.kernels.attention import matrices
 from polarlm.engine.backends.native.kernels.attention.unit import KEYS, Prompt, Unit, arrays
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Value, vector
@@ -238,8 +239,10 @@ class DecodeArguments(NamedTuple):
 
 
 @cache
-def decode(spec: Decoding) -> Kernel[DecodeArguments]:
+def decode(spec: Decoding, *, as_matrices: bool = False) -> Kernel[DecodeArguments]:
     """Blocks `ids` (count,) int64 → k, v (K, count, N, D) float32, keys with block means; one unit per KV head, block.
+
+    With as_matrices k, v are the `matrices` of each head. N is a multiple of their tokens then.
 
     keys, values: tiles (K, blocks), key_stride and value_stride bytes from head to head, key_bytes and
     value_bytes from block to block. mean, mean_scale (K, blocks, …): the block means.
@@ -250,7 +253,10 @@ def decode(spec: Decoding) -> Kernel[DecodeArguments]:
     def emit(e: Emitter, args: DecodeArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             head, block = unit // args.count, e.load(args.ids + unit % args.count * 8, I64)
-            key, value = args.k + unit * nbytes, args.v + unit * nbytes
+            if as_matrices:
+                key, value = scratch + nbytes, scratch + 2 * nbytes
+            else:
+                key, value = args.k + unit * nbytes, args.v + unit * nbytes
             tile = args.keys + (head * args.key_stride + block * args.key_bytes)
             spec.keys.emit_decode(e, tile, key, scratch)
             if spec.mean_bits:
@@ -264,8 +270,15 @@ def decode(spec: Decoding) -> Kernel[DecodeArguments]:
                         e.store(e.load(row, kind, 4 * first) + e.load(scratch, kind, 4 * first), row, 4 * first)
             tile = args.values + (head * args.value_stride + block * args.value_bytes)
             spec.values.emit_decode(e, tile, value, scratch)
+            if as_matrices:
+                for number in range(n // matrices.KEYS):
+                    tile = unit * (n // matrices.KEYS) + number
+                    targets = args.k + tile * matrices.key_bytes(dim), args.v + tile * matrices.value_bytes(dim)
+                    offset = 4 * dim * matrices.KEYS * number
+                    matrices.write_tile(e, dim, (key + offset, value + offset), targets)
 
-    return Kernel(spec.name, emit, DecodeArguments, scratch=nbytes)
+    name = f"{spec.name}{'_matrices' * as_matrices}"
+    return Kernel(name, emit, DecodeArguments, scratch=nbytes * (3 if as_matrices else 1))
 
 
 def _mean(e: Emitter, spec: Decoding, mean: Value, scale: Value, out: Value) -> None:
