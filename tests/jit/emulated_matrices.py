@@ -1,58 +1,54 @@
-"""Registers of matrices for CPUs without AMX: memory, and loops over what its instructions are said to read."""
+"""The level with registers of matrices for CPUs without AMX."""
 
 from __future__ import annotations
 
 from polarlm.engine.jit.isa.x86 import AmxTiles, Avx512Amx, Avx512Vbmi
 from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, vector
 
-_BYTES, _ROW = 1024, 64
-
 
 class EmulatedTiles(AmxTiles):
+    """Registers of matrices in memory, for CPUs without AMX: what its instructions are said to do."""
+
     def begin(self, e: Emitter) -> None:
-        self._memory = e.stack(8 * _BYTES)
+        self._registers = e.stack(8 * 1024)
 
     def end(self, e: Emitter) -> None:
         pass
 
-    def _copy(self, e: Emitter, source: Value, target: Value, strides: tuple[Value | int, Value | int]) -> None:
-        with e.loop(0, 16) as row:
-            e.store(e.load(source + row * strides[0], vector(I32, 16)), target + row * strides[1])
-
     def clear(self, e: Emitter, number: int) -> None:
-        for offset in range(0, _BYTES, _ROW):
-            e.store(e.zero(vector(I32, 16)), self._memory, _BYTES * number + offset)
+        for row in range(16):
+            e.store(e.zero(vector(F32, 16)), self._registers, 1024 * number + 64 * row)
 
-    def load(self, e: Emitter, number: int, address: Value, stride: Value | int = _ROW) -> None:
-        self._copy(e, address, self._memory + _BYTES * number, (stride, _ROW))
+    def load(self, e: Emitter, number: int, address: Value, stride: Value | int = 64) -> None:
+        with e.loop(0, 16) as row:
+            e.store(e.load(address + row * stride, vector(I32, 16)), self._registers + row * 64, 1024 * number)
 
-    def store(self, e: Emitter, number: int, address: Value, stride: Value | int = _ROW) -> None:
-        self._copy(e, self._memory + _BYTES * number, address, (_ROW, stride))
+    def store(self, e: Emitter, number: int, address: Value, stride: Value | int = 64) -> None:
+        with e.loop(0, 16) as row:
+            e.store(e.load(self._registers + row * 64, vector(I32, 16), 1024 * number), address + row * stride)
 
     def add_product(self, e: Emitter, total: int, left: int, right: int) -> None:
-        sums, rows, pairs = (self._memory + _BYTES * number for number in (total, left, right))
         with e.loop(0, 16) as row:
-            value = e.variable(e.load(sums + row * _ROW, vector(F32, 16)))
-            with e.loop(0, 16) as pair:
-                a = e.broadcast(rows + row * _ROW + pair * 4, I32, 16)
-                b = e.load(pairs + pair * _ROW, vector(I32, 16))
+            own = self._registers + row * 64
+            summed = e.load(own, vector(F32, 16), 1024 * total)
+            for word in range(16):
+                a = e.broadcast(own, I32, 16, 1024 * left + 4 * word)
+                b = e.load(self._registers, vector(I32, 16), 1024 * right + 64 * word)
                 for shift in (16, 0):
-                    x, y = ((half << shift & -65536).bits(vector(F32, 16)) for half in (a, b))
-                    value.set(e.fma(x, y, value.get()))
-            e.store(value.get(), sums + row * _ROW)
+                    x, y = ((half << shift & -65536).bits(summed.type) for half in (a, b))
+                    summed = e.fma(x, y, summed)
+            e.store(summed, own, 1024 * total)
 
     def to_bfloat(self, e: Emitter, low: Value, high: Value) -> Value:
-        def rounded(x: Value) -> Value:
+        halves = []
+        for x in (low, high):
             bits = x.bits(vector(I32, 16))
-            whole = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
-            return e.select(x <= x, whole, (bits >> 16) | 0x40).trunc(I16)
-
-        return e.join([rounded(low), rounded(high)])
+            rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+            halves.append((e.select(x.equals(x), rounded, bits | 0x400000) >> 16).trunc(I16))
+        return e.join(halves)
 
 
 class EmulatedAmx(Avx512Amx):
-    """Its `matrices` on CPUs without AMX."""
-
-    name = "avx512-amx-tiles-emulated"
+    name = "avx512-amx-emulated"
     needs = Avx512Vbmi.needs
     matrices = EmulatedTiles()

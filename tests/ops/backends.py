@@ -54,7 +54,7 @@ if importlib.util.find_spec("llvmlite") is not None and not on_gpu():
     def _of_matrices(level: Level) -> Backend:
         def open(threads: int = 1) -> NativeOps:
             ops = native(level, threads)
-            ops._launch.input_bits = "bf16"  # type: ignore[assignment]
+            ops._launch.input_bits = "bf16"
             return ops
 
         return Backend(f"{level.name}-bf16", open, level)

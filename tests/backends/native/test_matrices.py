@@ -17,71 +17,24 @@ from polarlm.engine.backends.numpy.rows import ACTIVATIONS
 from polarlm.engine.backends.ops import ExpertNetwork, Fusion, Routing
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import LEVELS
-from polarlm.engine.jit.isa.x86 import AmxTiles, Avx512Amx, Avx512Vbmi
-from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Level, Value, vector
+from polarlm.engine.jit.isa.x86 import Avx512Amx, Avx512Vbmi
+from polarlm.engine.jit.lang import Level
 from polarlm.engine.weight_formats import ExpertLinear, Linear, available, get
 from tests import weights
 from tests.backends.native.hot_loops import Loop
 from tests.backends.native.launching import launcher
+from tests.jit.emulated_matrices import EmulatedAmx
 from tests.jit.levels import assembly
 from tests.pairs import each, in_turn, pairs
 
 FORMATS = [name for name in available() if name != "f32"]
 
 
-class EmulatedTiles(AmxTiles):
-    """Registers of matrices in memory, for CPUs without AMX: what its instructions are said to do."""
-
-    def begin(self, e: Emitter) -> None:
-        self._registers = e.stack(8 * 1024)
-
-    def end(self, e: Emitter) -> None:
-        pass
-
-    def clear(self, e: Emitter, number: int) -> None:
-        for row in range(16):
-            e.store(e.zero(vector(F32, 16)), self._registers, 1024 * number + 64 * row)
-
-    def load(self, e: Emitter, number: int, address: Value, stride: Value | int = 64) -> None:
-        with e.loop(0, 16) as row:
-            e.store(e.load(address + row * stride, vector(I32, 16)), self._registers + row * 64, 1024 * number)
-
-    def store(self, e: Emitter, number: int, address: Value, stride: Value | int = 64) -> None:
-        with e.loop(0, 16) as row:
-            e.store(e.load(self._registers + row * 64, vector(I32, 16), 1024 * number), address + row * stride)
-
-    def add_product(self, e: Emitter, total: int, left: int, right: int) -> None:
-        with e.loop(0, 16) as row:
-            own = self._registers + row * 64
-            summed = e.load(own, vector(F32, 16), 1024 * total)
-            for word in range(16):
-                a = e.broadcast(own, I32, 16, 1024 * left + 4 * word)
-                b = e.load(self._registers, vector(I32, 16), 1024 * right + 64 * word)
-                for shift in (16, 0):
-                    x, y = ((half << shift & -65536).bits(summed.type) for half in (a, b))
-                    summed = e.fma(x, y, summed)
-            e.store(summed, own, 1024 * total)
-
-    def to_bfloat(self, e: Emitter, low: Value, high: Value) -> Value:
-        halves = []
-        for x in (low, high):
-            bits = x.bits(vector(I32, 16))
-            rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-            halves.append((e.select(x.equals(x), rounded, bits | 0x400000) >> 16).trunc(I16))
-        return e.join(halves)
-
-
-class Emulated(Avx512Amx):
-    name = "avx512-amx-emulated"
-    needs = Avx512Vbmi.needs
-    matrices = EmulatedTiles()
-
-
 HERE: list[Level] = [level for level in levels() if level.matrices is not None]
 # A format of each kind; the slow tests have all.
 FEW = ["q4_0", "q4_k", "q6_k", "q8_0", "iq4_xs", "iq3_s", "tq1_0", "f16", "bf16"]
 if not HERE and any(type(level) is Avx512Vbmi for level in levels()):
-    HERE, FEW = [Emulated()], ["q4_k", "tq1_0", "f16"]
+    HERE, FEW = [EmulatedAmx()], ["q4_k", "tq1_0", "f16"]
 with_levels = in_turn("level", HERE)
 
 
