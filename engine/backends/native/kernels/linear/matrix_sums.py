@@ -34,7 +34,8 @@ from polarlm.engine.weight_formats import WeightFormat
 
 MOST_INPUTS = 2048  # of a strip. More are cut into strips of fewer, so that those of 256 rows stay in the cache
 _INPUTS = 1536
-_ROWS = 256  # for which a strip is made: enough that products cost much more than making it
+_ROWS = 256  # for which a strip is made, or twice as many: so that products cost much more than making it
+_FEW_INPUTS = 1024  # of so many rows
 _UNITS = 16  # that share the inputs in the cache
 _STRIP = MOST_INPUTS // GROUP * 2 * MATRIX  # bytes
 _SUMS, _LEFT, _RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)  # registers
@@ -111,7 +112,8 @@ def matrix_sums(
     parts = (panels.columns + (GROUP - 1)) // GROUP
     most = e.select(panels.columns <= MOST_INPUTS, e.i64(MOST_INPUTS // GROUP), e.i64(_INPUTS // GROUP))
     slices = (parts + (most - 1)) // most
-    total = (panels.rows + (_ROWS - 1)) // _ROWS * slices * count
+    at_a_time = e.select(panels.columns <= _FEW_INPUTS, e.i64(2 * _ROWS), e.i64(_ROWS))
+    total = (panels.rows + (at_a_time - 1)) // at_a_time * slices * count
     make = _StripMaker(e, format, panels.columns)
 
     def strip(number: Value) -> _Strip:
@@ -122,13 +124,13 @@ def matrix_sums(
         make.rest(strip(e.i64(0)), e.i64(0))
     with e.loop(0, total) as number:
         own, following = strip(number), strip(e.imin(number + 1, total - 1))
-        begin = number // (count * slices) * _ROWS
-        rows = e.imin(panels.rows - begin, _ROWS)
+        begin = number // (count * slices) * at_a_time
+        rows = e.imin(panels.rows - begin, at_a_time)
         inputs = panels.address + begin // ROWS * panels.stride + own.first * MATRIX
         end = e.select(number + 1 < total, following.parts * 2, e.i64(0))
         made = e.variable(e.i64(0))  # matrices of the following strip
         # With fewer rows there are fewer products, so that more is to be made beside each.
-        at_once = e.select(end > 0, e.imax(e.i64(_ROWS) // (rows + (2 * ROWS - 1) & -2 * ROWS), 1), e.i64(0))
+        at_once = e.imax(e.i64(_ROWS) // (rows + (2 * ROWS - 1) & -2 * ROWS), 1)
         with e.loop(0, rows, 2 * ROWS) as row:
             address, left = inputs + row // ROWS * panels.stride, rows - row
             are_first = own.first.equals(0)
@@ -139,7 +141,8 @@ def matrix_sums(
             outputs.start(halves[0])
             with e.when(left > ROWS):
                 outputs.start(halves[1])
-                _multiply(e, own, [address, address + panels.stride], (make, following, made, at_once))
+                own_rows = [address, address + panels.stride]
+                _multiply(e, own, own_rows, (make, following, made, end, at_once))
                 outputs.finish(halves[1])
             with e.when(left <= ROWS), e.loop(0, own.parts) as part:
                 _add_products(e, own, [address], part)
@@ -163,11 +166,13 @@ def matrices_of(e: Emitter) -> Matrices:
     return matrices
 
 
-def _multiply(e: Emitter, strip: _Strip, rows: Values, making: tuple[_StripMaker, _Strip, Variable, Value]) -> None:
-    """Add the products of 32 rows with a strip, and make matrices of the following strip meanwhile: at_once beside
-    every four parts."""
-    make, following, made, at_once = making
-    groups = e.select(at_once > 0, strip.parts // _QUARTERS, e.i64(0))
+def _multiply(
+    e: Emitter, strip: _Strip, rows: Values, making: tuple[_StripMaker, _Strip, Variable, Value, Value]
+) -> None:
+    """Add the products of 32 rows with a strip, and make matrices of the following strip meanwhile, up to number `end`:
+    at_once beside every four parts."""
+    make, following, made, end, at_once = making
+    groups = e.imin(strip.parts // _QUARTERS, (end - made.get()) // at_once)
     with e.loop(0, groups) as group:
         part = make.part(following, made.get())
         for quarter in range(_QUARTERS):
