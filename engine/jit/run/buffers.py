@@ -71,18 +71,21 @@ class Arena:
         return piece[:nbytes]
 
 
+# The address of memory of a pool, and that it is writable, as `__array_interface__` has them; and the memory.
+_Piece = tuple[tuple[int, bool], np.ndarray]
+
+
 class _Lease:
     """Memory of an array, which returns to the pool when no array uses it any more."""
 
-    def __init__(
-        self, memory: np.ndarray, free_list: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype
-    ) -> None:
-        self._memory, self._free_list = memory, free_list
-        data = memory.ctypes.data, False
-        self.__array_interface__ = {"data": data, "shape": shape, "typestr": dtype.str, "version": 3}
+    __slots__ = "__array_interface__", "_free_list", "_piece"
+
+    def __init__(self, piece: _Piece, free_list: list[_Piece], shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self._piece, self._free_list = piece, free_list
+        self.__array_interface__ = {"data": piece[0], "shape": shape, "typestr": dtype.str, "version": 3}
 
     def __del__(self) -> None:
-        self._free_list.append(self._memory)
+        self._free_list.append(self._piece)
 
 
 class Buffers:
@@ -90,7 +93,7 @@ class Buffers:
     peak of memory in use, until `give_back`."""
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        self._free: defaultdict[int, list[_Piece]] = defaultdict(list)
         self._all: list[np.ndarray] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
@@ -101,11 +104,12 @@ class Buffers:
             return np.empty(shape, kind)
         free = self._free[size]
         try:
-            memory = free.pop()
+            piece = free.pop()
         except IndexError:
             memory = aligned_bytes(size)
             self._all.append(memory)
-        return np.asarray(_Lease(memory, free, shape, kind))
+            piece = (memory.ctypes.data, False), memory
+        return np.asarray(_Lease(piece, free, shape, kind))
 
     def give_back(self) -> None:
         """Return the memory to the system, unless it is little, or some array still uses part of it."""

@@ -364,10 +364,11 @@ class Workers:
 
     def _scratch_of_caller(self) -> int:
         try:
-            memory: np.ndarray = self._local.scratch
+            address: int = self._local.address
         except AttributeError:
             memory = self._local.scratch = aligned_bytes(SCRATCH)
-        return memory.ctypes.data
+            address = self._local.address = memory.ctypes.data
+        return address
 
 
 _instances: list[Workers] = []

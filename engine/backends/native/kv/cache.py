@@ -21,6 +21,7 @@ from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, S
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs.trellis import TrellisTable
 from polarlm.engine.jit.lang import Kernel
+from polarlm.engine.jit.lang.records import address
 from polarlm.engine.jit.run.workers import SCRATCH
 from polarlm.engine.quantization.metric import Metric
 from polarlm.model_loaders.forks import cached_property
@@ -64,7 +65,7 @@ def by_head(array: np.ndarray, heads: int) -> np.ndarray:
     """Addresses (K,) int64 of each head's part of array (K or 1, …), which must be contiguous."""
     assert array[0].flags.c_contiguous
     step = array.strides[0] if len(array) == heads else 0
-    return array.ctypes.data + np.arange(heads, dtype=np.int64) * step
+    return address(array) + np.arange(heads, dtype=np.int64) * step
 
 
 def _arrays(metric: Metric) -> dict[str, np.ndarray]:
