@@ -52,10 +52,13 @@ def pack(record: tuple[Any, ...]) -> bytes:
     return words.pack(*fields)
 
 
+_byte_of = c_char.from_buffer  # looking it up takes as long as the call
+
+
 def address(array: np.ndarray) -> int:
     """The address of its data. `ctypes.data` takes three times as long, and is most of a kernel call's overhead."""
     try:
-        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
+        return addressof(_byte_of(array))  # type: ignore[arg-type]
     except (TypeError, ValueError, BufferError):  # read-only, not contiguous, or empty
         return array.ctypes.data
 
