@@ -55,12 +55,9 @@ def states(
     for start in range(0, len(ids), size):
         chunk = ids[start : start + size]
         span = model.store.open(kv, len(chunk), round_trip=every_token_coded, as_steps=not every_token_coded)
-        try:
+        with model.store.abort_on_error([span]):
             hidden = model.forward([span], chunk)
-        except BaseException:
-            model.store.abort(span)
-            raise
-        model.store.commit(span)
+            model.store.commit(span)
         if model.store.mixed_precision is not None:
             model.store.mixed_precision.requantize_aged()
         yield start, hidden

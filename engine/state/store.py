@@ -45,6 +45,8 @@ T = TypeVar("T")
 # The error metrics of a layer's keys and of its values; None rounds to the nearest code.
 Metrics = tuple[Metric | None, Metric | None]
 
+_SEALED_BLOCKS = 64  # of a KV head, at least, are encoded at once: Python takes as long for fewer of them
+
 
 class RowAdapter(NamedTuple):
     """An adapter by its number among the model's adapters, and the factor of what it adds."""
@@ -205,7 +207,8 @@ class KVStore:
         for sequence, count in prompts:
             rows = -(-rows // n) * n + sequence.length % n + count
         kv_heads = [shape.kv_heads for shape in self.shape.kv_layers.values()]
-        return Buffers(rows, layers or layers_together(self.ops.encoded_at_once, kv_heads, -(-rows // n)))
+        least = max(self.ops.encoded_at_once, _SEALED_BLOCKS)
+        return Buffers(rows, layers or layers_together(least, kv_heads, -(-rows // n)))
 
     def _open(
         self, sequence: SequenceKV, count: int, buffers: Buffers, *, as_steps: bool = False, **fields: Any

@@ -9,6 +9,7 @@ import pytest
 
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import layers_together
+from polarlm.engine.state import store
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.test_model_emulated import N, Talk, model_of
 
@@ -34,6 +35,11 @@ def sealed_arrays(fixture: str, encoded_at_once: int) -> tuple[list[np.ndarray],
 ENCODING, COPYING = "encode_blocks_kernel", "copy_full_kernel"
 
 
+@pytest.fixture(autouse=True)
+def no_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_SEALED_BLOCKS", 1)
+
+
 @pytest.mark.parametrize(
     ("fixture", "copies"),
     [("qwen2_mixed_windows", [2, 4, 4]), ("gemma4_shared_kv", [2, 4, 4]), ("lfm2_tied", [1, 2, 2])],
@@ -51,7 +57,7 @@ def test_layers_together_are_those_of_each_alone(fixture: str, copies: list[int]
 
 
 def test_shorter_prompts_have_more_layers_together() -> None:
-    """On an H200, with 8 KV heads; blocks of one layer of a CPU are more than it encodes at once."""
+    """On an H200, with 8 KV heads; where one block is worth a launch, each layer is alone."""
     assert [layers_together(4 * 132, [8] * 32, tokens // 64) for tokens in (0, 256, 512, 2048, 8192)] == [
         32,
         17,

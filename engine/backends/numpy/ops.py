@@ -240,14 +240,16 @@ class NumpyOps(ExpertOps, RecurrentOps):
         blocks, high_precision_blocks = stored_blocks(format, quantized, transfer.FIELDS)
         slots, high_precision = full_slots(format, full), None
         if format.high_precision is not None and high_precision_blocks is not None:
-            high_precision = LayerCache(format.high_precision, *high_precision_blocks, *slots)
-        return LayerCache(format, *blocks, *slots, high_precision=high_precision)
+            high_precision = LayerCache(
+                format.high_precision, *high_precision_blocks, *slots, number=len(earlier_caches)
+            )
+        return LayerCache(format, *blocks, *slots, high_precision=high_precision, number=len(earlier_caches))
 
     def numpy_fallbacks(self, cache: LayerCache) -> dict[str, str]:
         return {}
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Buffer:
-        k, v = np.empty((2, format.kv_heads, rows, format.head_dim), np.float16 if as_slots else np.float32)
+        k, v = np.empty((2, layers * format.kv_heads, rows, format.head_dim), np.float16 if as_slots else np.float32)
         return k, v
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:

@@ -220,10 +220,10 @@ class CacheOps(NumpyOps):
         if _reason(format) is not None:
             return super().cache(format, quantized, full, earlier_caches)
         blocks, high_precision_blocks = stored_blocks(format, quantized, transfer.TILES)
-        slots, high_precision = full_slots(format, full), None
+        slots, number, high_precision = full_slots(format, full), len(earlier_caches), None
         if format.high_precision is not None and high_precision_blocks is not None:
-            high_precision = _tile_cache(format.high_precision, high_precision_blocks, slots)
-        return _tile_cache(format, blocks, slots, high_precision)
+            high_precision = _tile_cache(format.high_precision, high_precision_blocks, slots, number)
+        return _tile_cache(format, blocks, slots, number, high_precision)
 
     def numpy_fallbacks(self, cache: LayerCache) -> dict[str, str]:
         if isinstance(cache, TileCache):
@@ -241,9 +241,9 @@ def _reason(format: CacheFormat) -> str | None:
 
 
 def _tile_cache(
-    format: CacheFormat, blocks: Sides, slots: Buffer, high_precision: TileCache | None = None
+    format: CacheFormat, blocks: Sides, slots: Buffer, number: int, high_precision: TileCache | None = None
 ) -> TileCache:
     both = tiles(format)
     assert not isinstance(both, str), both
     encoders = encoder(both[0], format, 0), encoder(both[1], format, 1)
-    return TileCache(format, *blocks, *slots, *both, encoders, high_precision=high_precision)
+    return TileCache(format, *blocks, *slots, *both, encoders, high_precision=high_precision, number=number)

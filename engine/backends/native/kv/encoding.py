@@ -123,7 +123,8 @@ def _sources(layer: LayerCache, sources: Sequence[KVLocation], side: int) -> tup
     """Addresses (K, B) int64 of the full-precision blocks at `sources`, and whether they are float16."""
     numbers = np.array([source.block for source in sources])
     if (buffer := sources[0].buffer) is not None:
-        x, block = buffer[side], layer.format.block_size * buffer[side].strides[1]
+        x = layer.part_of(buffer)[side]
+        block = layer.format.block_size * x.strides[1]
         return by_head(x, len(x))[:, None] + numbers * block, x.dtype == np.float16
     full = (layer.full_k, layer.full_v)[side]
     return by_head(full, len(full))[numbers] + np.arange(full.shape[1])[:, None] * full.strides[1], True

@@ -16,7 +16,7 @@ from polarlm.engine.codecs import Field
 from polarlm.engine.jit.run.buffers import aligned_bytes, zeros
 
 Fields = dict[str, np.ndarray]
-Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D) float32 or float16
+Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D) float32 or float16; in a prompt's K of several layers
 
 
 class Sides(NamedTuple):
@@ -35,7 +35,7 @@ class LayerCache:
     mean: the fields of the keys' block means (K, quantized blocks, …); empty when keys are not centred.
     full_k, full_v: (slots, K, N, D) float16: sink blocks and current blocks.
     high_precision: the cache of blocks with more bits, if there are two kinds; it has the same slots, and its blocks
-    are in the same memory.
+    are in the same memory. number: of the layer; layers one after another have the parts of a prompt's buffer in turn.
     """
 
     stored_as: ClassVar[str] = transfer.FIELDS
@@ -47,6 +47,7 @@ class LayerCache:
     full_k: np.ndarray
     full_v: np.ndarray
     high_precision: LayerCache | None = field(default=None, kw_only=True)
+    number: int = field(default=0, kw_only=True)
 
     @property
     def code_bytes(self) -> int:
@@ -82,8 +83,14 @@ class LayerCache:
         """Views k, v (K, S, D) of `place`: the N tokens of a slot, float16, or a buffer's tokens from that block on."""
         if place.buffer is None:
             return self.full_k[place.block], self.full_v[place.block]
-        first = place.block * self.format.block_size
-        return place.buffer[0][:, first:], place.buffer[1][:, first:]
+        (k, v), first = self.part_of(place.buffer), place.block * self.format.block_size
+        return k[:, first:], v[:, first:]
+
+    def part_of(self, buffer: Buffer) -> Buffer:
+        """The layer's part (K, S, D) of a buffer, which has the heads of several layers one after another."""
+        (k, v), heads = buffer, self.format.kv_heads
+        first = self.number * heads % len(k)
+        return k[first : first + heads], v[first : first + heads]
 
     def store(self, place: KVLocation, kv: Buffer, first: int = 0) -> None:
         """Write k, v (K, T, D) to the tokens from `first` on at `place`, as `transfer.round_to` says."""
