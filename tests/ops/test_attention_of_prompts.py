@@ -66,6 +66,7 @@ PROMPTS = [
     (POLAR, signed_hadamard, prompt_rows(6, 100, 70), None),
     (POLAR._replace(dim=80, group=1), signed_hadamard, prompt_rows(0, 33, 0), 20),
     (POLAR._replace(dim=8, group=8), signed_hadamard, prompt_rows(5, 30, 65), 90),
+    (POLAR._replace(dim=512), signed_hadamard, prompt_rows(2, 33, 20), None),  # the widest heads that kernels have
 ]
 # Of products of matrices: all numbers of queries in the last one, tokens that fill no tile, and tiles that some see.
 MORE_PROMPTS = [

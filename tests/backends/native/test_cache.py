@@ -72,7 +72,7 @@ def test_cache_bytes_are_those_of_the_arrays(types: tuple[str, str], monkeypatch
         (("polarpair-m4n4+minmax", "kivi4"), 64, 64, "no kernel reads polarpair-m4n4+minmax and kivi4"),
         (("f16", "f16"), 20, 64, "kernels read blocks of a multiple of 16 tokens, not of 20"),
         (("f16", "f16"), 64, 36, "kernels read heads of a multiple of 8 channels, not of 36"),
-        (("f16", "f16"), 64, 512, "kernels have no room for heads of 512 channels"),
+        (("f16", "f16"), 64, 1024, "kernels have no room for heads of 1024 channels"),
     ],
     ids=str,
 )
