@@ -9,6 +9,7 @@ import pytest
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
+from polarlm.engine.backends.native.kernels.attention.matrix_prompts import attend_by_matrices
 from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_prompt
 from polarlm.engine.backends.native.kernels.attention.steps import Attention
 from polarlm.engine.backends.native.kernels.attention.steps import attend as attend_step
@@ -29,6 +30,7 @@ from polarlm.engine.jit.lang import Kernel, Level
 from polarlm.engine.weight_formats import get
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, OF_WORDS, X86, Loop, special_levels
+from tests.jit.levels import assembly
 from tests.pairs import each, in_turn, mostly_slow
 
 WITH_WORDS = [level for level in X86 if level.unpacks_first]
@@ -118,6 +120,18 @@ def test_loops_over_floats(kernel: str, level: Level) -> None:
     loop = Loop(OF_FLOATS[kernel](), level, product=True)
     assert loop.count(r"vfmadd\d+ps") >= max(4, len(loop) / 2)
     assert loop.on_stack == 0
+
+
+@in_turn("level", [level for level in X86 if level.matrices is not None])
+def test_weights_are_computed_between_products(level: Level) -> None:
+    """Of 16 queries and 64 keys in a turn, in registers."""
+    text = assembly(attend_by_matrices(Prompt(64)), level)
+    _, *weights, _ = text.split("vscalefps")
+    assert len(weights) == 63
+    assert not any("%rsp" in line for part in weights for line in part.splitlines() if "%zmm" in line)
+    # Two for scores and two for sums of each 16 keys or channels, and two for the sum of weights; those of the first
+    # turn and of the last one are outside.
+    assert text.count("tdpbf16ps") == 2 * (8 + 10)
 
 
 @special_levels
