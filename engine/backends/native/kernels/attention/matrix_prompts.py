@@ -67,6 +67,7 @@ def arrays(dim: int, queries: int) -> list[int]:
     return offsets(scores, weights, _ROWS, *places)
 
 
+@cache
 def most_queries(dim: int) -> int:
     """The most queries of a unit with heads of `dim` channels; 0 if there is no kernel for them."""
     return next((size for size in _SIZES if dim % 16 == 0 and arrays(dim, size)[-1] <= SCRATCH), 0)
