@@ -76,17 +76,18 @@ def warm_up_first(
     weights = load_weights(
         ops, source.config, source.weights, None, format, numbers, on_host=on_host, adapters=adapters
     )
-    store = KVStore(ops, least_plan(shape, max(warm.rows, default=0)), conditioning, metrics)
+    shared = [] if warm.rows else [rows for rows in _STEP_ROWS if rows <= config.parallel]  # of as many sequences
+    store = KVStore(ops, least_plan(shape, max([0, *warm.rows, *shared])), conditioning, metrics)
     transformer = Transformer(ops, model, weights, store)
     sequence = warm_up(transformer, warm.short)
     most_drafted = config.draft_max if config.drafts else 0
-    most_rows = (
-        1 + most_drafted if store.sparse_groups else STEP_ROWS
-    )  # prompts of a few tokens are steps of several rows, too
+    # Prompts of a few tokens are steps of several rows, too, and need all kernels of as many sequences.
+    most_rows = 1 + most_drafted if store.sparse_groups else STEP_ROWS
     return [
         *([partial(warm_up_adapter, transformer)] if adapters else []),
         partial(warm_up_codes, transformer, sequence),
         *(partial(warm_up_drafts, transformer, rows) for rows in _STEP_ROWS if rows <= most_rows),
+        *(partial(warm_up_rows, transformer, rows, in_steps=True) for rows in shared if rows > most_rows),
         *(partial(warm_up_batch, transformer, rows) for rows in DRAFT_ROWS),
         *(
             partial(warm_up_rows, transformer, rows, in_steps=fewer < config.parallel)

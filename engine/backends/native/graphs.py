@@ -29,7 +29,7 @@ class Graphs:
             with self._launch.graph():
                 return work(*inputs)
         whole = (key, work, *map(_shape, inputs))
-        if whole not in self._recordings:
+        if whole not in self._recordings or self._is_outdated(self._recordings[whole]):
             self._recordings[whole] = self._record(work, inputs)
             if len(self._recordings) > _MOST:
                 self._recordings.popitem(last=False)
@@ -46,6 +46,10 @@ class Graphs:
                 fixed_input[...] = new_input
         self._launch.replay(recording)
         return recording.result
+
+    def _is_outdated(self, recorded: tuple[list[Any], Recording] | None) -> bool:
+        """Whether kernels are compiled now that were not when it was recorded."""
+        return recorded is not None and bool(recorded[1].wanted) and self._launch.has_loaded(recorded[1].wanted)
 
     def forget(self) -> None:
         """See `Ops.forget`."""

@@ -70,9 +70,10 @@ class HostCall(NamedTuple):
 
 class Recording:
     """A step, which can be replayed. parts: its launches, and the calls between them. result: what the recorded
-    function returned."""
+    function returned. wanted: kernels that were not compiled yet, in whose place it has others."""
 
     def __init__(self) -> None:
+        self.wanted: list[Kernel] = []
         self.parts: list[PreparedLaunches | HostCall] = []
         self.buffers = Buffers()
         self.result: Any = None
@@ -216,6 +217,12 @@ class Launcher:
     def has_loaded(self, kernels: Sequence[Kernel]) -> bool:
         return all(map(self.library.has, kernels))
 
+    def expect(self, kernels: Sequence[Kernel]) -> None:
+        """Let these kernels be compiled before others, while others compute in their place."""
+        self.library.expect(kernels, first=True)
+        if self._recording is not None:
+            self._recording.wanted += kernels
+
     def run_numpy(self, op: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """op(*args, **kwargs). Raises CannotRecord inside a recording, since it is not a kernel."""
         if self._recording is not None:
@@ -279,7 +286,7 @@ class WarmUpLauncher(Launcher):
             self._kernels[kernel] = None
             self.library.expect([kernel])
 
-    def can_run(self, kernels: Sequence[Kernel]) -> bool:
+    def has_loaded(self, kernels: Sequence[Kernel]) -> bool:
         """True: loading waits for these kernels, even where an op could do without them."""
         return True
 

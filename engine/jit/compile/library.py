@@ -48,11 +48,11 @@ class Library:
             loaded = self._request(kernel, first=True).result()
         return loaded.address
 
-    def expect(self, kernels: Iterable[Kernel]) -> None:
-        """Queue these kernels for compilation, in this order. Returns at once."""
-        for kernel in kernels:
+    def expect(self, kernels: Iterable[Kernel], *, first: bool = False) -> None:
+        """Queue these kernels for compilation, in this order; first: before all others. Returns at once."""
+        for kernel in reversed([*kernels]) if first else kernels:
             if kernel not in self._loaded:
-                self._request(kernel)
+                self._request(kernel, first=first)
 
     def has(self, kernel: Kernel) -> bool:
         return kernel in self._loaded

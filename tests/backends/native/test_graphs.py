@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.native.graphs import Graphs
-from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.launch import Launcher, Recording
 from polarlm.engine.backends.native.product_ops.products import LinearOps
 from polarlm.engine.backends.ops import Fusion
+from polarlm.engine.jit.compile.library import Library
+from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.weight_formats import Linear
 from tests import weights
 
@@ -16,10 +18,10 @@ from tests import weights
 class Model:
     """Two products with a norm and an activation between them."""
 
-    def __init__(self, launch: Launcher) -> None:
+    def __init__(self, launch: Launcher, format: str = "q4_1") -> None:
         rng = np.random.default_rng(0)
         self.ops = LinearOps(launch)
-        both, out = (weights.random_matrix(rng, "q4_1", rows, columns) for rows, columns in ((128, 64), (64, 64)))
+        both, out = (weights.random_matrix(rng, format, rows, columns) for rows, columns in ((128, 64), (64, 64)))
         self.both, self.out = Linear(self.ops.load([both])), Linear(self.ops.load([out]))
         self.norm = rng.standard_normal(64).astype(np.float32), 1e-5
         self.calls = 0
@@ -35,11 +37,43 @@ def test_a_recording_follows_its_inputs(threads: int) -> None:
     launch = Launcher(threads)
     model, graphs = Model(launch), Graphs(launch)
     rng = np.random.default_rng(1)
+    model.forward(rng.standard_normal((3, 64)).astype(np.float32))
+    launch.library.wait([*launch.library._futures])
+    model.calls = 0
     for rows in (1, 3, 1, 3):
         x = rng.standard_normal((rows, 64)).astype(np.float32)
         recorded = graphs.run("step", model.forward, [x]).copy()
         np.testing.assert_array_equal(recorded, model.forward(x.copy()))
     assert model.calls == 4 + 2  # the recorded function is called once for each shape
+
+
+@pytest.mark.parametrize("format", ["q4_1", "f16"])
+def test_other_kernels_serve_until_those_for_as_many_rows_are_compiled(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the step is recorded anew, and its results are equal."""
+    launch = Launcher(2)
+    model, graphs = Model(launch, format), Graphs(launch)
+    x = np.random.default_rng(1).standard_normal((8, 64)).astype(np.float32)
+
+    def run(rows: int) -> tuple[np.ndarray, Recording]:
+        result = graphs.run("step", model.forward, [x[:rows]]).copy()
+        return result, next(reversed(graphs._recordings.values()))[1]
+
+    def kernels(recording: Recording) -> set[Kernel]:
+        return {launch.kernel for part in recording.parts for launch in part.launches}
+
+    single = kernels(run(1)[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(Library, "has", lambda library, kernel: kernel in single)
+        meanwhile, recording = run(8)
+        assert kernels(recording) <= single
+        assert run(8)[1] is recording
+    launch.library.wait(recording.wanted)
+    result, recorded_anew = run(8)
+    assert kernels(recorded_anew) >= set(recording.wanted)
+    assert not recorded_anew.wanted
+    np.testing.assert_array_equal(result, meanwhile)
 
 
 def test_a_recorded_step_gives_back_what_a_prompt_took() -> None:

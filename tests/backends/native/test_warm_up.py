@@ -46,10 +46,9 @@ class Watch:
         self.needed: list[str] = []
         expect, address, has = Library.expect, Library.address, Library.has
 
-        def watched_expect(library: Library, kernels: Any) -> None:
-            kernels = list(kernels)
+        def watched_expect(library: Library, kernels: Any, **more: bool) -> None:
             self.announced += [kernel.name for kernel in kernels]
-            expect(library, kernels)
+            expect(library, kernels, **more)
 
         def watched_address(library: Library, kernel: Kernel) -> int:
             self.needed.append(kernel.name)
@@ -133,6 +132,26 @@ def test_a_conversation_of_a_hybrid_needs_no_other_kernels(
 ) -> None:
     """Also after a snapshot."""
     converse(make_model(tmp_path, name), monkeypatch)
+
+
+@pytest.mark.usefixtures("warmed_up_at_once")
+@pytest.mark.parametrize("name", ["llama_gqa_linear", "qwen3_5_tied"])
+def test_requests_at_once_need_no_other_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """An engine that has been idle after loading asks for none, nor do others serve in their place."""
+    watch = Watch(monkeypatch)
+    settings = {**SETTINGS, "cache_type": "f16", "parallel": 3}
+    with load_tiny(make_model(tmp_path, name), ops=NativeOps(1), **settings) as engine:
+        library = engine._model.ops._launch.library  # type: ignore[attr-defined]
+        library.wait([*library._futures])
+        watch.needed.clear()
+        announced = [*watch.announced]
+        for number in range(3):
+            engine.submit([5 + number, *PROMPT[:20]], SOME, into=[])
+        while engine.work():
+            pass
+    assert watch.needed
+    assert set(watch.needed) <= set(announced)
+    assert watch.announced == announced
 
 
 def test_later_turns_are_warmed_up_a_moment_after_loading(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
 )
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import MOST_INPUTS, units_at_once
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product, ProductArguments, product, units
-from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, are_unsigned
+from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, are_unsigned, tilings
 from polarlm.engine.backends.native.launch import Launcher, LaunchSpec, PreparedLaunches
 from polarlm.engine.backends.native.product_ops.loading import CachedTiles
 from polarlm.engine.backends.ops import Fusion
@@ -122,7 +122,8 @@ class Multiplication:
         self._launch.run(repeatable.prepared)
 
     def kernels(self, sizes: Tiling) -> list[Kernel]:
-        panels = [self._panel_kernel(sizes, kind) for kind in dict.fromkeys(self.inputs)]
+        kinds = [kind for kind in dict.fromkeys(self.inputs) if not self._are_panels(sizes, kind)]
+        panels = [self._panel_kernel(sizes, kind) for kind in kinds]
         parts = zip(self._w.parts, self.inputs, strict=True)
         return [*panels, *(product(self._spec(part, sizes, kind)) for part, kind in parts)]
 
@@ -166,6 +167,10 @@ class Multiplication:
         if prepared is not None and chosen is None and len(x):
             self.repeatable = RepeatableLaunch(sizes, prepared, [array.shape[1] for array in arrays[2:]], uses, by_row)
 
+    def _are_panels(self, sizes: Tiling, kind: Inputs) -> bool:
+        """Whether rows whose values follow each other are panels as they are."""
+        return kind is Inputs.FLOATS and self._norm is None and sizes.rows == 1 and not self._is_stack
+
     def _spec(self, part: Matrix, sizes: Tiling, kind: Inputs) -> Product:
         has_bias = self._w.bias is not None
         options = self._adds, has_bias, self.activation, self._is_stack
@@ -190,8 +195,7 @@ class Multiplication:
             assert self._norm is None
             return x
         columns, row_tile, rows = x.shape[1], sizes.rows, len(x) if sources is None else len(sources)
-        is_same = kind is Inputs.FLOATS and self._norm is None and row_tile == 1 and sources is None
-        if is_same and x.flags.c_contiguous:
+        if self._are_panels(sizes, kind) and x.flags.c_contiguous:
             return x
         nbytes = panel_bytes(columns, row_tile, self._launch.level, kind)
         out = self._launch.empty((-(-rows // row_tile), nbytes), np.uint8)
@@ -259,13 +263,16 @@ class Multiplication:
             self._launch(*self._product(spec, shape, slot_bias, data.memory, data.slots, x, y, slot_entries))
 
 
-def compiled_tiling(launch: Launcher, sizes: Tiling, most: Tiling, kernels: Callable[[Tiling], list[Kernel]]) -> Tiling:
-    """The tiling to compute with: `sizes`, which kernels are specialized by. Until these are compiled, `most`, which is
-    for many rows; if they cannot be compiled, that for one row. Results are equal."""
-    can_choose = not launch.in_graph and sizes not in (SINGLE, most) and launch.has_loaded(kernels(most))
-    if can_choose and not launch.has_loaded(kernels(sizes)):
-        launch.library.expect(kernels(sizes))
-        sizes = most
+def compiled_tiling(
+    launch: Launcher, sizes: Tiling, rows: int, inputs: Inputs, kernels: Callable[[Tiling], list[Kernel]]
+) -> Tiling:
+    """The tiling to compute `rows` rows with: `sizes`, which kernels are specialized by. Until these are compiled, the
+    best of those that are; if they cannot be compiled, that for one row. Results are equal."""
+    if sizes != SINGLE and not launch.has_loaded(kernels(sizes)):
+        others = [one for one in tilings(launch.level, inputs) if launch.has_loaded(kernels(one))]
+        if others:
+            launch.expect(kernels(sizes))
+            return min(others, key=lambda one: -(-rows // one.rows) * (one.rows + 1))
     return sizes if sizes == SINGLE or launch.can_run(kernels(sizes)) else SINGLE
 
 

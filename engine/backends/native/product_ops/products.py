@@ -22,7 +22,7 @@ from polarlm.engine.backends.native.kernels.experts import (
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
-from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, expert_tiling, largest_tiling, tiling
+from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, expert_tiling, tiling
 from polarlm.engine.backends.native.kernels.rows import (
     ROW_PIECE,
     ChangeArguments,
@@ -132,9 +132,9 @@ class LinearOps(LoadOps):
         if product.repeatable is not None and product.repeatable.sizes == chosen_tiling:
             product.repeat(product.repeatable, x, y)
         else:
-            sizes, most = chosen_tiling, largest_tiling(level, product.shared)
+            sizes = chosen_tiling
             if rows > 1:
-                sizes = compiled_tiling(self._launch, sizes, most, product.kernels)
+                sizes = compiled_tiling(self._launch, sizes, rows, product.shared, product.kernels)
             product.launch(x, y, sizes)
         self._launch.keep(key, product)
         return y if activation is None or product.activation else self.activate_halves(y, activation)
@@ -231,8 +231,8 @@ class ExpertOps(KernelOps):
         rows, top_k = routing.ids.shape
         pairs, slots = rows * top_k, min(rows * top_k, count)
         level, inputs = self._launch.level, Inputs.shared(itertools.chain(*(product.inputs for product in products)))
-        sizes, most = expert_tiling(pairs // count, level, inputs), largest_tiling(level, inputs)
-        sizes = compiled_tiling(self._launch, sizes, most, kernels)
+        sizes = expert_tiling(pairs // count, level, inputs)
+        sizes = compiled_tiling(self._launch, sizes, pairs // count, inputs, kernels)
         row_tile = sizes.rows
         places = -(-(pairs + slots * (row_tile - 1)) // row_tile) * row_tile
         order = _Order(

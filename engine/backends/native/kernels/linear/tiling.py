@@ -73,6 +73,15 @@ def largest_tiling(level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
     return Tiling(*level.code_tiles[0 if unpacks and not inputs.are_integers else -1])
 
 
+@cache
+def tilings(level: Level, inputs: Inputs) -> tuple[Tiling, ...]:
+    """The tilings that products of any number of rows may have, with equal results."""
+    largest = largest_tiling(level, inputs)
+    if inputs is Inputs.MATRICES:
+        return (largest,)
+    return tuple(dict.fromkeys((SINGLE, *(tiling(rows, level, inputs) for rows in range(2, _FEW_ROWS)), largest)))
+
+
 def _few(level: Level, inputs: Inputs) -> Tiling:
     """The tiling for few rows."""
     return _PAIRS if are_paired(level, _PAIRS.rows, inputs) else Tiling(*level.code_tiles[0])
