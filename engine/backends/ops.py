@@ -165,10 +165,13 @@ class MachineOps(Protocol):
     keeps_tiles: bool  # whether `load` takes matrices from `KeptTiles`
     # Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations.
     prefill_rows: int
-    batch_rows: int  # most rows of prompts that are computed together; 0 where prompts are computed one by one
     batches_take_steps: bool  # whether batches of prompts have a step of the running requests, too, and are recorded
     # Rows of batches with prompts, and of steps, that are recorded before requests come; none where that takes no time.
     warm_up_rows: tuple[Sequence[int], Sequence[int]]
+
+    @property
+    def batch_rows(self) -> int:
+        """Most rows of prompts that are computed together; 0 where prompts are computed one by one."""
 
     @property
     def host(self) -> Ops | None:

@@ -73,6 +73,10 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
         self._graphs = Graphs(self._launch)
 
     @property
+    def batch_rows(self) -> int:  # type: ignore[override]
+        return _MATRIX_ROWS if self._launch.multiplies_bfloat else NumpyOps.batch_rows
+
+    @property
     def input_bits(self) -> str:
         return self._launch.input_bits
 
@@ -82,7 +86,6 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
             bits = "16" if level.matrices is None else "bf16"
         is_possible = {"8": level.most_code > 0, "bf16": level.matrices is not None}.get(bits, True)
         self._launch.input_bits = bits if is_possible else "16"
-        self.batch_rows = _MATRIX_ROWS if self._launch.input_bits == "bf16" else NumpyOps.batch_rows
         what = "bytes" if bits == "8" else "matrices"
         return "" if is_possible else f"kernels for {level.name} have no instructions that multiply {what}"
 

@@ -20,6 +20,7 @@ from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.state.store import SequenceKV
+from polarlm.model_loaders.config import Experts
 from scripts.make_golden import answer
 from scripts.make_random_model import write
 from tests.bare import kl
@@ -161,9 +162,15 @@ def test_families_compute_as_transformers_does_and_packed_weights_as_numpy_does(
         with load_tiny(path, ops=ops, device="cpu", **settings) as engine:
             assert engine._model.ops.backend == ("numpy" if ops else "native")
             actual[weight_type, ops is None] = engine.score(ids, logits=True).logits
-    np.testing.assert_allclose(actual["f32", True], reference["logits"], atol=atol, rtol=0)
-    np.testing.assert_allclose(actual["as-stored", True], reference["logits"], atol=2 * atol, rtol=0)
-    np.testing.assert_allclose(actual["q8_0", True], actual["q8_0", False], atol=atol, rtol=0)
+            has_experts = any(isinstance(layer.ffn, Experts) for layer in engine._model.config.layers)
+    pairs = [
+        (actual["f32", True], reference["logits"], atol),
+        (actual["as-stored", True], reference["logits"], 2 * atol),
+    ]
+    for one, other, most in (*pairs, (actual["q8_0", True], actual["q8_0", False], atol)):
+        is_far = (np.abs(one - other) > most).any(-1)
+        # Of two experts that are about equally good a rounding may choose the other.
+        assert is_far.mean() <= (0.03 if has_experts else 0), np.abs(one - other).max()
 
 
 @pytest.mark.slow
