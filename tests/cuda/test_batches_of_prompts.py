@@ -548,7 +548,7 @@ def test_a_request_leaves_a_pass_between_its_chunks(
             engine.submit(prompt, GREEDY, ANEW, into=box) for prompt, box in zip(TOKENS, outboxes[:4], strict=False)
         ]
         while not several(passes):
-            engine.work()
+            assert engine.work()
         if gone == 3:
             assert engine._runner._preempt()
         else:
