@@ -17,6 +17,7 @@ from polarlm.bench.serving import tables as serving
 from polarlm.bench.speed import embeddings
 from polarlm.bench.speed import tables as speed
 from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.jit.isa import VARIABLE
 
 
 @pytest.fixture
@@ -50,6 +51,7 @@ def test_without_a_checkout_results_go_to_the_current_folder(
 def test_what_is_written_is_read_with_the_load_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = iter([0.1, 3.25])
     monkeypatch.setattr(result, "load", lambda: next(loads))
+    monkeypatch.delenv(VARIABLE, raising=False)
     file, made = tmp_path / "out.json", Result({"model": "tiny"})
     made.add("prompt of 5", "polarlm f16", "tokens/s", [3, 1, 2], threads=2)
     made.add("prompt of 5", "a peer", "tokens/s", failure="crashed")
