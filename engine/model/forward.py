@@ -295,7 +295,7 @@ class Transformer:
         parts += [span.part(count, span.count - count) for span, count in both]
         rows = np.flatnonzero(wanted).tolist()
         inputs = [sampler_inputs[row] for row in rows]
-        chosen, logits = self._run("step", parts, np.concatenate([ids[~wanted], ids[wanted]]), inputs)
+        chosen, logits = self._run("step", parts, np.concatenate([ids[~wanted], ids[wanted]]), inputs, len(inputs))
         tokens: list[Sampled] = [0] * len(ids)
         for row, token in zip(rows, self.ops.fetch_tokens(chosen, logits, inputs), strict=True):
             tokens[row] = token
@@ -321,10 +321,17 @@ class Transformer:
         sampler = self.ops.pack_sampler_inputs(sampler_inputs)
         return self.ops.fetch_later(self.ops.sample(logits, sampler), sampler_inputs)
 
-    def _run(self, name: str, spans: Sequence[Span], ids: Any, sampler_inputs: Sequence[SamplerInput] = ()) -> Any:
+    def _run(
+        self,
+        name: str,
+        spans: Sequence[Span],
+        ids: Any,
+        sampler_inputs: Sequence[SamplerInput] = (),
+        outputs: int = 0,
+    ) -> Any:
         """Compute the rows, stage by stage, and return their logits (T, V) on the device; with sampler inputs, the next
-        tokens (T,) before these, of the last rows if they are fewer; with `mtp`, the normed hidden states (T, E) behind
-        these."""
+        tokens (T,) before these; with `mtp`, the normed hidden states (T, E) behind these. outputs: so many last rows
+        have logits; 0 for all."""
         ropes, tables, adapters = self._ropes.tables(rope_positions(spans)), self._spans.of(spans), row_adapters(spans)
         *first_stages, last = self._stages
         x, newest = ids, None
@@ -333,8 +340,8 @@ class Transformer:
             x, newest = PeerArray(hidden, ops), ids if sampler_inputs else None
         sampler = last.ops.pack_sampler_inputs(sampler_inputs) if sampler_inputs else None
         mtp = None if self.mtp is None else self.mtp.step_inputs(spans, ids)
-        work, outputs = self._work[-1], len(sampler_inputs)
-        if 0 < outputs < len(ids):
+        work = self._work[-1]
+        if outputs:
             if outputs not in self._work_by_outputs:
                 self._work_by_outputs[outputs] = partial(self._compute_stage, len(first_stages), outputs=outputs)
             work = self._work_by_outputs[outputs]

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from polarlm.engine.jit.isa import VARIABLE as LEVEL
 from polarlm.model_loaders.user_dirs import cache_folder
 from tests.jit.emulated import HOST
 from tests.test_bare_python import ROOT
@@ -67,6 +68,7 @@ def emulated(request: pytest.FixtureRequest) -> tuple[list[str], dict[str, str],
         pytest.skip(f"{VARIABLE} names no folder with an AArch64 Python, for which QEMU is needed")
     variables = {"TESTS_ARM_CPU": request.param, "OPENBLAS_NUM_THREADS": "1", HOST: sys.executable}
     command, environment = [str(Path(folder) / "python")], {**os.environ, **variables}
+    environment.pop(LEVEL, None)  # which is one of this machine's
     if subprocess.run([*command, "-c", ""], env=environment, capture_output=True).returncode:
         environment["TESTS_ARM_CPU"] = "max"  # QEMU 7.2 has no Neoverse V1
     return command, environment, LEVEL_OF[request.param]
