@@ -25,7 +25,7 @@ from tests.backends.native.hot_loops import Loop
 from tests.backends.native.launching import launcher
 from tests.jit.emulated_matrices import EmulatedAmx
 from tests.jit.levels import assembly
-from tests.pairs import each, in_turn, pairs
+from tests.pairs import in_turn
 
 FORMATS = [name for name in available() if name != "f32"]
 
@@ -82,8 +82,9 @@ def check_product(level: Level, name: str) -> None:
         np.testing.assert_array_equal(part, whole[: len(part)])
 
 
-test_products_of_bfloat16 = in_turn("level name", each(HERE, FEW))(check_product)
-test_products_with_all_formats = pytest.mark.slow(in_turn("level name", pairs(HERE, FORMATS))(check_product))
+test_products_of_bfloat16 = in_turn("level name", [(level, name) for level in HERE for name in FEW])(check_product)
+ALL = [(level, name) for level in HERE for name in FORMATS]
+test_products_with_all_formats = pytest.mark.slow(in_turn("level name", ALL)(check_product))
 
 
 @with_levels
