@@ -41,7 +41,11 @@ DEFAULT, HALF = EngineConfig.cache_type, "f16"
 # Part of a machine's name → the day since which its kernels are today's, and what has changed; figures from before are
 # marked.
 _REWRITTEN = {
-    "Xeon": ("2026-11-27", "The Xeon's prompt predates matrices of bfloat16, [three times as fast](docs/speed.md#what-decides-it) with SmolLM2"),
+    "Xeon": (
+        "2026-11-27",
+        "The Xeon's prompt predates matrices of bfloat16, [three times as fast](docs/speed.md#what-decides-it) with "
+        "SmolLM2-135M",
+    ),
     "NVIDIA": (
         "2026-11-29",
         "Attention to blocks of two kinds, dequantizing and scheduling have changed since 2026-11-28: the GPU has run "
