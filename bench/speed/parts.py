@@ -59,7 +59,7 @@ class HostClock:
     def mark(self) -> Any:
         return np.array([time.perf_counter(), time.process_time()])
 
-    def between(self, begin: Any, end: Any) -> Any:
+    def difference(self, begin: Any, end: Any) -> Any:
         return end - begin
 
     def whole(self, work: Callable[[], object]) -> Any:
@@ -80,7 +80,7 @@ class EventClock:
     def mark(self) -> Any:
         return self._cuda.get_current_stream().record(self._cuda.Event())
 
-    def between(self, begin: Any, end: Any) -> Any:
+    def difference(self, begin: Any, end: Any) -> Any:
         return np.array([self._cuda.get_elapsed_time(begin, end) / 1e3])
 
     def whole(self, work: Callable[[], object]) -> Any:
@@ -109,8 +109,8 @@ class Trace:
             whole = self._clock.whole(work)
         parts: defaultdict[str, list[Any]] = defaultdict(list)
         for part, *marks in self._launches:
-            parts[part].append(self._clock.between(*marks))
-        launches, looks = sum(map(sum, parts.values())), [self._clock.between(*marks) for marks in self._looks]
+            parts[part].append(self._clock.difference(*marks))
+        launches, looks = sum(map(sum, parts.values())), [self._clock.difference(*marks) for marks in self._looks]
         rest = whole - (sum(looks) if looks else launches)
         return {**parts, REST: [rest], WHOLE: [rest + launches]}, self._work
 

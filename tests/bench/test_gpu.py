@@ -303,7 +303,7 @@ def test_the_time_of_a_launch_is_between_two_events(fake_gpu: Any) -> None:
     setup.open_gpu().open()[1].use()
     clock = parts.EventClock()
     begin, _, end = (clock.mark() for _ in range(3))
-    assert clock.between(begin, end) == pytest.approx([4e-3])
+    assert clock.difference(begin, end) == pytest.approx([4e-3])
 
 
 # -- tables --------------------------------------------------------------------------------------------------------

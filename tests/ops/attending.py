@@ -95,14 +95,14 @@ class Case:
 
     def exact(self, *, half_precision: bool = False) -> np.ndarray:
         """Attention in float64: (T, H, D)."""
-        out = self._of_sequences(partial(reference.attention, half_precision=half_precision))
+        out = self._attend(partial(reference.attention, half_precision=half_precision))
         if self.transform is not None:
             out = out if self.transform.scale_back is None else out * self.transform.scale_back[:, None]
             rotation = self.transform.value_rotation
             out = out if rotation is None else out @ rotation.T.astype(np.float64)
         return out
 
-    def _of_sequences(self, function: Callable[..., np.ndarray]) -> np.ndarray:
+    def _attend(self, function: Callable[..., np.ndarray]) -> np.ndarray:
         """function(q, k, v, visible, rule) of all sequences: (T, H, D)."""
         out = np.empty(self.q.shape)
         for view, k, v in zip(self.views, self.keys, self.values, strict=True):
@@ -113,7 +113,7 @@ class Case:
 
     def _bfloat_deviation(self) -> np.ndarray:
         """Of a result that products of bfloat16 compute: (T, H, D)."""
-        variance = self._of_sequences(reference.bfloat_deviation) ** 2
+        variance = self._attend(reference.bfloat_deviation) ** 2
         if self.transform is not None:
             scale_back, rotation = self.transform.scale_back, self.transform.value_rotation
             variance = variance if scale_back is None else variance * scale_back[:, None] ** 2

@@ -101,9 +101,9 @@ def attend_by_matrices(spec: Prompt) -> Kernel[PromptArguments]:
                 segment = read(e, MatrixSegment, args.segments, index)
                 keys = segment.keys + rows.head * segment.key_stride
                 values = segment.values + rows.head * segment.value_stride
-                oldest, visible = _seen(e, rows.position, rows.last, segment, args)
+                oldest, visible = _visible_keys(e, rows.position, rows.last, segment, args)
                 with e.loop(oldest, visible, _CACHED) as cached, e.loop(0, rows.queries, _PAIR) as first:
-                    oldest, visible = _seen(e, *state.positions(first), segment, args)
+                    oldest, visible = _visible_keys(e, *state.positions(first), segment, args)
                     oldest, visible = e.imax(oldest, cached), e.imin(visible, cached + _CACHED)
                     with e.when(oldest < visible):
                         state.attend(first, (keys, values), segment, oldest // KEYS, (visible + (KEYS - 1)) // KEYS)
@@ -115,7 +115,7 @@ def attend_by_matrices(spec: Prompt) -> Kernel[PromptArguments]:
     return Kernel(f"{spec.name}_by_matrices", emit, PromptArguments, scratch=places[-1])
 
 
-def _seen(
+def _visible_keys(
     e: Emitter, position: Value, last: Value, segment: MatrixSegment, args: PromptArguments
 ) -> tuple[Value, Value]:
     """The first tile's first key that rows from `position` to `last` see, and the end of those that they see."""
