@@ -69,9 +69,9 @@ else:
     from polarlm.engine.jit.compile.target import levels
     from polarlm.engine.jit.isa import VARIABLE
 
-    # Levels without matrices compute alike, also in the programs under test. Tests of matrices ask for theirs.
-    if levels()[-1].matrices is not None:
-        os.environ.setdefault(VARIABLE, next(level for level in reversed(levels()) if level.matrices is None).name)
+    # Levels that do not multiply bfloat16 compute alike, also in the programs under test. Tests of it ask for theirs.
+    if levels()[-1].multiplies_bfloat:
+        os.environ.setdefault(VARIABLE, next(level for level in reversed(levels()) if not level.multiplies_bfloat).name)
 
 _NOT_SLOW = "not slow"  # what `make test` gives as -m
 

@@ -1,9 +1,9 @@
-"""The level with registers of matrices for CPUs without AMX."""
+"""Levels that multiply bfloat16, for CPUs that cannot."""
 
 from __future__ import annotations
 
-from polarlm.engine.jit.isa.x86 import AmxTiles, Avx512Amx, Avx512Vbmi
-from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, vector
+from polarlm.engine.jit.isa.x86 import AmxTiles, Avx2, Avx512Amx, Avx512Vbmi
+from polarlm.engine.jit.lang import F32, I32, Emitter, Level, Value, vector
 
 
 class EmulatedTiles(AmxTiles):
@@ -39,16 +39,16 @@ class EmulatedTiles(AmxTiles):
                     summed = e.fma(x, y, summed)
             e.store(summed, own, 1024 * total)
 
-    def to_bfloat(self, e: Emitter, low: Value, high: Value) -> Value:
-        halves = []
-        for x in (low, high):
-            bits = x.bits(vector(I32, 16))
-            rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-            halves.append((e.select(x.equals(x), rounded, bits | 0x400000) >> 16).trunc(I16))
-        return e.join(halves)
-
 
 class EmulatedAmx(Avx512Amx):
     name = "avx512-amx-emulated"
     needs = Avx512Vbmi.needs
     matrices = EmulatedTiles()
+    to_bfloat = Level.to_bfloat
+
+
+class EmulatedDots(Avx2):
+    """Its dot products are two multiply-adds, as in `Level`."""
+
+    name = "avx2-bfloat-emulated"
+    has_bfloat_dots = True

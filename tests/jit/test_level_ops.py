@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine.jit.lang import I8, I16, I32, Emitter, Kernel, Level, Value, vector
+from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Kernel, Level, Value, vector
 from tests.jit.levels import assembly, declared, every_level, run, special_levels
 
 _BYTES = vector(I8, 64)
@@ -135,6 +135,48 @@ def test_pair_products(level: Level, size: int) -> None:
     a, b = rng.integers(0, 128, (50, size), np.uint8), rng.integers(-127, 128, (50, size), np.int8)
     wanted = (a.astype(int) * b).reshape(50, -1, 2).sum(-1)
     np.testing.assert_array_equal(both(level, "pair_products", a, b.view(np.uint8), np.int16), wanted)
+
+
+@every_level
+def test_bfloat16(level: Level) -> None:
+    """Numbers are rounded to it, and pairs multiplied and added to float32: in two roundings of each pair at most."""
+    rng, lanes = np.random.default_rng(9), vector(F32, 16)
+    low, high = (rng.standard_normal((2, 50, 16)) * 2.0 ** rng.integers(-30, 30, (2, 50, 16))).astype(np.float32)
+    low[0, :4], high[1, :2] = [np.inf, -np.inf, np.nan, 0], [1 + 2**-8, 1 + 3 * 2**-8]  # and ties
+    words, sums = np.zeros((50, 32), np.int16), np.zeros((50, 16), np.float32)
+
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as unit:
+            both = e.level.to_bfloat(e, *(e.load(side + unit * 64, lanes) for side in args[:2]))
+            pairs, total = both.bits(vector(I32, 16)), e.load(args.sums + unit * 64, lanes)
+            e.store(both, args.words + unit * 64)
+            e.store(e.level.dot2_bfloat(e, total, pairs, pairs), args.sums + unit * 64)
+
+    run(Kernel("bfloat16", emit, declared("low high words sums")), level, 50, (low, high, words, sums))
+    numbers = np.concatenate([low, high], 1)
+    bits = numbers.view(np.uint32)
+    nearest = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+    found = (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_array_equal(found, np.where(np.isnan(numbers), numbers, nearest))
+    squares = (found.astype(np.float64) ** 2).reshape(50, 16, 2).sum(-1)
+    np.testing.assert_allclose(sums, squares, rtol=2**-23)
+
+
+@every_level
+def test_times_power(level: Level) -> None:
+    x = np.random.default_rng(10).uniform(-2, 2, (4, 16)).astype(np.float32)
+    n, out = np.linspace(-160, 127, 64).round().astype(np.float32).reshape(4, 16), np.zeros((4, 16), np.float32)
+    x[0, 0], n[3, 0] = np.nan, -1e30
+
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as unit:
+            own, power = (e.load(side + unit * 64, vector(F32, 16)) for side in args[:2])
+            e.store(e.level.times_power(e, own, power), args.out + unit * 64)
+
+    run(Kernel("times_power", emit, declared("x n out")), level, 4, (x, n, out))
+    np.testing.assert_allclose(out, np.ldexp(x, np.maximum(n, -200).astype(int)), rtol=0, atol=2.0**-125)
+    is_normal = np.abs(out) > 2.0**-125
+    np.testing.assert_array_equal(out[is_normal], np.ldexp(x, n.clip(-200).astype(int))[is_normal])
 
 
 @every_level

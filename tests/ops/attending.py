@@ -140,7 +140,7 @@ class Case:
         wanted, format = self.exact(), self.cache.format
         assert actual.shape == wanted.shape
         error = np.abs(actual - wanted)
-        if self.ops.backend == "native" and self.is_prompt and self.ops._launch.multiplies_bfloat:
+        if self.ops.backend == "native" and self.is_prompt and self.ops._launch.attends_in_bfloat:
             deviation = self._bfloat_deviation() + 1e-5 * np.linalg.norm(wanted, axis=-1, keepdims=True)
             assert (error <= 6 * deviation).all(), f"off by up to {(error / deviation).max()} standard deviations"
             assert (error**2).mean() < (deviation**2).mean()

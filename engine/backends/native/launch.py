@@ -116,9 +116,9 @@ class Launcher:
                 self._repeatable.pop(next(iter(self._repeatable)), None)
 
     @property
-    def multiplies_bfloat(self) -> bool:
-        """Whether prompts are computed by products of matrices of bfloat16."""
-        return self.input_bits == "bf16" and self.level.matrices is not None
+    def attends_in_bfloat(self) -> bool:
+        """Whether prompts attend by products of bfloat16: where these are faster, unless inputs have 16 exact bits."""
+        return self.input_bits != "16" and self.level.multiplies_bfloat
 
     @property
     def runs_directly(self) -> bool:

@@ -311,12 +311,31 @@ class Avx512Vbmi(Avx512Vnni):
         return Level.pair_table(self, e, first, second)
 
 
-class Avx512Zen(Avx512Vbmi):
+class _Bfloat16(Avx512Vbmi):
+    """Dot products of bfloat16, and conversions to it."""
+
+    needs = (*Avx512Vbmi.needs, "avx512bf16")
+
+    def dot2_bfloat(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
+        pairs = [side.bits(vector(BF16, 32)) for side in (a, b)]
+        return e.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, *pairs)
+
+    def to_bfloat(self, e: Emitter, low: Value, high: Value) -> Value:
+        both = e.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(BF16, 32), high, low)
+        return both.bits(vector(I16, 32))
+
+    def times_power(self, e: Emitter, x: Value, n: Value) -> Value:
+        options = e.zero(x.type), e.constant(I16, -1), e.constant(I32, _CURRENT_ROUNDING)
+        return e.intrinsic("llvm.x86.avx512.mask.scalef.ps.512", x.type, x, n, *options)
+
+
+class Avx512Zen(_Bfloat16):
     """The same on AMD's CPUs, which multiply words in half of their pipes and add them in all. SSE4a tells them: no
     other CPU has it."""
 
     name = "avx512-zen"
-    needs = (*Avx512Vbmi.needs, "sse4a")
+    needs = (*_Bfloat16.needs, "sse4a")
+    has_bfloat_dots = True
     unpacks_first = True
     halves_products = True
     near_rows = 2
@@ -364,22 +383,14 @@ class AmxTiles(Matrices):
         low, high = (e.constant(words, tuple(entries[first : first + half])) for first in (0, half))
         return lambda index: e.intrinsic("llvm.x86.avx512.vpermi2var.hi.512", words, low, index, high)
 
-    def to_bfloat(self, e: Emitter, low: Value, high: Value) -> Value:
-        both = e.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(BF16, 32), high, low)
-        return both.bits(vector(I16, 32))
-
-    def times_power(self, e: Emitter, x: Value, n: Value) -> Value:
-        options = e.zero(x.type), e.constant(I16, -1), e.constant(I32, _CURRENT_ROUNDING)
-        return e.intrinsic("llvm.x86.avx512.mask.scalef.ps.512", x.type, x, n, *options)
-
 
 def _int64(e: Emitter, number: Value | int) -> Value:
     return e.i64(number) if isinstance(number, int) else number
 
 
-class Avx512Amx(Avx512Vbmi):
+class Avx512Amx(_Bfloat16):
     name = "avx512-amx"
-    needs = (*Avx512Vbmi.needs, "avx512bf16", "amx-tile", "amx-bf16")
+    needs = (*_Bfloat16.needs, "amx-tile", "amx-bf16")
     matrices = AmxTiles()
 
 

@@ -59,14 +59,6 @@ class Matrices:
         """A function that looks up int16 (32,) in up to 64 int16."""
         raise NotImplementedError
 
-    def to_bfloat(self, e: Any, low: Value, high: Value) -> Value:
-        """Two vectors of float32 (16,) → the nearest bfloat16 (32,), ties to even, as int16: low's, then high's."""
-        raise NotImplementedError
-
-    def times_power(self, e: Any, x: Value, n: Value) -> Value:
-        """x · 2^n of vectors of float32 (16,), n whole numbers."""
-        raise NotImplementedError
-
 
 class Level:
     """A level of CPU features: the sizes of its registers, and its code for what LLVM does not find by itself.
@@ -116,8 +108,15 @@ class Level:
     """Whether sums of words cost so little that half as many products, of sums, are faster (Winograd)."""
     matrices: Matrices | None = None
     """Registers that hold matrices, and are multiplied by one instruction; None if the level has none."""
+    has_bfloat_dots = False
+    """Whether `dot2_bfloat` takes less time than two multiply-adds of float32."""
     wide_tables = False
     """Whether one instruction looks up 64 bytes in a table of 64 or 128. It ignores higher bits of the index."""
+
+    @property
+    def multiplies_bfloat(self) -> bool:
+        """Whether products of matrices of bfloat16 are faster than of float32."""
+        return self.matrices is not None or self.has_bfloat_dots
 
     @property
     def features(self) -> str:
@@ -179,6 +178,27 @@ class Level:
     def split_end(self, e: Any, sums: Values) -> list[Value]:
         """Both sums, int32."""
         return list(sums)
+
+    def dot2_bfloat(self, e: Any, total: Value, a: Value, b: Value) -> Value:
+        """total + Σ a · b over the 2 bfloat16 of each int32 lane, in float32. Subnormal numbers may count as 0."""
+        for shift in (0, 16):
+            x, y = ((side << 16 - shift & -65536).bits(total.type) for side in (a, b))
+            total = e.fma(x, y, total)
+        return total
+
+    def to_bfloat(self, e: Any, low: Value, high: Value) -> Value:
+        """Two vectors of float32 (n,) → the nearest bfloat16 (2 n,), ties to even, as int16: low's, then high's."""
+        halves = []
+        for x in (low, high):
+            bits = x.bits(vector(I32, x.lanes))
+            rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+            halves.append((e.select(x.equals(x), rounded, bits | 0x400000) >> 16).trunc(I16))
+        return e.join(halves)
+
+    def times_power(self, e: Any, x: Value, n: Value) -> Value:
+        """x · 2^n of vectors of float32, n whole numbers up to 127; 0 where n is below -126."""
+        power = e.round(e.select(n < -127.0, e.const_like(-127.0, n), n)) + 127
+        return x * (power << 23).bits(x.type)
 
     def pair_products(self, e: Any, unsigned: Value, signed: Value) -> Value:
         """Sums of adjacent pairs of products unsigned · signed: two vectors of bytes → int16. The sums must fit, and

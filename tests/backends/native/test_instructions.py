@@ -134,6 +134,15 @@ def test_weights_are_computed_between_products(level: Level) -> None:
     assert text.count("tdpbf16ps") == 2 * (8 + 10)
 
 
+@in_turn("level", [level for level in X86 if level.has_bfloat_dots])
+def test_dot_products_of_bfloat16(level: Level) -> None:
+    """For 8 rows of scores and 32 keys a loop has 16, two loads of pairs and eight of queries; so for values."""
+    loop = Loop(attend_by_matrices(Prompt(64)), level, share_of="vdpbf16ps")
+    assert loop.count("vdpbf16ps") == 16
+    assert len(loop) <= 16 + 2 + 8 + 6
+    assert loop.on_stack == 0
+
+
 @special_levels
 @in_turn("name rows", [("q4_1", 1), ("q6_k", 4), ("q8_0", 8), ("iq4_xs", 1), ("q4_1", 64)])
 def test_products_of_codes(name: str, rows: int, level: Level) -> None:

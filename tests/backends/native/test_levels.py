@@ -158,7 +158,7 @@ def test_features_that_linux_does_not_list_are_missing(monkeypatch: pytest.Monke
     lines = "processor\t: 0\nflags\t\t: fpu {}\nvmx flags\t: vnmi\nprocessor\t: 1\nflags\t\t: fpu avx2\n"
     assert names(lines.format(flags)) == ["generic", "avx2", "avx2-vnni", "avx512", "avx512-vnni"]
     assert names(lines.format(flags.replace("avx_vnni", "avx512vbmi")))[2:] == ["avx512", "avx512-vnni", "avx512-vbmi"]
-    assert names(lines.format(flags + " avx512vbmi sse4a"))[-2:] == ["avx512-vbmi", "avx512-zen"]
+    assert names(lines.format(flags + " avx512vbmi avx512_bf16 sse4a"))[-2:] == ["avx512-vbmi", "avx512-zen"]
     assert names(lines.format(flags.replace(" avx2", ""))) == ["generic"]
     assert names(lines.format("")) == ["generic"]
 

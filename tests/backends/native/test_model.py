@@ -33,7 +33,7 @@ from tests.tiny import VOCABULARY, load_tiny, make_model
 FAMILIES = sorted(path.name for path in FIXTURES.iterdir())
 # With attention alone, a mixture of experts, short convolutions, and gated delta rules.
 FEW = ["gemma2_capped_tied", "olmoe_all_heads", "lfm2_tied", "qwen3_next_shared_keys"]
-LEVELS_OF_MATRICES = [level for level in levels() if level.matrices is not None]
+LEVELS_OF_BFLOAT = [level for level in levels() if level.multiplies_bfloat]
 # Nats between the best two tokens of a step. Rounding may decide a closer one.
 MARGIN = 0.05
 
@@ -174,20 +174,20 @@ def test_families_compute_as_transformers_does_and_packed_weights_as_numpy_does(
 
 
 @pytest.mark.slow
-@in_turn("name", FAMILIES if LEVELS_OF_MATRICES else [])
-def test_families_compute_as_transformers_does_by_matrices(
+@in_turn("name", FAMILIES if LEVELS_OF_BFLOAT else [])
+def test_families_compute_as_transformers_does_in_bfloat16(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a CPU multiplies matrices, that is what an engine does; inputs and weights are bfloat16, 2⁻⁸ of a number
+    """Where a CPU multiplies bfloat16, that is what an engine does; inputs, and maybe weights, are 2⁻⁸ of a number
     apart, which now and then chooses another expert, or divides by the norm of a key that is almost 0. A prompt that is
     cut gives the same logits to the bit."""
-    monkeypatch.setenv(VARIABLE, LEVELS_OF_MATRICES[-1].name)
+    monkeypatch.setenv(VARIABLE, LEVELS_OF_BFLOAT[-1].name)
     (folder := tmp_path / name).mkdir()
     path, reference = make_model(folder, name), np.load(FIXTURES / name / "reference.npz")
     ids, found = reference["ids"].tolist(), []
     for rows in (512, 7):
         with load_tiny(path, device="cpu", ctx_size=128, cache_type="f16", calibration=False) as engine:
-            assert "many rows of bfloat16" in engine.fit_line()
+            assert "of bfloat16" in engine.fit_line()
             engine._model.ops.prefill_rows = rows
             found.append(engine.score(ids, logits=True).logits)
     np.testing.assert_array_equal(*found)

@@ -116,7 +116,7 @@ class PromptOps(KernelOps):
         spec = Prompt(
             dim, scale_back is not None, inverse.order, rule.softcap is not None, rule.sink_scores is not None
         )
-        row_max, row_sum = np.empty((2, rows, heads), np.float32)
+        row_max, row_sum = (np.empty((rows, heads, n), np.float32) for n in (1, 16 if matrix_queries else 1))
 
         def launch(segments: Sequence[AnySegment], *, is_first: bool, is_last: bool) -> None:
             conversions = list[LaunchSpec]()
@@ -152,7 +152,7 @@ class PromptOps(KernelOps):
 
     def _matrix_queries(self, dim: int) -> int:
         """The most queries of a unit whose products are of matrices; 0 where they are of float32."""
-        return most_queries(dim) if self._launch.multiplies_bfloat else 0
+        return most_queries(dim) if self._launch.attends_in_bfloat else 0
 
     def _as_matrices(self, segment: AnySegment, kv_heads: int, dim: int, launches: list[LaunchSpec]) -> MatrixSegment:
         """The matrices of a segment, after the launch that is added."""

@@ -10,6 +10,8 @@ with zeros for channels beyond D and for tokens beyond the last one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -76,10 +78,15 @@ def to_matrices(dim: int) -> Kernel[MatrixArguments]:
     return Kernel(f"to_matrices_{dim}", emit, MatrixArguments, scratch=2 * side_bytes)
 
 
-def registers(e: Emitter) -> Matrices:
-    """The level's registers of matrices, which it must have."""
-    assert e.level.matrices is not None
-    return e.level.matrices
+@contextmanager
+def registers(e: Emitter) -> Iterator[None]:
+    """What the context emits may use the registers of matrices that the level has, if it has any."""
+    matrices: Matrices | None = e.level.matrices
+    if matrices is not None:
+        matrices.begin(e)
+    yield
+    if matrices is not None:
+        matrices.end(e)
 
 
 def _pad(e: Emitter, source: Value, target: Value, nbytes: Value, size: int) -> None:
@@ -94,7 +101,7 @@ def channels(e: Emitter, row: Value, first: int, dim: int, factor: Value | None 
     """32 channels of a row (D,) float32 from `first` on, times factor → bfloat16; those beyond D are 0."""
     parts = [e.load(row, _F16, 4 * at) if at < dim else e.zero(_F16) for at in (first, first + 16)]
     low, high = (part if factor is None else part * factor for part in parts)
-    return registers(e).to_bfloat(e, low, high)
+    return e.level.to_bfloat(e, low, high)
 
 
 def write_tile(e: Emitter, dim: int, sides: tuple[Value, Value], targets: tuple[Value, Value]) -> None:
@@ -119,6 +126,6 @@ def _write_values(e: Emitter, dim: int, v: Value, values: Value) -> None:
             row = v + pair * (8 * dim)
             for number in range(value_matrices(dim)):
                 low, high = (e.load(row, _F16, 4 * dim * (STEP * step + i) + 64 * number) for i in range(2))
-                both = registers(e).to_bfloat(e, low, high)
+                both = e.level.to_bfloat(e, low, high)
                 target = values + pair * 64
                 e.store(e.shuffle(both, both, _IN_TURN), target, MATRIX * (value_matrices(dim) * step + number))

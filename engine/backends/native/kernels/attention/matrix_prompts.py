@@ -2,16 +2,16 @@
 
 Queries, 16 at a time, are left matrices, and so are the weights of a tile's keys for them; keys and values are right
 ones (`matrices`). Scores and sums are float32, in scratch. The logarithms of weights are to the base 2: queries are
-multiplied by log₂ e. A column of ones beside the values sums the weights as they are rounded to bfloat16, not as they
-were before: a result is a mean of the values then, whose rounding cannot move it by more than they differ.
+multiplied by log₂ e. Weights are summed as they are rounded to bfloat16, not as they were before: a result is a mean of
+the values then, whose rounding cannot move it by more than they differ.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache, partial, reduce
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from functools import cache, reduce
+from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.attention.matrices import (
     KEYS,
@@ -24,6 +24,7 @@ from polarlm.engine.backends.native.kernels.attention.matrices import (
     value_bytes,
     value_matrices,
 )
+from polarlm.engine.backends.native.kernels.attention.matrix_products import Work, products
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST
 from polarlm.engine.backends.native.kernels.attention.prompts import PromptArguments, UnitRows, for_each_unit
 from polarlm.engine.backends.native.kernels.attention.unit import LOG2_E, Prompt, larger
@@ -43,12 +44,6 @@ _SCORE_BYTES, _WEIGHT_BYTES = KEYS // 16 * MATRIX, KEYS // STEP * MATRIX  # of 1
 # Coefficients of 2^f, lowest power first, for |f| ≤ ½, whose largest relative error, 7.5e-5, is least: bfloat16 rounds
 # by up to 2⁻⁸.
 _POWER = 0.999928057, 0.693260968, 0.242611125, 0.0551716685
-_ONES = (b"\x80\x3f\x80\x3f" + bytes(60)) * 16  # a right matrix whose first column is 1
-
-# Registers of matrices.
-_SUM, _SCORES, _RIGHT, _WEIGHTS, _QUERIES = 0, (1, 2), (3, 4), (5, 6), 7
-
-Work: TypeAlias = Callable[[], None]  # emits an instruction
 
 
 def arrays(dim: int, queries: int) -> list[int]:
@@ -58,7 +53,7 @@ def arrays(dim: int, queries: int) -> list[int]:
     For each of two times 16 queries: scores (KEYS / 16, 16, 16) with a tile; their weights (KEYS / 32, 16, 32)
     bfloat16. factors (16,): what a row's scores are reduced by, or its sums multiplied by. positions, int64, of all
     queries. result (D,). For each 16 queries: left (D / 32 rounded up, 16, 32) bfloat16, times the scale and log₂ e;
-    sums (D / 16 + 1, 16, 16), of weighted values, and in the first column of the last matrix of weights. spare: sums of
+    sums (D / 16 + 1, 16, 16), of weighted values, and in the columns of the last matrix of weights. spare: sums of
     16 queries that nobody reads. tops: for each query what its scores are reduced by.
     """
     left, sums = key_matrices(dim) * _ROWS, (value_matrices(dim) + 1) * _ROWS
@@ -90,7 +85,7 @@ class MatrixSegment(NamedTuple):
 @cache
 def attend_by_matrices(spec: Prompt) -> Kernel[PromptArguments]:
     """As `attend`, with at most `most_queries` queries of a unit, and a `MatrixSegment` for each segment. What row_max
-    holds are numbers that scores times log₂ e exceed by up to _RISE."""
+    holds are numbers that scores times log₂ e exceed by up to _RISE. row_sum is (T, H, 16): parts of each sum."""
     places = arrays(spec.dim, most_queries(spec.dim))
 
     def emit(e: Emitter, args: PromptArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -108,9 +103,8 @@ def attend_by_matrices(spec: Prompt) -> Kernel[PromptArguments]:
                     with e.when(oldest < visible):
                         state.attend(first, (keys, values), segment, oldest // KEYS, (visible + (KEYS - 1)) // KEYS)
 
-        registers(e).begin(e)
-        for_each_unit(e, spec, args, state, (begin, end), attend_to_segments)
-        registers(e).end(e)
+        with registers(e):
+            for_each_unit(e, spec, args, state, (begin, end), attend_to_segments)
 
     return Kernel(f"{spec.name}_by_matrices", emit, PromptArguments, scratch=places[-1])
 
@@ -130,7 +124,7 @@ class _Unit:
         self._e, self._spec, self._dim, self._args = e, spec, spec.dim, args
         self._scores, self._weights, self._factors, self._positions, self._result, *of_queries = scratch
         self._left, self._sums, self._spare, self._tops = of_queries
-        self._ones = e.constant_bytes(_ONES)
+        self._products = products(e, spec.dim)
         self._parts = value_matrices(spec.dim)  # matrices of weighted values, before the one of weights
 
     def _query(self, i: Value) -> Value:
@@ -169,20 +163,20 @@ class _Unit:
         e, sums = self._e, self._sum(i)
         for part in range(self._parts):
             e.store(e.load(out, _F16, 64 * part), sums, MATRIX * part)
-        e.store(e.load(row_sum + number * 4, F32), sums, MATRIX * self._parts)
+        e.store(e.load(row_sum + number * 64, _F16), sums, MATRIX * self._parts)
         e.store(e.load(row_max + number * 4, F32), self._tops + i * 4)
 
     def suspend(self, i: Value, out: Value, row_max: Value, row_sum: Value, number: Value) -> None:
         e, sums = self._e, self._sum(i)
         for part in range(self._parts):
             e.store(e.load(sums, _F16, MATRIX * part), out, 64 * part)
-        e.store(e.load(sums, F32, MATRIX * self._parts), row_sum + number * 4)
+        e.store(e.load(sums, _F16, MATRIX * self._parts), row_sum + number * 64)
         e.store(e.load(self._tops + i * 4, F32), row_max + number * 4)
 
     def finish(self, i: Value, out: Value, epilogue: tuple[Value, Value, Value]) -> None:
         """Store the result of query i: normalized, scaled and rotated; epilogue: see `unit.Unit.finish`."""
         e, sums, order = self._e, self._sum(i), self._spec.order
-        row_sum = e.load(sums, F32, MATRIX * self._parts)
+        row_sum = e.sum_lanes(e.load(sums, _F16, MATRIX * self._parts))
         factor = e.const_like(1.0, row_sum) / row_sum
         if self._spec.is_scaled:
             factor = factor * e.load(epilogue[0], F32)
@@ -204,7 +198,7 @@ class _Unit:
         """
         e, (keys, values) = self._e, sides
         key_tile, value_tile = key_bytes(self._dim), value_bytes(self._dim)
-        _run(self._score(self._query(first), keys + from_tile * key_tile, self._scores))
+        _run(self._products.score(self._query(first), keys + from_tile * key_tile, self._scores))
         with e.loop(from_tile * 2, to_tile * 2) as turn:
             own, other, tile = turn % 2, (turn + 1) % 2, turn // 2
             i, beside = first + own * _ROWS, first + other * _ROWS
@@ -214,40 +208,16 @@ class _Unit:
             self._mask(scores, i, segment.start + tile * KEYS, segment.tokens - tile * KEYS)
             self._find_tops(scores, i)
             next_tile, last_tile = e.imin((turn + 1) // 2, to_tile - 1), e.imax(turn - 1, 0) // 2
-            work = self._score(self._query(beside), keys + next_tile * key_tile, self._scores + other * _SCORE_BYTES)
+            work = self._products.score(
+                self._query(beside), keys + next_tile * key_tile, self._scores + other * _SCORE_BYTES
+            )
             sums = e.select(turn > from_tile * 2, self._sum(beside), self._spare)
-            work += self._add_values(sums, values + last_tile * value_tile, self._weights + other * _WEIGHT_BYTES)
+            work += self._products.add_values(
+                sums, values + last_tile * value_tile, self._weights + other * _WEIGHT_BYTES
+            )
             self._weigh(scores, weights, work)
         last = values + (to_tile - 1) * value_tile
-        _run(self._add_values(self._sum(first + _ROWS), last, self._weights + _WEIGHT_BYTES))
-
-    def _score(self, queries: Value, keys: Value, out: Value) -> list[Work]:
-        """Products of 16 queries with the keys of a tile → out."""
-        e, matrices, count, work = self._e, registers(self._e), key_matrices(self._dim), list[Work]()
-        for pair in range(0, KEYS // 16, 2):
-            work += [partial(matrices.clear, e, total) for total in _SCORES]
-            for part in range(count):
-                work.append(partial(matrices.load, e, _QUERIES, queries + MATRIX * part))
-                for number, (total, right) in enumerate(zip(_SCORES, _RIGHT, strict=True)):
-                    work.append(partial(matrices.load, e, right, keys + MATRIX * (count * (pair + number) + part)))
-                    work.append(partial(matrices.add_product, e, total, _QUERIES, right))
-            for number, total in enumerate(_SCORES):
-                work.append(partial(matrices.store, e, total, out + MATRIX * (pair + number)))
-        return work
-
-    def _add_values(self, sums: Value, values: Value, weights: Value) -> list[Work]:
-        """Add weights · values of a tile, and the weights, to the sums of 16 queries."""
-        e, matrices, work = self._e, registers(self._e), list[Work]()
-        for step, left in enumerate(_WEIGHTS):
-            work.append(partial(matrices.load, e, left, weights + MATRIX * step))
-        for number in range(self._parts + 1):
-            work.append(partial(matrices.load, e, _SUM, sums + MATRIX * number))
-            for step, (left, right) in enumerate(zip(_WEIGHTS, _RIGHT, strict=True)):
-                address = self._ones if number == self._parts else values + MATRIX * (self._parts * step + number)
-                work.append(partial(matrices.load, e, right, address))
-                work.append(partial(matrices.add_product, e, _SUM, left, right))
-            work.append(partial(matrices.store, e, _SUM, sums + MATRIX * number))
-        return work
+        _run(self._products.add_values(self._sum(first + _ROWS), last, self._weights + _WEIGHT_BYTES))
 
     def _cap(self, scores: Value) -> None:
         e, cap = self._e, self._args.softcap * LOG2_E  # as scores are
@@ -301,7 +271,7 @@ class _Unit:
             top = e.broadcast(self._factors, F32, 16, 4 * row)
             places = (MATRIX * (2 * step + half) + 64 * row for half in range(2))
             low, high = (_power(e, e.load(scores, _F16, place) - top) for place in places)
-            e.store(registers(e).to_bfloat(e, low, high), weights, MATRIX * step + 64 * row)
+            e.store(e.level.to_bfloat(e, low, high), weights, MATRIX * step + 64 * row)
             until = len(work) * number // len(pairs)
             _run(work[done:until])
             done = until
@@ -319,7 +289,7 @@ def _power(e: Emitter, x: Value) -> Value:
     f, y = x - whole, e.const_like(_POWER[-1], x)
     for coefficient in _POWER[-2::-1]:
         y = e.fma(y, f, e.const_like(coefficient, x))
-    return registers(e).times_power(e, y, whole)
+    return e.level.times_power(e, y, whole)
 
 
 def _largest(e: Emitter, rows: Values) -> Value:

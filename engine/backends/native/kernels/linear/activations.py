@@ -238,8 +238,6 @@ def write_matrices(has_norm: bool, *, picks: bool = False) -> Kernel[RowArgument
 
     def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
         f16, whole, rest = vector(F32, 16), args.columns // GROUP, args.columns % GROUP
-        matrices = e.level.matrices
-        assert matrices is not None
         stride = (args.columns + (GROUP - 1)) // GROUP * MATRIX
         with _rows(e, args, begin, end, picks) as (row, source):
             target = args.out + row // ROWS * stride + row % ROWS * (2 * GROUP)
@@ -250,7 +248,7 @@ def write_matrices(has_norm: bool, *, picks: bool = False) -> Kernel[RowArgument
                 if factor is not None:
                     norms = [e.load(weight, f16, 64 * half) for half in (0, 1)]
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
-                e.store(matrices.to_bfloat(e, *halves), target + group * MATRIX)
+                e.store(e.level.to_bfloat(e, *halves), target + group * MATRIX)
 
             with e.loop(0, whole) as group:
                 write(group, source + group * 128, args.weight + group * 128)

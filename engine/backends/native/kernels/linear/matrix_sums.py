@@ -241,7 +241,7 @@ class _NumberReads:
             if is_bfloat(self._format):
                 return _interleave(e, e.join([e.load(row, vector(I16, ROWS)) for row in rows]))
             halves = [read_plain(e, row, self._format, ROWS) for row in rows]
-            return _interleave(e, matrices_of(e).to_bfloat(e, *halves))
+            return _interleave(e, e.level.to_bfloat(e, *halves))
 
         return pair
 

@@ -367,7 +367,7 @@ class _MatrixOutputs:
             if not spec.to_matrices:
                 e.store(value, self._operands.y + row * args.y_stride + unit * 64)
             else:
-                half = e.part(self._matrices.to_bfloat(e, value, value), 0, ROWS)
+                half = e.part(self._e.level.to_bfloat(e, value, value), 0, ROWS)
                 panel = self._operands.y + row // ROWS * args.y_stride + row % ROWS * 64
                 e.store(half, panel + (unit // 2 * MATRIX + unit % 2 * 32))
 
