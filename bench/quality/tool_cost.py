@@ -20,13 +20,13 @@ from polarlm.engine.loading.assembly import assemble, replace_cache
 from polarlm.engine.loading.checks import settle
 
 _CHAINS, _TOKENS, _ROOM = 60, 2048, 2048  # chains, and tokens of the history and of what a chain adds
-_TOGETHER = 4  # chains at once of the floor
+_TOGETHER, _OTHERWISE = 4, 3  # chains at once, and those of the floor
 _FULL = "f16"
 CHAINS = "chains of calls"  # a subject
 _HOW = (
     "A chain is two to four calls of twelve functions about orders that stand in the history, and is solved if all of "
-    "them have the right names and values. All types have the same chains; f16 with several chains at once shows what "
-    "other batches alone change."
+    "them have the right names and values. All types have the same chains, four at once; f16 with three at once shows "
+    "what other batches alone change."
 )
 
 COLUMNS = [
@@ -56,13 +56,13 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
             listed = listing(engine, tokens)
             result.about["orders"] = len(listed)
             chains = [chain(number, listed) for number in range(count)]
-            for label, together in ((_FULL, 1), (f"{_FULL}, {_TOGETHER} at once", _TOGETHER)):
+            for label, together in ((_FULL, _TOGETHER), (f"{_FULL}, {_OTHERWISE} at once", _OTHERWISE)):
                 add(result, label, solve(engine, listed, chains, together, lambda: advance(label)))  # noqa: B023
                 runner.keep()
             for one in types:
-                config = settle(None, None, {**settings, "parallel": 1, **one.settings()})
+                config = settle(None, None, {**settings, "parallel": _TOGETHER, **one.settings()})
                 engine = Engine(replace_cache(parts, config, note, encoding=one.encoding))
-                add(result, one.label, solve(engine, listed, chains, 1, lambda: advance(one.label)))  # noqa: B023
+                add(result, one.label, solve(engine, listed, chains, _TOGETHER, lambda: advance(one.label)))  # noqa: B023
                 runner.keep()
     finally:
         parts.close()

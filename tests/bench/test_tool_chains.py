@@ -101,7 +101,7 @@ def test_the_command_writes_what_types_solve(tmp_path: Path) -> None:
     model = tool_model(tmp_path, call_templates.HERMES)
     assert quality.main([*words, "--model", str(model), "-o", str(tmp_path / "out.html")]) == 0
     result = read(tmp_path / "out.json")
-    assert [label for _, label, _ in result.parts(CHAINS)] == ["f16", "f16, 4 at once", "balanced"]
+    assert [label for _, label, _ in result.parts(CHAINS)] == ["f16", "f16, 3 at once", "balanced"]
     assert result.figures(CHAINS, "balanced")["p"].value == 1
     assert "lost" in (tmp_path / "out.html").read_text(encoding="utf-8")
 
