@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.inputs import PROGRAM, QualityConfig, open_model, page_file
 from polarlm.bench.quality.tables import TYPE
-from polarlm.bench.quality.tool_chains import Order, Task, chain, history, listing, solved
+from polarlm.bench.quality.tool_chains import TOOLS, Order, Task, chain, history, listing, solved
 from polarlm.bench.report import Column, Report, Section, Table, provenance
 from polarlm.bench.result import Result, Writer
 from polarlm.bench.runner import Clock, Runner
-from polarlm.engine import Engine
+from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.progress import counting
 from polarlm.engine.loading.assembly import assemble, replace_cache
@@ -84,6 +84,8 @@ def solve(
         advance()
         return is_solved
 
+    # All chains find it in the cache then, instead of computing it side by side.
+    engine.generate(engine.prompt_ids(beginning, PromptOptions(tools=TOOLS)), SamplingParams(max_tokens=1))
     with ThreadPoolExecutor(together) as pool:
         return [*pool.map(one, range(len(chains)))]
 
