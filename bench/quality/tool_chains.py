@@ -1,20 +1,23 @@
 """Chains of tool calls over a long history: tasks made by a seed, each scored by the calls that it ends with.
 
-A conversation begins with the orders of a shop, which a tool has listed page by page until they fill the history. A
-chain asks for one thing after another about two of the orders; what a task needs stands in the listing, or in the
-result of an earlier call of the chain. Calls are constrained to the functions and their schemas, so that what is scored
-are the names and values that a model finds again.
+A conversation begins with the orders of a shop, which a tool has listed, and the days of a log, whose sentences say
+nothing about orders and fill the history. A chain asks for one thing after another about two of the orders by their
+customers' names; what a task needs stands in the listing, or in the result of an earlier call of the chain. Calls are
+constrained to the functions and their schemas, so that what is scored are the names and values that a model finds
+again. A name stands before what is asked for with it: a small model finds little in the other direction.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
+from polarlm.engine.loading.calibration import TEXT_FILE
 from polarlm.server.answers.call_grammar import Grammar, functions_of
 
 Call = tuple[str, Mapping[str, Any]]
@@ -22,8 +25,9 @@ Call = tuple[str, Mapping[str, Any]]
 Task = tuple[str, Call]
 """What the user says, and the call that it asks for."""
 
-_PAGE = 8  # orders of a listing
+_ORDERS, _DAYS_OF_LOG = 16, 5
 _MOST_ANSWER = 120  # tokens of a call
+_SENTENCE_END = re.compile(r"(?<=[.?!]) ")
 _SYSTEM = "You work at the desk of a shop. Do what the user asks with one call of a function."
 _FIRST_NAMES = (
     *("Mila", "Jonas", "Aiko", "Pedro", "Lena", "Omar", "Ines", "Tomas", "Freya", "Bilal", "Clara", "Henrik"),
@@ -51,7 +55,7 @@ def _tool(name: str, **properties: Any) -> dict[str, Any]:
 
 TOOLS = (
     _tool("list_orders", page="integer"),
-    _tool("get_order", order_id="string"),
+    _tool("read_log", day="integer"),
     _tool("cancel_order", order_id="string"),
     _tool("refund_order", order_id="string", amount="number", reason="string"),
     _tool("ship_order", order_id="string", carrier={"enum": [*_CARRIERS]}, city="string"),
@@ -60,29 +64,28 @@ TOOLS = (
     _tool("set_priority", order_id="string", priority={"enum": ["low", "normal", "high"]}),
     _tool("assign_agent", order_id="string", agent={"enum": [*_AGENTS]}),
     _tool("attach_receipt", order_id="string", receipt="string"),
-    _tool("send_message", customer="string", text="string"),
-    _tool("schedule_call", customer="string", day={"enum": [*_DAYS]}, hour="integer", minutes="integer"),
+    _tool("send_message", order_id="string", text="string"),
+    _tool("schedule_call", order_id="string", day={"enum": [*_DAYS]}, hour="integer", minutes="integer"),
 )
 
 
 @dataclass(frozen=True)
 class Order:
-    order_id: str
     customer: str
+    order_id: str
     city: str
     item: str
     total: float
 
 
 def orders(chance: random.Random) -> list[Order]:
-    """All orders of the shop: one for each name."""
-    names = [f"{first} {last}" for first in _FIRST_NAMES for last in _LAST_NAMES]
-    chance.shuffle(names)
-    numbers = chance.sample(range(1000, 10000), len(names))
+    """The orders of the shop, no two of which share a name or a number."""
+    names = zip(chance.sample(_FIRST_NAMES, _ORDERS), chance.sample(_LAST_NAMES, _ORDERS), strict=True)
+    numbers = chance.sample(range(1000, 10000), _ORDERS)
     return [
         Order(
-            f"{chance.choice('ABCDEFGH')}-{number}",
-            name,
+            " ".join(name),
+            str(number),
             chance.choice(_CITIES),
             chance.choice(_ITEMS),
             chance.randrange(100, 90000) / 100,
@@ -91,16 +94,21 @@ def orders(chance: random.Random) -> list[Order]:
     ]
 
 
-def history(listed: Sequence[Order]) -> list[dict[str, Any]]:
-    """The messages with which every chain begins: the user asks for the orders, and the model lists them by pages."""
+def history(listed: Sequence[Order], sentences: int) -> list[dict[str, Any]]:
+    """The messages with which every chain begins: the user asks for the orders and the log, and the model reads them.
+    sentences: of a day of the log."""
+    chance, known = random.Random(2), _SENTENCE_END.split(" ".join(TEXT_FILE.read_text(encoding="utf-8").split()))
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": _SYSTEM},
-        {"role": "user", "content": "Show me the orders."},
+        {"role": "user", "content": "Show me the log of the week and the orders."},
     ]
-    for page, start in enumerate(range(0, len(listed), _PAGE), 1):
-        rows = [json.dumps(vars(order)) for order in listed[start : start + _PAGE]]
-        messages += exchange(("list_orders", {"page": page}), f"L{page:08}", "\n".join(rows))
-    return [*messages, {"role": "assistant", "content": "These are the orders."}]
+    rows = "\n".join(json.dumps(vars(order)) for order in listed)
+    for day in range(1, _DAYS_OF_LOG + 1):
+        if day == 2:
+            messages += exchange(("list_orders", {"page": 1}), "L00000001", rows)
+        text = " ".join(chance.choices(known, k=sentences))
+        messages += exchange(("read_log", {"day": day}), f"D{day:08}", text)
+    return [*messages, {"role": "assistant", "content": "These are the log and the orders."}]
 
 
 def exchange(call: Call, id: str, result: str) -> list[dict[str, Any]]:
@@ -143,31 +151,31 @@ def chain(number: int, listed: Sequence[Order]) -> list[Task]:
     ]
     then: list[Task] = [
         (
-            f"Schedule a call with the customer of order {other.order_id} on {day} at {hour}, for {minutes} minutes.",
-            ("schedule_call", {"customer": other.customer, "day": day, "hour": hour, "minutes": minutes}),
+            f"Schedule a call about {other_one} on {day} at {hour}, for {minutes} minutes.",
+            ("schedule_call", {"order_id": other.order_id, "day": day, "hour": hour, "minutes": minutes}),
         ),
         (
             f"Apply a discount of {percent} percent to {other_one}.",
             ("apply_discount", {"order_id": other.order_id, "percent": percent}),
         ),
         (
-            f"Send the customer of order {other.order_id} this message: Thank you.",
-            ("send_message", {"customer": other.customer, "text": "Thank you."}),
+            f"Send a message about {other_one}: Thank you.",
+            ("send_message", {"order_id": other.order_id, "text": "Thank you."}),
         ),
     ]
     last = (
-        f"Attach the receipt of {one.customer} to {other_one}.",
+        f"Attach the receipt that you have got to {other_one}.",
         ("attach_receipt", {"order_id": other.order_id, "receipt": receipt(number)}),
     )
     tasks = [chance.choice(first), *chance.sample(then, chance.randrange(1, 3))]
     return [*tasks, last] if chance.random() < 0.5 else tasks
 
 
-def solved(engine: Engine, beginning: Sequence[Mapping[str, Any]], number: int, tasks: Sequence[Task]) -> bool:
+def solved(engine: Engine, earlier: Sequence[Mapping[str, Any]], number: int, tasks: Sequence[Task]) -> bool:
     """Whether a model makes the calls that the tasks of a chain ask for, and no others. A chain goes on after a wrong
-    call, with a result as after a right one."""
+    call, with a result as after a right one. earlier: the messages before it."""
     options, grammar = PromptOptions(tools=TOOLS), call_grammar(engine)
-    messages, made = [*beginning], list[Call]()
+    messages, made = [*earlier], list[Call]()
     for step, (text, _) in enumerate(tasks):
         messages.append({"role": "user", "content": text})
         params = SamplingParams(temperature=0, max_tokens=_MOST_ANSWER, grammar=grammar)
@@ -198,12 +206,11 @@ def _is_same(call: Call, asked: Call) -> bool:
     }
 
 
-def listing(engine: Engine, tokens: int) -> list[Order]:
-    """The orders whose listing fills a history of `tokens`, or all that there are."""
-    everything, options = orders(random.Random(1)), PromptOptions(tools=TOOLS)
-    low, high = 1, len(everything) // _PAGE  # pages
+def beginning(engine: Engine, listed: Sequence[Order], tokens: int) -> list[dict[str, Any]]:
+    """The longest history of up to `tokens`, or the shortest that there is."""
+    options, low, high = PromptOptions(tools=TOOLS), 0, tokens
     while low < high:
         middle = (low + high + 1) // 2
-        count = len(engine.prompt_ids(history(everything[: middle * _PAGE]), options))
-        low, high = (middle, high) if count <= tokens else (low, middle - 1)
-    return everything[: low * _PAGE]
+        fits = len(engine.prompt_ids(history(listed, middle), options)) <= tokens
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return history(listed, low)

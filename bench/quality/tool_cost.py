@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.inputs import PROGRAM, QualityConfig, open_model, page_file
 from polarlm.bench.quality.tables import TYPE
-from polarlm.bench.quality.tool_chains import TOOLS, Order, Task, chain, history, listing, solved
+from polarlm.bench.quality.tool_chains import TOOLS, Task, beginning, chain, orders, solved
 from polarlm.bench.report import Column, Report, Section, Table, provenance
 from polarlm.bench.result import Result, Writer
 from polarlm.bench.runner import Clock, Runner
@@ -53,16 +55,17 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
     try:
         with runner.final_write(), counting("Chains", "chain", (2 + len(types)) * count) as advance:
             engine = Engine(parts)
-            listed = listing(engine, tokens)
+            listed = orders(random.Random(1))
+            earlier = beginning(engine, listed, tokens)
             result.about["orders"] = len(listed)
             chains = [chain(number, listed) for number in range(count)]
             for label, together in ((_FULL, _TOGETHER), (f"{_FULL}, {_OTHERWISE} at once", _OTHERWISE)):
-                add(result, label, solve(engine, listed, chains, together, lambda: advance(label)))  # noqa: B023
+                add(result, label, solve(engine, earlier, chains, together, lambda: advance(label)))  # noqa: B023
                 runner.keep()
             for one in types:
                 config = settle(None, None, {**settings, "parallel": _TOGETHER, **one.settings()})
                 engine = Engine(replace_cache(parts, config, note, encoding=one.encoding))
-                add(result, one.label, solve(engine, listed, chains, _TOGETHER, lambda: advance(one.label)))  # noqa: B023
+                add(result, one.label, solve(engine, earlier, chains, _TOGETHER, lambda: advance(one.label)))  # noqa: B023
                 runner.keep()
     finally:
         parts.close()
@@ -71,21 +74,20 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
 
 def solve(
     engine: Engine,
-    listed: Sequence[Order],
+    earlier: Sequence[Mapping[str, Any]],
     chains: Sequence[Sequence[Task]],
     together: int,
     advance: Callable[[], None],
 ) -> list[bool]:
-    """Which chains the engine solves. together: chains at once."""
-    beginning = history(listed)
+    """Which chains the engine solves. earlier: the messages before each. together: chains at once."""
 
     def one(number: int) -> bool:
-        is_solved = solved(engine, beginning, number, chains[number])
+        is_solved = solved(engine, earlier, number, chains[number])
         advance()
         return is_solved
 
     # All chains find it in the cache then, instead of computing it side by side.
-    engine.generate(engine.prompt_ids(beginning, PromptOptions(tools=TOOLS)), SamplingParams(max_tokens=1))
+    engine.generate(engine.prompt_ids(earlier, PromptOptions(tools=TOOLS)), SamplingParams(max_tokens=1))
     with ThreadPoolExecutor(together) as pool:
         return [*pool.map(one, range(len(chains)))]
 

@@ -13,13 +13,15 @@ import jsonschema
 import pytest
 
 from polarlm.bench.quality import __main__ as quality
-from polarlm.bench.quality.tool_chains import TOOLS, Task, chain, history, listing, orders, receipt, solved
+from polarlm.bench.quality.tool_chains import TOOLS, Task, beginning, chain, history, orders, receipt, solved
 from polarlm.bench.quality.tool_cost import CHAINS
 from polarlm.bench.result import read
 from polarlm.engine import Engine, PromptOptions
 from tests import call_templates
 from tests.tool_model import tool_engine, tool_model
 
+LISTED = orders(random.Random(1))
+EARLIER = history(LISTED, 1)
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
@@ -45,33 +47,33 @@ class Clerk:
         return SimpleNamespace(finish_reason="tool_calls", tool_calls=[{"function": function}])
 
 
-def test_tasks_are_done_by_calls_that_fit_the_functions(engine: Engine) -> None:
-    listed = listing(engine, 8192)
+def test_tasks_are_done_by_calls_that_fit_the_functions() -> None:
     lengths = set()
     for number in range(100):
-        tasks = chain(number, listed)
+        tasks = chain(number, LISTED)
         lengths.add(len(tasks))
-        assert chain(number, listed) == tasks
+        assert chain(number, LISTED) == tasks
         for _, (name, arguments) in tasks:
             jsonschema.validate(arguments, SCHEMAS[name])
     assert lengths == {2, 3, 4}
 
 
 def test_the_history_is_as_long_as_it_may_be(engine: Engine) -> None:
-    options = PromptOptions(tools=TOOLS)
+    options, lengths = PromptOptions(tools=TOOLS), []
     for tokens in (6000, 9000):
-        listed = listing(engine, tokens)
-        assert len(engine.prompt_ids(history(listed), options)) <= tokens
-        assert len({order.customer for order in listed}) == len(listed)
-    assert len(listing(engine, 9000)) > len(listing(engine, 6000)) > 0
+        messages = beginning(engine, LISTED, tokens)
+        lengths.append(len(engine.prompt_ids(messages, options)))
+        assert 0.9 * tokens < lengths[-1] <= tokens
+        assert all(order.customer in json.dumps(messages) for order in LISTED)
+    names = [name for order in LISTED for name in order.customer.split()]
+    assert len({*names}) == len(names)
 
 
 def test_the_right_calls_solve_a_chain_and_no_others(engine: Engine) -> None:
-    listed = listing(engine, 8192)
     for number in range(20):
-        tasks = chain(number, listed)
+        tasks = chain(number, LISTED)
         clerk = Clerk(engine, tasks)
-        assert solved(clerk, history(listed), number, tasks)  # type: ignore[arg-type]
+        assert solved(clerk, EARLIER, number, tasks)  # type: ignore[arg-type]
         told = json.dumps(clerk.heard[-1])
         assert all(text in told for text, _ in tasks)
         assert receipt(number) in told
@@ -80,17 +82,16 @@ def test_the_right_calls_solve_a_chain_and_no_others(engine: Engine) -> None:
             lambda step, name, arguments: (name, {**arguments, "order_id": "A-1"}) if step == 0 else (name, arguments),
         ]
         for spoil in spoils:
-            assert not solved(Clerk(engine, tasks, spoil), history(listed), number, tasks)  # type: ignore[arg-type]
+            assert not solved(Clerk(engine, tasks, spoil), EARLIER, number, tasks)  # type: ignore[arg-type]
 
 
 def test_texts_are_compared_without_case_and_full_stops(engine: Engine) -> None:
-    listed = orders(random.Random(1))[:8]
-    tasks = next(tasks for tasks in (chain(number, listed) for number in range(99)) if "reason" in tasks[0][1][1])
+    tasks = next(tasks for tasks in (chain(number, LISTED) for number in range(99)) if "reason" in tasks[0][1][1])
 
     def spoil(step: int, name: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return name, {key: f" {value.upper()}. " if key == "reason" else value for key, value in arguments.items()}
 
-    assert solved(Clerk(engine, tasks, spoil), history(listed), 0, tasks)  # type: ignore[arg-type]
+    assert solved(Clerk(engine, tasks, spoil), EARLIER, 0, tasks)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
