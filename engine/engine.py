@@ -76,7 +76,12 @@ class Engine(Completions):
         keeps = parts.config.kept_sequences > 0
         bits = parts.model.ops.input_bits
         changed_bits = {} if bits == "16" else {"input_bits": bits}
-        self._prefixes = PrefixCache(self._store, identity.hash_root(self._identity, changed_bits), enabled=keeps)
+        self._prefixes = PrefixCache(
+            self._store,
+            identity.hash_root(self._identity, changed_bits),
+            enabled=keeps,
+            control_ids=parts.source.tokenizer.control_tokens().values(),
+        )
         self._scheduler = Scheduler(parts.config.parallel, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model, parts.model.mtp)
         self._lock = FairLock(forkable=parts.model.ops.forkable)

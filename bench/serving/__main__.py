@@ -1,7 +1,8 @@
 """`python -m polarlm.bench.serving`: a server, measured by its clients over HTTP.
 
 `--only load` (the default): speed, latencies and cached tokens of requests that arrive as a Poisson process. `--only
-agents` and `--only pressure`: time to the first token when conversations continue. Client and server run on the same
+agents` and `--only pressure`: time to the first token when conversations continue. `--only edits`: tokens that agents
+have read again. Client and server run on the same
 machine unless --url says otherwise, and then share its cores. `--peer` sends the same requests to another engine's
 server.
 """
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 from polarlm.bench.command import at_least, model_named, weight_files
 from polarlm.bench.result import Output, Writer, digest_of_model
-from polarlm.bench.serving.options import LOAD, ConversationOptions, LoadOptions, Options
+from polarlm.bench.serving.options import EDITS, LOAD, ConversationOptions, LoadOptions, Options
 from polarlm.bench.serving.tables import report_of
 from polarlm.bench.speed.options import file_names
 from polarlm.engine import EngineError
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
             raise FlagError(f"{flag} and --only {options.only}, which starts its own servers: leave one of them out")
     if options.url is not None and model is not None:
         raise FlagError("--url and --weights or -hf both say which server it is; leave one of them out")
-    from polarlm.bench.serving import conversations  # these need httpx
+    from polarlm.bench.serving import conversations, edits  # these need httpx
     from polarlm.bench.serving.load import run
 
     if options.only == LOAD:
@@ -53,7 +54,8 @@ def main(argv: Sequence[str]) -> None:
         return
     writer = Writer(destination.path(options.only, subject := file_names(model)), "serving", argv)
     digest = digest_of_model(weight_files(model))
-    result = conversations.measure(options, talk, model)
+    measure = edits.measure if options.only == EDITS else conversations.measure
+    result = measure(options, talk, model)
     result.about |= {"model": subject, **digest}
     writer.write(result, complete=True)
     report_of(result).show(writer.path)

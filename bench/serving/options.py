@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from polarlm.engine.config import hub_setting, model_setting, setting
 from polarlm.server.config import KEY_VARIABLE
 
-LOAD, AGENTS, PRESSURE = "load", "agents", "pressure"
+LOAD, AGENTS, PRESSURE, EDITS = "load", "agents", "pressure", "edits"
 FIRST_TOKEN, BETWEEN_TOKENS = "first token", "between two tokens"  # quantities, in seconds
 XLLAMACPP = "xllamacpp"
 
@@ -19,9 +19,10 @@ class Options:
     only: str = setting(
         LOAD,
         "--only",
-        choices=(LOAD, AGENTS, PRESSURE),
+        choices=(LOAD, AGENTS, PRESSURE, EDITS),
         help=f"{LOAD}: speed and latencies under load; {AGENTS}: first tokens of conversations that come back, also "
-        f"after a restart or elsewhere; {PRESSURE}: first tokens of more conversations than the KV store has room for",
+        f"after a restart or elsewhere; {PRESSURE}: first tokens of more conversations than the KV store has room for; "
+        f"{EDITS}: what agents have read again when they empty earlier results of tools",
     )
     url: str | None = setting(
         None,
@@ -62,7 +63,7 @@ class LoadOptions:
 class ConversationOptions:
     """The flags of conversations."""
 
-    agents: int = setting(4, "--agents", metavar="N", help=f"conversations of {AGENTS}")
+    agents: int = setting(4, "--agents", metavar="N", help=f"conversations of {AGENTS} and {EDITS}")
     opening: int = setting(2000, "--opening", metavar="N", help="tokens that a conversation opens with, about")
     turn: int = setting(200, "--turn", metavar="N", help="tokens of each further turn, about")
     types: str = setting("f16,q8_0,balanced", "--types", metavar="TYPE,…", help=f"cache types of {PRESSURE}")

@@ -12,6 +12,9 @@ from polarlm.bench.serving.options import BETWEEN_TOKENS, FIRST_TOKEN
 from polarlm.bench.speed.contestants import OURS, RATE
 
 LOAD = "load"  # a subject
+EMPTIED = "all but three results", "the oldest results"  # subjects
+PROMPTS, LEAST, READ = "tokens of prompts", "behind the first change", "read"  # quantities
+RATIO = "read / behind"
 WHOLE, FREE = "whole answer", "until a client was free"  # quantities in seconds, as FIRST_TOKEN and BETWEEN_TOKENS
 
 
@@ -22,10 +25,11 @@ def report_of(result: Result) -> Report:
         servers = [servers_table(result)] if len(list(result.parts(LOAD))) > 1 else []
         sections = [Section("Latencies", [latencies_table(result)]), Section("Servers", servers)]
     else:
-        sections = [Section("First tokens", [conversations_table(result)])]
+        edits = [edits_table(result)] if any(result.rows(READ)) else []
+        sections = [Section("", edits) if edits else Section("First tokens", [conversations_table(result)])]
     return Report(
         title=f"A server of {result['model']}",
-        lead="Requests of many clients" if load else "First tokens of conversations that come back",
+        lead="Requests of many clients" if load else "Conversations that come back",
         sections=sections,
         about=[*(_about(result) if load else ()), *provenance(result)],
         partial="" if result["complete"] else "This page is partial: the measurement was interrupted.",
@@ -104,6 +108,13 @@ def conversations_table(result: Result) -> Table:
         return "" if row is None else f"{row.value:.2f} s, {places(result, row)}"
 
     return Table.crossed("", types, columns, cell)
+
+
+def edits_table(result: Result) -> Table:
+    """What agents have read again: a line for each way to empty results of tools."""
+    columns = [Column.of(name, name, "{:,.0f}".format) for name in (PROMPTS, LEAST, READ)]
+    columns.append(Column.of(RATIO, RATIO, "{:.2f}".format))
+    return Table.of("emptied", columns, ((subject, figures) for subject, _, figures in result.parts()))
 
 
 def _cells(result: Result, row: Row) -> list[str]:

@@ -20,17 +20,19 @@ class BlockAllocator:
     """Allocates the ids 0 … size-1, each with a reference count, so that sequences can share blocks.
 
     A free block keeps its contents until it is allocated again. Blocks that the prefix cache can find (`keep`) are
-    allocated last, in the order in which they became free. Among them are the first blocks of sequences, without which
-    no later block of a sequence is found: they come after the others, until they are more than three quarters of all
-    blocks. `allocate` is O(count), `kept` O(kept), all else O(1).
+    allocated last, in the order in which they became free. Guesses, which nobody has found yet, come before the others.
+    Last come the first blocks of sequences, without which no later block of a sequence is found, until they are more
+    than three quarters of all blocks. `allocate` is O(count), `kept` and `idle` O(size), all else O(1).
     """
 
     def __init__(self, size: int) -> None:
         self._references = [0] * size
         self._free = OrderedDict.fromkeys(range(size))  # in the order in which they will be allocated
         self._free_firsts: OrderedDict[int, None] = OrderedDict()  # first blocks of sequences, in that order
+        self._free_guesses: OrderedDict[int, None] = OrderedDict()
         self._kept: dict[int, Callable[[], None]] = {}
         self._firsts: set[int] = set()  # kept blocks that are first blocks of sequences
+        self._guesses: set[int] = set()  # blocks that were allocated as guesses, and that nobody has found
 
     @property
     def size(self) -> int:
@@ -40,7 +42,12 @@ class BlockAllocator:
     @property
     def free(self) -> int:
         """The number of blocks that can be allocated now."""
-        return len(self._free) + len(self._free_firsts)
+        return len(self._free) + len(self._free_firsts) + len(self._free_guesses)
+
+    @property
+    def idle(self) -> int:
+        """The number of free blocks that nobody can find, or that are guesses."""
+        return sum(block not in self._kept for block in self._free) + len(self._free_guesses)
 
     @property
     def kept(self) -> int:
@@ -51,13 +58,15 @@ class BlockAllocator:
         """The reference count of a block; 0 if it is free."""
         return self._references[block]
 
-    def allocate(self, count: int = 1) -> list[int]:
-        """Allocate `count` blocks with one reference each and return their ids; all, or none and raise OutOfBlocks."""
+    def allocate(self, count: int = 1, *, are_guesses: bool = False) -> list[int]:
+        """Allocate `count` blocks with one reference each and return their ids; all, or none and raise OutOfBlocks.
+        are_guesses: whether they go first once they are free, even if they are kept, unless they are found before."""
         if count > self.free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
         blocks = [self._take() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
+            (self._guesses.add if are_guesses else self._guesses.discard)(block)
             if block in self._kept:
                 self._firsts.discard(block)
                 self._kept.pop(block)()
@@ -65,6 +74,8 @@ class BlockAllocator:
 
     def _take(self) -> int:
         block = next(iter(self._free), None)
+        if self._free_guesses and (block is None or block in self._kept):
+            return self._free_guesses.popitem(last=False)[0]
         if block is None or (block in self._kept and 4 * len(self._free_firsts) > 3 * self.size):
             return self._free_firsts.popitem(last=False)[0]
         del self._free[block]
@@ -89,7 +100,8 @@ class BlockAllocator:
         self._firsts.discard(block)
 
     def _remove_free(self, block: int) -> None:
-        del (self._free_firsts if block in self._firsts else self._free)[block]
+        places = self._free_guesses, self._free_firsts, self._free
+        del next(place for place in places if block in place)[block]
 
     def retain(self, block: int) -> None:
         """Add a reference to a block that is held, or that is free and kept."""
@@ -97,6 +109,7 @@ class BlockAllocator:
             if block not in self._kept:
                 raise ValueError(f"block {block} is free and cannot be retained")
             self._remove_free(block)
+        self._guesses.discard(block)
         self._references[block] += 1
 
     def release(self, block: int) -> None:
@@ -105,11 +118,13 @@ class BlockAllocator:
             raise ValueError(f"block {block} is free already")
         self._references[block] -= 1
         if self._references[block] == 0:
-            if block in self._firsts:
+            if block in self._kept and block in self._guesses:
+                self._free_guesses[block] = None
+            elif block in self._firsts:
                 self._free_firsts[block] = None
-                return
-            self._free[block] = None
-            self._free.move_to_end(block, last=block in self._kept)
+            else:
+                self._free[block] = None
+                self._free.move_to_end(block, last=block in self._kept)
 
 
 def add_blocks(

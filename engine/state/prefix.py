@@ -15,7 +15,7 @@ precision and match in part as well: the tokens in common with a prompt are copi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -51,11 +51,14 @@ class ReuseObserver(Protocol):
 class PrefixCache:
     """Finds the blocks of earlier and of running sequences. Unless `enabled`, it finds none."""
 
-    def __init__(self, store: KVStore, identity: bytes = b"", *, enabled: bool = True):
-        """identity: describes everything that determines the stored K/V, except token ids."""
+    def __init__(
+        self, store: KVStore, identity: bytes = b"", *, enabled: bool = True, control_ids: Collection[int] = ()
+    ) -> None:
+        """identity: describes everything that determines the stored K/V, except token ids. control_ids: those with
+        which parts of messages begin and end."""
         self._store = store
         self._root = hashlib.blake2b(identity, digest_size=16).digest()
-        self._enabled = enabled
+        self._enabled, self._control_ids = enabled, np.array(sorted(control_ids), np.int64)
         self._quantized_blocks: dict[bytes, Blocks] = {}  # by the hash at the block's end
         self._full_blocks: dict[bytes, list[_FullBlock]] = {}  # by the hash before the block
         self._observer: ReuseObserver | None = None
@@ -205,11 +208,19 @@ class PrefixCache:
                         is_whole = rest == 0 or self._set_current(kv, partial_block, rest)
                         if is_whole:
                             _remember_branch(kv, reach, n)
+                            self._remember_edges(kv, ids)
                             return kv
                     finally:
                         if not is_whole:
                             self._store.release(kv)
         raise AssertionError("the empty prefix always matches")
+
+    def _remember_edges(self, kv: SequenceKV, ids: Sequence[int]) -> None:
+        """Note where a later prompt may leave this one, for groups that are not able to continue everywhere."""
+        for group, table in zip(self._store.groups, kv.tables, strict=True):
+            if group.is_sparse:
+                places = np.flatnonzero(np.isin(np.asarray(ids, np.int64), self._control_ids))
+                table.edges = np.unique(places // self._store.shape.block_size - 1).tolist()
 
     def hashes(self, ids: Sequence[int], salt: str = "") -> tuple[bytes, list[bytes]]:
         """Return the hash before the first block of `ids`, and the hash of each complete block. Reads no state."""

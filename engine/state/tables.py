@@ -23,6 +23,7 @@ class BlockTable:
     dropped: int = 0  # quantized blocks at the front that left the window
     current: int | None = None  # full-precision slot, held while the current block has tokens
     branch: int | None = None  # number of a block up to whose end other groups had blocks, when the sequence began
+    edges: Sequence[int] = ()  # numbers of blocks whose next one has the beginning or the end of a message; ascending
 
     def block(self, number: int) -> int | None:
         """Return the id of the complete block `number` ≥ 1; None if it has left the window."""

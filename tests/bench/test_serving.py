@@ -19,6 +19,7 @@ from polarlm.bench.serving.__main__ import main
 from polarlm.bench.serving.client import Answer, connect, send
 from polarlm.bench.serving.load import LoadRecord, Plan, poisson
 from polarlm.bench.serving.servers import own_server
+from tests.conftest import TRAINED_HYBRID
 from tests.random_model import random_model
 
 # -- what is asked, and when ---------------------------------------------------------------------------------------
@@ -194,6 +195,18 @@ def test_each_turn_is_found_where_it_is_said(tmp_path: Path, capsys: pytest.Capt
         for tokens, found in zip(opened, turns[when], strict=True):
             assert sum(found.values()) >= tokens - 1 > 64
     assert "100 % disk" not in capsys.readouterr().out  # the new words are computed
+
+
+@pytest.mark.slow
+def test_agents_read_little_more_again_than_what_follows_their_edits(tmp_path: Path) -> None:
+    """With recurrent layers, which continue from snapshots alone. Slow: agents read half a million tokens."""
+    output = tmp_path / "edits.json"
+    flags = ["--agents", "2", "--threads", "1", "--output", str(output)]
+    assert main(["--only", "edits", "--weights", str(TRAINED_HYBRID), *flags]) == 0
+    result = read(output)
+    for subject, who, figures in result.parts():
+        assert result.value(subject, who, "tokens of prompts") > 2 * figures["read"].value
+        assert 1 <= figures["read / behind"].value < 1.12
 
 
 @pytest.mark.slow

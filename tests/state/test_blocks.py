@@ -19,14 +19,14 @@ class Schedules(RuleBasedStateMachine):
         self.held: dict[int, int] = {}
         self.kept: set[int] = set()  # whose contents can be found
 
-    @rule(count=st.integers(0, SIZE + 2))
-    def allocate(self, count: int) -> None:
+    @rule(count=st.integers(0, SIZE + 2), are_guesses=st.booleans())
+    def allocate(self, count: int, are_guesses: bool) -> None:
         free = SIZE - len(self.held)
         if count > free:
             with pytest.raises(OutOfBlocks):
                 self.blocks.allocate(count)
             return
-        taken = self.blocks.allocate(count)
+        taken = self.blocks.allocate(count, are_guesses=are_guesses)
         assert len(set(taken)) == count
         assert not set(taken) & set(self.held)
         assert not set(taken) & self.kept  # `forget` was called for them
@@ -72,6 +72,7 @@ class Schedules(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         assert self.blocks.free == SIZE - len(self.held)
         assert self.blocks.kept == len(self.kept - self.held.keys())
+        assert self.blocks.free - self.blocks.kept <= self.blocks.idle <= self.blocks.free
         assert all(self.blocks.references(block) == self.held.get(block, 0) for block in range(SIZE))
 
 
@@ -92,6 +93,20 @@ def test_kept_blocks_are_allocated_last() -> None:
     blocks.release(second)  # used again: it is the newest now
     assert blocks.allocate(2) == [first, second]
     assert forgotten == [first, second]
+
+
+def test_guesses_are_allocated_before_other_kept_blocks_until_one_is_found() -> None:
+    blocks, forgotten = BlockAllocator(5), []
+    taken = [*blocks.allocate(2), *blocks.allocate(2, are_guesses=True)]
+    for block in taken:
+        blocks.keep(block, lambda block=block: forgotten.append(block), is_first=block == taken[2])
+        blocks.release(block)
+    assert blocks.idle == 3
+    blocks.retain(taken[2])  # found
+    blocks.release(taken[2])
+    assert blocks.idle == 2
+    assert blocks.allocate(3) == [4, taken[3], taken[0]]
+    assert forgotten == [taken[3], taken[0]]
 
 
 def test_first_blocks_are_allocated_after_other_kept_ones_up_to_three_quarters_of_all() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,7 +24,7 @@ from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.recurrent.conv_inputs import ConvShape
-from polarlm.engine.state.recurrent.delta import DeltaShape, DeltaTable, ends_to_keep
+from polarlm.engine.state.recurrent.delta import DeltaShape, DeltaTable, places_to_guess
 from polarlm.engine.state.recurrent.slots import add_rows
 from polarlm.engine.state.tables import BlockTable
 from polarlm.model_loaders.config import GatedDelta, Mamba2
@@ -252,8 +253,22 @@ def test_schedules(examples: int) -> None:
     run_state_machine_as_test(Schedules, settings=settings(max_examples=examples))
 
 
-def test_a_prompt_keeps_its_end_and_ever_fewer_places_before_it() -> None:
-    assert ends_to_keep(0, 2, None) == [1]
-    assert ends_to_keep(0, 1, None) == []  # the first block is computed again
-    assert ends_to_keep(20, 300, 24) == [24, 43, 235, 283, 295, 299]
-    assert ends_to_keep(20, 300, 7) == [43, 235, 283, 295, 299]  # another span has computed that block
+def test_places_to_guess_are_ever_fewer_with_the_distance_from_the_end() -> None:
+    assert places_to_guess(range(1, 1), ()) == places_to_guess(range(1, 2), ()) == []
+    assert places_to_guess(range(20, 300), ()) == [295, 283, 235, 43]
+    assert places_to_guess(range(60, 300), ()) == [295, 283, 235]
+    assert places_to_guess(range(20, 300), [3, 19, 20, 50, 90, 140, 200, 280, 299, 300]) == [280, 90]
+    assert places_to_guess(range(20, 300), [*range(40, 280, 10)]) == [270, 240, 120]
+    assert places_to_guess(range(20, 23), [3, 20, 22]) == [20]
+
+
+@pytest.mark.parametrize(("room", "kept"), [(2, [5]), (3, [4, 5]), (4, [1, 4, 5]), (9, [1, 4, 5])])
+def test_guesses_take_room_that_nothing_else_needs(room: int, kept: list[int]) -> None:
+    """The end of a prompt is certain, edges of messages are guesses, and one block is kept that a prompt may find."""
+    state = DeltaShape(GatedDelta(1, 2, 4, 3, 3)).state(NumpyOps(1), N, (3,), (room, 5))
+    (other,) = state.quantized.allocate()
+    state.quantized.keep(other, lambda: pytest.fail("it is still of use"))
+    state.quantized.release(other)
+    table = state.new_table()
+    table.edges = [1, 2, 3, 4]
+    assert [*state.open(table, 0, 6 * N + 1, Buffers(6 * N + 1), as_steps=False).quantized] == kept

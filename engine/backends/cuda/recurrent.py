@@ -30,7 +30,7 @@ _CHUNKS = (32, 16)  # terms of a product of delta_scan that are copied at a time
 _SLOW_BYTES = 100 << 10  # shared memory of GPUs whose tensor cores add float32 at half their speed
 _MEMBERS = 8  # heads of a block of mamba2_blocks
 _CHANNELS = 128  # channels of queries and keys at a time
-_STEP = 4  # between the ends of blocks whose states are kept: see `state.recurrent.delta.ends_to_keep`
+_STEP = 4  # between the ends of blocks whose states are kept: see `state.recurrent.delta.places_to_guess`
 _LARGEST_BLOCK = 64  # tokens whose products the threads of a block can share out
 PROMPT_ROWS = 1024  # a prompt's rows that are computed at a time: more need more memory
 
@@ -166,7 +166,7 @@ def projected_columns(mixer: Recurrent) -> int:
 def delta_prompt_bytes(mixers: Collection[Recurrent], chunk: int, tokens: int, block_size: int) -> tuple[int, int]:
     """Bytes of what the kernels of one part of a prompt write for each other, and of the states computed at a time."""
     blocks = tokens // block_size
-    ends = 2 + sum(_STEP**power < blocks for power in range(1, 16)) if blocks else 0
+    ends = 2 + sum(_STEP**power < blocks for power in range(16)) if blocks else 0
     parts, states = [0], 0
     for mixer in mixers:
         count = min(-(-chunk // block_size) + 1, PROMPT_ROWS // block_size)

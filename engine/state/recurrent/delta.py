@@ -24,7 +24,7 @@ from polarlm.engine.state.tables import BlockTable, Reservation
 from polarlm.model_loaders.config import Recurrent
 
 _SNAPSHOTS = 2  # for each slot
-_STEP = 4  # factor between the distances, in blocks, from the end of a prompt to the snapshots before it
+_STEP = 4  # factor between the distances from the end of a prompt to the snapshots before it
 
 
 @dataclass(frozen=True)
@@ -149,14 +149,25 @@ class DeltaState(RecurrentState):
         new = [] if current is not None else self.full.allocate()
         reservation = Reservation({end // n: new[0] if current is None else current}, {}, new)
         try:
-            numbers = [] if as_steps else ends_to_keep(start // n, end // n, table.branch)
-            numbers = numbers[max(0, len(numbers) - self.quantized.free) :]
-            reservation.quantized = dict(zip(numbers, self.quantized.allocate(len(numbers)), strict=True))
-            reservation.buffer = self._prompts(numbers)
+            if not as_steps:
+                self._reserve_snapshots(reservation.quantized, table, range(max(1, start // n), end // n))
+            reservation.buffer = self._prompts([*reservation.quantized])
         except BaseException:  # there is no memory for the buffer
             self.abort(reservation)
             raise
         return reservation
+
+    def _reserve_snapshots(self, snapshots: dict[int, int], table: BlockTable, new: range) -> None:
+        """Reserve snapshots at ends of `new` blocks, which a prompt completes: of the last one and of the one where
+        another prompt has left this mixer, and guesses where a later prompt may continue, if there is room beside what
+        may be needed."""
+        certain = sorted({*new[-1:], table.branch} & {*new})
+        certain = certain[max(0, len(certain) - self.quantized.free) :]
+        blocks = self.quantized.allocate(len(certain))
+        guesses = [number for number in places_to_guess(new, table.edges) if number not in certain]
+        guesses = guesses[: self.quantized.idle]
+        blocks += self.quantized.allocate(len(guesses), are_guesses=True)
+        snapshots.update(sorted(zip([*certain, *guesses], blocks, strict=True)))
 
     def _prompts(self, numbers: Sequence[int]) -> dict[Ops, _Prompt]:
         """Return the buffers of a prompt on each GPU, which keeps the states at the ends of blocks `numbers`."""
@@ -309,15 +320,16 @@ class DeltaState(RecurrentState):
         return DeltaTable(current=self.full.allocate()[0] if length else None)
 
 
-def ends_to_keep(first: int, complete: int, branch: int | None) -> list[int]:
-    """Return the blocks with a snapshot at their end, of a prompt's complete blocks first … complete − 1.
+def places_to_guess(new: range, edges: Sequence[int]) -> list[int]:
+    """Return the numbers of blocks at whose ends a later prompt may continue, among the `new` ones of a prompt, the
+    likeliest first, and at most log₄ of the new blocks: none is new[-1]. Block 0 is computed again in less time than
+    reading its state takes.
 
-    These are the last block, the blocks 4, 16, 64, … before it, and the block `branch`, at whose end another prompt has
-    left this mixer. Ascending, without block 0: it is computed again in less time than reading its state takes.
+    Agents drop the results of tools and what was thought, and people ask the last question again. So these are of the
+    blocks before `edges` of messages the last one, the 4th, the 16th … from the end. Where there are none, they are the
+    blocks 4, 16, 64, … before the last one.
     """
-    distances, distance = [0], _STEP
-    while distance < complete:
-        distances.append(distance)
-        distance *= _STEP
-    numbers = {complete - 1 - distance for distance in distances} | ({branch} if branch is not None else set())
-    return sorted(number for number in numbers if max(1, first) <= number < complete)
+    before_edges = [number for number in edges if number in new[:-1]]
+    places, first = (before_edges, 0) if before_edges else (new[:-1], 1)
+    powers = range(first, len(places).bit_length())
+    return [places[-(_STEP**power)] for power in powers if _STEP**power <= len(places)]

@@ -66,7 +66,7 @@ class MixedPrecisionAllocator(BlockAllocator):
         """Whether blocks can and should be requantized before `count` are allocated."""
         return bool(self._aged or self._newest) and self._room < (count + self.size // _SPARE_SHARE) * self._bytes
 
-    def allocate(self, count: int = 1) -> list[int]:
+    def allocate(self, count: int = 1, *, are_guesses: bool = False) -> list[int]:
         """As `BlockAllocator.allocate`; of several blocks, the last ones are high-precision.
 
         Raises NeedsRequantize if there is no room until blocks are requantized.
@@ -90,7 +90,7 @@ class MixedPrecisionAllocator(BlockAllocator):
                 raise NeedsRequantize(f"{count} blocks wanted, and the newest of sequences can be requantized")
             else:  # the blocks of open spans are high-precision
                 raise OutOfBlocks(f"{count} blocks wanted, and there is no room")
-        blocks = super().allocate(count)
+        blocks = super().allocate(count, are_guesses=are_guesses)
         high_precision = min(newest, max(0, (self._room - count * self._bytes) // extra_bytes))
         for number, block in enumerate(blocks):
             self.placement.place(block, is_high_precision=number >= count - high_precision)
