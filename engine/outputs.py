@@ -29,6 +29,7 @@ class Usage:
     # Source → cached tokens: "store", the KV store, or the tier that they were restored from: "ram", "disk", "remote".
     # Their sum is `cached_tokens`.
     cached_from: Mapping[str, int] = field(default_factory=dict)
+    reasoning_tokens: int = 0  # of a server's answer: completion tokens that are reasoning
 
     @property
     def from_tiers(self) -> Mapping[str, int]:

@@ -21,4 +21,4 @@ class Lazily:
         return getattr(importlib.import_module(self._name), name)
 
 
-anthropic, openai = Lazily("anthropic"), Lazily("openai")
+anthropic, ollama, openai = Lazily("anthropic"), Lazily("ollama"), Lazily("openai")

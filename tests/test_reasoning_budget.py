@@ -6,11 +6,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt
-from polarlm.engine.sampling.constraints import only_token
+from polarlm.engine.sampling.constraints import mask_words, only_token
 from polarlm.engine.sampling.reasoning_budget import ReasoningBudget, ReasoningEdges, budget_of
 from tests import call_templates
 from tests.test_reasoning import QUESTION, engine  # noqa: F401 - a fixture
@@ -119,6 +120,54 @@ def test_channels_of_reasoning_share_a_budget(calls_tools: bool, tmp_path: Path)
         for token in header:
             budget.accept(token)
         assert forced() == answer
+
+
+def test_a_closing_text_goes_as_far_as_the_answer_may(tmp_path: Path) -> None:
+    """An answer that must be a call has no header of a final one."""
+
+    class Without:
+        """Allows all tokens but one."""
+
+        finished = False
+
+        def __init__(self, token: int) -> None:
+            self._token = token
+
+        def allowed(self) -> np.ndarray:
+            mask = np.full(mask_words(model.vocabulary.stop), 0xFFFFFFFF, np.uint32)
+            mask[self._token // 32] ^= 1 << self._token % 32
+            return mask
+
+        def accept(self, token: int) -> None:
+            assert token != self._token
+
+    with tool_engine(tmp_path, call_templates.GPT_OSS) as tools:
+        model, channels = tools.model, tools.model.template.channels
+        edges = ReasoningEdges.of(model, calls_tools=False)
+        assert channels is not None
+        assert edges is not None
+        budget = ReasoningBudget(1, edges, model, Without(tools.tokenize(channels.final)[0]), is_open=False)
+        for token in tools.tokenize(f"{channels.header(channels.reasoning)}a", control=True):
+            budget.accept(token)
+        ids = []
+        while (token := only_token(budget.allowed(), model.vocabulary.stop)) is not None:  # type: ignore[arg-type]
+            ids.append(token)
+            budget.accept(token)
+        answer = f"{channels.message_separator}{channels.header(channels.final)}"
+        assert tools.detokenize(ids, control=True) == answer.partition(channels.final)[0]
+
+
+def test_a_character_ends_before_reasoning_does(tmp_path: Path) -> None:
+    """Where a grammar takes whole characters alone, of which a token may be a part."""
+    pytest.importorskip("llguidance")
+    template = call_templates.QWEN3.replace("<|im_start|>assistant\\n' }}", "<|im_start|>assistant\\n<think>\\n' }}")
+    with tool_engine(tmp_path, template) as tools:
+        part, rest = tools.tokenize("é")
+        bias = {part: 100.0, rest: 99.0}
+        for budget in (4, 5):
+            params = replace(FREE, grammar='root ::= "done"', logit_bias=bias, max_tokens=40)
+            text = tools.generate(MESSAGES, replace(params, reasoning_budget=budget)).text
+            assert text == f"{'é' * (-(-budget // 2))}{ENDING}done"
 
 
 def test_an_effort_stands_for_a_budget_where_the_template_has_none(engine: Engine, tmp_path: Path) -> None:  # noqa: F811

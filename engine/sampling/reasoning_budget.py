@@ -69,11 +69,18 @@ class ReasoningBudget:
         self._close_if_used_up()
 
     def allowed(self) -> np.ndarray | None:
+        others = None if self._constraint is None else self._constraint.allowed()
         if not self._forced:
-            return None if self._constraint is None else self._constraint.allowed()
+            return others
         mask = np.zeros(self._words, np.uint32)
         mask[self._forced[0] // WORD] = 1 << self._forced[0] % WORD
-        return mask
+        if others is None or (mask & others).any():
+            return mask
+        # A character may have to end first, and an answer that must be a call has no other header.
+        if len(self._forced) < len(self._closings[0]):
+            self._end()
+        self._forced.clear()
+        return others
 
     @property
     def finished(self) -> bool:
@@ -88,6 +95,7 @@ class ReasoningBudget:
         if self._forced:
             self._forced.pop(0)
             if not self._forced:
+                self._closings = self._closings[-1:]
                 self._end()
         elif self._is_open:
             self._left -= 1
@@ -108,8 +116,7 @@ class ReasoningBudget:
     def _close_if_used_up(self) -> None:
         ends = self._left < self._last_part and self._text.endswith(_SENTENCE_ENDS)
         if self._is_open and (self._left <= 0 or ends):
-            self._forced = [*self._closings[0]]
-            self._closings, self._left = self._closings[-1:], 0
+            self._forced, self._left = [*self._closings[0]], 0
 
     def _end(self) -> None:
         self._is_open, self._text, self._is_over = False, "", not self._edges.repeats

@@ -75,6 +75,7 @@ async def answer(
     )
     answer_pieces: list[Piece] = []
     ids: list[int] = []
+    reasoning_tokens = uncounted = 0  # uncounted: tokens whose text the parser holds back
     is_first = True
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
@@ -91,10 +92,17 @@ async def answer(
                 ids += chunk.token_ids
                 new_pieces = list(_parse_chunk(chunk, plan.parser, plan.params.stop))
                 answer_pieces += new_pieces
+                uncounted += len(chunk.token_ids)
+                if any(piece.reasoning for piece in new_pieces):
+                    reasoning_tokens += uncounted
+                uncounted = 0 if any(map(_says_something, new_pieces)) else uncounted
                 if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
                     keep(ticket.conversation, fold(answer_pieces), ids)
             for piece in new_pieces:
                 piece_to_send = replace(piece, reasoning="") if request.reasoning == "dropped" else piece
+                if piece.usage is not None and reasoning_tokens:
+                    own_usage = replace(piece.usage, reasoning_tokens=reasoning_tokens)
+                    piece_to_send = replace(piece_to_send, usage=own_usage)
                 if is_first:
                     piece_to_send = replace(
                         piece_to_send, prompt_tokens=ticket.prompt_tokens, cached_tokens=ticket.cached_tokens()
@@ -191,6 +199,10 @@ def _parse_chunk(chunk: Chunk, parser: AnswerParser | ChannelParser, stops: tupl
             end = replace(end, finish_reason="tool_calls", stopped_by=None)
         parts[-1] = replace(parts[-1], finish_reason=end.finish_reason, usage=end.usage, stopped_by=end.stopped_by)
     return parts
+
+
+def _says_something(piece: Piece) -> bool:
+    return bool(piece.reasoning or piece.text or piece.call or piece.arguments)
 
 
 def _piece(chunk: Chunk, stops: tuple[str, ...]) -> Piece:

@@ -336,6 +336,7 @@ def last_of(chunk: Chunk, hide_cached: bool) -> dict[str, Any]:
     usage = chunk.usage
     assert usage is not None
     counts: dict[str, Any] = {name: value for name, value in asdict(usage).items() if name.endswith("_tokens")}
+    del counts["reasoning_tokens"]  # answers are not parsed here
     if hide_cached:
         del counts["cached_tokens"]
     elif usage.from_tiers:

@@ -187,7 +187,7 @@ class ResponseWriter(Writer):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},  # tokens of reasoning are not counted separately
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 

@@ -126,11 +126,11 @@ def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": details,
     }
+    counts: dict[str, int] = {}
+    if reasoning_tokens := sum(answer.reasoning_tokens for answer in usages):
+        counts["reasoning_tokens"] = reasoning_tokens
     if drafted_tokens := sum(answer.drafted_tokens for answer in usages):
         accepted_tokens = sum(answer.accepted_tokens for answer in usages)
-        counts = {
-            "accepted_prediction_tokens": accepted_tokens,
-            "rejected_prediction_tokens": drafted_tokens - accepted_tokens,
-        }
-        fields["completion_tokens_details"] = counts
-    return fields
+        counts["accepted_prediction_tokens"] = accepted_tokens
+        counts["rejected_prediction_tokens"] = drafted_tokens - accepted_tokens
+    return fields | ({"completion_tokens_details": counts} if counts else {})
