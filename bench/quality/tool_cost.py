@@ -6,6 +6,8 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from polarlm.bench.quality import types as compared
@@ -13,7 +15,7 @@ from polarlm.bench.quality.inputs import PROGRAM, QualityConfig, open_model, pag
 from polarlm.bench.quality.tables import TYPE
 from polarlm.bench.quality.tool_chains import TOOLS, Task, beginning, chain, orders, solved
 from polarlm.bench.report import Column, Report, Section, Table, provenance
-from polarlm.bench.result import Result, Writer
+from polarlm.bench.result import Result, Writer, read
 from polarlm.bench.runner import Clock, Runner
 from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.cli.commands import note
@@ -40,36 +42,48 @@ COLUMNS = [
 
 
 def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
-    """Measure, write the page and its JSON, also after Ctrl-C, and print the table. Raises FlagError, EngineError."""
+    """Measure, write the page and its JSON, also after Ctrl-C, and print the table. An interrupted run of the same
+    chains goes on behind what its file has. Raises FlagError, EngineError."""
     with open_model(options) as model:
+        (full,) = compared.chosen(_FULL, None, model.config)
         types = [one for one in compared.chosen(options.types, None, model.config) if one.label != _FULL]
         about = {"model": model.name, "weights": model.dtype, **model.digest}
         path = model.path
     writer = Writer(page_file(options.output, f"{about['model']} tools"), "quality", argv, program=PROGRAM)
     tokens, count = options.window or _TOKENS, options.windows or _CHAINS
     settings = {"ctx_size": tokens + _ROOM, "threads": options.threads, "weight_type": options.weight_type}
-    settings |= {"device": options.device, "cache_type": _FULL}
-    parts = assemble(settle(str(path), None, {**settings, "parallel": _TOGETHER}), note)
-    result = Result({**about, "history_tokens": tokens, "chains": count})
+    settings |= {"device": options.device, "parallel": _TOGETHER}
+    parts = assemble(settle(str(path), None, {**settings, "cache_type": _FULL}), note)
+    result = _begun(writer.path, {**about, "history_tokens": tokens, "chains": count})
     runner = Runner(write=lambda complete: writer.write(result, complete=complete), clock=clock)
+    runs = [(one.label, one, _TOGETHER) for one in (full, *types)]
+    runs.append((f"{_FULL}, {_OTHERWISE} at once", full, _OTHERWISE))
     try:
-        with runner.final_write(), counting("Chains", "chain", (2 + len(types)) * count) as advance:
-            engine = Engine(parts)
-            listed = orders(random.Random(1))
-            earlier = beginning(engine, listed, tokens)
+        with runner.final_write(), counting("Chains", "chain", len(runs) * count) as advance:
+            earlier = beginning(Engine(parts), listed := orders(random.Random(1)), tokens)
             result.about["orders"] = len(listed)
             chains = [chain(number, listed) for number in range(count)]
-            for label, together in ((_FULL, _TOGETHER), (f"{_FULL}, {_OTHERWISE} at once", _OTHERWISE)):
-                add(result, label, solve(engine, earlier, chains, together, lambda: advance(label)))  # noqa: B023
-                runner.keep()
-            for one in types:
-                config = settle(None, None, {**settings, "parallel": _TOGETHER, **one.settings()})
+            for label, one, together in runs:
+                if result.figures(CHAINS, label):
+                    advance(label, count)
+                    continue
+                config = settle(None, None, {**settings, **one.settings()})
                 engine = Engine(replace_cache(parts, config, note, encoding=one.encoding))
-                add(result, one.label, solve(engine, earlier, chains, _TOGETHER, lambda: advance(one.label)))  # noqa: B023
+                add(result, label, solve(engine, earlier, chains, together, lambda: advance(label)))  # noqa: B023
                 runner.keep()
     finally:
         parts.close()
     report_of(result).show(writer.path)
+
+
+def _begun(path: Path, about: Mapping[str, Any]) -> Result:
+    """The result of an interrupted run that was about the same, or a new one."""
+    if path.exists():
+        with suppress(OSError, ValueError, KeyError):
+            earlier = read(path)
+            if not earlier["complete"] and all(earlier.about.get(name) == value for name, value in about.items()):
+                return earlier
+    return Result(about)
 
 
 def solve(

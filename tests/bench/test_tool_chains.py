@@ -102,9 +102,19 @@ def test_the_command_writes_what_types_solve(tmp_path: Path) -> None:
     model = tool_model(tmp_path, call_templates.HERMES)
     assert quality.main([*words, "--model", str(model), "-o", str(tmp_path / "out.html")]) == 0
     result = read(tmp_path / "out.json")
-    assert [label for _, label, _ in result.parts(CHAINS)] == ["f16", "f16, 3 at once", "balanced"]
+    assert [label for _, label, _ in result.parts(CHAINS)] == ["f16", "balanced", "f16, 3 at once"]
     assert result.figures(CHAINS, "balanced")["p"].value == 1
     assert "lost" in (tmp_path / "out.html").read_text(encoding="utf-8")
+    # An interrupted run goes on: what it has is not measured again.
+    measured = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    measured["complete"], measured["rows"][0]["runs"] = False, [True, False]
+    measured["rows"] = measured["rows"][:1]
+    (tmp_path / "out.json").write_text(json.dumps(measured), encoding="utf-8")
+    assert quality.main([*words, "--model", str(model), "-o", str(tmp_path / "out.html")]) == 0
+    result = read(tmp_path / "out.json")
+    assert result["complete"]
+    assert result.figures(CHAINS, "f16")["solved"].runs == (True, False)
+    assert result.figures(CHAINS, "balanced")["lost"].value == 1
 
 
 def test_what_contradicts_the_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
