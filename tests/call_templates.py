@@ -269,6 +269,9 @@ NEMOTRON = _json_list("<TOOLCALL>[", "]</TOOLCALL>")
 JAMBA = _json_list("<tool_calls>[\n", "\n]</tool_calls>", separator=",\n")
 XLAM = _json_list("[", "]")  # no marker
 FIREFUNCTION = _json_list(" functools[", "]")
+MINIMAX = _json_list("<tool_calls>\\n", "\\n</tool_calls>\\n", separator="\\n")  # M1: a call in a line
+COMMAND_R = _json_list("Action: ```json\\n[", "]```", "tool_name", "parameters", ",\\n")
+FALCON = _json_list("<|tool_calls|>", "<|/tool_calls|>", separator="<|tool_sep|>")
 
 INTERNLM = (
     _TURNS + '{% for c in m.tool_calls or [] %}{{ \'<|action_start|><|plugin|>\n{"name": "\' + c.function.name }}'
@@ -290,5 +293,37 @@ HUNYUAN = (
 FUNCTION_TAGS = (  # Functionary
     _TURNS + "{% for c in m.tool_calls or [] %}"
     "{{ '<function=' + c.function.name + '>' + c.function.arguments | tojson + '</function>' }}{% endfor %}"
+    + _TURNS_END
+)
+
+
+def _json_calls(begin: str, end: str, arguments: str = "arguments") -> str:
+    """Each call between marks of its own."""
+    call = (
+        begin
+        + '{"name": "\' + c.function.name + \'", "'
+        + arguments
+        + "\": ' + c.function.arguments | tojson + '}"
+        + end
+    )
+    return f"{_TURNS}{{% for c in m.tool_calls or [] %}}{{{{ '{call}' }}}}{{% endfor %}}{_TURNS_END}"
+
+
+LONGCAT = _json_calls("<longcat_tool_call>", "</longcat_tool_call>\\n")
+EXAONE = _json_calls("<tool_call>", "</tool_call>")
+GIGACHAT = _json_calls("<|function_call|>", "<|message_sep|>")
+SOLAR = _json_calls("<|tool_call:begin|>", "<|tool_call:end|>", "args")
+
+COMMAND = (  # Command R7B and A: an id, the number of the call, before the name
+    _TURNS + "{% if m.tool_calls %}{{ '<|START_ACTION|>[\n' }}{% for c in m.tool_calls %}"
+    '{{ \'    {"tool_call_id": "\' + loop.index0 | string + \'", "tool_name": "\' + c.function.name }}'
+    "{{ '\", \"parameters\": ' + c.function.arguments | tojson + '}' + (',\n' if not loop.last else '\n') }}"
+    "{% endfor %}{{ ']<|END_ACTION|>' }}{% endif %}" + _TURNS_END
+)
+
+TYPED_CALLS = (  # IBM's and others' lists in OpenAI's own shape
+    _TURNS + "{% if m.tool_calls %}{{ '<|tool_calls|>[' }}{% for c in m.tool_calls %}"
+    '{{ \'{"type": "function", "function": {"name": "\' + c.function.name + \'", "arguments": \' }}'
+    "{{ c.function.arguments | tojson + '}}' + (', ' if not loop.last else '') }}{% endfor %}{{ ']' }}{% endif %}"
     + _TURNS_END
 )

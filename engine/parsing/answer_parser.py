@@ -307,7 +307,7 @@ class AnswerParser:
         """State: after a call, where another call or the end of their list may follow."""
         format = self._format
         assert format is not None
-        following = format.call_separator + format.opening
+        following = format.separator(self.calls) + format.opening
         if self._pending.startswith(following):
             self._begin_call(self._pending, following)
             return []

@@ -59,6 +59,15 @@ class CallFormat:
         """Whether the model writes the id of a call, or a part of it."""
         return len(self.middle) == 2
 
+    @property
+    def is_numbered(self) -> bool:
+        """Whether a call's number, from 0 on, stands before it: at the ends of `begin` and `call_separator`."""
+        return self.begin.endswith("0") and self.call_separator.endswith("1")
+
+    def separator(self, number: int) -> str:
+        """The text before the call with this number, which is not the first."""
+        return f"{self.call_separator[:-1]}{number}" if self.is_numbered else self.call_separator
+
     def write_calls(self, calls: Iterable[tuple[str, str, str]]) -> str:
         """The text of past calls (name, arguments, id), as the template writes them."""
         texts = []
@@ -67,7 +76,8 @@ class CallFormat:
             if self.id_form:  # the template writes the id, which has the name
                 head = id.removeprefix(self.id_form.partition("{")[0]) + self.middle[1]
             texts.append(f"{self.opening}{head}{arguments}{id.join(self.shown_closing)}")
-        return f"{self.begin}{self.call_separator.join(texts)}{self.end}"
+        joined = "".join(f"{self.separator(number) if number else ''}{text}" for number, text in enumerate(texts))
+        return f"{self.begin}{joined}{self.end}"
 
     def call_id(self, name: str, written: str) -> str:
         """The id of a call that the model has written as `written`."""

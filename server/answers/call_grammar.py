@@ -119,7 +119,11 @@ class Grammar:
         if self.calls == "may" and self.schema is None and self._marker and self._marker not in self.control:
             lines.append(f"begun: {self._literal(first.removeprefix(self._marker))} call{more} {end}")
         if several:
-            lines.append(f"more: {self._literal(self.format.call_separator + self.format.opening)} call")
+            following = self._literal(self.format.call_separator + self.format.opening)
+            if self.format.is_numbered:
+                parts = map(self._literal, (self.format.call_separator[:-1], self.format.opening))
+                following = f" /{INDEX}/ ".join(parts)
+            lines.append(f"more: {following} call")
         middle = self.format.middle
         pattern = INDEX if self.format.id_form else ID
         id = f" /{pattern}/ {self._literal(middle[1])}" if self.format.has_id else ""

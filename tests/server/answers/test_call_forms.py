@@ -16,7 +16,8 @@ from tests.server.answers.test_call_arguments import FORMS, TOOLS, parsed, some_
 OBJECTS = (  # forms whose arguments are an object, mostly JSON
     *("HERMES", "MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "LLAMA", "TEXT_ARGUMENTS", "GEMMA", "GEMMA_OF_APRIL"),
     *("DEEPSEEK", "DEEPSEEK_SHORT", "KIMI", "GRANITE", "PHI", "NEMOTRON", "JAMBA", "XLAM", "FIREFUNCTION"),
-    *("INTERNLM", "APERTUS", "HUNYUAN", "FUNCTION_TAGS"),
+    *("INTERNLM", "APERTUS", "HUNYUAN", "FUNCTION_TAGS", "MINIMAX", "COMMAND_R", "FALCON", "LONGCAT", "EXAONE"),
+    *("GIGACHAT", "SOLAR", "COMMAND", "TYPED_CALLS"),
 )
 CALLS_ALONE = ("HERMES", "MISTRAL", "LLAMA", "GEMMA", "GEMMA_OF_APRIL")  # templates that write no text before calls
 
@@ -33,14 +34,14 @@ def test_what_a_template_writes_is_described_read_and_in_the_grammar(name: str, 
     has_text = format.marker(()) and name not in CALLS_ALONE
     conversations, contents = [], []
     for _ in range(count):
-        called = [("write", some_arguments(chance, format)), ("now", {})][:: chance.choice([1, -1])]
+        called = [("write", some_arguments(chance, format)), ("now", {}), ("now", {})][:: chance.choice([1, -1])]
         calls = [
             {
                 "id": f"abcdefgh{number}",
                 "type": "function",
                 "function": {"name": name, "arguments": json.dumps(value, ensure_ascii=False)},
             }
-            for number, (name, value) in enumerate(called[: 2 if format.has_several else 1])
+            for number, (name, value) in enumerate(called[: chance.choice([2, 3]) if format.has_several else 1])
         ]
         contents.append(chance.choice(["", "I look."]) if has_text else "")
         said = {"role": "assistant", "content": contents[-1], "tool_calls": calls}
