@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,17 @@ from polarlm.bench.quality.inputs import (
     name_of_text,
     open_model,
     page_file,
-    read_text,
+    read_texts,
 )
-from polarlm.bench.quality.scores import MOST, Windows, choose, window_seconds, windows, windows_of_length
+from polarlm.bench.quality.scores import (
+    MOST,
+    Windows,
+    by_turns,
+    choose,
+    window_seconds,
+    windows,
+    windows_of_length,
+)
 from polarlm.bench.quality.speeds import Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.bench.quality.tables import ROOM, report_of
@@ -57,16 +66,21 @@ class _Measurement:
         self._runner = Runner(60 * options.minutes, self._write, clock)
         self._options = options
         text = options.text
-        self._text = "" if text is None else read_text(text)
+        self._texts = {} if text is None else read_texts(text)
         self._is_counted = options.windows > 0  # the windows are given, and nothing else is measured
         converted = weight_format(settle(None, None, {"weight_type": options.weight_type}))
         with open_model(options) as model:
             config = model.config
             self._base = kld_base.read(str(options.kld_base), config, model.name) if text is None else None
             self._types = compared.chosen(options.types, options.ablate, config)
-            text_name = name_of_text(text or str(options.kld_base))
+            text_name = ", ".join(self._texts) or name_of_text(str(options.kld_base))
             self._writer = Writer(
-                page_file(options.output, f"{model.name} {Path(text_name).stem}"), "quality", argv, program=PROGRAM
+                page_file(
+                    options.output, f"{model.name} {' '.join(Path(name).stem for name in text_name.split(', '))}"
+                ),
+                "quality",
+                argv,
+                program=PROGRAM,
             )
             self._ops = arithmetic(model.source, options.threads, converted)
             device, ops = devices(options.device, options.threads)[0]
@@ -83,7 +97,7 @@ class _Measurement:
             "device": device,
             "budget_minutes": options.minutes,
             **model.digest,
-            **({} if text is None else digest_of_text(self._text)),
+            **({} if text is None else digest_of_text("".join(self._texts.values()))),
         }
         self._result = Result(about)
         for label, fit in fits.items():
@@ -134,10 +148,11 @@ class _Measurement:
             every_token_coded=self._options.every_token_coded,
         )
         try:
-            ids = survey.tokenizer.tokenize(self._text) if self._base is None else self._base.ids.ravel().tolist()
-            if len(ids) < LEAST_TOKENS:
-                raise FlagError(TOO_SHORT.format(len(ids)))
-            self._quality(survey, ids)
+            texts = {name: survey.tokenizer.tokenize(text) for name, text in self._texts.items()}
+            ids = [*chain.from_iterable(texts.values())] if self._base is None else self._base.ids.ravel().tolist()
+            if (least := min(map(len, texts.values()), default=len(ids))) < LEAST_TOKENS:
+                raise FlagError(TOO_SHORT.format(least))
+            self._quality(survey, ids, texts)
             if not self._is_counted:
                 self._answer(survey, ids)
         finally:
@@ -148,23 +163,31 @@ class _Measurement:
 
     # -- quality -----------------------------------------------------------------------------------------------
 
-    def _quality(self, survey: Survey, ids: Sequence[int]) -> None:
+    def _quality(self, survey: Survey, ids: Sequence[int], texts: Mapping[str, Sequence[int]]) -> None:
         plan = self._plan(survey, ids)
         base = self._base
         bos_id = survey.tokenizer.bos_id
-        cut = windows(ids, plan.length, bos_id) if base is None else kld_base.windows(base.ids, bos_id)
-        cut = cut[: plan.count]
+        cut = (
+            by_turns({name: windows(own, plan.length, bos_id) for name, own in texts.items()})
+            if base is None
+            else [("", window) for window in kld_base.windows(base.ids, bos_id)]
+        )[: plan.count]
+        if plan.count < len(texts):
+            note(f"There is time for {counted(plan.count, 'window')} of {len(texts)} texts: give more --minutes")
         self._result.about |= {"window": plan.length, "planned_windows": len(cut)}
         each = plan.seconds / plan.count
         try:
             total = len(cut) * survey.passes
             with counting("Scoring", "pass", total) as count:
-                for number, window in enumerate(cut):
+                for number, (kind, window) in enumerate(cut):
                     if number and not self._is_counted and each > self._runner.left(self._until_answers):
                         note(f"{number} of {len(cut)} windows were scored in the time there is")
                         break
                     started = self._runner.seconds
-                    for _ in survey.score(window) if base is None else survey.score_against(base, number, window):
+                    passes = (
+                        survey.score(window, kind=kind) if base is None else survey.score_against(base, number, window)
+                    )
+                    for _ in passes:
                         count("")
                         if number == 0:  # later, figures change with whole windows
                             self._runner.keep(lambda: self._take(survey))

@@ -33,7 +33,11 @@ class QualityConfig:
     """The flags: the text, the model, the cache types and the time for them."""
 
     text: str | None = setting(
-        None, "TEXT", bare=None, help="UTF-8 text like what the model will read; - is standard input"
+        None,
+        "TEXT",
+        bare=None,
+        help="UTF-8 text like what the model will read; - is standard input. Of several with commas between them, such "
+        "as prose.txt,code.py, there are figures of each, too",
     )
     weights: str | None = model_setting()
     hf_repo: str | None = hub_setting()
@@ -134,6 +138,16 @@ def page_file(output: str | None, subject: str) -> Path:
     if output is None:
         output = str(Path.cwd() / f"quality-{result.slug(subject)}-{result.today()}.json")
     return result.Output(output).path("", "").with_suffix(".json")
+
+
+def read_texts(files: str) -> dict[str, str]:
+    """The name and the beginning of each text of TEXT, by turns the same number of characters. Raises FlagError."""
+    texts: dict[str, str] = {}
+    for file in files.split(",") if not Path(files).exists() else [files]:
+        if (name := name_of_text(file)) in texts:
+            raise FlagError(f"TEXT: two texts are called {name}, which their figures go by: rename one")
+        texts[name] = read_text(file)
+    return texts
 
 
 def name_of_text(file: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from polarlm.bench.quality.states import Score
 from polarlm.bench.result import Result
 
 SERVED, CODED = "as served", "every token coded"
-TEXT, POSITIONS = "text", "positions"  # subjects
+TEXT, POSITIONS, KIND = "text", "positions", "kind"  # subjects
 FIRST_STRETCH = 128  # positions; each further stretch has as many as all earlier ones together
 
 
@@ -33,6 +33,12 @@ def windows(ids: Sequence[int], window: int, bos_id: int | None) -> list[list[in
     step = window - len(start)
     cut = [[*start, *ids[first : first + step]] for first in range(0, len(ids), step)]
     return [ids_of_window for ids_of_window in cut if len(ids_of_window) >= 2]
+
+
+def by_turns(texts: Mapping[str, Sequence[list[int]]]) -> list[tuple[str, list[int]]]:
+    """The windows of texts with their texts' names: the first of each, then the second of each, and so on."""
+    turns = itertools.zip_longest(*([(name, window) for window in own] for name, own in texts.items()))
+    return [one for turn in turns for one in turn if one is not None]
 
 
 def add_scores(result: Result, who: str, bits: float, windows: Sequence[Score], exact: Sequence[np.ndarray]) -> None:
@@ -56,6 +62,14 @@ def add_scores(result: Result, who: str, bits: float, windows: Sequence[Score], 
     nll = [float(-np.mean(window.logprobs, dtype=np.float64)) for window in windows]
     result.add(TEXT, who, "nll_per_token", nll, value=float(-np.mean(logprobs, dtype=np.float64)))
     add_stretches(result, who, divergences, windows[0].first)
+
+
+def add_kinds(result: Result, who: str, windows: Sequence[Score], kinds: Sequence[str]) -> None:
+    """Add the divergences of the windows of each kind of text, if there are several."""
+    names = dict.fromkeys(kinds[: len(windows)])
+    for name in names if len(names) > 1 else ():
+        chosen = [window.divergence for window, kind in zip(windows, kinds, strict=False) if kind == name]
+        add_figures(result, f"{KIND} {name}", who, chosen)
 
 
 def add_stretches(result: Result, who: str, windows: Sequence[Divergence], first: int = 0) -> None:

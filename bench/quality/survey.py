@@ -10,7 +10,7 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.quality.answers import Answers
 from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.kld_file import KldFile
-from polarlm.bench.quality.scores import CODED, SERVED, add_scores, contestant, windows
+from polarlm.bench.quality.scores import CODED, SERVED, add_kinds, add_scores, contestant, windows
 from polarlm.bench.quality.states import (
     Score,
     exact_logprobs,
@@ -86,6 +86,7 @@ class Survey:
             for scoring in ([SERVED, CODED] if every_token_coded else [SERVED])
         ]
         self._logprobs: list[np.ndarray] = []  # full precision, for each window
+        self._kinds: list[str] = []  # the name of each window's text
         self._longest = 0  # tokens of the longest window so far
 
     @property
@@ -102,9 +103,11 @@ class Survey:
     def tokenizer(self) -> Tokenizer:
         return self._parts.source.tokenizer
 
-    def score(self, ids: Sequence[int], *, keep: bool = True) -> Iterator[None]:
-        """Score a window (T,); yields after full precision and after each row. keep: whether `add_to` counts it."""
+    def score(self, ids: Sequence[int], *, keep: bool = True, kind: str = "") -> Iterator[None]:
+        """Score a window (T,); yields after full precision and after each row. keep: whether `add_to` counts it. kind:
+        the name of its text, whose windows have figures of their own."""
         reference = self._parts.model
+        self._kinds += [kind] if keep else []
         exact = exact_states(reference, ids)
         logprobs = exact_logprobs(reference, exact, ids)
         return self._score(ids, logprobs, lambda model, hidden: score_of(reference, exact, model, hidden, ids), keep)
@@ -133,7 +136,7 @@ class Survey:
 
     def token_seconds(self, ids: Sequence[int], clock: Callable[[], float]) -> float:
         """Seconds for each token of a short window, scored with every type."""
-        probe = windows(ids[:_PROBE], _PROBE, self.tokenizer.bos_id)[0]
+        probe = windows(ids[:_PROBE], min(_PROBE, self.context), self.tokenizer.bos_id)[0]
         list(self.score(probe, keep=False))  # the first run takes longer
         started = clock()
         list(self.score(probe, keep=False))
@@ -166,6 +169,7 @@ class Survey:
                 types[who] = {"type": cache_type.label, "pair": cache_type.pair, "scored_as": scoring}
                 bits = other.plan.shape.bits_of_text(self._longest)
                 add_scores(result, who, bits, scores[:count], self._logprobs)
+                add_kinds(result, who, scores[:count], self._kinds)
 
     def close(self) -> None:
         self._parts.close()

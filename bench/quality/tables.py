@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from polarlm.bench.quality.answers import OWN
 from polarlm.bench.quality.divergence import TAIL
 from polarlm.bench.quality.pictures import pictures_of
-from polarlm.bench.quality.scores import POSITIONS, SERVED, TEXT
+from polarlm.bench.quality.scores import KIND, POSITIONS, SERVED, TEXT
 from polarlm.bench.quality.speeds import SPEED
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, cell_of, provenance, rate_text, size_text
 from polarlm.bench.result import Figures, Result, Row, duration, value_of
@@ -125,8 +125,18 @@ def top1_by_position(result: Result) -> Table:
     return _by_position(result, "same top-1 at positions", "same_top1", two_digits)
 
 
+def by_kind(result: Result) -> list[Table]:
+    """Tables of what matters of each text, if there are several."""
+    columns = ("KL mean", "kl_mean", small), ("KL 99.9 %", TAIL, small), ("same top-1", "same_top1", two_digits)
+    return [_crossed(result, KIND, f"{title} by text", name, text) for title, name, text in columns]
+
+
 def _by_position(result: Result, title: str, quantity: str, text: Callable[[float], str]) -> Table:
-    at = {subject: subject.removeprefix(f"{POSITIONS} ") for subject, *_ in result.parts(prefix=POSITIONS)}
+    return _crossed(result, POSITIONS, title, quantity, text)
+
+
+def _crossed(result: Result, prefix: str, title: str, quantity: str, text: Callable[[float], str]) -> Table:
+    at = {subject: subject.removeprefix(f"{prefix} ") for subject, *_ in result.parts(prefix=prefix)}
     whos = [who for who, _ in text_figures(result)]
     return Table.crossed(title, whos, at, lambda who, at: cell_of(result.figures(at, who).get(quantity), text))
 
@@ -142,6 +152,9 @@ def answers(result: Result) -> Table:
 
 def report_of(result: Result) -> Report:
     columns = [*overview_columns(result), *DIVERGENCES, *ANSWERS]
+    by_text = []
+    if any(result.parts(prefix=KIND)):
+        by_text.append(Section("By text", by_kind(result), "The same types on the windows of each text alone."))
     return Report(
         title=f"What a cache type costs: {result['model']}",
         lead=f"Measured on {result['text']}, {result['scored_tokens']:,} tokens, on {result['date']}",
@@ -149,6 +162,7 @@ def report_of(result: Result) -> Report:
         cards=preset_cards(result),
         sections=[
             Section("All types", [overview(result)]),
+            *by_text,
             Section(
                 "How far from full precision",
                 [divergences(result)],
@@ -174,7 +188,7 @@ def report_of(result: Result) -> Report:
         about=[*_about(result), *provenance(result, is_timed=any(result.parts(SPEED)))],
         columns={TYPE: TYPE_SAYS, **{column.name: column.says for column in columns}},
         bold=frozenset(PRESETS),
-        brief=1,
+        brief=1 + len(by_text),
     )
 
 

@@ -354,6 +354,26 @@ def test_given_windows_are_scored_however_long_they_take(
     assert not re.search("<th[^>]*>(prompt|generation|KL there)", page), "no columns of what was not measured"
 
 
+@pytest.mark.usefixtures("unrendered")
+def test_each_of_several_texts_has_figures(tiny_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their windows take turns, and those of all are figures of the whole."""
+    Path("code.py").write_text("for hill in inn:\n    north(rain, hill)\n" * 40, encoding="utf-8")
+    flags = ("--windows", "3", "--window", "64", "-o", "out.html")
+    assert cost.main(argv(tiny_path, "text.txt,code.py", *flags)) == 0
+    figures, page = result(Path("out.html"))
+    texts = {
+        subject: figures.figures(subject, "balanced")["kl_mean"].runs for subject, *_ in figures.parts(prefix="kind")
+    }
+    assert {subject: len(runs) for subject, runs in texts.items()} == {"kind text.txt": 2, "kind code.py": 1}
+    (first, last), (middle,) = texts["kind text.txt"], texts["kind code.py"]
+    assert figures.figures("text", "balanced")["kl_mean"].runs == (first, middle, last)
+    assert "By text" in page
+    assert "KL mean by text" in capsys.readouterr().out
+    assert figures["text"] == "text.txt, code.py"
+    assert cost.main(argv(tiny_path, "text.txt,./text.txt", *flags)) == 2
+    assert "two texts are called text.txt" in capsys.readouterr().err
+
+
 def test_an_ablation_has_a_row_for_each_part(tiny_path: Path) -> None:
     """Means of 16 bits a channel instead of 8, in blocks of 64 tokens, add 8 / 64 bits to each value of keys."""
     config, _ = read_model(tiny_path)
