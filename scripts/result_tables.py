@@ -9,7 +9,7 @@ from pathlib import Path
 from polarlm.bench.gpu.peer import attention_at
 from polarlm.bench.gpu.plan import LLAMA_CPP
 from polarlm.bench.gpu.tables import best_half, prompts_table, server_in_words
-from polarlm.bench.quality import snapshots
+from polarlm.bench.quality import snapshots, tool_cost
 from polarlm.bench.quality import tables as quality
 from polarlm.bench.quality.scores import CODED, SERVED, TEXT
 from polarlm.bench.quality.tables import small
@@ -358,6 +358,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "quality": quality_table,
     "positions": lambda: _tables([newest(f"positions-{DEMO}")], quality.kl_by_position),
     "models": lambda: _tables(_model_measurements(), quality.divergences),
+    "tools": lambda: _tables(map(read, sorted(RESULTS.glob("tools-*.json"))), tool_cost.table_of),
     "snapshots": lambda: _tables([newest("state-trained-hybrid-*")], snapshots.table_of),
     "figures": lambda: _tables([newest(f"cost-{DEMO}")], quality.divergences, quality.answers),
     "peers": peers_table,

@@ -130,12 +130,15 @@ def mcnemar(lost: int, won: int) -> float:
     return min(1.0, 2 * sum(math.comb(count, k) for k in range(least + 1)) / 2**count)
 
 
+def table_of(result: Result) -> Table:
+    return Table.of(TYPE, COLUMNS, [(label, figures) for _, label, figures in result.parts(CHAINS)])
+
+
 def report_of(result: Result) -> Report:
-    lines = [(label, figures) for _, label, figures in result.parts(CHAINS)]
     return Report(
         title=f"Chains of tool calls: {result['model']}",
         lead=f"{result['chains']} chains after a history of {result['history_tokens']:,} tokens",
-        sections=[Section("", [Table.of(TYPE, COLUMNS, lines)], _HOW)],
+        sections=[Section("", [table_of(result)], _HOW)],
         about=provenance(result, is_timed=False),
         columns={column.name: column.says for column in COLUMNS},
     )

@@ -9,7 +9,7 @@ import pytest
 
 from polarlm.bench import result
 from polarlm.bench.gpu import tables as gpu
-from polarlm.bench.quality import snapshots
+from polarlm.bench.quality import snapshots, tool_cost
 from polarlm.bench.quality import tables as quality
 from polarlm.bench.report import Report, Section, Table
 from polarlm.bench.result import Output, Result, Writer
@@ -121,6 +121,7 @@ REPORTS = {
     "gpu": gpu.report_of,
     "serving": serving.report_of,
     "state": snapshots.report_of,
+    "tools": tool_cost.report_of,
     **dict.fromkeys(("quality", "cost", "models", "peers", "positions"), quality.report_of),
 }
 
