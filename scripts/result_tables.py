@@ -358,7 +358,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "quality": quality_table,
     "positions": lambda: _tables([newest(f"positions-{DEMO}")], quality.kl_by_position),
     "models": lambda: _tables(_model_measurements(), quality.divergences),
-    "tools": lambda: _tables(map(read, sorted(RESULTS.glob("tools-*.json"))), tool_cost.table_of),
+    "tools": lambda: _with_source(tool_cost.table_of, [newest("tools-*")]),
     "snapshots": lambda: _tables([newest("state-trained-hybrid-*")], snapshots.table_of),
     "figures": lambda: _tables([newest(f"cost-{DEMO}")], quality.divergences, quality.answers),
     "peers": peers_table,
