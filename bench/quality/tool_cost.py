@@ -60,7 +60,8 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
     runs.append((f"{_FULL}, {_OTHERWISE} at once", full, _OTHERWISE))
     try:
         with runner.final_write(), counting("Chains", "chain", len(runs) * count) as advance:
-            earlier = beginning(Engine(parts), listed := orders(random.Random(1)), tokens)
+            listed = orders(random.Random(1))
+            earlier = beginning(Engine(parts), listed, tokens)
             result.about["orders"] = len(listed)
             chains = [chain(number, listed) for number in range(count)]
             for label, one, together in runs:

@@ -34,9 +34,7 @@ class EmulatedTiles(AmxTiles):
             for word in range(16):
                 a = e.broadcast(own, I32, 16, 1024 * left + 4 * word)
                 b = e.load(self._registers, vector(I32, 16), 1024 * right + 64 * word)
-                for shift in (16, 0):
-                    x, y = ((half << shift & -65536).bits(summed.type) for half in (a, b))
-                    summed = e.fma(x, y, summed)
+                summed = Level.dot2_bfloat(e.level, e, summed, a, b)
             e.store(summed, own, 1024 * total)
 
 

@@ -51,7 +51,7 @@ if importlib.util.find_spec("llvmlite") is not None and not on_gpu():
     def _native_backend(level: Level) -> Backend:
         return Backend(level.name, lambda threads=1: native(level, threads), level)
 
-    def _of_matrices(level: Level) -> Backend:
+    def _bfloat_backend(level: Level) -> Backend:
         def open(threads: int = 1) -> NativeOps:
             ops = native(level, threads)
             ops._launch.input_bits = "bf16"
@@ -65,7 +65,7 @@ if importlib.util.find_spec("llvmlite") is not None and not on_gpu():
         bfloat.append(EmulatedAmx())
     if not any(level.has_bfloat_dots for level in bfloat) and any(type(level) is Avx2 for level in levels()):
         bfloat.append(EmulatedDots())
-    MATRICES = [_of_matrices(level) for level in bfloat]
+    MATRICES = [_bfloat_backend(level) for level in bfloat]
 
 BEST = EVERY_LEVEL[-1:]  # nothing where no kernel is compiled
 
