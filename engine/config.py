@@ -110,9 +110,8 @@ class EngineConfig(Settings):
         "--input-bits",
         choices=(AUTO, "8", "16", "bf16"),
         help="on a CPU, bits of the inputs that are multiplied by quantized weights: 8, as in llama.cpp, read prompts "
-        "and answer several requests faster, but are rounded 256 times as coarsely as 16; with bf16 prompts "
-        "attend in bfloat16, on CPUs with AMX and on AMD's with AVX-512, and with AMX weights multiply them, "
-        "and steps of 16 requests, in bfloat16, too; auto takes it there, elsewhere 16",
+        "and answer several requests faster, but are rounded 256 times as coarsely as 16; bf16 multiplies "
+        "prompts, and steps of 16 requests, as bfloat16, on CPUs with AMX; auto takes it there, elsewhere 16",
     )
     device: str = setting(
         "auto",

@@ -70,8 +70,8 @@ else:
     from polarlm.engine.jit.isa import VARIABLE
 
     # Levels that do not multiply bfloat16 compute alike, also in the programs under test. Tests of it ask for theirs.
-    if levels()[-1].multiplies_bfloat:
-        os.environ.setdefault(VARIABLE, next(level for level in reversed(levels()) if not level.multiplies_bfloat).name)
+    if levels()[-1].matrices is not None:
+        os.environ.setdefault(VARIABLE, next(level for level in reversed(levels()) if level.matrices is None).name)
 
 _NOT_SLOW = "not slow"  # what `make test` gives as -m
 

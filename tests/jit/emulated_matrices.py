@@ -1,8 +1,8 @@
-"""Levels that multiply bfloat16, for CPUs that cannot."""
+"""A level that multiplies matrices of bfloat16, for CPUs that cannot."""
 
 from __future__ import annotations
 
-from polarlm.engine.jit.isa.x86 import AmxTiles, Avx2, Avx512Amx, Avx512Vbmi
+from polarlm.engine.jit.isa.x86 import AmxTiles, Avx512Amx, Avx512Vbmi
 from polarlm.engine.jit.lang import F32, I32, Emitter, Level, Value, vector
 
 
@@ -34,7 +34,9 @@ class EmulatedTiles(AmxTiles):
             for word in range(16):
                 a = e.broadcast(own, I32, 16, 1024 * left + 4 * word)
                 b = e.load(self._registers, vector(I32, 16), 1024 * right + 64 * word)
-                summed = Level.dot2_bfloat(e.level, e, summed, a, b)
+                for shift in (0, 16):
+                    x, y = ((side << 16 - shift & -65536).bits(summed.type) for side in (a, b))
+                    summed = e.fma(x, y, summed)
             e.store(summed, own, 1024 * total)
 
 
@@ -43,10 +45,3 @@ class EmulatedAmx(Avx512Amx):
     needs = Avx512Vbmi.needs
     matrices = EmulatedTiles()
     to_bfloat = Level.to_bfloat
-
-
-class EmulatedDots(Avx2):
-    """Its dot products are two multiply-adds, as in `Level`."""
-
-    name = "avx2-bfloat-emulated"
-    has_bfloat_dots = True

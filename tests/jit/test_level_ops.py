@@ -139,27 +139,23 @@ def test_pair_products(level: Level, size: int) -> None:
 
 @every_level
 def test_bfloat16(level: Level) -> None:
-    """Numbers are rounded to it, and pairs multiplied and added to float32: in two roundings of each pair at most."""
+    """Numbers are rounded to it: to the nearest, ties to even."""
     rng, lanes = np.random.default_rng(9), vector(F32, 16)
     low, high = (rng.standard_normal((2, 50, 16)) * 2.0 ** rng.integers(-30, 30, (2, 50, 16))).astype(np.float32)
     low[0, :4], high[1, :2] = [np.inf, -np.inf, np.nan, 0], [1 + 2**-8, 1 + 3 * 2**-8]  # and ties
-    words, sums = np.zeros((50, 32), np.int16), np.zeros((50, 16), np.float32)
+    words = np.zeros((50, 32), np.int16)
 
     def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             both = e.level.to_bfloat(e, *(e.load(side + unit * 64, lanes) for side in args[:2]))
-            pairs, total = both.bits(vector(I32, 16)), e.load(args.sums + unit * 64, lanes)
             e.store(both, args.words + unit * 64)
-            e.store(e.level.dot2_bfloat(e, total, pairs, pairs), args.sums + unit * 64)
 
-    run(Kernel("bfloat16", emit, declared("low high words sums")), level, 50, (low, high, words, sums))
+    run(Kernel("bfloat16", emit, declared("low high words")), level, 50, (low, high, words))
     numbers = np.concatenate([low, high], 1)
     bits = numbers.view(np.uint32)
     nearest = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
     found = (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_array_equal(found, np.where(np.isnan(numbers), numbers, nearest))
-    squares = (found.astype(np.float64) ** 2).reshape(50, 16, 2).sum(-1)
-    np.testing.assert_allclose(sums, squares, rtol=2**-23)
 
 
 @every_level

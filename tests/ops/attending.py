@@ -111,14 +111,19 @@ class Case:
             out[view.rows] = function(self.q[view.rows], k, v, visible, self.rule)
         return out
 
-    def _bfloat_deviation(self) -> np.ndarray:
-        """Of a result that products of bfloat16 compute: (T, H, D)."""
-        variance = self._attend(reference.bfloat_deviation) ** 2
+    def _deviation(self, rounding: reference.Rounding) -> np.ndarray:
+        """Of a result that products of rounded numbers compute: (T, H, D)."""
+        variance = self._attend(partial(reference.deviation, rounding=rounding)) ** 2
         if self.transform is not None:
             scale_back, rotation = self.transform.scale_back, self.transform.value_rotation
             variance = variance if scale_back is None else variance * scale_back[:, None] ** 2
             variance = variance if rotation is None else variance @ rotation.T.astype(np.float64) ** 2
         return np.sqrt(variance)
+
+    def _rounding(self) -> reference.Rounding | None:
+        """How a prompt's queries, keys, values and weights are rounded to 16 bits; None where they are float32."""
+        format = self.ops._matrix_format(self.q.shape[2]) if self.ops.backend == "native" and self.is_prompt else None
+        return None if format is None else {"bfloat": reference.BFLOAT, "words": reference.WORDS}[format.name]
 
     def check(self, actual: np.ndarray) -> None:
         """Assert that a result is attention, within what the backend's arithmetic may be off by.
@@ -128,7 +133,7 @@ class Case:
         Where few values leave that error to luck, half a step of half precision of the largest value stands in.
 
         Float32 over numbers that blocks hold exactly, and prompts, whose blocks are decoded: 1e-5 of each vector's norm
-        and of the largest value.
+        and of the largest value. Prompts that attend by numbers of 16 bits: 6 standard deviations of their rounding.
 
         Steps of compiled kernels over codes: queries are bytes. A query's error is its largest channel / 127 / √12 for
         each channel, and so is, about, the error of a table's points. Keys have channels of about unit variance around
@@ -140,8 +145,8 @@ class Case:
         wanted, format = self.exact(), self.cache.format
         assert actual.shape == wanted.shape
         error = np.abs(actual - wanted)
-        if self.ops.backend == "native" and self.is_prompt and self.ops._launch.attends_in_bfloat:
-            deviation = self._bfloat_deviation() + 1e-5 * np.linalg.norm(wanted, axis=-1, keepdims=True)
+        if (rounding := self._rounding()) is not None:
+            deviation = self._deviation(rounding) + 1e-5 * np.linalg.norm(wanted, axis=-1, keepdims=True)
             assert (error <= 6 * deviation).all(), f"off by up to {(error / deviation).max()} standard deviations"
             assert (error**2).mean() < (deviation**2).mean()
         elif self.ops.backend == "cuda":

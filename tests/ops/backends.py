@@ -36,10 +36,10 @@ if importlib.util.find_spec("llvmlite") is not None and not on_gpu():
     from polarlm.engine.backends.native.launch import KernelOps, Launcher
     from polarlm.engine.backends.native.ops import NativeOps
     from polarlm.engine.jit.compile.target import levels
-    from polarlm.engine.jit.isa.x86 import Avx2, Avx512Vbmi
+    from polarlm.engine.jit.isa.x86 import Avx512Vbmi
     from polarlm.engine.jit.lang import Level
     from tests.jit import levels as some
-    from tests.jit.emulated_matrices import EmulatedAmx, EmulatedDots
+    from tests.jit.emulated_matrices import EmulatedAmx
 
     def native(level: Level, threads: int = 1) -> NativeOps:
         """The ops with kernels of a level."""
@@ -60,11 +60,9 @@ if importlib.util.find_spec("llvmlite") is not None and not on_gpu():
         return Backend(f"{level.name}-bf16", open, level)
 
     EVERY_LEVEL, SOME = [*map(_native_backend, levels())], [*map(_native_backend, some.SOME)]
-    bfloat = [level for level in levels() if level.multiplies_bfloat]
-    if not any(level.matrices for level in bfloat) and any(type(level) is Avx512Vbmi for level in levels()):
+    bfloat = [level for level in levels() if level.matrices is not None]
+    if not bfloat and any(type(level) is Avx512Vbmi for level in levels()):
         bfloat.append(EmulatedAmx())
-    if not any(level.has_bfloat_dots for level in bfloat) and any(type(level) is Avx2 for level in levels()):
-        bfloat.append(EmulatedDots())
     MATRICES = [_bfloat_backend(level) for level in bfloat]
 
 BEST = EVERY_LEVEL[-1:]  # nothing where no kernel is compiled

@@ -2,11 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 
 from polarlm.engine.backends.kv import AttentionRule
 
-BFLOAT = 2.0**-8 / 3**0.5  # the largest standard deviation, relative to a number, of rounding it to bfloat16
+
+class Rounding(NamedTuple):
+    """Functions that give the largest standard deviations of numbers that are rounded.
+
+    channels: of queries and keys (…, D); values: of values (…, D); weights: of p (H, T, S), for values (H, S, D).
+    """
+
+    channels: Callable[[np.ndarray], np.ndarray]
+    values: Callable[[np.ndarray], np.ndarray]
+    weights: Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def _words_scale(x: np.ndarray) -> np.ndarray:
+    """Of queries and keys: 46,320 is their norm, or less if a channel would exceed an int16."""
+    norm, largest = np.linalg.norm(x, axis=-1, keepdims=True), np.abs(x).max(-1, keepdims=True)
+    return np.maximum(norm / 46320, largest / 32767)
+
+
+def _words_value_scale(v: np.ndarray) -> np.ndarray:
+    """The power of two by which the largest channel is at most 4,095."""
+    return 2.0 ** np.ceil(np.log2(np.abs(v).max(-1, keepdims=True) / 4095 + 2.0**-40))
+
+
+def _words_weights(p: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """The largest weight times scale is 8,192 or more."""
+    scales = _words_value_scale(v).swapaxes(1, 2)  # (H, 1, S)
+    return (p * scales).max(-1, keepdims=True) / 8192 / scales / 12**0.5 + 1e-4 * p
+
+
+BFLOAT = Rounding(  # by at most 2⁻⁸ of a number
+    lambda x: 2.0**-8 / 6**0.5 * np.abs(x),
+    lambda v: 2.0**-8 / 3**0.5 * np.abs(v),
+    lambda p, v: 2.0**-8 / 3**0.5 * p,
+)
+WORDS = Rounding(
+    lambda x: np.broadcast_to(_words_scale(x) / 12**0.5, x.shape),
+    lambda v: np.broadcast_to(_words_value_scale(v) / 12**0.5, v.shape),
+    _words_weights,
+)
 
 
 def causal_mask(position: int, rows: int, tokens: int, window: int | None = None, sees: int = 0) -> np.ndarray:
@@ -58,10 +99,10 @@ def attention(
     return (weights @ v / total).swapaxes(0, 1).astype(np.float64)
 
 
-def bfloat_deviation(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, rule: AttentionRule
+def deviation(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, rule: AttentionRule, rounding: Rounding
 ) -> np.ndarray:
-    """The largest standard deviation of `attention` with q, k, v and the weights rounded to bfloat16: (T, H, D).
+    """The largest standard deviation of `attention` with q, k, v and the weights rounded: (T, H, D).
 
     A result o = Σ p·v / Σ p changes by Σ p · (v − o) times the relative change of each weight, and by Σ p times the
     change of each value. Those are independent for each token, but for what the rounding of the query changes in all
@@ -73,14 +114,17 @@ def bfloat_deviation(
     p = attention(q, k, identity, visible, rule).swapaxes(0, 1)  # (H, T, S)
     o = attention(q, k, v, visible, rule).swapaxes(0, 1)
     keys, values = (np.repeat(x.astype(np.float64).swapaxes(0, 1), group, axis=0) for x in (k, v))
-    scores = (BFLOAT * rule.scale) ** 2 * ((q.astype(np.float64) ** 2).swapaxes(0, 1) @ (keys**2).swapaxes(1, 2))
+    queries = q.astype(np.float64).swapaxes(0, 1)
+    of_keys, of_queries = (rounding.channels(x) ** 2 for x in (keys, queries))
+    scores = rule.scale**2 * (queries**2 @ of_keys.swapaxes(1, 2) + of_queries @ (keys**2).swapaxes(1, 2))
 
     def spread(factors: np.ndarray) -> np.ndarray:
         """Σ factors · (v − o)²."""
         return factors @ values**2 - 2 * o * (factors @ values) + o**2 * factors.sum(-1, keepdims=True)
 
-    variance = spread(p**2 * (scores + BFLOAT**2)) + (p * scores).sum(-1, keepdims=True) * spread(p)
-    return np.sqrt(np.maximum(variance + BFLOAT**2 * (p**2 @ values**2), 0)).swapaxes(0, 1)
+    of_weights = rounding.weights(p, values) ** 2
+    variance = spread(p**2 * scores) + of_weights @ values**2 + (p * scores).sum(-1, keepdims=True) * spread(p)
+    return np.sqrt(np.maximum(variance + p**2 @ rounding.values(values) ** 2, 0)).swapaxes(0, 1)
 
 
 def gated(exact: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

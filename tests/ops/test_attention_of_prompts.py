@@ -84,7 +84,8 @@ ROTATIONS = [signed_hadamard, twice_signed_hadamard, dense, None]
     "ops shape rotation sequences window",
     [
         *((backend, *case) for backend in (NUMPY, *SOME) for case in PROMPTS),
-        *((backend, *case) for backend in MATRICES for case in PROMPTS[:2] + MORE_PROMPTS),
+        *((backend, *case) for backend in MATRICES for case in PROMPTS[:2]),
+        *((backend, *case) for backend in [*BEST, *MATRICES] for case in MORE_PROMPTS),
         *((CUDA, HALVES, rotation, last_rows(20, 40), None) for rotation in ROTATIONS),
     ],
 )
@@ -234,7 +235,7 @@ def test_rows_see_up_to_the_end_of_an_image(ops: Any, window: int | None) -> Non
         replace(case, views=[replace(rows, sees=0)]).check(actual)
 
 
-@backends(*MATRICES)
+@backends(*BEST, *MATRICES)
 def test_scores_of_matrices_may_rise_steeply(ops: Any) -> None:
     """Sums are rescaled, by more than one number of a vector, and weights vanish."""
     case = prompt_case(ops, Shape(("f16", "f16"), 64, 2, 16, 0, 1), last_rows(300, 300))
@@ -315,6 +316,19 @@ def test_results_are_the_same_for_any_number_of_threads_and_any_parts(
     np.testing.assert_array_equal(case.attended(), wanted)
     monkeypatch.setattr(POOL, 8 * 2 * 64 * 128)
     np.testing.assert_array_equal(case.attended(), wanted)
+
+
+@pytest.mark.skipif(not BEST, reason="no kernel is compiled here")
+def test_levels_that_multiply_words_attend_alike() -> None:
+    shape, rotation, sequences, window = PROMPTS[0]
+    cases = [
+        with_transform(prompt_case(backend.open(), shape, sequences, window), rotation(shape.dim), is_scaled=True)
+        for backend in SOME
+        if backend.level is not None and backend.level.multiplies_words
+    ]
+    results = [case.attended() for case in cases]
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
 
 
 @backends(*BEST, *MATRICES)

@@ -117,8 +117,8 @@ class Launcher:
 
     @property
     def attends_in_bfloat(self) -> bool:
-        """Whether prompts attend by products of bfloat16: where these are faster, unless inputs have 16 exact bits."""
-        return self.input_bits != "16" and self.level.multiplies_bfloat
+        """Whether prompts attend by matrices of bfloat16: where the level has any, unless inputs have 16 exact bits."""
+        return self.input_bits != "16" and self.level.matrices is not None
 
     @property
     def runs_directly(self) -> bool:

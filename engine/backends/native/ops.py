@@ -83,8 +83,8 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
     def set_input_bits(self, bits: str) -> str:
         level = self._launch.level
         if bits == AUTO:
-            bits = "bf16" if level.multiplies_bfloat else "16"
-        is_possible = {"8": level.most_code > 0, "bf16": level.multiplies_bfloat}.get(bits, True)
+            bits = "bf16" if level.matrices is not None else "16"
+        is_possible = {"8": level.most_code > 0, "bf16": level.matrices is not None}.get(bits, True)
         self._launch.input_bits = bits if is_possible else "16"
         what = "bytes" if bits == "8" else "bfloat16"
         return "" if is_possible else f"kernels for {level.name} have no fast instructions that multiply {what}"
@@ -93,8 +93,7 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
     def inputs(self) -> str:
         level, bits = self._launch.level, self.input_bits
         limit = f" for codes of up to {level.most_code.bit_length()}, else of 16" if level.most_code < 255 else ""
-        rounded = "attention of prompts" if level.matrices is None else "many rows"
-        of_bits = {"8": f"8 bits{limit}", "bf16": f"16 bits, {rounded} of bfloat16"}
+        of_bits = {"8": f"8 bits{limit}", "bf16": "16 bits, many rows of bfloat16"}
         return f"inputs of {of_bits.get(bits, '16 bits')}"
 
     def warm_up(self) -> WarmUp:

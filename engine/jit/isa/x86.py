@@ -316,10 +316,6 @@ class _Bfloat16(Avx512Vbmi):
 
     needs = (*Avx512Vbmi.needs, "avx512bf16")
 
-    def dot2_bfloat(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
-        pairs = [side.bits(vector(BF16, 32)) for side in (a, b)]
-        return e.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, *pairs)
-
     def to_bfloat(self, e: Emitter, low: Value, high: Value) -> Value:
         both = e.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(BF16, 32), high, low)
         return both.bits(vector(I16, 32))
@@ -335,7 +331,6 @@ class Avx512Zen(_Bfloat16):
 
     name = "avx512-zen"
     needs = (*_Bfloat16.needs, "sse4a")
-    has_bfloat_dots = True
     unpacks_first = True
     halves_products = True
     near_rows = 2

@@ -108,15 +108,8 @@ class Level:
     """Whether sums of words cost so little that half as many products, of sums, are faster (Winograd)."""
     matrices: Matrices | None = None
     """Registers that hold matrices, and are multiplied by one instruction; None if the level has none."""
-    has_bfloat_dots = False
-    """Whether `dot2_bfloat` takes less time than two multiply-adds of float32."""
     wide_tables = False
     """Whether one instruction looks up 64 bytes in a table of 64 or 128. It ignores higher bits of the index."""
-
-    @property
-    def multiplies_bfloat(self) -> bool:
-        """Whether products of matrices of bfloat16 are faster than of float32."""
-        return self.matrices is not None or self.has_bfloat_dots
 
     @property
     def features(self) -> str:
@@ -178,13 +171,6 @@ class Level:
     def split_end(self, e: Any, sums: Values) -> list[Value]:
         """Both sums, int32."""
         return list(sums)
-
-    def dot2_bfloat(self, e: Any, total: Value, a: Value, b: Value) -> Value:
-        """total + Σ a · b over the 2 bfloat16 of each int32 lane, in float32. Subnormal numbers may count as 0."""
-        for shift in (0, 16):
-            x, y = ((side << 16 - shift & -65536).bits(total.type) for side in (a, b))
-            total = e.fma(x, y, total)
-        return total
 
     def to_bfloat(self, e: Any, low: Value, high: Value) -> Value:
         """Two vectors of float32 (n,) → the nearest bfloat16 (2 n,), ties to even, as int16: low's, then high's."""

@@ -9,11 +9,13 @@ import pytest
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
+from polarlm.engine.backends.native.kernels.attention.bfloat_matrices import BFLOAT
 from polarlm.engine.backends.native.kernels.attention.matrix_prompts import attend_by_matrices
 from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_prompt
 from polarlm.engine.backends.native.kernels.attention.steps import Attention
 from polarlm.engine.backends.native.kernels.attention.steps import attend as attend_step
 from polarlm.engine.backends.native.kernels.attention.unit import Prompt
+from polarlm.engine.backends.native.kernels.attention.word_matrices import WORDS
 from polarlm.engine.backends.native.kernels.encode import encode
 from polarlm.engine.backends.native.kernels.encode.unit import Encoding
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs, inputs_for, splits
@@ -125,7 +127,7 @@ def test_loops_over_floats(kernel: str, level: Level) -> None:
 @in_turn("level", [level for level in X86 if level.matrices is not None])
 def test_weights_are_computed_between_products(level: Level) -> None:
     """Of 16 queries and 64 keys in a turn, in registers."""
-    text = assembly(attend_by_matrices(Prompt(64)), level)
+    text = assembly(attend_by_matrices(BFLOAT, Prompt(64)), level)
     _, *weights, _ = text.split("vscalefps")
     assert len(weights) == 63
     assert not any("%rsp" in line for part in weights for line in part.splitlines() if "%zmm" in line)
@@ -134,12 +136,16 @@ def test_weights_are_computed_between_products(level: Level) -> None:
     assert text.count("tdpbf16ps") == 2 * (8 + 10)
 
 
-@in_turn("level", [level for level in X86 if level.has_bfloat_dots])
-def test_dot_products_of_bfloat16(level: Level) -> None:
-    """For 8 rows of scores and 32 keys a loop has 16, two loads of pairs and eight of queries; so for values."""
-    loop = Loop(attend_by_matrices(Prompt(64)), level, share_of="vdpbf16ps")
-    assert loop.count("vdpbf16ps") == 16
-    assert len(loop) <= 16 + 2 + 8 + 6
+@in_turn("level", [level for level in X86 if level.multiplies_words])
+def test_attention_of_prompts_multiplies_words(level: Level) -> None:
+    """Of 8 rows and 32 keys, or of 4 and 16 where there are 16 registers: of each two pairs a product a register of
+    sums, a load of each register of pairs and one of each query."""
+    loop = Loop(attend_by_matrices(WORDS, Prompt(64)), level, share_of=OF_WORDS[level.name])
+    registers = 2 if level.has_room else 16 // level.lanes
+    rows = 8 if level.has_room else 4
+    assert loop.count(OF_WORDS[level.name]) == 2 * rows * registers
+    own = 1 if level.most_code == 255 else 2  # with an addition each
+    assert len(loop) <= 2 * (own * rows * registers + registers + rows) + 8
     assert loop.on_stack == 0
 
 

@@ -1,4 +1,4 @@
-"""Attention of prompts, whose quantized blocks are decoded first, to float32 or to matrices of bfloat16, and the ops of
+"""Attention of prompts, whose quantized blocks are decoded first, to float32 or to matrices of 16 bits, and the ops of
 encoders."""
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from polarlm.engine.backends.kv import AttentionRule, HeadRule, KVLocation, Rope
 from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, HeadOps
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels.attention import matrices
-from polarlm.engine.backends.native.kernels.attention.matrices import MatrixArguments, to_matrices
-from polarlm.engine.backends.native.kernels.attention.matrix_prompts import (
-    MatrixSegment,
-    attend_by_matrices,
-    most_queries,
-)
+from polarlm.engine.backends.native.kernels.attention.bfloat_matrices import BFLOAT
+from polarlm.engine.backends.native.kernels.attention.matrices import MatrixArguments, MatrixFormat, to_matrices
+from polarlm.engine.backends.native.kernels.attention.matrix_prompts import attend_by_matrices, most_queries
+from polarlm.engine.backends.native.kernels.attention.matrix_unit import MatrixSegment
 from polarlm.engine.backends.native.kernels.attention.prompts import (
     PromptArguments,
     Segment,
@@ -26,6 +24,7 @@ from polarlm.engine.backends.native.kernels.attention.prompts import (
     attend_to_texts,
 )
 from polarlm.engine.backends.native.kernels.attention.unit import KEYS, MOST_QUERIES, Prompt, supports
+from polarlm.engine.backends.native.kernels.attention.word_matrices import WORDS
 from polarlm.engine.backends.native.kernels.rows import LayerNormArguments, layer_norm_rows
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.launch import KernelOps, LaunchSpec
@@ -63,10 +62,11 @@ class PromptOps(KernelOps):
         oldest = max(0, span.position - (rule.window or NO_WINDOW) + 1)
         parts = _parts(cache, span, oldest)
         sink, (first, *others) = _full_segments(cache, span, oldest, max(span.position + len(q), span.sees + 1))
-        launch = self._launcher(q, out, cache.format.kv_heads, span, rule)
+        matrix_format = self._matrix_format(q.shape[2])
+        launch = self._launcher(matrix_format, q, out, cache.format.kv_heads, span, rule)
         for number, (stored, start, ids) in enumerate(parts):
             is_last = number == len(parts) - 1
-            decoded = self._decoded(stored, ids, start, self._matrix_queries(q.shape[2]) > 0)
+            decoded = self._decoded(stored, ids, start, matrix_format)
             segments = [decoded, *sink, first] if is_last else [decoded]
             launch(segments, is_first=number == 0, is_last=is_last and not others)
         if not parts:
@@ -105,23 +105,29 @@ class PromptOps(KernelOps):
         return out
 
     def _launcher(
-        self, q: np.ndarray, out: np.ndarray, kv_heads: int, span: SpanView, rule: AttentionRule
+        self,
+        format: MatrixFormat | None,
+        q: np.ndarray,
+        out: np.ndarray,
+        kv_heads: int,
+        span: SpanView,
+        rule: AttentionRule,
     ) -> Callable[..., None]:
         """A function that lets the rows of q (T, H, D) of a span attend to segments."""
         (rows, heads, dim), window, transform = q.shape, rule.window or NO_WINDOW, rule.transform
-        group, matrix_queries = heads // kv_heads, self._matrix_queries(dim)
-        tile = self._tile(rows, group, kv_heads, matrix_queries or MOST_QUERIES)
+        group = heads // kv_heads
+        tile = self._tile(rows, group, kv_heads, MOST_QUERIES if format is None else most_queries(format, dim))
         inverse = NO_ROTATION if transform is None else transform.inverse
         scale_back = None if transform is None else transform.scale_back
         spec = Prompt(
             dim, scale_back is not None, inverse.order, rule.softcap is not None, rule.sink_scores is not None
         )
-        row_max, row_sum = (np.empty((rows, heads, n), np.float32) for n in (1, 16 if matrix_queries else 1))
+        row_max, row_sum = (np.empty((rows, heads, n), np.float32) for n in (1, 1 if format is None else 16))
 
         def launch(segments: Sequence[AnySegment], *, is_first: bool, is_last: bool) -> None:
             conversions = list[LaunchSpec]()
-            if matrix_queries:
-                segments = [self._as_matrices(segment, kv_heads, dim, conversions) for segment in segments]
+            if format is not None:
+                segments = [self._as_matrices(segment, format, (kv_heads, dim), conversions) for segment in segments]
             arguments = PromptArguments(
                 q=q,
                 out=out,
@@ -145,40 +151,46 @@ class PromptOps(KernelOps):
                 scale=rule.scale,
                 softcap=rule.softcap or 0.0,
             )
-            kernel = attend_by_matrices(spec) if matrix_queries else attend(spec)
+            kernel = attend(spec) if format is None else attend_by_matrices(format, spec)
             self._launch.launch_all([*conversions, (kernel, -(-rows // tile) * kv_heads, arguments, 1)])
 
         return launch
 
-    def _matrix_queries(self, dim: int) -> int:
-        """The most queries of a unit whose products are of matrices; 0 where they are of float32."""
-        return most_queries(dim) if self._launch.attends_in_bfloat else 0
+    def _matrix_format(self, dim: int) -> MatrixFormat | None:
+        """Of the matrices whose products prompts attend by; None where products are of float32."""
+        launch = self._launch
+        format = BFLOAT if launch.attends_in_bfloat else WORDS if launch.level.multiplies_words else None
+        return format if format is not None and most_queries(format, dim) else None
 
-    def _as_matrices(self, segment: AnySegment, kv_heads: int, dim: int, launches: list[LaunchSpec]) -> MatrixSegment:
+    def _as_matrices(
+        self, segment: AnySegment, format: MatrixFormat, shape: tuple[int, int], launches: list[LaunchSpec]
+    ) -> MatrixSegment:
         """The matrices of a segment, after the launch that is added."""
         if isinstance(segment, MatrixSegment):
             return segment
         k, v, head_stride, start, tokens = segment
-        made = self._matrices(kv_heads, dim, start, tokens)
+        (kv_heads, dim), made = shape, self._matrices(format, shape, start, tokens)
         arguments = MatrixArguments(
             k=k, v=v, keys=made.keys, values=made.values, head_stride=head_stride, tokens=tokens
         )
-        launches.append((to_matrices(dim), kv_heads * -(-tokens // matrices.KEYS), arguments, 0))
+        launches.append((to_matrices(format, dim), kv_heads * -(-tokens // matrices.KEYS), arguments, 0))
         return made
 
-    def _matrices(self, kv_heads: int, dim: int, start: int, tokens: int) -> MatrixSegment:
-        """A segment of uninitialized matrices."""
-        tiles, sizes = -(-tokens // matrices.KEYS), (matrices.key_bytes(dim), matrices.value_bytes(dim))
+    def _matrices(self, format: MatrixFormat, shape: tuple[int, int], start: int, tokens: int) -> MatrixSegment:
+        """A segment of uninitialized matrices. shape: K, D."""
+        (kv_heads, dim), tiles = shape, -(-tokens // matrices.KEYS)
+        sizes = format.key_bytes(dim), format.value_bytes(dim)
         keys, values = (self._launch.empty((kv_heads, tiles * size), np.uint8) for size in sizes)
         return MatrixSegment(keys, values, keys.strides[0], values.strides[0], start, tokens)
 
-    def _decoded(self, cache: TileCache, ids: np.ndarray, start: int, as_matrices: bool) -> AnySegment:
+    def _decoded(self, cache: TileCache, ids: np.ndarray, start: int, matrix_format: MatrixFormat | None) -> AnySegment:
         """The segment of the quantized blocks `ids`, whose first token has position `start`."""
         format, tokens = cache.format, len(ids) * cache.format.block_size
-        if not as_matrices or cache.matrix_decoding is None:
+        decoding = None if matrix_format is None else cache.matrix_decoding(matrix_format)
+        if matrix_format is None or decoding is None:
             return _segment(self.decode_to_float(cache, ids), start, tokens)
-        made = self._matrices(format.kv_heads, format.head_dim, start, tokens)
-        kernel, arguments = cache.matrix_decoding
+        made = self._matrices(matrix_format, (format.kv_heads, format.head_dim), start, tokens)
+        kernel, arguments = decoding
         arguments = arguments._replace(ids=ids, k=made.keys, v=made.values, count=len(ids))
         self._launch(kernel, format.kv_heads * len(ids), arguments)
         return made

@@ -12,7 +12,7 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import EncodedTiles, KeyTiles, Tiles, ValueTiles, tiles
-from polarlm.engine.backends.native.kernels.attention.matrices import KEYS
+from polarlm.engine.backends.native.kernels.attention.matrices import KEYS, MatrixFormat
 from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments, Decoding, decode
 from polarlm.engine.backends.native.kernels.encode.paths import path_tables
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, TABLES, Block, EncodeArguments
@@ -181,20 +181,19 @@ class TileCache(LayerCache):
         """The kernel that decodes blocks, and its arguments without the blocks and what they are decoded to."""
         return decode(self._decoding_spec), self._decoding_arguments
 
-    @cached_property
-    def matrix_decoding(self) -> tuple[Kernel[DecodeArguments], DecodeArguments] | None:
-        """The same of the kernel that decodes blocks to matrices; None if there is none."""
+    def matrix_decoding(self, matrices: MatrixFormat) -> tuple[Kernel[DecodeArguments], DecodeArguments] | None:
+        """The same of the kernel that decodes blocks to matrices of a format; None if there is none."""
         if self.format.block_size % KEYS:
             return None
-        kernel = decode(self._decoding_spec, as_matrices=True)
+        kernel = decode(self._decoding_spec, matrices)
         return (kernel, self._decoding_arguments) if kernel.scratch <= SCRATCH else None
 
-    @property
+    @cached_property
     def _decoding_spec(self) -> Decoding:
         format = self.format
         return Decoding(self.key_tiles, self.value_tiles, format.mean_bits, format.block_size, format.head_dim)
 
-    @property
+    @cached_property
     def _decoding_arguments(self) -> DecodeArguments:
         keys, values = self.memory
         read = {name: x.ctypes.data for name, x in {"keys": keys, "values": values, **self.mean}.items()}

@@ -1,48 +1,39 @@
-"""Keys and values of prompts as the right matrices of products of bfloat16.
+"""Keys and values of prompts as the right matrices of products.
 
-A right matrix is bfloat16 (16, 16, 2). For S tokens of a head, rounded up to a multiple of KEYS, there are
-
-    keys    (S / 16, D / 32 rounded up, 16, 16, 2)    16 pairs of channels, 16 tokens
-    values  (S / 32, D / 16, 16, 16, 2)               16 pairs of tokens, 16 channels
-
-with zeros for channels beyond D and for tokens beyond the last one.
+S tokens of a head, rounded up to a multiple of KEYS, are tiles of KEYS of them, with zeros for tokens beyond the last
+one. What a tile is made of says its `MatrixFormat`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.jit.lang import F32, I32, Emitter, Kernel, Matrices, Value, vector
+from polarlm.engine.jit.lang import F32, Emitter, Kernel, Value, vector
 from polarlm.engine.jit.lang.records import Int64, Pointer
 
 KEYS = 64  # tokens of a tile
-STEP = 32  # tokens of a left matrix of weights, and of a right matrix of values
-MATRIX = 1024  # bytes
+STEP = 32  # inputs of a matrix
+MATRIX = 1024  # bytes: 16 rows or columns of 32 inputs
 _F16 = vector(F32, 16)
-_IN_TURN = [lane // 2 + lane % 2 * 16 for lane in range(32)]  # lanes of two halves of a vector in turn
 
 
-def key_matrices(dim: int) -> int:
-    """Matrices of the keys of 16 tokens."""
-    return -(-dim // 32)
+class MatrixFormat:
+    """Numbers of 16 bits that the queries, keys and values of a head of D channels become, a multiple of 16."""
 
+    name: str
 
-def value_matrices(dim: int) -> int:
-    """Matrices of the values of STEP tokens."""
-    return dim // 16
+    def key_bytes(self, dim: int) -> int:
+        """Bytes of the keys of a tile."""
+        raise NotImplementedError
 
+    def value_bytes(self, dim: int) -> int:
+        """Bytes of the values of a tile."""
+        raise NotImplementedError
 
-def key_bytes(dim: int) -> int:
-    """Bytes of the keys of a tile."""
-    return KEYS // 16 * key_matrices(dim) * MATRIX
-
-
-def value_bytes(dim: int) -> int:
-    """Bytes of the values of a tile."""
-    return KEYS // STEP * value_matrices(dim) * MATRIX
+    def write_tile(self, e: Emitter, dim: int, sides: tuple[Value, Value], targets: tuple[Value, Value]) -> None:
+        """Sides k, v (KEYS, D) float32 → a tile's keys and values."""
+        raise NotImplementedError
 
 
 class MatrixArguments(NamedTuple):
@@ -55,7 +46,7 @@ class MatrixArguments(NamedTuple):
 
 
 @cache
-def to_matrices(dim: int) -> Kernel[MatrixArguments]:
+def to_matrices(format: MatrixFormat, dim: int) -> Kernel[MatrixArguments]:
     """k, v (K, ≥ tokens, D) float32 → the matrices of each head's keys and values; one unit per KV head and tile.
 
     head_stride: bytes from head to head of k and of v. D is a multiple of 16.
@@ -73,20 +64,10 @@ def to_matrices(dim: int) -> Kernel[MatrixArguments]:
                 for source, target in sides:
                     _pad(e, source, target, left * row_bytes, side_bytes)
             k, v = (e.select(left < KEYS, padded, own) for own, padded in sides)
-            write_tile(e, dim, (k, v), (args.keys + unit * key_bytes(dim), args.values + unit * value_bytes(dim)))
+            targets = args.keys + unit * format.key_bytes(dim), args.values + unit * format.value_bytes(dim)
+            format.write_tile(e, dim, (k, v), targets)
 
-    return Kernel(f"to_matrices_{dim}", emit, MatrixArguments, scratch=2 * side_bytes)
-
-
-@contextmanager
-def registers(e: Emitter) -> Iterator[None]:
-    """What the context emits may use the registers of matrices that the level has, if it has any."""
-    matrices: Matrices | None = e.level.matrices
-    if matrices is not None:
-        matrices.begin(e)
-    yield
-    if matrices is not None:
-        matrices.end(e)
+    return Kernel(f"to_matrices_{format.name}_{dim}", emit, MatrixArguments, scratch=2 * side_bytes)
 
 
 def _pad(e: Emitter, source: Value, target: Value, nbytes: Value, size: int) -> None:
@@ -95,37 +76,3 @@ def _pad(e: Emitter, source: Value, target: Value, nbytes: Value, size: int) -> 
         e.store(e.load(source + at, _F16), target + at)
     with e.loop(nbytes, size, 64) as at:
         e.store(e.zero(_F16), target + at)
-
-
-def channels(e: Emitter, row: Value, first: int, dim: int, factor: Value | None = None) -> Value:
-    """32 channels of a row (D,) float32 from `first` on, times factor → bfloat16; those beyond D are 0."""
-    parts = [e.load(row, _F16, 4 * at) if at < dim else e.zero(_F16) for at in (first, first + 16)]
-    low, high = (part if factor is None else part * factor for part in parts)
-    return e.level.to_bfloat(e, low, high)
-
-
-def write_tile(e: Emitter, dim: int, sides: tuple[Value, Value], targets: tuple[Value, Value]) -> None:
-    """Sides k, v (KEYS, D) float32 → the matrices of a tile."""
-    _write_keys(e, dim, sides[0], targets[0])
-    _write_values(e, dim, sides[1], targets[1])
-
-
-def _write_keys(e: Emitter, dim: int, k: Value, keys: Value) -> None:
-    with e.loop(0, KEYS // 16) as group:
-        rows = [k + group * (64 * dim) + 4 * dim * i for i in range(16)]
-        for number in range(key_matrices(dim)):
-            pairs = [channels(e, row, 32 * number, dim).bits(vector(I32, 16)) for row in rows]
-            target = keys + (group * key_matrices(dim) + number) * MATRIX
-            for i, tokens in enumerate(e.transpose(pairs)):
-                e.store(tokens, target, 64 * i)
-
-
-def _write_values(e: Emitter, dim: int, v: Value, values: Value) -> None:
-    for step in range(KEYS // STEP):
-        with e.loop(0, STEP // 2) as pair:
-            row = v + pair * (8 * dim)
-            for number in range(value_matrices(dim)):
-                low, high = (e.load(row, _F16, 4 * dim * (STEP * step + i) + 64 * number) for i in range(2))
-                both = e.level.to_bfloat(e, low, high)
-                target = values + pair * 64
-                e.store(e.shuffle(both, both, _IN_TURN), target, MATRIX * (value_matrices(dim) * step + number))

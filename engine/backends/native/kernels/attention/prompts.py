@@ -9,7 +9,8 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
-from polarlm.engine.backends.native.kernels.attention import matrices
+from polarlm.engine.backends.native.kernels.attention.matrices import KEYS as MATRIX_KEYS
+from polarlm.engine.backends.native.kernels.attention.matrices import MatrixFormat
 from polarlm.engine.backends.native.kernels.attention.unit import KEYS, Prompt, Unit, arrays
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Value, vector
@@ -239,10 +240,10 @@ class DecodeArguments(NamedTuple):
 
 
 @cache
-def decode(spec: Decoding, *, as_matrices: bool = False) -> Kernel[DecodeArguments]:
+def decode(spec: Decoding, matrices: MatrixFormat | None = None) -> Kernel[DecodeArguments]:
     """Blocks `ids` (count,) int64 → k, v (K, count, N, D) float32, keys with block means; one unit per KV head, block.
 
-    With as_matrices k, v are the `matrices` of each head. N is a multiple of their tokens then.
+    matrices: the format of the matrices of each head that k, v are then. N is a multiple of their tokens.
 
     keys, values: tiles (K, blocks), key_stride and value_stride bytes from head to head, key_bytes and
     value_bytes from block to block. mean, mean_scale (K, blocks, …): the block means.
@@ -253,7 +254,7 @@ def decode(spec: Decoding, *, as_matrices: bool = False) -> Kernel[DecodeArgumen
     def emit(e: Emitter, args: DecodeArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             head, block = unit // args.count, e.load(args.ids + unit % args.count * 8, I64)
-            if as_matrices:
+            if matrices is not None:
                 key, value = scratch + nbytes, scratch + 2 * nbytes
             else:
                 key, value = args.k + unit * nbytes, args.v + unit * nbytes
@@ -270,15 +271,15 @@ def decode(spec: Decoding, *, as_matrices: bool = False) -> Kernel[DecodeArgumen
                         e.store(e.load(row, kind, 4 * first) + e.load(scratch, kind, 4 * first), row, 4 * first)
             tile = args.values + (head * args.value_stride + block * args.value_bytes)
             spec.values.emit_decode(e, tile, value, scratch)
-            if as_matrices:
-                for number in range(n // matrices.KEYS):
-                    tile = unit * (n // matrices.KEYS) + number
+            if matrices is not None:
+                for number in range(n // MATRIX_KEYS):
+                    tile = unit * (n // MATRIX_KEYS) + number
                     targets = args.k + tile * matrices.key_bytes(dim), args.v + tile * matrices.value_bytes(dim)
-                    offset = 4 * dim * matrices.KEYS * number
+                    offset = 4 * dim * MATRIX_KEYS * number
                     matrices.write_tile(e, dim, (key + offset, value + offset), targets)
 
-    name = f"{spec.name}{'_matrices' * as_matrices}"
-    return Kernel(name, emit, DecodeArguments, scratch=nbytes * (3 if as_matrices else 1))
+    name = spec.name if matrices is None else f"{spec.name}_{matrices.name}"
+    return Kernel(name, emit, DecodeArguments, scratch=nbytes * (1 if matrices is None else 3))
 
 
 def _mean(e: Emitter, spec: Decoding, mean: Value, scale: Value, out: Value) -> None:
