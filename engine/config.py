@@ -182,6 +182,13 @@ class EngineConfig(Settings):
         "--no-calibration",
         help="do not calibrate on a short text; round keys and values to the nearest codes",
     )
+    encoding: str | None = setting(
+        None,
+        "--encoding",
+        metavar="FILE|URL",
+        help="take calibration and scales from what polarlm fit --write has written: engines with the same file share "
+        "sessions and tiers; without it, the file beside the weights, if there is one",
+    )
     threads: int = setting(
         0,
         "-t",

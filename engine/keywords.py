@@ -27,6 +27,7 @@ class EngineKeywords(TypedDict, total=False):
     state_cache: str | None
     key_conditioning: bool
     calibration: bool
+    encoding: str | None
     threads: int
     tile_cache: str | None
     expert_cache: str | None

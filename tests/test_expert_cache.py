@@ -30,7 +30,7 @@ from polarlm.engine.loading.fit import DeviceFit, advise, fit_weights
 from polarlm.engine.loading.placement import experts as placed_experts
 from polarlm.engine.loading.placement.experts import ExpertPlan, expert_plan, fitting_bytes
 from polarlm.engine.loading.placement.request import PlacementRequest, Sizes, request_from_bytes, request_from_source
-from polarlm.engine.model.kv_scales import Variances
+from polarlm.engine.quantization.conditioning import Scale
 from polarlm.engine.quantization.statistics import neutral
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
@@ -149,11 +149,12 @@ def test_experts_of_one_token_have_to_fit(tmp_path: Path, memory: Callable[[int]
 @pytest.mark.parametrize(("kv_heads", "head_dim", "layers"), [(8, 64, 4), (16, 128, 2)])
 def test_what_fitting_the_cache_takes_is_counted(kv_heads: int, head_dim: int, layers: int) -> None:
     one = LayerShape(codecs.get("ring4"), codecs.get("ring3.5"), kv_heads, head_dim, 8)
-    shape, ones = CacheShape(64, (one,) * layers), np.ones((kv_heads, head_dim))
+    shape = CacheShape(64, (one,) * layers)
+    scale = Scale(np.ones((kv_heads, head_dim), np.float32), np.ones(kv_heads, np.float32))
     statistics = {layer: neutral(kv_heads, head_dim, 64) for layer in range(layers)}
     end_of_compilation()
     tracemalloc.start()
-    encode_layers(FULL_ENCODING, shape, [Variances(ones, ones)] * layers, statistics)
+    encode_layers(FULL_ENCODING, shape, [scale] * layers, statistics)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < fitting_bytes(shape) < 1.5 * most

@@ -108,7 +108,13 @@ ROOMS["cli.flags"] = {"config", "errors"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["cli.sources"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
-ROOMS["loading.fitting"] = ROOMS["loading.calibration"] | {"loading.calibration", "loading.encoding"}
+ROOMS["loading.encoding_file"] = ROOMS["loading.calibration"] | {
+    "loading.calibration",
+    "loading.encoding",
+    "storage.files",
+    "storage.objects",
+}
+ROOMS["loading.fitting"] = ROOMS["loading.encoding_file"] | {"loading.encoding_file"}
 ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
 ROOMS["loading.placement"] = ROOMS["loading.sizes"] | {"backends.select", "loading.sizes"}
 ROOMS["loading.checks"] = {
@@ -134,6 +140,7 @@ ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "loading.parts",
     "backends.select",
     "loading.placement",
+    "loading.encoding_file",
     "loading.fitting",
     "cli.progress",
     "loading.warm_up",

@@ -17,6 +17,7 @@ from polarlm.engine.backends.select import select, with_host, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
+from polarlm.engine.loading import encoding_file
 from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
 from polarlm.engine.loading.fitting import load_or_fit
 from polarlm.engine.loading.parts import Parts, fit_line, start_line
@@ -308,7 +309,10 @@ def _store(
         return KVStore(ops, plan, [])
     tokenizer = source.tokenizer if is_calibrated(config, plan.shape) else None
     say = verbose or (lambda sentence: None)
-    is_shown = verbose is not None and tokenizer is not None
+    given = None
+    if encoding == FULL_ENCODING and config.calibration and config.key_conditioning:
+        given = encoding_file.find(config.encoding, source.path, ops, source.config, weights, config.block_size, say)
+    is_shown = verbose is not None and tokenizer is not None and given is None
     with progress_bar(is_shown, desc="Fitting the KV cache", bar_format=SHARE) as bar:
-        encodings = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, say, amounts(bar))
+        encodings = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, given, say, amounts(bar))
         return KVStore(ops, plan, *encodings)

@@ -69,6 +69,8 @@ def _check_values(config: EngineConfig) -> None:
             f"spec_type={DRAFT_MODEL}: there is no draft model; give one with model_draft",
             settings=("spec_type", "model_draft"),
         )
+    if config.encoding is not None and not (config.calibration and config.key_conditioning):
+        raise _wrong("encoding", config, "leave it out, or calibration=False and key_conditioning=False")
     if config.kept_sequences < 0:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
     for setting in ("kv_memory", "state_cache", "cache_disk", "cache_ram", "tile_cache", "expert_cache"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.model.kv_scales import Variances, scale
-from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.quantization.metric import key_metric, remove_feedback, remove_tilt, split_layers, value_metric
 from polarlm.engine.quantization.statistics import LayerStatistics, smoothing
 from polarlm.engine.state.layer_shapes import LayerShape
@@ -32,38 +32,45 @@ NO_ENCODING: tuple[Conditioning, Metrics] = Conditioning(), (None, None)  # for 
 LayerEncodings = tuple[list[Conditioning], list[Metrics]]  # one of each for every layer
 
 
+def layer_scale(
+    size: Variances, statistics: LayerStatistics | None, is_centred: bool, encoding: Encoding = FULL_ENCODING
+) -> Scale:
+    """Return the scale of a layer with keys and values of this size. is_centred: whether blocks of keys are stored
+    without their mean; then they are smoothed, if there are statistics."""
+    is_smooth = is_centred and encoding.smoothing
+    return scale(size, smoothing(statistics) if statistics is not None and is_smooth else None)
+
+
 def encode_layer(
-    encoding: Encoding, layer: LayerShape, sizes: Sequence[Variances], statistics: Sequence[LayerStatistics]
+    encoding: Encoding, layer: LayerShape, scales: Sequence[Scale], statistics: Sequence[LayerStatistics]
 ) -> list[tuple[Conditioning, Metrics]]:
-    """Return how layers of one shape encode keys and values. sizes: the variances of each; statistics: of each, or
-    none. All metrics are computed together: they take hundreds of small steps, however many layers there are."""
+    """Return how layers of one shape encode keys and values. scales, statistics: of each, or no statistics. All metrics
+    are computed together: they take hundreds of small steps, however many layers there are."""
     rotations = layer.codec_k.rotation(layer.head_dim), layer.codec_v.rotation(layer.head_dim)
-    is_smooth = bool(statistics) and layer.mean_bits > 0 and encoding.smoothing
-    smooth = [smoothing(one) for one in statistics] if is_smooth else [None] * len(sizes)
-    conditioning = [Conditioning(*rotations, scale(size, s)) for size, s in zip(sizes, smooth, strict=True)]
+    conditioning = [Conditioning(*rotations, one) for one in scales]
     if not statistics:
         return [(one, (None, None)) for one in conditioning]
     metrics = _metrics(encoding, layer, conditioning, statistics)
-    sides = [[None] * len(sizes) if metric is None else split_layers(metric, len(sizes)) for metric in metrics]
+    sides = [[None] * len(scales) if metric is None else split_layers(metric, len(scales)) for metric in metrics]
     return [(one, (k, v)) for one, k, v in zip(conditioning, *sides, strict=True)]
 
 
 def encode_layers(
-    encoding: Encoding, shape: CacheShape, sizes: Sequence[Variances | None], statistics: Mapping[int, LayerStatistics]
+    encoding: Encoding, shape: CacheShape, scales: Sequence[Scale | None], statistics: Mapping[int, LayerStatistics]
 ) -> LayerEncodings:
-    """Return how all layers encode keys and values. sizes: the variances of each, None without K/V. statistics: of all
-    with K/V, or none."""
-    by_shape: dict[LayerShape, dict[int, Variances]] = {}
-    for number, size in enumerate(sizes):
-        if size is not None:
-            by_shape.setdefault(shape.kv_layers[number], {})[number] = size
+    """Return how all layers encode keys and values. scales: of each, None without K/V. statistics: of all with K/V, or
+    none."""
+    by_shape: dict[LayerShape, dict[int, Scale]] = {}
+    for number, one in enumerate(scales):
+        if one is not None:
+            by_shape.setdefault(shape.kv_layers[number], {})[number] = one
     encodings: dict[int, tuple[Conditioning, Metrics]] = {}
     for layer, group in by_shape.items():
         group_statistics = [statistics[number] for number in group if number in statistics]
         encodings |= dict(
             zip(group, encode_layer(encoding, layer, list(group.values()), group_statistics), strict=True)
         )
-    conditioning, metrics = zip(*(encodings.get(number, NO_ENCODING) for number in range(len(sizes))), strict=True)
+    conditioning, metrics = zip(*(encodings.get(number, NO_ENCODING) for number in range(len(scales))), strict=True)
     return list(conditioning), list(metrics)
 
 

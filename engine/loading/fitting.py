@@ -11,7 +11,8 @@ import numpy as np
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import kept_arrays
 from polarlm.engine.loading.calibration import TOKENS, Progress, can_calibrate, load_or_calibrate, text_ids
-from polarlm.engine.loading.encoding import NO_ENCODING, Encoding, LayerEncodings, encode_layers
+from polarlm.engine.loading.encoding import NO_ENCODING, Encoding, LayerEncodings, encode_layers, layer_scale
+from polarlm.engine.loading.encoding_file import ModelEncoding
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.kv_scales import variances
@@ -34,28 +35,52 @@ def load_or_fit(
     weights: ModelWeights,
     shape: CacheShape,
     tokenizer: Tokenizer | None,
+    given: ModelEncoding | None,
     say: Callable[[str], None],
     progress: Progress = lambda done, total: None,
 ) -> LayerEncodings:
     """Return how every layer stores keys and values, with scales from the weights, and smoothing and error metrics from
     a calibration: as kept in the user's cache folder, or else computed now and kept there. tokenizer: None leaves the
-    calibration out; what is left takes too little time to be kept."""
+    calibration out; what is left takes too little time to be kept. given: an encoding with calibration and scales."""
     ids = [] if tokenizer is None else text_ids(tokenizer, min(TOKENS, config.max_context))
     # A calibration on too short a text says so at every start.
     is_kept = can_calibrate(ids, shape.block_size)
+    origin = fingerprint(ops, config, weights) if given is None else given.digest
     layers = [(number, one.codec_k.name, one.codec_v.name, one.mean_bits) for number, one in shape.kv_layers.items()]
-    key = kept_arrays.digest_key(_FORMAT, encoding, shape.block_size, layers, ids, fingerprint(ops, config, weights))
+    key = kept_arrays.digest_key(_FORMAT, encoding, shape.block_size, layers, ids, origin)
     if is_kept and (arrays := kept_arrays.read(_KIND, key)) is not None:
         return _unpack(shape, arrays)
     statistics: Mapping[int, LayerStatistics] = {}
-    if tokenizer is not None:
+    if tokenizer is not None and given is not None:
+        statistics = given.statistics
+    elif tokenizer is not None:
         statistics = load_or_calibrate(ops, config, weights, ids, shape.block_size, say, progress)
-    centred = {layer for layer, one in shape.kv_layers.items() if one.mean_bits}
-    block_sizes = [shape.block_size if layer in centred else None for layer in range(len(shape.layers))]
-    encodings = encode_layers(encoding, shape, variances(ops, config, weights, block_sizes), statistics)
+    scales = _scales(encoding, ops, config, weights, shape, statistics, given)
+    encodings = encode_layers(encoding, shape, scales, statistics)
     if is_kept:  # if it cannot be kept, neither can the calibration, which has said so
         kept_arrays.write(_KIND, key, _pack(*encodings), lambda sentence: None)
     return encodings
+
+
+def _scales(
+    encoding: Encoding,
+    ops: Ops,
+    config: ModelConfig,
+    weights: ModelWeights,
+    shape: CacheShape,
+    statistics: Mapping[int, LayerStatistics],
+    given: ModelEncoding | None,
+) -> list[Scale | None]:
+    """Return the scale of every layer; None for one without K/V."""
+    centred = {layer: one.mean_bits > 0 for layer, one in shape.kv_layers.items()}
+    numbers = range(len(shape.layers))
+    if given is not None:
+        return [given.scales[number][centred[number]] if number in centred else None for number in numbers]
+    sizes = variances(ops, config, weights, [shape.block_size if centred.get(number) else None for number in numbers])
+    return [
+        None if size is None else layer_scale(size, statistics.get(number), centred[number], encoding)
+        for number, size in enumerate(sizes)
+    ]
 
 
 def _pack(conditioning: Sequence[Conditioning], metrics: Sequence[Metrics]) -> dict[str, np.ndarray]:

@@ -20,7 +20,6 @@ from polarlm.engine.loading.sizes import is_calibrated, weight_format
 from polarlm.engine.model.adapters import LoadedAdapter
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.kv_scales import Variances
 from polarlm.engine.model.warm_up import (
     least_plan,
     warm_up,
@@ -31,7 +30,7 @@ from polarlm.engine.model.warm_up import (
     warm_up_rows,
 )
 from polarlm.engine.model.weights import layer_formats, load_weights
-from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.quantization.statistics import neutral
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
@@ -69,7 +68,8 @@ def warm_up_first(
         if layer not in encodings:
             heads, dim = layer.kv_heads, layer.head_dim
             statistics = [neutral(heads, dim, shape.block_size)] if is_calibrated(config, shape) else []
-            (encodings[layer],) = encode_layer(FULL_ENCODING, layer, [Variances(*np.ones((2, heads, dim)))], statistics)
+            scale = Scale(np.ones((heads, dim), np.float32), np.ones(heads, np.float32))
+            (encodings[layer],) = encode_layer(FULL_ENCODING, layer, [scale], statistics)
     conditioning, metrics = zip(
         *(encodings[layer] if isinstance(layer, LayerShape) else NO_ENCODING for layer in shape.layers), strict=True
     )

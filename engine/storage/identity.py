@@ -20,9 +20,9 @@ _DIFFERENCES = {
     "block_size": "was saved with blocks of {there} tokens, and this engine's have {here}: set block_size to {there}",
     "cache_types": "was saved with the cache types {there} (keys/values), and this engine has {here}: "
     "choose them with cache_type, or with cache_type_k and cache_type_v",
-    "conditioning": "has keys and values that were conditioned in another way: give key_conditioning=False and "
-    "calibration=False as when it was saved; if they are, the model has been calibrated anew since, or another version "
-    "of this program saved it",
+    "conditioning": "has keys and values that were conditioned in another way: load both engines with the same file as "
+    "encoding, which polarlm fit --write makes, or give key_conditioning=False and calibration=False as when it was "
+    "saved; if they are, the model has been calibrated anew since, or another version of this program saved it",
 }
 DETERMINE = tuple(_DIFFERENCES)
 _UNNAMED_STATE = "8bit"  # the default, which a session does not name

@@ -1,0 +1,215 @@
+"""Files of encodings: how a model's keys and values become codes, as one machine has measured it.
+
+A calibration and the scales that follow from it differ in their last bits from machine to machine, and codes mean
+something else with other scales. Engines that load the same file store the same blocks: they share sessions and tiers.
+The file is one object (`engine.storage.objects`). It has the statistics of all layers, and the scales of each layer for
+codecs of keys with and without block means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from http.client import HTTPException
+from pathlib import Path
+from urllib.request import urlopen
+
+import numpy as np
+
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.errors import EngineError
+from polarlm.engine.loading.calibration import Statistics
+from polarlm.engine.loading.encoding import layer_scale
+from polarlm.engine.model.fingerprint import fingerprint
+from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.model.kv_scales import variances
+from polarlm.engine.quantization.conditioning import Scale
+from polarlm.engine.quantization.statistics import LayerStatistics
+from polarlm.engine.storage import files, objects
+from polarlm.engine.storage.objects import DamagedObject, Object
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.forks import cached_property
+
+_NAME = b"polarlm encoding"  # the name of the object
+_VERSION = "1"  # the version of the meaning of the numbers
+_SUFFIX = ".encoding"
+_URL, _SECONDS = re.compile("https?://"), 30.0  # timeout of a server that says nothing
+_SIDES = {True: "centred", False: "plain"}  # whether blocks of keys are stored without their mean
+
+
+@dataclass(frozen=True)
+class ModelEncoding:
+    """model: the fingerprint of the weights. name: of the model, for users. scales: of each layer with K/V, by whether
+    blocks of keys are stored without their mean."""
+
+    model: str
+    name: str
+    block_size: int
+    statistics: Statistics
+    scales: Mapping[int, Mapping[bool, Scale]]
+
+    @cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All arrays by names such as "3 query_mean" and "3 plain keys", float32."""
+        arrays: dict[str, np.ndarray] = {}
+        for layer, one in self.statistics.items():
+            arrays |= {f"{layer} {field.name}": getattr(one, field.name) for field in fields(one)}
+            for is_centred, scale in self.scales[layer].items():
+                arrays |= {f"{layer} {_SIDES[is_centred]} {name}": array for name, array in scale._asdict().items()}
+        return arrays
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all numbers."""
+        digest = hashlib.sha256(self.model.encode())
+        for name, array in self.arrays.items():
+            digest.update(repr((name, array.shape)).encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+
+def encoding_of(
+    ops: Ops, config: ModelConfig, weights: ModelWeights, name: str, block_size: int, statistics: Statistics
+) -> ModelEncoding:
+    """Return the encoding that these statistics lead to on this machine."""
+    sizes = {
+        is_centred: variances(ops, config, weights, [block_size if is_centred else None] * len(config.layers))
+        for is_centred in _SIDES
+    }
+    scales: dict[int, dict[bool, Scale]] = {}
+    for layer, one in statistics.items():
+        scales[layer] = {}
+        for is_centred, of_layers in sizes.items():
+            if (size := of_layers[layer]) is not None:
+                scales[layer][is_centred] = layer_scale(size, one, is_centred)
+    return ModelEncoding(fingerprint(ops, config, weights), name, block_size, statistics, scales)
+
+
+def place_beside(weights: Path) -> Path:
+    """Return where an engine looks for the encoding of these weights."""
+    return weights / f"polarlm{_SUFFIX}" if weights.is_dir() else weights.with_suffix(_SUFFIX)
+
+
+def write(path: Path, encoding: ModelEncoding) -> None:
+    """Raises EngineError ("storage")."""
+    arrays = encoding.arrays
+    header = {
+        "kind": "encoding",
+        "version": _VERSION,
+        "model": encoding.model,
+        "name": encoding.name,
+        "block_size": encoding.block_size,
+        "arrays": [[name, array.shape] for name, array in arrays.items()],
+    }
+    payload = np.concatenate([array.reshape(-1) for array in arrays.values()])
+    try:
+        files.write(path, Object(header, payload).pack(_NAME))
+        path.chmod(0o644)  # others load it, too
+    except OSError as error:
+        raise EngineError(
+            f"The encoding cannot be written to {path} ({error.strerror or error}): choose another place", "storage"
+        ) from None
+
+
+def load(place: str | Path, ops: Ops, config: ModelConfig, weights: ModelWeights, block_size: int) -> ModelEncoding:
+    """Return the encoding at a path or a URL. Raises EngineError ("invalid_request") if it cannot be read, is damaged,
+    or belongs to other weights or another block size."""
+    try:
+        stored = _read(place)
+        if stored.header.get("version") != _VERSION:
+            raise _error(f"The encoding {place} is from another version of this program: write it again")
+        encoding = _parse(stored, config)
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise EngineError(
+            f"The encoding {place} cannot be read ({reason}): give the path or the URL of one",
+            settings=("encoding",),
+        ) from None
+    except (DamagedObject, KeyError, TypeError, ValueError):
+        raise _error(f"{place} is not an encoding, or a damaged one: write it again") from None
+    if encoding.model != fingerprint(ops, config, weights):
+        raise _error(
+            f"The encoding {place} is of {encoding.name} with other weights than these, or the same ones in another "
+            "precision: write one for these"
+        )
+    if encoding.block_size != block_size:
+        raise EngineError(
+            f"The encoding {place} is of blocks of {encoding.block_size} tokens, and here they have {block_size}: set "
+            f"block_size to {encoding.block_size}, or write another one",
+            settings=("encoding", "block_size"),
+        )
+    return encoding
+
+
+def _read(place: str | Path) -> Object:
+    """Raises OSError, HTTPException, ValueError or DamagedObject."""
+    if isinstance(place, str) and _URL.match(place):
+        with urlopen(place, timeout=_SECONDS) as answer:
+            content = answer.read()
+        return objects.unpack(_NAME, content, len(content))
+    with Path(place).expanduser().open("rb") as file:
+        return objects.read(file, _NAME)
+
+
+def _error(sentence: str) -> EngineError:
+    return EngineError(f"{sentence} with polarlm fit --write", settings=("encoding",))
+
+
+def _parse(stored: Object, config: ModelConfig) -> ModelEncoding:
+    """Raises KeyError, TypeError or ValueError for an object that `write` has not written for such a model."""
+    header, numbers = stored.header, stored.payload.view(np.float32)
+    arrays: dict[str, np.ndarray] = {}
+    end = 0
+    for name, shape in header["arrays"]:
+        start, end = end, end + math.prod(shape)
+        arrays[name] = numbers[start:end].reshape(shape)
+    if end != len(numbers) or not np.isfinite(numbers).all():
+        raise ValueError("other numbers")
+    size, statistics, scales = int(header["block_size"]), Statistics(), dict[int, dict[bool, Scale]]()
+
+    def array(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if arrays[name].shape != shape:
+            raise ValueError(f"{name} has another shape")
+        return arrays[name]
+
+    for layer, one in config.kv_attentions.items():
+        heads, dim = one.kv_heads, one.head_dim
+        shapes = {"token_correlation": (size,), "query_second": (heads, dim, dim), "output_second": (heads, dim, dim)}
+        names = [field.name for field in fields(LayerStatistics)]
+        statistics[layer] = LayerStatistics(
+            **{name: array(f"{layer} {name}", shapes.get(name, (heads, dim))) for name in names}
+        )
+        scales[layer] = {
+            is_centred: Scale(array(f"{layer} {side} keys", (heads, dim)), array(f"{layer} {side} values", (heads,)))
+            for is_centred, side in _SIDES.items()
+        }
+        if not all((divisors > 0).all() for scale in scales[layer].values() for divisors in scale):
+            raise ValueError("a divisor that is not positive")
+    return ModelEncoding(str(header["model"]), str(header["name"]), size, statistics, scales)
+
+
+def find(
+    named: str | None,
+    source: Path,
+    ops: Ops,
+    config: ModelConfig,
+    weights: ModelWeights,
+    block_size: int,
+    say: Callable[[str], None],
+) -> ModelEncoding | None:
+    """Return the encoding at the path or URL `named`, or else beside the weights; None if there is none, or if the one
+    beside them does not fit, which `say` is called with. Raises EngineError for a named one that does not."""
+    if named is not None:
+        return load(named, ops, config, weights, block_size)
+    if not (beside := place_beside(source)).is_file():
+        return None
+    try:
+        encoding = load(beside, ops, config, weights, block_size)
+    except EngineError as error:
+        say(f"{error}. This engine fits its cache itself.")
+        return None
+    say(f"Keys and values are encoded as {beside} says.")
+    return encoding
