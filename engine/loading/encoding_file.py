@@ -31,11 +31,11 @@ from polarlm.engine.quantization.statistics import LayerStatistics
 from polarlm.engine.storage import files, objects
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.files.repository import encoding_beside
 from polarlm.model_loaders.forks import cached_property
 
 _NAME = b"polarlm encoding"  # the name of the object
 _VERSION = "1"  # the version of the meaning of the numbers
-_SUFFIX = ".encoding"
 _URL, _SECONDS = re.compile("https?://"), 30.0  # timeout of a server that says nothing
 _SIDES = {True: "centred", False: "plain"}  # whether blocks of keys are stored without their mean
 
@@ -90,7 +90,8 @@ def encoding_of(
 
 def place_beside(weights: Path) -> Path:
     """Return where an engine looks for the encoding of these weights."""
-    return weights / f"polarlm{_SUFFIX}" if weights.is_dir() else weights.with_suffix(_SUFFIX)
+    folder = weights if weights.is_dir() else weights.parent
+    return folder / encoding_beside(weights, weights.is_dir())
 
 
 def write(path: Path, encoding: ModelEncoding) -> None:
