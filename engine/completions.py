@@ -40,7 +40,9 @@ class Folding:
                 prompt, replace(params or SamplingParams(), **params_settings), options, engine.model
             )
             self.params, self.settings = self._tool_answer.params, stream_settings
-            self._conversation = partial(engine._answers.conversation, prompt, options.cache_salt)
+            self._conversation = partial(
+                engine._answers.conversation, engine.begin_with_pack(prompt, options), options.cache_salt
+            )
             self._begins = not options.continue_final_message
 
     def fold(self, chunks: Sequence[Chunk]) -> Completion:
@@ -52,6 +54,7 @@ class Folding:
 
 class Completions(Vectors):
     stream: Callable[..., Generator[Chunk, None, None]]
+    begin_with_pack: Callable[[Prompt, Options], Prompt]
     _answers: Answers
 
     @overload

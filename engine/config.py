@@ -95,6 +95,13 @@ class EngineConfig(Settings):
         metavar="[NAME=]PATH[:SCALE]",
         help="an adapter that requests name: a folder of peft, a GGUF file, or hf:USER/REPO; may be repeated",
     )
+    packs: dict[str, str] = setting(
+        dict,
+        "--pack",
+        metavar="[NAME=]FILE",
+        help="a context that polarlm pack has computed, which requests begin with by its name, and a chat with the "
+        "first one; may be repeated",
+    )
     chat_template_file: str | None = setting(
         None, "--chat-template-file", metavar="FILE", help="a Jinja template in place of the model's own"
     )

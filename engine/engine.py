@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from polarlm.engine.completions import Completions
 from polarlm.engine.config import EngineConfig
@@ -37,7 +37,7 @@ from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.storage import identity, sessions
+from polarlm.engine.storage import identity, packs, sessions
 from polarlm.engine.storage.sessions import KnownAnswers, Progress, Session, SessionPath
 from polarlm.engine.storage.tiers.tiers import Tiers
 
@@ -92,6 +92,7 @@ class Engine(Completions):
         self.kept_blocks, self.adapters = parts.disk, parts.adapters  # for servers; requests choose among adapters
         self._answers = Answers(parts.source, self.context, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
+        self.packs = packs.open_packs(parts.config, self._identity, parts.source.vocabulary, self.context)
         self._is_closed = False
 
     @classmethod
@@ -167,6 +168,7 @@ class Engine(Completions):
         """The token ids of a prompt as `stream` tokenizes it, without a limit of length. warn: called with a sentence
         for each part of a message that is left out or changed. Raises EngineError."""
         options = options or PromptOptions()
+        prompt = self.begin_with_pack(prompt, options)
         conversation = self._answers.conversation(prompt, options.cache_salt, warn)
         return prompt_ids(conversation.prompt, self.model, options, warn=warn, cut=conversation.read.cut)
 
@@ -229,6 +231,27 @@ class Engine(Completions):
                 self._runner.release(session.token_ids, self._prefixes.set_salt(kv, session.salt), session.salt)
             self._answers.restore(session.answers)
             return session
+
+    # -- packs -------------------------------------------------------------------------------------------------
+
+    def begin_with_pack(self, prompt: Prompt, options: Options) -> Prompt:
+        """Return the prompt after the pack that options name; the prompt itself if they name none."""
+        if options is None or not options.pack:
+            return prompt
+        return cast(Prompt, packs.choose(self.packs, options.pack, options).begin(prompt))
+
+    def _load_pack(self, options: PromptOptions, request: Request, warn: Callable[[str], None]) -> None:
+        """Read the K/V of a request's pack into the store, unless they are there."""
+        pack, n = self.packs[options.pack], self.cache_shape.block_size
+        packs.share(pack, request.sequence.prompt, n, warn)
+        if not options.cache_prompt:
+            return
+        with self._exclusive():
+            kv = self._prefixes.match_prefix(pack.token_ids, "")
+            length = kv.length
+            self._prefixes.release(kv, pack.token_ids[:length])
+        if length < (len(pack.token_ids) - 1) // n * n:
+            self.load_session(pack.path)
 
     # -- for servers -------------------------------------------------------------------------------------------
 
@@ -295,6 +318,8 @@ class Engine(Completions):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
         params = replace(params, **settings)
         warnings: list[str] = []
+        if options.pack:
+            prompt = self.begin_with_pack(prompt, options)
         params, close_tag = constrain_after_reasoning(prompt, params, options, self.model)
         constraint = self.grammars.constraint(params, constraint, gone, close_tag, warnings)
         request = Request.create(
@@ -311,6 +336,8 @@ class Engine(Completions):
             constraint=limit_reasoning(prompt, params, options, self.model, constraint, warnings.append),
             warnings=warnings,
         )
+        if options.pack:
+            self._load_pack(options, request, warnings.append)
         if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
             request.hit = self._tiers.find(request.sequence.prompt[:-1], request.salt)
         return request

@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "ps": ("polarlm.ps", "show the chats and servers that run on this machine"),
     "cache": ("polarlm.cache", "show what is kept in the cache folder, and remove kinds of it"),
     "fit": ("polarlm.fit", "show which weights, cache types and contexts fit on this machine, before loading them"),
+    "pack": ("polarlm.pack", "compute a long context once, for chats and servers that begin with it"),
     "quality": ("polarlm.bench.quality.__main__", "measure what cache types cost on your model and text: one page"),
     "speed": ("polarlm.bench.speed.__main__", "measure tokens a second and memory on this machine"),
     "completion": ("polarlm.completion", "print a script that completes flags in bash, zsh or fish"),

@@ -217,8 +217,9 @@ class ChatSession:
         repeats = Repeats()
         reason, usage = None, None
         times: list[float] = []
-        # A raw prompt may contain a template's control tokens. Of several adapters, the first one answers.
-        as_written = PromptOptions(parse_special=True, lora=next(iter(self.engine.adapters.by_name), ""))
+        # A raw prompt may contain a template's control tokens. Of several adapters and packs, the first counts.
+        adapter, pack = (next(iter(names), "") for names in (self.engine.adapters.by_name, self.engine.packs))
+        as_written = PromptOptions(parse_special=True, lora=adapter, pack=pack)
         try:
             with ctrl_c_pressed() as is_pressed:  # before the template is read, which takes seconds the first time
                 answer_text = _AnswerText(self.engine, prompt)

@@ -114,6 +114,14 @@ def is_session(path: SessionPath) -> bool:
     return False
 
 
+def read_header(path: SessionPath, settings: Mapping[str, str], vocabulary: range) -> Session:
+    """Return the session at `path` as its header says, after checking that it fits this engine. Raises EngineError."""
+    with _errors_as_sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
+        _check_file(Path(path), path)
+        with open(path, "rb") as file:
+            return _parse(path, objects.read(file, _NAME).header, settings, vocabulary)
+
+
 def read(
     path: SessionPath,
     settings: Mapping[str, str],

@@ -1,0 +1,110 @@
+"""Packs: contexts that are computed once, and that requests begin with by a name.
+
+A pack is a session whose note has the messages that it holds, and the digests of the texts in them. A request's
+messages follow those of its pack. K/V are read into the store when a request needs them and they are not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.errors import EngineError
+from polarlm.engine.storage import sessions
+
+_KEY = "pack"  # of the note
+
+
+@dataclass(frozen=True)
+class PackedText:
+    """name: the file's. sha256: of its text in UTF-8."""
+
+    name: str
+    sha256: str
+
+    @classmethod
+    def of(cls, name: str, text: str) -> PackedText:
+        return cls(name, hashlib.sha256(text.encode()).hexdigest())
+
+
+@dataclass(frozen=True)
+class Pack:
+    name: str
+    path: Path
+    token_ids: Sequence[int]
+    messages: Sequence[Mapping[str, Any]]
+    texts: Sequence[PackedText]
+
+    def begin(self, prompt: Any) -> Any:
+        """Return a prompt that follows this pack. A system message follows the pack's in one message: templates take
+        no two of them."""
+        if isinstance(prompt, str):
+            return [*self.token_ids, prompt]
+        if not prompt or not isinstance(prompt[0], Mapping):
+            return [*self.token_ids, *prompt]
+        messages, (first, *rest) = list(self.messages), prompt
+        last = messages[-1]
+        if first.get("role") != "system" or last.get("role") != "system" or not isinstance(first.get("content"), str):
+            return [*messages, first, *rest]
+        return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{first['content']}"}, *rest]
+
+
+def note_of(messages: Sequence[Mapping[str, Any]], texts: Sequence[PackedText]) -> dict[str, Any]:
+    """Return the note of the session that is the pack of these messages."""
+    return {_KEY: {"messages": list(messages), "texts": [[one.name, one.sha256] for one in texts]}}
+
+
+def open_packs(config: EngineConfig, settings: Mapping[str, str], vocabulary: range, context: int) -> dict[str, Pack]:
+    """Return the packs of an engine by their names. settings: the engine's `identity.settings`. Raises EngineError for
+    a file that is no pack, or is one of another model, of other settings, or longer than the context."""
+    packs = {}
+    for name, where in config.packs.items():
+        path = Path(where).expanduser()
+        session = sessions.read_header(path, settings, vocabulary)
+        try:
+            content = session.note[_KEY]
+            messages = [dict(message) for message in content["messages"]]
+            texts = [PackedText(str(text), str(digest)) for text, digest in content["texts"]]
+            if not messages or not all(isinstance(message.get("role"), str) for message in messages):
+                raise ValueError("no messages")
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise _error(f"pack={name}: {path} is a session and no pack: polarlm pack writes one") from None
+        if len(session.token_ids) >= context:
+            raise _error(
+                f"pack={name}: {path} has {len(session.token_ids):,} tokens, and the context of this engine "
+                f"{context:,}: raise ctx_size"
+            )
+        packs[name] = Pack(name, path, session.token_ids, messages, texts)
+    return packs
+
+
+def choose(packs: Mapping[str, Pack], name: str, options: Any) -> Pack:
+    """Return the pack of this name. Raises EngineError if there is none, or if its blocks cannot be what options ask
+    for."""
+    if (pack := packs.get(name)) is None:
+        there = ", ".join(packs) or "none: give some with --pack FILE"
+        raise EngineError(f"pack is {name!r}, but there is no pack of this name; there are {there}")
+    for field in ("cache_salt", "lora"):
+        if getattr(options, field):
+            raise EngineError(f"pack={name}: a pack is computed without {field}: leave one of the two out")
+    return pack
+
+
+def _error(sentence: str) -> EngineError:
+    return EngineError(sentence, "session", ("packs",))
+
+
+def share(pack: Pack, ids: Sequence[int], block_size: int, warn: Callable[[str], None]) -> None:
+    """Call `warn` with a sentence if a prompt does not begin with a pack's tokens, of which blocks are stored."""
+    common = next(
+        (place for place, (a, b) in enumerate(zip(pack.token_ids, ids, strict=False)) if a != b), len(pack.token_ids)
+    )
+    if (missing := len(pack.token_ids) - common) > 2 * block_size:
+        warn(
+            f"{missing:,} tokens of the pack {pack.name} are computed again: the model's chat template writes this "
+            "request's messages or tools before them."
+        )
