@@ -103,8 +103,8 @@ class Level:
     unpacks_first = False
     """Whether products of many rows with codes are faster if the codes were unpacked to words in memory before."""
     multiplies_words = False
-    """Whether more words than float32 are multiplied at a time: numbers of 16 bits then become words, and prompts attend
-    by words."""
+    """Whether more words than float32 are multiplied at a time: numbers of 16 bits then become words, and prompts
+    attend by words."""
     halves_products = False
     """Whether sums of words cost so little that half as many products, of sums, are faster (Winograd)."""
     matrices: Matrices | None = None
