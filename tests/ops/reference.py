@@ -28,14 +28,16 @@ def _words_scale(x: np.ndarray) -> np.ndarray:
 
 
 def _words_value_scale(v: np.ndarray) -> np.ndarray:
-    """The power of two by which the largest channel is at most 4,095."""
-    return 2.0 ** np.ceil(np.log2(np.abs(v).max(-1, keepdims=True) / 4095 + 2.0**-40))
+    """The power of two by which the largest channel is at most 16,383."""
+    return 2.0 ** np.ceil(np.log2(np.abs(v).max(-1, keepdims=True) / 16383 + 2.0**-40))
 
 
 def _words_weights(p: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """The largest weight times scale is 8,192 or more."""
+    """Weights times scales of 64 tokens add up to 131,008, or less if one would exceed 32,760."""
     scales = _words_value_scale(v).swapaxes(1, 2)  # (H, 1, S)
-    return (p * scales).max(-1, keepdims=True) / 8192 / scales / 12**0.5 + 1e-4 * p
+    largest = (p * scales).max(-1, keepdims=True)
+    total = np.minimum((p * scales).sum(-1, keepdims=True), 64 * largest)
+    return np.maximum(total / 131008, largest / 32760) / scales / 12**0.5 + 1e-4 * p
 
 
 BFLOAT = Rounding(  # by at most 2⁻⁸ of a number

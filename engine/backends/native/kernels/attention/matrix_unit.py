@@ -6,6 +6,7 @@ Scores and sums are float32, in scratch. The logarithms of weights are to the ba
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import reduce
 from typing import NamedTuple
@@ -183,7 +184,7 @@ class MatrixUnit:
             for row in range(ROWS)
         ]
         address = self._tops + i * 4
-        old, new = e.load(address, _F16), _largest(e, highest)
+        old, new = e.load(address, _F16), lanes_of_rows(e, highest, larger)
         rises = new > old + _RISE
         with e.when(e.any(rises)):
             tops = e.select(rises, new, old)
@@ -209,10 +210,10 @@ def power_of_fraction(e: Emitter, x: Value) -> tuple[Value, Value]:
     return power, shifted
 
 
-def _largest(e: Emitter, rows: Values) -> Value:
-    """16 vectors of 16 → a vector of the largest of each."""
+def lanes_of_rows(e: Emitter, rows: Values, combine: Callable[[Value, Value], Value]) -> Value:
+    """16 vectors of 16 → a vector of what the lanes of each combine to."""
     while len(rows) > 1:
         evens, odds = range(0, 32, 2), range(1, 32, 2)
         pairs = zip(rows[::2], rows[1::2], strict=True)
-        rows = [larger(e.shuffle(a, b, evens), e.shuffle(a, b, odds)) for a, b in pairs]
+        rows = [combine(e.shuffle(a, b, evens), e.shuffle(a, b, odds)) for a, b in pairs]
     return rows[0]

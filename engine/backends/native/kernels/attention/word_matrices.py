@@ -7,8 +7,9 @@ Each query, key and value has a scale: that of a value is a power of two, 2^n. A
     values  (D / 16, KEYS / 2, 16, 2) int16
 
 where a pair is channels or tokens i and i + 16 of 32. The products of a query and a key, and the sum of a tile's
-weights and values, fit an int32. A weight is multiplied by the scale of its value, which is added to the score, and
-then by what makes the largest one of a query and a tile _MOST_WEIGHT. Sums of weights are of those before rounding.
+weights and values, fit an int32. A weight is multiplied by the scale of its value, which is added to the score. The
+weights of a query and a tile are divided by a unit: none is above _MOST_WEIGHT then, nor their sum above _MOST_SUM.
+Sums of weights are of those before rounding.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from polarlm.engine.backends.native.kernels.attention.matrix_unit import (
     ROWS,
     MatrixSegment,
     MatrixUnit,
+    lanes_of_rows,
     power_of_fraction,
 )
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST
@@ -32,7 +34,8 @@ _F16, _PAIRS = vector(F32, 16), vector(I32, 16)
 _GROUP = 64  # bytes of the scores of a query and 16 keys
 _MOST_NORM, _MOST_WORD = 46320, 2**15 - 1  # also rounded, up to 1,024 channels' norm squared is below 2³¹
 _LEAST = 1e-30  # vectors below it are zeros
-_MOST_WEIGHT, _MOST_VALUE = 8192, 4095  # whose products with each other, KEYS times, fit an int32
+_MOST_VALUE, _MOST_SUM = 2**14 - 1, 2**17 - 64  # of a query's weights and a tile: also rounded, sums fit an int32
+_MOST_WEIGHT = 2**15 - 8  # 2^0 is up to 1 + 7.5e-5 here
 _LEAST_SCALE = -40  # exponent of values' scales: smaller values are rounded as if they were larger
 _LOWEST_POWER = -100.0  # scores less than the largest one by more count as less by this
 
@@ -147,7 +150,7 @@ class WordUnit(MatrixUnit):
     def registers(self) -> Iterator[None]:
         e = self._e
         self._tile = (8, 2) if e.level.has_room else (4, 1)  # rows and vectors whose sums stay in registers
-        self._rescale = e.stack(4 * ROWS)
+        self._rescale, self._row_sums = e.stack(4 * ROWS), e.stack(64 * ROWS)
         yield
 
     def write_query(self, queries: Value, row: Value, q: Value, factor: Value) -> None:
@@ -197,17 +200,26 @@ class WordUnit(MatrixUnit):
         e.store(e.select(is_seen, highest, e.zero(_F16)), self._factors)
         e.store(e.select(is_seen, e.exp2(highest - tops), e.zero(_F16)), self._rescale)
         with e.loop(0, ROWS) as row:
-            top, total = e.broadcast(self._factors + row * 4, F32, 16), e.zero(_F16)
-            for step in range(0, KEYS, STEP):
-                pair = []
-                for token in (step, step + 16):
-                    weight = _power(e, e.load(self._scores + row * 64, _F16, 64 * token) - top)
-                    total = e.fma(weight, e.load(inverses, _F16, 4 * token), total)
-                    pair.append(e.fma(weight, e.const_like(_MOST_WEIGHT, weight), e.const_like(MAGIC, weight)))
-                low, high = (weight.bits(_PAIRS) for weight in pair)
-                e.store(_pair(low, high), self._weights + row * (2 * KEYS), 2 * step)
+            top, total, scaled = e.broadcast(self._factors + row * 4, F32, 16), e.zero(_F16), e.zero(_F16)
+            for token in range(0, KEYS, 16):
+                weight = _power(e, e.load(self._scores + row * 64, _F16, 64 * token) - top)
+                total, scaled = e.fma(weight, e.load(inverses, _F16, 4 * token), total), scaled + weight
+                e.store(weight, self._scores + row * 64, 64 * token)
+            e.store(scaled, self._row_sums + row * 64)
             sums, factor = self._sum(i) + row * 64, e.broadcast(self._rescale + row * 4, F32, 16)
             e.store(e.fma(total, factor, e.load(sums, _F16, 1024 * self._parts)), sums, 1024 * self._parts)
+        of_rows = lanes_of_rows(e, [e.load(self._row_sums, _F16, 64 * row) for row in range(ROWS)], lambda a, b: a + b)
+        unit = e.fmax(of_rows * (1 / _MOST_SUM), e.constant(_F16, 1 / _MOST_WEIGHT))
+        e.store(e.constant(_F16, 1.0) / unit, self._factors)
+        e.store(e.load(self._rescale, _F16) * unit, self._rescale)
+        with e.loop(0, ROWS) as row:
+            inverse, magic = e.broadcast(self._factors + row * 4, F32, 16), e.constant(_F16, MAGIC)
+            for step in range(0, KEYS, STEP):
+                low, high = (
+                    e.fma(e.load(self._scores + row * 64, _F16, 64 * token), inverse, magic).bits(_PAIRS)
+                    for token in (step, step + 16)
+                )
+                e.store(_pair(low, high), self._weights + row * (2 * KEYS), 2 * step)
 
     def _add_values(self, sums: Value, values: Value) -> None:
         """Add weights · values of a tile to sums."""
@@ -219,7 +231,7 @@ class WordUnit(MatrixUnit):
             for i, totals in enumerate(
                 self._multiply(self._weights + row * (2 * KEYS), 2 * KEYS, right, KEYS // 2, vectors)
             ):
-                factor = e.broadcast(self._rescale + row * 4, F32, 16, 4 * i) * (1 / _MOST_WEIGHT)
+                factor = e.broadcast(self._rescale + row * 4, F32, 16, 4 * i)
                 for number, total in enumerate(totals):
                     place, target = 1024 * number + 64 * i, sums + part * 1024 + row * 64
                     e.store(e.fma(total.to_float(), factor, e.load(target, _F16, place)), target, place)
