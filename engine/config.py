@@ -30,9 +30,10 @@ _MODEL_HELP = "folder of safetensors, a .gguf file, or USER/REPO of the Hugging 
 _HUB_HELP = "model of the Hugging Face hub, such as Qwen/Qwen3-4B-GGUF:Q4_K_M; without QUANT, the best file that fits"
 
 
-def model_setting(more: str = "") -> Any:
-    """The field of a model: a word of the command line, or the value of a flag, the same in every command."""
-    flags = "MODEL", "--weights", "-m", "--model"
+def model_setting(more: str = "", *, is_word: bool = True) -> Any:
+    """The field of a model: a word of the command line, unless others may stand there, or the value of a flag, the same
+    in every command."""
+    flags = *(("MODEL",) if is_word else ()), "--weights", "-m", "--model"
     return setting(None, *flags, metavar="MODEL", help=_MODEL_HELP + more, elsewhere=("model_path", "model_id"))
 
 

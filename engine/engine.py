@@ -38,6 +38,7 @@ from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import identity, packs, sessions
+from polarlm.engine.storage.packs import Pack
 from polarlm.engine.storage.sessions import KnownAnswers, Progress, Session, SessionPath
 from polarlm.engine.storage.tiers.tiers import Tiers
 
@@ -201,6 +202,7 @@ class Engine(Completions):
         ids_to_save: Sequence[int] | None = None
         answers: KnownAnswers = ()
         if prompt is not None:
+            prompt = self.begin_with_pack(prompt, options)
             conversation = self._answers.conversation(prompt, options.cache_salt)
             read, answers = conversation.read, conversation.known()
             unchecked = prompt_ids(conversation.prompt, self.model, options, context=self.context, cut=read.cut)
@@ -240,18 +242,16 @@ class Engine(Completions):
             return prompt
         return cast(Prompt, packs.choose(self.packs, options.pack, options).begin(prompt))
 
-    def _load_pack(self, options: PromptOptions, request: Request, warn: Callable[[str], None]) -> None:
-        """Read the K/V of a request's pack into the store, unless they are there."""
-        pack, n = self.packs[options.pack], self.cache_shape.block_size
-        packs.share(pack, request.sequence.prompt, n, warn)
-        if not options.cache_prompt:
-            return
+    def load_pack(self, name: str) -> Pack:
+        """Read the K/V of a pack into the store, unless they are there, and return it. Raises EngineError."""
+        pack = packs.choose(self.packs, name, PromptOptions())
         with self._exclusive():
             kv = self._prefixes.match_prefix(pack.token_ids, "")
             length = kv.length
             self._prefixes.release(kv, pack.token_ids[:length])
-        if length < (len(pack.token_ids) - 1) // n * n:
+        if length < len(pack.token_ids):  # also where its last block alone is gone: codes would be read in its place
             self.load_session(pack.path)
+        return pack
 
     # -- for servers -------------------------------------------------------------------------------------------
 
@@ -337,7 +337,8 @@ class Engine(Completions):
             warnings=warnings,
         )
         if options.pack:
-            self._load_pack(options, request, warnings.append)
+            pack = self.load_pack(options.pack) if options.cache_prompt else self.packs[options.pack]
+            packs.share(pack, request.sequence.prompt, self.cache_shape.block_size, warnings.append)
         if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
             request.hit = self._tiers.find(request.sequence.prompt[:-1], request.salt)
         return request

@@ -13,6 +13,7 @@ class EngineKeywords(TypedDict, total=False):
     model_draft: str | None
     mmproj: str | None
     lora: dict[str, str]
+    packs: dict[str, str]
     chat_template_file: str | None
     weight_type: str
     input_bits: str | int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,15 @@ _ROOM = 8  # tokens of a context beyond the pack's
 @dataclass(frozen=True)
 class PackConfig:
     texts: tuple[str, ...] = setting(
-        tuple,
+        MISSING,
         "TEXT",
-        metavar="TEXT",
         help="text files (UTF-8), folders of them, or a conversation: a .json file with a list of messages",
     )
     output: str | None = setting(None, "-o", "--output", metavar="FILE", help="where the pack is written; required")
     system_prompt: str | None = setting(
         None, "-sys", "--system-prompt", metavar="TEXT", text=True, help="the system prompt, ahead of the texts"
     )
-    weights: str | None = model_setting()
+    weights: str | None = model_setting(is_word=False)
     hf_repo: str | None = hub_setting()
     cache_type: str = setting(
         EngineConfig.cache_type, "--cache-type", metavar="TYPE", help="how keys and values are stored"
@@ -77,10 +76,10 @@ def read_messages(paths: Sequence[str], system_prompt: str | None) -> tuple[list
     if conversations:
         messages = _conversation(conversations[0], contents[conversations[0]])
         return [*([_system(system_prompt)] if system_prompt else []), *messages], texts
-    parts = [system_prompt or "", *(f"{file.name}:\n\n{content}" for file, content in contents.items())]
-    content = "\n\n".join(part.strip() for part in parts if part.strip())
-    if not content:
-        raise FlagError("TEXT: there is nothing to pack: give files, folders, or --system-prompt")
+    named = [f"{file.name}:\n\n{content.strip()}" for file, content in contents.items() if content.strip()]
+    content = "\n\n".join([*([system_prompt.strip()] if system_prompt else []), *named])
+    if not named:
+        raise FlagError("TEXT: there is nothing to pack: all of these files are empty")
     return [_system(content)], texts
 
 

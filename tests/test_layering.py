@@ -160,9 +160,11 @@ ROOMS["engine"] = {
     "requests",
     "sampling",
     "storage.identity",
+    "storage.packs",
     "storage.sessions",
     "storage.tiers",
 } | TOLD
+ROOMS["storage.packs"] = {"storage.sessions"} | TOLD
 ROOMS["async_engine"] = {"completions", "engine", "requests", "sampling"} | TOLD
 ROOMS["chat"] = {
     "loading.checks",

@@ -90,6 +90,8 @@ class ChatSession:
         self.messages: list[Mapping[str, Any]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
+        for name in [*self.engine.packs][:1]:
+            self.messages = self.engine.load_pack(name).begin(self.messages)
 
     def attach(self, path: str) -> str:
         """Reads the image in a file, whose path may be in quotes, and adds it to the next message; returns a sentence.
@@ -219,7 +221,7 @@ class ChatSession:
         times: list[float] = []
         # A raw prompt may contain a template's control tokens. Of several adapters and packs, the first counts.
         adapter, pack = (next(iter(names), "") for names in (self.engine.adapters.by_name, self.engine.packs))
-        as_written = PromptOptions(parse_special=True, lora=adapter, pack=pack)
+        as_written = PromptOptions(parse_special=True, lora=adapter, pack=pack if isinstance(prompt, str) else "")
         try:
             with ctrl_c_pressed() as is_pressed:  # before the template is read, which takes seconds the first time
                 answer_text = _AnswerText(self.engine, prompt)

@@ -44,10 +44,12 @@ class Pack:
         no two of them."""
         if isinstance(prompt, str):
             return [*self.token_ids, prompt]
-        if not prompt or not isinstance(prompt[0], Mapping):
+        messages = list(self.messages)
+        if not len(prompt):
+            return messages
+        if not isinstance(prompt[0], Mapping):
             return [*self.token_ids, *prompt]
-        messages, (first, *rest) = list(self.messages), prompt
-        last = messages[-1]
+        last, (first, *rest) = messages[-1], prompt
         if first.get("role") != "system" or last.get("role") != "system" or not isinstance(first.get("content"), str):
             return [*messages, first, *rest]
         return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{first['content']}"}, *rest]
@@ -91,6 +93,8 @@ def choose(packs: Mapping[str, Pack], name: str, options: Any) -> Pack:
     for field in ("cache_salt", "lora"):
         if getattr(options, field):
             raise EngineError(f"pack={name}: a pack is computed without {field}: leave one of the two out")
+    if options.pooling is not None:
+        raise EngineError(f"pack={name}: a vector is of a text alone: leave pack out")
     return pack
 
 

@@ -51,7 +51,7 @@ POST_PATHS = (
 _PROGRESS_SECONDS = 0.5  # between two lines of progress
 _PULLS_AT_ONCE = 2  # models that are downloaded for clients; others wait
 
-GET_PATHS = ("/props", "/slots", "/lora-adapters", "/stats", "/sessions")
+GET_PATHS = ("/props", "/slots", "/lora-adapters", "/stats", "/sessions", "/v1/packs")
 
 
 def create_models_app(

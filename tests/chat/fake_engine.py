@@ -40,6 +40,7 @@ class FakeEngine:
     closed: bool = False
     reads_images: bool = True
     adapters: Adapters = field(default_factory=Adapters)
+    packs: dict[str, Any] = field(default_factory=dict)
     model: Any = field(
         default_factory=lambda: SimpleNamespace(
             name="fake",

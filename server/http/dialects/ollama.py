@@ -169,7 +169,7 @@ OPTION_ROWS = (
 
 TABLE = FieldTable(
     "ollama",
-    ("model", *_CACHE, "stream"),
+    ("model", *_CACHE, "pack", "stream"),
     *OPTION_ROWS,
     Row("format", "response_format", _read_format),
     Row("logprobs", "logprobs", lambda field, value: 0 if flag(field, value) else None),

@@ -1,0 +1,155 @@
+"""Contexts that are computed once, and that requests begin with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from polarlm import pack
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.storage.packs import PackedText
+from tests.tiny import load_tiny
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+TEXTS = {"a.txt": "The first text has words. " * 3, "b.txt": "Another text has others. " * 2}
+QUESTION = [{"role": "user", "content": "Which words?"}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (folder := tmp_path / "texts").mkdir()
+    for name, text in {**TEXTS, ".hidden": "no"}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def packed(tiny_path: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    file = tmp_path / "manual.pack"
+    assert pack.main([str(folder), "-m", str(tiny_path), "-o", str(file), "-sys", "Be short.", "--device", "cpu"]) == 0
+    assert str(file) in capsys.readouterr().out
+    return file
+
+
+@pytest.fixture
+def engine(tiny_path: Path, packed: Path) -> Iterator[Engine]:
+    with Engine.load(tiny_path, device="cpu", packs={"manual": str(packed)}) as engine:
+        yield engine
+
+
+def system(*more: str) -> str:
+    return "\n\n".join(["Be short.", *(f"{name}:\n\n{text.strip()}" for name, text in TEXTS.items()), *more])
+
+
+def test_an_answer_is_the_one_to_all_messages_together(engine: Engine, tiny_path: Path) -> None:
+    """And the pack's tokens are not computed, but for those that its last block shares with what follows."""
+    options, one = PromptOptions(pack="manual"), engine.packs["manual"]
+    assert list(one.texts) == [PackedText.of(name, text) for name, text in TEXTS.items()]
+    for own, whole in (
+        (QUESTION, [{"role": "system", "content": system()}, *QUESTION]),
+        (
+            [{"role": "system", "content": "Now."}, *QUESTION],
+            [{"role": "system", "content": system("Now.")}, *QUESTION],
+        ),
+    ):
+        answer = engine.generate(own, GREEDY, options)
+        assert engine.prompt_ids(own, options) == engine.prompt_ids(whole)
+        assert answer.usage.cached_tokens >= 64
+        assert not answer.warnings
+        with Engine.load(tiny_path, device="cpu") as fresh:
+            assert fresh.generate(whole, GREEDY).token_ids == answer.token_ids
+
+
+def test_a_text_follows_the_tokens_of_a_pack(engine: Engine) -> None:
+    ids = engine.packs["manual"].token_ids
+    for prompt in ("more", [5, 6, 7]):
+        own = engine.tokenize("more") if prompt == "more" else prompt
+        assert engine.prompt_ids(prompt, PromptOptions(pack="manual"))[: len(ids)] == [*ids]
+        assert engine.generate(prompt, GREEDY, PromptOptions(pack="manual")).usage.prompt_tokens >= len(ids) + len(own)
+
+
+def test_a_pack_is_read_again_when_the_store_has_reused_its_blocks(tiny_path: Path, packed: Path) -> None:
+    with Engine.load(tiny_path, device="cpu", packs={"manual": str(packed)}, kept_sequences=1) as engine:
+        answers = []
+        for _ in range(2):
+            answers.append(engine.generate(QUESTION, GREEDY, PromptOptions(pack="manual")))
+            engine.generate([7] * (engine.context - 20), GREEDY)
+        assert answers[0].token_ids == answers[1].token_ids
+        assert answers[0].usage.cached_tokens == answers[1].usage.cached_tokens > 0
+
+
+def test_a_template_that_writes_something_else_first_is_told(engine: Engine) -> None:
+    pack_ = engine.packs["manual"]
+    engine.packs["manual"] = type(pack_)(
+        pack_.name, pack_.path, pack_.token_ids, [{"role": "user", "content": "Hello"}], pack_.texts
+    )
+    (warning,) = engine.generate(QUESTION, GREEDY, PromptOptions(pack="manual")).warnings
+    assert "tokens of the pack manual are computed again" in warning
+
+
+def test_what_cannot_be_is_refused(engine: Engine, tiny_path: Path, packed: Path, tmp_path: Path) -> None:
+    for options, words in (
+        ({"pack": "other"}, "there is no pack of this name; there are manual"),
+        ({"pack": "manual", "cache_salt": "x"}, "computed without cache_salt"),
+        ({"pack": "manual", "lora": "x"}, "computed without lora"),
+    ):
+        with pytest.raises(EngineError, match=words):
+            engine.generate(QUESTION, GREEDY, PromptOptions(**options))
+    engine.generate("Hello", GREEDY)
+    engine.save_session(tmp_path / "session")
+    for where, more, words in (
+        (tmp_path / "session", {}, "is a session and no pack"),
+        (tmp_path / "missing", {}, "cannot be read"),
+        (packed, {"cache_type": "f16"}, "saved with the cache types"),
+        (packed, {"ctx_size": len(engine.packs["manual"].token_ids)}, "raise ctx_size"),
+    ):
+        with pytest.raises(EngineError, match=words):
+            load_tiny(tiny_path, device="cpu", packs={"p": str(where)}, **more)
+
+
+def test_damage_is_told_by_its_block(tiny_path: Path, packed: Path) -> None:
+    content = bytearray(packed.read_bytes())
+    content[-100] ^= 1
+    packed.write_bytes(content)
+    with Engine.load(tiny_path, device="cpu", packs={"manual": str(packed)}) as engine:
+        with pytest.raises(EngineError, match=r"damaged.*block"):
+            engine.generate(QUESTION, GREEDY, PromptOptions(pack="manual"))
+        engine.generate(QUESTION, GREEDY)
+
+
+def test_a_conversation_is_packed_as_it_is(tmp_path: Path) -> None:
+    conversation = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
+    (tmp_path / "talk.json").write_text(json.dumps(conversation))
+    messages, (text,) = pack.read_messages([str(tmp_path / "talk.json")], "Be short.")
+    assert messages == [{"role": "system", "content": "Be short."}, *conversation]
+    assert text.name == "talk.json"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["a.txt"], "-o"),
+        (["missing.txt", "-o", "x"], "missing.txt cannot be read"),
+        (["-o", "x"], "TEXT is missing"),
+        (["nothing.txt", "-o", "x"], "nothing to pack"),
+        (["empty", "-o", "x"], "no file in this folder"),
+        (["bytes.txt", "-o", "x"], "not UTF-8"),
+        (["talk.json", "a.txt", "-o", "x"], "packed alone"),
+        (["wrong.json", "-o", "x"], "a conversation is a list of messages"),
+    ],
+)
+def test_what_cannot_be_packed(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.txt").write_text("A text.")
+    (tmp_path / "nothing.txt").write_text(" ")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xfd")
+    (tmp_path / "talk.json").write_text('[{"role": "user", "content": "Hello"}]')
+    (tmp_path / "wrong.json").write_text('["Hello"]')
+    assert pack.main(words) == 2
+    assert sentence in capsys.readouterr().err
