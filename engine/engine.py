@@ -338,7 +338,7 @@ class Engine(Completions):
         )
         if options.pack:
             pack = self.load_pack(options.pack) if options.cache_prompt else self.packs[options.pack]
-            packs.share(pack, request.sequence.prompt, self.cache_shape.block_size, warnings.append)
+            packs.check_prefix(pack, request.sequence.prompt, self.cache_shape.block_size, warnings.append)
         if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
             request.hit = self._tiers.find(request.sequence.prompt[:-1], request.salt)
         return request

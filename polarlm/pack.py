@@ -152,4 +152,5 @@ def write_pack(
                 if bar is not None and chunk.prompt_tokens:
                     bar.update(chunk.prefilled - bar.n)
         count = engine.save_session(path, prompt=ids, note=note_of(messages, texts))
+    path.chmod(0o644)  # others load it, too
     return f"{path}: {count:,} tokens, {format_bytes(path.stat().st_size)}, in {time.monotonic() - begin:.0f} s."

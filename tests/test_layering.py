@@ -164,7 +164,7 @@ ROOMS["engine"] = {
     "storage.sessions",
     "storage.tiers",
 } | TOLD
-ROOMS["storage.packs"] = {"storage.sessions"} | TOLD
+ROOMS["storage.packs"] = {"state", "storage.sessions"} | TOLD
 ROOMS["async_engine"] = {"completions", "engine", "requests", "sampling"} | TOLD
 ROOMS["chat"] = {
     "loading.checks",

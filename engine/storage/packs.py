@@ -14,6 +14,7 @@ from typing import Any
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
+from polarlm.engine.state.prefix import common_prefix
 from polarlm.engine.storage import sessions
 
 _KEY = "pack"  # of the note
@@ -102,11 +103,9 @@ def _error(sentence: str) -> EngineError:
     return EngineError(sentence, "session", ("packs",))
 
 
-def share(pack: Pack, ids: Sequence[int], block_size: int, warn: Callable[[str], None]) -> None:
-    """Call `warn` with a sentence if a prompt does not begin with a pack's tokens, of which blocks are stored."""
-    common = next(
-        (place for place, (a, b) in enumerate(zip(pack.token_ids, ids, strict=False)) if a != b), len(pack.token_ids)
-    )
+def check_prefix(pack: Pack, ids: Sequence[int], block_size: int, warn: Callable[[str], None]) -> None:
+    """Call `warn` with a sentence if a prompt lacks more than two blocks of the tokens of its pack at its beginning."""
+    common = common_prefix(pack.token_ids, ids)
     if (missing := len(pack.token_ids) - common) > 2 * block_size:
         warn(
             f"{missing:,} tokens of the pack {pack.name} are computed again: the model's chat template writes this "
