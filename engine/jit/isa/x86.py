@@ -311,26 +311,12 @@ class Avx512Vbmi(Avx512Vnni):
         return Level.pair_table(self, e, first, second)
 
 
-class _Bfloat16(Avx512Vbmi):
-    """Dot products of bfloat16, and conversions to it."""
-
-    needs = (*Avx512Vbmi.needs, "avx512bf16")
-
-    def to_bfloat(self, e: Emitter, low: Value, high: Value) -> Value:
-        both = e.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(BF16, 32), high, low)
-        return both.bits(vector(I16, 32))
-
-    def times_power(self, e: Emitter, x: Value, n: Value) -> Value:
-        options = e.zero(x.type), e.constant(I16, -1), e.constant(I32, _CURRENT_ROUNDING)
-        return e.intrinsic("llvm.x86.avx512.mask.scalef.ps.512", x.type, x, n, *options)
-
-
-class Avx512Zen(_Bfloat16):
+class Avx512Zen(Avx512Vbmi):
     """The same on AMD's CPUs, which multiply words in half of their pipes and add them in all. SSE4a tells them: no
     other CPU has it."""
 
     name = "avx512-zen"
-    needs = (*_Bfloat16.needs, "sse4a")
+    needs = (*Avx512Vbmi.needs, "sse4a")
     unpacks_first = True
     halves_products = True
     near_rows = 2
@@ -383,11 +369,21 @@ def _int64(e: Emitter, number: Value | int) -> Value:
     return e.i64(number) if isinstance(number, int) else number
 
 
-class Avx512Amx(_Bfloat16):
+class Avx512Amx(Avx512Vbmi):
+    """And conversions to bfloat16."""
+
     name = "avx512-amx"
-    needs = (*_Bfloat16.needs, "amx-tile", "amx-bf16")
+    needs = (*Avx512Vbmi.needs, "avx512bf16", "amx-tile", "amx-bf16")
     matrices = AmxTiles()
 
+    def to_bfloat(self, e: Emitter, low: Value, high: Value) -> Value:
+        both = e.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(BF16, 32), high, low)
+        return both.bits(vector(I16, 32))
 
-# In ascending order. A level is a subset of every later one, except for avx2-vnni.
+    def times_power(self, e: Emitter, x: Value, n: Value) -> Value:
+        options = e.zero(x.type), e.constant(I16, -1), e.constant(I32, _CURRENT_ROUNDING)
+        return e.intrinsic("llvm.x86.avx512.mask.scalef.ps.512", x.type, x, n, *options)
+
+
+# In ascending order. A level is a subset of every later one, except for avx2-vnni and AMD's.
 LEVELS = Avx2(), Avx2Vnni(), Avx512(), Avx512Vnni(), Avx512Vbmi(), Avx512Zen(), Avx512Amx()

@@ -26,8 +26,8 @@ def most_queries(format: MatrixFormat, dim: int) -> int:
 @cache
 def attend_by_matrices(format: MatrixFormat, spec: Prompt) -> Kernel[PromptArguments]:
     """As `attend`, with at most `most_queries` queries of a unit, and a `MatrixSegment` of the format for each segment.
-    What row_max holds are numbers that scores times log₂ e exceed by up to 8. row_sum is (T, H, 16): parts of each
-    sum."""
+    What row_max holds are numbers that scores, as the format has them, exceed by up to 8. row_sum is (T, H, 16): parts
+    of each sum."""
     unit = _UNITS[format]
 
     def emit(e: Emitter, args: PromptArguments, begin: Value, end: Value, scratch: Value) -> None:
