@@ -51,6 +51,8 @@ if sys.argv[2:4] == ["polarlm", "chat"] or sys.argv[2] == "engine.chat":
     named = sys.argv[4:5] and "/" in sys.argv[4] or "-hf" in sys.argv
     model = [] if named else ["--weights", "./smollm2"]
     sys.exit(subprocess.call([sys.executable, *sys.argv[1:], *model, "--device", "cpu", "-n", "8"]))
+if sys.argv[2:4] == ["polarlm", "pack"]:
+    sys.exit(subprocess.call([sys.executable, *sys.argv[1:], "--weights", "./smollm2", "--device", "cpu"]))
 if sys.argv[2:4] == ["polarlm", "pull"]:
     sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))
 """
@@ -98,7 +100,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, small_gguf
         ):
             hub.repositories[name] = Repository(small_ggufs)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / "notes.txt").write_text("Rome is the capital of Italy.")
+    for name in ("notes.txt", "manual.txt", "src/main.c"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("Rome is the capital of Italy.")
     Image.new("RGB", (40, 30), "teal").save(tmp_path / "photo.jpg")
     make_model_at, of_images = tmp_path / "smollm2", tmp_path / "qwen3-vl"
     for at, fixture in ((make_model_at, "llama_gqa_linear"), (of_images, "qwen3_vl_deepstack_tied")):

@@ -221,8 +221,10 @@ def test_a_model_calls_a_tool_and_gets_its_result(visit: Callable[[Process], Pag
         switch_on(page)
         page.run("mcpOn.tools = mcpServers[0].tools.map(({name}) => name).filter((name) => name !== 'pid'); remember()")
         page.send("Which process are you?")
-        page.until(lambda: asks(page) == "Run pid of tools?")
-        page.press_button("Run once")
+        page.until(lambda: asks(page).startswith("Run pid of tools?"))
+        calls: list[dict[str, Any]] = page.run("return rows[1].message.calls")  # random weights may call several times
+        for _ in calls:
+            page.press_button("Run once", 1)
         page.until(lambda: page.run("return rows.length") == 4 and page.done())
         result = page.run("return rows[2].message.results[0]")
         assert result["name"] == "tools_pid"
