@@ -194,8 +194,9 @@ class EngineConfig(Settings):
         None,
         "--encoding",
         metavar="FILE|URL",
-        help="take calibration and scales from what polarlm fit --write has written: engines with the same file share "
-        "sessions and tiers; without it, the file beside the weights, if there is one",
+        help="take calibration and scales from what polarlm fit --write has written, or the scales from a session or a "
+        "pack: engines with the same file share sessions and tiers; without it, those of the first pack, or of the "
+        "file beside the weights, if there is one",
     )
     threads: int = setting(
         0,

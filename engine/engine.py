@@ -212,7 +212,7 @@ class Engine(Completions):
             ids, salt = (newest.ids, newest.salt) if ids_to_save is None else (ids_to_save, salt)
             contents = sessions.take_snapshot(self._store, self._prefixes, ids, salt)
         session = Session(tuple(ids[: contents.length]), note, answers)
-        sessions.write(path, self._identity, session, contents, salt, progress)
+        sessions.write(path, self._identity, session, contents, salt, identity.scale_arrays(self._store), progress)
         return contents.length
 
     def load_session(self, path: SessionPath, *, cache_salt: str = "", progress: Progress | None = None) -> Session:

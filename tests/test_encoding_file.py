@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polarlm import fit
-from polarlm.engine import Engine, EngineError, SamplingParams
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.loading import calibration, encoding_file
+from polarlm.engine.storage.packs import note_of
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.random_model import random_model
 
@@ -78,13 +79,32 @@ def test_machines_with_one_encoding_share_sessions(
         more = engine.generate([*PROMPT, *answer, 7], GREEDY).token_ids
     with one.load(weights) as engine:  # the machine's own is the same
         engine.load_session(tmp_path / "session")
-    with other.load(weights) as engine, pytest.raises(EngineError, match="same file as encoding, which polarlm fit"):
+    with other.load(weights) as engine, pytest.raises(EngineError, match="load the engine with this file as encoding"):
         engine.load_session(tmp_path / "session")
-    with other.load(weights, encoding=str(written)) as engine:
-        engine.load_session(tmp_path / "session")
-        completion = engine.generate([*PROMPT, *answer, 7], GREEDY)
-        assert completion.usage.cached_tokens == len(PROMPT) + len(answer) - 1
-        assert completion.token_ids == more
+    for encoding in (written, tmp_path / "session"):  # a session has what it takes to read it
+        with other.load(weights, encoding=str(encoding)) as engine:
+            engine.load_session(tmp_path / "session")
+            completion = engine.generate([*PROMPT, *answer, 7], GREEDY)
+            assert completion.usage.cached_tokens == len(PROMPT) + len(answer) - 1
+            assert completion.token_ids == more
+
+
+def test_an_engine_takes_the_encoding_of_its_first_pack(
+    machines: tuple[Machine, Machine], weights: Path, tmp_path: Path
+) -> None:
+    files = [tmp_path / "one.pack", tmp_path / "other.pack"]
+    for machine, file in zip(machines, files, strict=True):
+        with machine.load(weights) as engine:
+            engine.generate(PROMPT, GREEDY)
+            engine.save_session(file, prompt=PROMPT, note=note_of([{"role": "system", "content": "a"}], []))
+    for machine in machines:
+        said: list[str] = []
+        with machine.load(weights, said, packs={"one": str(files[0])}) as engine:
+            assert engine.generate([8, 9], GREEDY, PromptOptions(pack="one")).usage.cached_tokens == len(PROMPT)
+        assert any(str(files[0]) in sentence for sentence in said)
+        with pytest.raises(EngineError, match="such as one of its packs"):
+            machine.load(weights, packs={"one": str(files[0]), "other": str(files[1])})
+    assert files[0].read_bytes() != files[1].read_bytes()
 
 
 @pytest.mark.parametrize("cache_type", ["balanced", "compact", "f16"])
@@ -133,7 +153,10 @@ def test_the_file_beside_the_weights_is_found(machines: tuple[Machine, Machine],
 def test_one_that_does_not_fit_is_refused(
     machines: tuple[Machine, Machine], weights: Path, written: Path, tmp_path: Path
 ) -> None:
-    machine, other, missing = machines[0], tmp_path / "other.gguf", tmp_path / "missing"
+    machine, other, missing, session = machines[0], *(tmp_path / name for name in ("other.gguf", "missing", "session"))
+    with machine.load(weights) as engine:
+        engine.generate(PROMPT, GREEDY)
+        engine.save_session(session)
     other.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
     for path, more, words in (
         (weights, {"block_size": 32}, "blocks of 64 tokens, and here they have 32"),
@@ -142,6 +165,7 @@ def test_one_that_does_not_fit_is_refused(
         (weights, {"encoding": str(missing)}, "cannot be read"),
         (weights, {"encoding": str(tmp_path)}, "cannot be read"),
         (weights, {"calibration": False}, "leave it out"),
+        (weights, {"encoding": str(session), "cache_type": "f16"}, "of other cache types"),
     ):
         with pytest.raises(EngineError, match=words):
             Engine.load(path, **{"device": "cpu", "ctx_size": 64, "encoding": str(written), **more})
@@ -158,7 +182,7 @@ def test_damage_is_told(loaded: tuple[Engine, bytes], tmp_path: Path, place: int
     (tmp_path / "damaged").write_bytes(damaged[:place] if is_cut else damaged)
     model = engine._model
     with pytest.raises(EngineError, match="is not an encoding, or a damaged one"):
-        encoding_file.load(tmp_path / "damaged", model.ops, model.config, model.weights, 64)
+        encoding_file.load(tmp_path / "damaged", model.ops, model.config, model.weights, 64, {})
 
 
 @pytest.fixture
@@ -171,7 +195,7 @@ def test_numbers_that_no_calibration_gives_are_refused(loaded: tuple[Engine, byt
     """In a file whose checksum is right."""
     model, content = loaded[0]._model, loaded[1]
     (tmp_path / "own").write_bytes(content)
-    own = encoding_file.load(tmp_path / "own", model.ops, model.config, model.weights, 64)
+    own = encoding_file.load(tmp_path / "own", model.ops, model.config, model.weights, 64, {})
     layer = min(own.scales)
     for wrong in (np.nan, 0, -1):
         arrays = {**own.arrays, f"{layer} plain keys": np.full_like(own.scales[layer][False].keys, wrong)}
@@ -179,7 +203,7 @@ def test_numbers_that_no_calibration_gives_are_refused(loaded: tuple[Engine, byt
         changed.__dict__["arrays"] = arrays
         encoding_file.write(tmp_path / "wrong", changed)
         with pytest.raises(EngineError, match="damaged"):
-            encoding_file.load(tmp_path / "wrong", model.ops, model.config, model.weights, 64)
+            encoding_file.load(tmp_path / "wrong", model.ops, model.config, model.weights, 64, {})
     assert {field.name for field in fields(own)} == {"model", "name", "block_size", "statistics", "scales"}
 
 

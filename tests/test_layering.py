@@ -108,12 +108,18 @@ ROOMS["cli.flags"] = {"config", "errors"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["cli.sources"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
-ROOMS["loading.encoding_file"] = ROOMS["loading.calibration"] | {
-    "loading.calibration",
-    "loading.encoding",
-    "storage.files",
-    "storage.objects",
-}
+ROOMS["loading.encoding_file"] = (
+    ROOMS["loading.calibration"]
+    | {
+        "loading.calibration",
+        "loading.encoding",
+        "storage.files",
+        "storage.identity",
+        "storage.objects",
+        "storage.sessions",
+    }
+    | TOLD
+)
 ROOMS["loading.fitting"] = ROOMS["loading.encoding_file"] | {"loading.encoding_file"}
 ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
 ROOMS["loading.placement"] = ROOMS["loading.sizes"] | {"backends.select", "loading.sizes"}

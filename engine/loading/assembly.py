@@ -311,8 +311,8 @@ def _store(
     say = verbose or (lambda sentence: None)
     given = None
     if encoding == FULL_ENCODING and config.calibration and config.key_conditioning:
-        given = encoding_file.find(config.encoding, source.path, ops, source.config, weights, config.block_size, say)
-    is_shown = verbose is not None and tokenizer is not None and given is None
+        given = encoding_file.find(config, source.path, ops, source.config, weights, plan.shape, say)
+    is_shown = verbose is not None and tokenizer is not None and (given is None or not given.statistics)
     with progress_bar(is_shown, desc="Fitting the KV cache", bar_format=SHARE) as bar:
         encodings = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, given, say, amounts(bar))
         return KVStore(ops, plan, *encodings)

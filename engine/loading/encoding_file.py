@@ -3,16 +3,17 @@
 A calibration and the scales that follow from it differ in their last bits from machine to machine, and codes mean
 something else with other scales. Engines that load the same file store the same blocks: they share sessions and tiers.
 The file is one object (`engine.storage.objects`). It has the statistics of all layers, and the scales of each layer for
-codecs of keys with and without block means.
+codecs of keys with and without block means. A session or a pack is as good as a file: it has the scales that its codes
+need, without statistics.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from urllib.request import urlopen
@@ -20,6 +21,7 @@ from urllib.request import urlopen
 import numpy as np
 
 from polarlm.engine.backends.ops import Ops
+from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.calibration import Statistics
 from polarlm.engine.loading.encoding import layer_scale
@@ -28,7 +30,9 @@ from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.kv_scales import variances
 from polarlm.engine.quantization.conditioning import Scale
 from polarlm.engine.quantization.statistics import LayerStatistics
-from polarlm.engine.storage import files, objects
+from polarlm.engine.state.shapes import CacheShape
+from polarlm.engine.storage import files, objects, sessions
+from polarlm.engine.storage.identity import SIDES
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.files.repository import encoding_beside
@@ -37,13 +41,12 @@ from polarlm.model_loaders.forks import cached_property
 _NAME = b"polarlm encoding"  # the name of the object
 _VERSION = "1"  # the version of the meaning of the numbers
 _URL, _SECONDS = re.compile("https?://"), 30.0  # timeout of a server that says nothing
-_SIDES = {True: "centred", False: "plain"}  # whether blocks of keys are stored without their mean
 
 
 @dataclass(frozen=True)
 class ModelEncoding:
-    """model: the fingerprint of the weights. name: of the model, for users. scales: of each layer with K/V, by whether
-    blocks of keys are stored without their mean."""
+    """model: the fingerprint of the weights. name: of the model, for users. statistics: empty if the machine's own will
+    do. scales: of each layer with K/V, by whether blocks of keys are stored without their mean."""
 
     model: str
     name: str
@@ -55,10 +58,11 @@ class ModelEncoding:
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays by names such as "3 query_mean" and "3 plain keys", float32."""
         arrays: dict[str, np.ndarray] = {}
-        for layer, one in self.statistics.items():
-            arrays |= {f"{layer} {field.name}": getattr(one, field.name) for field in fields(one)}
-            for is_centred, scale in self.scales[layer].items():
-                arrays |= {f"{layer} {_SIDES[is_centred]} {name}": array for name, array in scale._asdict().items()}
+        for layer, scales in self.scales.items():
+            if (one := self.statistics.get(layer)) is not None:
+                arrays |= {f"{layer} {field.name}": getattr(one, field.name) for field in fields(one)}
+            for is_centred, scale in scales.items():
+                arrays |= {f"{layer} {SIDES[is_centred]} {name}": array for name, array in scale._asdict().items()}
         return arrays
 
     @cached_property
@@ -77,7 +81,7 @@ def encoding_of(
     """Return the encoding that these statistics lead to on this machine."""
     sizes = {
         is_centred: variances(ops, config, weights, [block_size if is_centred else None] * len(config.layers))
-        for is_centred in _SIDES
+        for is_centred in SIDES
     }
     scales: dict[int, dict[bool, Scale]] = {}
     for layer, one in statistics.items():
@@ -96,18 +100,15 @@ def place_beside(weights: Path) -> Path:
 
 def write(path: Path, encoding: ModelEncoding) -> None:
     """Raises EngineError ("storage")."""
-    arrays = encoding.arrays
     header = {
         "kind": "encoding",
         "version": _VERSION,
         "model": encoding.model,
         "name": encoding.name,
         "block_size": encoding.block_size,
-        "arrays": [[name, array.shape] for name, array in arrays.items()],
     }
-    payload = np.concatenate([array.reshape(-1) for array in arrays.values()])
     try:
-        files.write(path, Object(header, payload).pack(_NAME))
+        files.write(path, objects.join_arrays(header, encoding.arrays).pack(_NAME))
         path.chmod(0o644)  # others load it, too
     except OSError as error:
         raise EngineError(
@@ -115,12 +116,20 @@ def write(path: Path, encoding: ModelEncoding) -> None:
         ) from None
 
 
-def load(place: str | Path, ops: Ops, config: ModelConfig, weights: ModelWeights, block_size: int) -> ModelEncoding:
-    """Return the encoding at a path or a URL. Raises EngineError ("invalid_request") if it cannot be read, is damaged,
-    or belongs to other weights or another block size."""
+def load(
+    place: str | Path,
+    ops: Ops,
+    config: ModelConfig,
+    weights: ModelWeights,
+    block_size: int,
+    centred: Mapping[int, bool],
+) -> ModelEncoding:
+    """Return the encoding at a path or a URL. centred: whether blocks of keys are stored without their mean, of each
+    layer with K/V. Raises EngineError ("invalid_request") if it cannot be read, is damaged, or belongs to other
+    weights, another block size, or, that of a session, other cache types."""
     try:
         stored = _read(place)
-        if stored.header.get("version") != _VERSION:
+        if stored.header["kind"] == "encoding" and stored.header.get("version") != _VERSION:
             raise _error(f"The encoding {place} is from another version of this program: write it again")
         encoding = _parse(stored, config)
     except (OSError, HTTPException) as error:
@@ -142,6 +151,11 @@ def load(place: str | Path, ops: Ops, config: ModelConfig, weights: ModelWeights
             f"block_size to {encoding.block_size}, or write another one",
             settings=("encoding", "block_size"),
         )
+    if not all(is_centred in encoding.scales[layer] for layer, is_centred in centred.items()):
+        raise EngineError(
+            f"{place} has the encoding of other cache types: give those as cache_type, or another encoding",
+            settings=("encoding", "cache_type"),
+        )
     return encoding
 
 
@@ -151,8 +165,9 @@ def _read(place: str | Path) -> Object:
         with urlopen(place, timeout=_SECONDS) as answer:
             content = answer.read()
         return objects.unpack(_NAME, content, len(content))
-    with Path(place).expanduser().open("rb") as file:
-        return objects.read(file, _NAME)
+    path = Path(place).expanduser()
+    with path.open("rb") as file:
+        return objects.read(file, sessions.NAME if sessions.is_session(path) else _NAME)
 
 
 def _error(sentence: str) -> EngineError:
@@ -160,15 +175,9 @@ def _error(sentence: str) -> EngineError:
 
 
 def _parse(stored: Object, config: ModelConfig) -> ModelEncoding:
-    """Raises KeyError, TypeError or ValueError for an object that `write` has not written for such a model."""
-    header, numbers = stored.header, stored.payload.view(np.float32)
-    arrays: dict[str, np.ndarray] = {}
-    end = 0
-    for name, shape in header["arrays"]:
-        start, end = end, end + math.prod(shape)
-        arrays[name] = numbers[start:end].reshape(shape)
-    if end != len(numbers) or not np.isfinite(numbers).all():
-        raise ValueError("other numbers")
+    """Raises KeyError, TypeError or ValueError for an object that neither `write` nor `sessions.write` has written for
+    such a model."""
+    header, arrays = stored.header, objects.split_arrays(stored)
     size, statistics, scales = int(header["block_size"]), Statistics(), dict[int, dict[bool, Scale]]()
 
     def array(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -178,14 +187,20 @@ def _parse(stored: Object, config: ModelConfig) -> ModelEncoding:
 
     for layer, one in config.kv_attentions.items():
         heads, dim = one.kv_heads, one.head_dim
-        shapes = {"token_correlation": (size,), "query_second": (heads, dim, dim), "output_second": (heads, dim, dim)}
-        names = [field.name for field in fields(LayerStatistics)]
-        statistics[layer] = LayerStatistics(
-            **{name: array(f"{layer} {name}", shapes.get(name, (heads, dim))) for name in names}
-        )
+        if header["kind"] == "encoding":
+            shapes = {
+                "token_correlation": (size,),
+                "query_second": (heads, dim, dim),
+                "output_second": (heads, dim, dim),
+            }
+            names = [field.name for field in fields(LayerStatistics)]
+            statistics[layer] = LayerStatistics(
+                **{name: array(f"{layer} {name}", shapes.get(name, (heads, dim))) for name in names}
+            )
         scales[layer] = {
             is_centred: Scale(array(f"{layer} {side} keys", (heads, dim)), array(f"{layer} {side} values", (heads,)))
-            for is_centred, side in _SIDES.items()
+            for is_centred, side in SIDES.items()
+            if header["kind"] == "encoding" or f"{layer} {side} keys" in arrays
         }
         if not all((divisors > 0).all() for scale in scales[layer].values() for divisors in scale):
             raise ValueError("a divisor that is not positive")
@@ -193,24 +208,30 @@ def _parse(stored: Object, config: ModelConfig) -> ModelEncoding:
 
 
 def find(
-    named: str | None,
+    engine_config: EngineConfig,
     source: Path,
     ops: Ops,
     config: ModelConfig,
     weights: ModelWeights,
-    block_size: int,
+    shape: CacheShape,
     say: Callable[[str], None],
 ) -> ModelEncoding | None:
-    """Return the encoding at the path or URL `named`, or else beside the weights; None if there is none, or if the one
-    beside them does not fit, which `say` is called with. Raises EngineError for a named one that does not."""
-    if named is not None:
-        return load(named, ops, config, weights, block_size)
-    if not (beside := place_beside(source)).is_file():
-        return None
-    try:
-        encoding = load(beside, ops, config, weights, block_size)
-    except EngineError as error:
-        say(f"{error}. This engine fits its cache itself.")
-        return None
-    say(f"Keys and values are encoded as {beside} says.")
-    return encoding
+    """Return the encoding that an engine is given, or that of its first pack, or the one beside the weights; None if
+    there is none, or if it does not fit, which `say` is called with. Raises EngineError for a given one that does
+    not."""
+    centred = {layer: one.mean_bits > 0 for layer, one in shape.kv_layers.items()}
+    read = partial(load, ops=ops, config=config, weights=weights, block_size=engine_config.block_size, centred=centred)
+    if engine_config.encoding is not None:
+        return read(engine_config.encoding)
+    first = [Path(pack).expanduser() for pack in engine_config.packs.values()][:1]
+    for place in (*first, place_beside(source)):
+        if place.is_file():
+            try:
+                encoding = read(place)
+            except EngineError as error:
+                if place not in first:  # opening the packs says what is wrong with one
+                    say(f"{error}. This engine fits its cache itself.")
+            else:
+                say(f"Keys and values are encoded as {place} says.")
+                return encoding
+    return None

@@ -41,7 +41,8 @@ def load_or_fit(
 ) -> LayerEncodings:
     """Return how every layer stores keys and values, with scales from the weights, and smoothing and error metrics from
     a calibration: as kept in the user's cache folder, or else computed now and kept there. tokenizer: None leaves the
-    calibration out; what is left takes too little time to be kept. given: an encoding with calibration and scales."""
+    calibration out; what is left takes too little time to be kept. given: scales that others have
+    computed, perhaps with statistics."""
     ids = [] if tokenizer is None else text_ids(tokenizer, min(TOKENS, config.max_context))
     # A calibration on too short a text says so at every start.
     is_kept = can_calibrate(ids, shape.block_size)
@@ -51,7 +52,7 @@ def load_or_fit(
     if is_kept and (arrays := kept_arrays.read(_KIND, key)) is not None:
         return _unpack(shape, arrays)
     statistics: Mapping[int, LayerStatistics] = {}
-    if tokenizer is not None and given is not None:
+    if tokenizer is not None and given is not None and given.statistics:
         statistics = given.statistics
     elif tokenizer is not None:
         statistics = load_or_calibrate(ops, config, weights, ids, shape.block_size, say, progress)

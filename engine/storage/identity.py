@@ -12,6 +12,7 @@ import numpy as np
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.state.cache_types import setting_by_layer
+from polarlm.engine.state.store import KVStore
 
 # What determines codes, in the order in which it is checked → what to say if it differs.
 _DIFFERENCES = {
@@ -20,24 +21,24 @@ _DIFFERENCES = {
     "block_size": "was saved with blocks of {there} tokens, and this engine's have {here}: set block_size to {there}",
     "cache_types": "was saved with the cache types {there} (keys/values), and this engine has {here}: "
     "choose them with cache_type, or with cache_type_k and cache_type_v",
-    "conditioning": "has keys and values that were conditioned in another way: load both engines with the same file as "
-    "encoding, which polarlm fit --write makes, or give key_conditioning=False and calibration=False as when it was "
-    "saved; if they are, the model has been calibrated anew since, or another version of this program saved it",
+    "conditioning": "has keys and values that are encoded in another way, as the machine that saved it has calibrated "
+    "them: load the engine with this file as encoding, or save it anew with the encoding of this engine, such as "
+    "one of its packs; if neither helps, key_conditioning and calibration were others, or the version of this program",
 }
 DETERMINE = tuple(_DIFFERENCES)
+SIDES = {True: "centred", False: "plain"}  # whether blocks of keys are stored without their mean
 _UNNAMED_STATE = "8bit"  # the default, which a session does not name
 
 
 def settings(model: Transformer, name: str) -> dict[str, str]:
     """Return the model's name, and all that determines codes except token ids, as text for the header of a session."""
-    shape = model.store.shape
+    shape, arrays = model.store.shape, scale_arrays(model.store)
     bits = " ".join(str(layer.mean_bits) for layer in shape.kv_layers.values())
     digest = hashlib.sha256(json.dumps({"mean_bits": bits}).encode())
-    for layer, conditioning in enumerate(model.store.conditioning):
-        if (scale := conditioning.scale) is not None:
-            for side, array in zip(scale._fields, scale, strict=True):
-                digest.update(repr((f"{layer}.{side}", array.shape, str(array.dtype))).encode())
-                digest.update(np.ascontiguousarray(array).data)
+    for key, array in arrays.items():
+        layer, _, side = key.split()
+        digest.update(repr((f"{layer}.{side}", array.shape, str(array.dtype))).encode())
+        digest.update(np.ascontiguousarray(array).data)
     return {
         "name": name,
         "model": fingerprint(model.ops, model.config, model.weights),
@@ -46,6 +47,16 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
         + "".join(f" state:{name}" for name in _state_types(shape.layers) if name != _UNNAMED_STATE)
         + (f" by-age:{shape.kinds[0]}" if shape.has_two_kinds else ""),
         "conditioning": digest.hexdigest(),
+    }
+
+
+def scale_arrays(store: KVStore) -> dict[str, np.ndarray]:
+    """Return the divisors of keys and values that codes depend on, by names such as "3 centred keys"."""
+    return {
+        f"{layer} {SIDES[one.mean_bits > 0]} {side}": array
+        for layer, one in store.shape.kv_layers.items()
+        if (scale := store.conditioning[layer].scale) is not None
+        for side, array in scale._asdict().items()
     }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Mapping
@@ -74,6 +75,27 @@ class Object:
         payload = np.ascontiguousarray(self.payload).reshape(-1).view(np.uint8).data
         fields = _FIELDS.pack(_MAGIC, name, len(header), len(payload))
         return fields + _digest(fields, header, payload) + header, payload
+
+
+def join_arrays(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Object:
+    """Return an object with float32 arrays by their names."""
+    payload = np.concatenate([np.empty(0, np.float32), *(array.reshape(-1) for array in arrays.values())])
+    shapes = [[name, array.shape] for name, array in arrays.items()]
+    return Object({**header, "arrays": shapes}, payload.astype(np.float32, copy=False))
+
+
+def split_arrays(stored: Object) -> dict[str, np.ndarray]:
+    """Return the arrays of an object by their names. Raises KeyError, TypeError or ValueError for one without arrays,
+    with other numbers, or with some that are not finite."""
+    numbers = stored.payload.view(np.float32)
+    arrays: dict[str, np.ndarray] = {}
+    end = 0
+    for name, shape in stored.header["arrays"]:
+        start, end = end, end + math.prod(shape)
+        arrays[name] = numbers[start:end].reshape(shape)
+    if end != len(numbers) or not np.isfinite(numbers).all():
+        raise ValueError("other numbers")
+    return arrays
 
 
 def unpack(name: bytes, content: bytes | bytearray | memoryview, limit: int = HEADER_LIMIT) -> Object:

@@ -1,8 +1,8 @@
 """Sessions: files with the token ids of a sequence and its K/V.
 
-A file is a list of objects: the first one, "session", has the ids, what determines the codes, and the number of the
-first block; the blocks follow, as in `engine.storage.payloads`. A block's name is derived from the file and the block's
-position, so that no block is taken for another.
+A file is a list of objects: the first one, "session", has the ids, what determines the codes, the divisors of keys and
+values, and the number of the first block; the blocks follow, as in `engine.storage.payloads`. A block's name is derived
+from the file and the block's position, so that no block is taken for another.
 
 A session can be loaded by any engine with the same model and the same cache types, on any backend. Errors are
 EngineErrors with a sentence for the user and the code "session" (the file is wrong), "storage" (it cannot be read or
@@ -37,7 +37,7 @@ from polarlm.engine.storage.copies import Snapshot, export, restore
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.payloads import Payloads
 
-_NAME = b"polarlm session\0"  # the name of the first object
+NAME = b"polarlm session\0"  # the name of the first object
 _SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")
 _VERSION = "3"  # the version of the file and of the meaning of all codes
 
@@ -66,11 +66,13 @@ def write(
     session: Session,
     snapshot: Snapshot,
     salt: str,
+    scales: Mapping[str, np.ndarray],
     progress: Progress | None,
 ) -> None:
     """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file; after an
     EngineError the earlier file is unchanged. settings: this engine's `identity.settings`. session: the ids, note and
-    answers for `snapshot`. salt: the sequence's salt, see `engine.state.prefix`; "" for none."""
+    answers for `snapshot`. salt: the sequence's salt, see `engine.state.prefix`; "" for none. scales: this engine's
+    `identity.scale_arrays`, with which others can read the file."""
     if snapshot.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
     header = {
@@ -85,7 +87,7 @@ def write(
         "answers": session.answers,
     }
     try:
-        head, _ = Object(header).pack(_NAME)
+        head = b"".join(objects.join_arrays(header, scales).pack(NAME))
     except (TypeError, ValueError, RecursionError) as error:
         raise _error(f"The note of a session must be a JSON value: {error}") from None
     with _errors_as_sentences(
@@ -110,7 +112,7 @@ def is_session(path: SessionPath) -> bool:
     with suppress(OSError):
         if os.path.isfile(path):
             with open(path, "rb") as file:
-                return objects.read_name(file.read(objects.NAME_END)) == _NAME
+                return objects.read_name(file.read(objects.NAME_END)) == NAME
     return False
 
 
@@ -119,7 +121,7 @@ def read_header(path: SessionPath, settings: Mapping[str, str], vocabulary: rang
     with _errors_as_sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _check_file(Path(path), path)
         with open(path, "rb") as file:
-            return _parse(path, objects.read(file, _NAME).header, settings, vocabulary)
+            return _parse(path, objects.read(file, NAME).header, settings, vocabulary)
 
 
 def read(
@@ -139,7 +141,7 @@ def read(
         _check_file(Path(path), path)
         count = _count_progress(progress, os.path.getsize(path))
         with open(path, "rb") as file:
-            header = objects.read(file, _NAME, count).header
+            header = objects.read(file, NAME, count).header
             session = _parse(path, header, settings, vocabulary)
             if (adapter := str(header.get("adapter", ""))) and not knows(adapter):
                 raise _error(f"The session {path} was saved with an adapter that this engine lacks: load it with lora")
