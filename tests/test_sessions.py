@@ -59,7 +59,7 @@ def next_logits(engine: Engine, past: list[int]) -> list[np.ndarray]:
 def objects_of(path: Path) -> tuple[dict[str, Any], dict[int, Object]]:
     """The header of a session's first object, and its blocks by their numbers."""
     with path.open("rb") as file:
-        header = dict(objects.read(file, sessions._NAME).header)
+        header = dict(objects.read(file, sessions.NAME).header)
         name, number, blocks = sessions._names(header), header["first"], {}
         while file.tell() < path.stat().st_size:
             blocks[number] = objects.read(file, name(number))
@@ -73,7 +73,7 @@ def write_objects(path: Path, header: dict[str, Any], blocks: dict[int, Object])
         name = sessions._names(header)
     except KeyError:
         name = sessions._names({**dict.fromkeys(identity.DETERMINE), "ids": []})
-    parts = [Object(header).pack(sessions._NAME), *(block.pack(name(number)) for number, block in blocks.items())]
+    parts = [Object(header).pack(sessions.NAME), *(block.pack(name(number)) for number, block in blocks.items())]
     path.write_bytes(b"".join(piece for part in parts for piece in part))
 
 
