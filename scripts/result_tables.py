@@ -359,6 +359,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "positions": lambda: _tables([newest(f"positions-{DEMO}")], quality.kl_by_position),
     "models": lambda: _tables(_model_measurements(), quality.divergences),
     "tools": lambda: _with_source(tool_cost.table_of, [newest("tools-*")]),
+    "tools 2k": lambda: _with_source(tool_cost.table_of, [newest("tools2k-*")]),
+    "tools 16k": lambda: _with_source(tool_cost.table_of, [newest("tools16k-*")]),
     "snapshots": lambda: _tables([newest("state-trained-hybrid-*")], snapshots.table_of),
     "figures": lambda: _tables([newest(f"cost-{DEMO}")], quality.divergences, quality.answers),
     "peers": peers_table,
