@@ -178,6 +178,7 @@ def _parse(stored: Object, config: ModelConfig) -> ModelEncoding:
     """Raises KeyError, TypeError or ValueError for an object that neither `write` nor `sessions.write` has written for
     such a model."""
     header, arrays = stored.header, objects.split_arrays(stored)
+    is_whole = header["kind"] == "encoding"  # with statistics, and for all cache types
     size, statistics, scales = int(header["block_size"]), Statistics(), dict[int, dict[bool, Scale]]()
 
     def array(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -187,7 +188,7 @@ def _parse(stored: Object, config: ModelConfig) -> ModelEncoding:
 
     for layer, one in config.kv_attentions.items():
         heads, dim = one.kv_heads, one.head_dim
-        if header["kind"] == "encoding":
+        if is_whole:
             shapes = {
                 "token_correlation": (size,),
                 "query_second": (heads, dim, dim),
@@ -200,7 +201,7 @@ def _parse(stored: Object, config: ModelConfig) -> ModelEncoding:
         scales[layer] = {
             is_centred: Scale(array(f"{layer} {side} keys", (heads, dim)), array(f"{layer} {side} values", (heads,)))
             for is_centred, side in SIDES.items()
-            if header["kind"] == "encoding" or f"{layer} {side} keys" in arrays
+            if is_whole or f"{layer} {side} keys" in arrays
         }
         if not all((divisors > 0).all() for scale in scales[layer].values() for divisors in scale):
             raise ValueError("a divisor that is not positive")

@@ -41,8 +41,8 @@ def load_or_fit(
 ) -> LayerEncodings:
     """Return how every layer stores keys and values, with scales from the weights, and smoothing and error metrics from
     a calibration: as kept in the user's cache folder, or else computed now and kept there. tokenizer: None leaves the
-    calibration out; what is left takes too little time to be kept. given: scales that others have
-    computed, perhaps with statistics."""
+    calibration out; what is left takes too little time to be kept. given: scales that
+    others have computed, perhaps with statistics."""
     ids = [] if tokenizer is None else text_ids(tokenizer, min(TOKENS, config.max_context))
     # A calibration on too short a text says so at every start.
     is_kept = can_calibrate(ids, shape.block_size)
