@@ -267,6 +267,13 @@ class EngineConfig(Settings):
         metavar="URL",
         help="share conversations with other machines: a server with --share-blocks, another HTTP store, or a folder",
     )
+    prefill_at: str | None = setting(
+        None,
+        "--prefill-at",
+        metavar="URL",
+        help="let this server, with the same model, compute long prompts, and take their keys and values from it; what "
+        "it does not send is computed here",
+    )
     cache_ram: str | None = setting(
         None,
         "--cache-ram",

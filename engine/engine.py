@@ -36,10 +36,15 @@ from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
-from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.prefix import PrefixCache, join_salt
 from polarlm.engine.storage import identity, packs, sessions
 from polarlm.engine.storage.packs import Pack
 from polarlm.engine.storage.sessions import KnownAnswers, Progress, Session, SessionPath
+from polarlm.engine.storage.tiers import prompt_blocks
+from polarlm.engine.storage.tiers.opening import open_remote_prefill
+from polarlm.engine.storage.tiers.patience import Patience
+from polarlm.engine.storage.tiers.search import count_sources
+from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
 from polarlm.engine.storage.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -87,9 +92,11 @@ class Engine(Completions):
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model, parts.model.mtp)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
         tiers, files = parts.tiers, sorted(parts.source.weights.files())
-        self._tiers = Tiers(self._store, self._prefixes, tiers, files, self._lock) if tiers else None
+        self._access, patience = StoreAccess.to(self._store, self._prefixes), Patience()
+        self._tiers = Tiers(self._access, tiers, files, self._lock, patience) if tiers else None
+        self._remote_prefill = open_remote_prefill(parts.config, self._access, self._identity, patience)
         kind = EncoderRunner if isinstance(self._model, Encoder) else Runner
-        self._runner = kind(self._model, self._prefixes, self._scheduler, self._drafting, self._tiers)
+        self._runner = kind(self._model, self._prefixes, self._scheduler, self._drafting, patience, self._tiers)
         self.kept_blocks, self.adapters = parts.disk, parts.adapters  # for servers; requests choose among adapters
         self._answers = Answers(parts.source, self.context, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
@@ -275,10 +282,27 @@ class Engine(Completions):
             request = self._request(
                 prompt, params, options, settings, outbox=into, progress=progress, constraint=constraint, gone=gone
             )
+            for _ in self._find(request):
+                if gone is not None and gone():
+                    raise EngineError("The request was cancelled before its prompt was read", "cancelled")
         with self._exclusive():
             self._runner.submit(request)
         cancel, cached = lambda: self._cancel(request.sequence), lambda: request.cached or 0
         return Ticket(len(request.sequence.prompt), cancel, cached, request.conversation, request.warnings)
+
+    def encoding(self) -> bytes:
+        """Return the divisors of keys and values, as an object that `encoding` of another engine's settings takes."""
+        return sessions.pack_scales(self._identity, identity.scale_arrays(self._store))
+
+    def packed_blocks(self, ids: Sequence[int], cache_salt: str, root: bytes, first: int) -> Iterator[bytes]:
+        """Yield what `prompt_blocks.packed_blocks` does of a prompt that was computed."""
+        salt = join_salt(cache_salt, "")
+        return prompt_blocks.packed_blocks(self._access, self._exclusive, ids, salt, root, first)
+
+    def differs_from(self, settings: Mapping[str, str]) -> str | None:
+        """Return a sentence about why blocks of this engine are of no use to one with these `identity.settings`; None
+        if they are."""
+        return prompt_blocks.difference(settings, self._identity)
 
     def work(self) -> bool:
         """Run one unit of work, a part of a prefill or a step of all running requests; False if there is no request."""
@@ -295,7 +319,10 @@ class Engine(Completions):
     def status(self) -> Status:
         """Counts of requests, blocks and threads."""
         with self._exclusive():
-            return self._runner.status()
+            status = self._runner.status()
+        if self._remote_prefill is not None:
+            status = replace(status, tiers=(*status.tiers, self._remote_prefill.status()))
+        return status
 
     # -- requests and threads ----------------------------------------------------------------------------------
 
@@ -339,13 +366,34 @@ class Engine(Completions):
         if options.pack:
             pack = self.load_pack(options.pack) if options.cache_prompt else self.packs[options.pack]
             packs.check_prefix(pack, request.sequence.prompt, self.cache_shape.block_size, warnings.append)
-        if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
-            request.hit = self._tiers.find(request.sequence.prompt[:-1], request.salt)
         return request
+
+    def _find(self, request: Request) -> Iterator[None]:
+        """Read what tiers have of a request's prompt, and let a server compute it; yields whenever it has computed some
+        of it."""
+        if not request.options.cache_prompt or request.reads_prompt:
+            return
+        ids = request.sequence.prompt[:-1]
+        if self._tiers is not None:
+            request.hit = self._tiers.find(ids, request.salt)
+        if self._remote_prefill is None or request.adapter is not None or request.image_positions is not None:
+            return
+        found = sum(count_sources(request.hit, len(ids)).values()) if request.hit is not None else 0
+        arriving = self._remote_prefill.fetch(ids, request.salt, request.options.cache_salt, found)
+        while True:
+            try:
+                request.report_progress(next(arriving))
+            except StopIteration as end:
+                request.hit = end.value or request.hit
+                return
+            yield
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:
         """Submit `request`, then yield its chunks. Until the next one exists, this thread runs units of work."""
         try:
+            for _ in self._find(request):
+                while outbox:
+                    yield cast(Chunk, outbox.popleft())
             with self._exclusive():
                 self._runner.submit(request)
             finished = False

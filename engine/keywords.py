@@ -41,6 +41,7 @@ class EngineKeywords(TypedDict, total=False):
     cache_disk: str | None
     cache_disk_folder: str | None
     cache_remote: str | None
+    prefill_at: str | None
     cache_ram: str | None
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from polarlm.engine.storage.tiers import remote, tiers
+from polarlm.engine.storage.tiers import patience, remote, tiers
 from polarlm.model_loaders import limited_process
 
 SECONDS = 120.0
 
 
 TIMES: list[tuple[Any, str, Any]] = [  # modules, names in them, and their values
-    (tiers, "_LEAST_SECONDS", SECONDS),
-    (tiers, "_MOST_SECONDS", SECONDS),
+    (patience, "_LEAST_SECONDS", SECONDS),
+    (patience, "_MOST_SECONDS", SECONDS),
     (tiers, "_NAMES_SECONDS", SECONDS),
     (tiers, "_LAST_PATIENCE", SECONDS),
     (remote, "_SECONDS", SECONDS),

@@ -117,6 +117,7 @@ ROOMS["loading.encoding_file"] = (
         "storage.identity",
         "storage.objects",
         "storage.sessions",
+        "storage.tiers",
     }
     | TOLD
 )

@@ -10,13 +10,14 @@ need, without statistics.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage import files, objects, sessions
 from polarlm.engine.storage.identity import SIDES
 from polarlm.engine.storage.objects import DamagedObject, Object
+from polarlm.engine.storage.tiers.opening import KEY_VARIABLE
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.files.repository import encoding_beside
 from polarlm.model_loaders.forks import cached_property
@@ -123,12 +125,13 @@ def load(
     weights: ModelWeights,
     block_size: int,
     centred: Mapping[int, bool],
+    key: str | None = None,
 ) -> ModelEncoding:
     """Return the encoding at a path or a URL. centred: whether blocks of keys are stored without their mean, of each
-    layer with K/V. Raises EngineError ("invalid_request") if it cannot be read, is damaged, or belongs to other
-    weights, another block size, or, that of a session, other cache types."""
+    layer with K/V. key: see `_read`. Raises EngineError ("invalid_request") if it cannot be read, is
+    damaged, or belongs to other weights, another block size, or, that of a session, other cache types."""
     try:
-        stored = _read(place)
+        stored = _read(place, key)
         if stored.header["kind"] == "encoding" and stored.header.get("version") != _VERSION:
             raise _error(f"The encoding {place} is from another version of this program: write it again")
         encoding = _parse(stored, config)
@@ -159,12 +162,15 @@ def load(
     return encoding
 
 
-def _read(place: str | Path) -> Object:
-    """Raises OSError, HTTPException, ValueError or DamagedObject."""
+def _read(place: str | Path, key: str | None) -> Object:
+    """key: the API key of the server at a URL; None for none. Raises OSError, HTTPException, ValueError or
+    DamagedObject."""
     if isinstance(place, str) and _URL.match(place):
-        with urlopen(place, timeout=_SECONDS) as answer:
+        question = Request(place, headers={} if key is None else {"Authorization": f"Bearer {key}"})
+        with urlopen(question, timeout=_SECONDS) as answer:
             content = answer.read()
-        return objects.unpack(_NAME, content, len(content))
+        is_of_session = objects.read_name(content[: objects.NAME_END]) == sessions.NAME
+        return objects.unpack(sessions.NAME if is_of_session else _NAME, content, len(content))
     path = Path(place).expanduser()
     with path.open("rb") as file:
         return objects.read(file, sessions.NAME if sessions.is_session(path) else _NAME)
@@ -217,22 +223,24 @@ def find(
     shape: CacheShape,
     say: Callable[[str], None],
 ) -> ModelEncoding | None:
-    """Return the encoding that an engine is given, or that of its first pack, or the one beside the weights; None if
-    there is none, or if it does not fit, which `say` is called with. Raises EngineError for a given one that does
-    not."""
+    """Return the encoding that an engine is given, or that of its first pack, of the server that computes its prompts,
+    or the one beside the weights; None if there is none, or if it does not fit, which `say` is called with. Raises
+    EngineError for a given one that does not."""
     centred = {layer: one.mean_bits > 0 for layer, one in shape.kv_layers.items()}
     read = partial(load, ops=ops, config=config, weights=weights, block_size=engine_config.block_size, centred=centred)
     if engine_config.encoding is not None:
         return read(engine_config.encoding)
-    first = [Path(pack).expanduser() for pack in engine_config.packs.values()][:1]
-    for place in (*first, place_beside(source)):
-        if place.is_file():
-            try:
-                encoding = read(place)
-            except EngineError as error:
-                if place not in first:  # opening the packs says what is wrong with one
-                    say(f"{error}. This engine fits its cache itself.")
-            else:
-                say(f"Keys and values are encoded as {place} says.")
-                return encoding
+    packs = [Path(pack).expanduser() for pack in engine_config.packs.values()]
+    server = [] if engine_config.prefill_at is None else [f"{engine_config.prefill_at.rstrip('/')}/encoding"]
+    beside = place_beside(source)
+    places: list[str | Path] = [*packs[:1], *server, *([beside] if beside.is_file() else [])]
+    for place in places:
+        try:
+            encoding = read(place, key=os.environ.get(KEY_VARIABLE) or None if place in server else None)
+        except EngineError as error:
+            if place not in packs:  # opening the packs says what is wrong with one
+                say(f"{error}. This engine fits its cache itself.")
+        else:
+            say(f"Keys and values are encoded as {place} says.")
+            return encoding
     return None

@@ -26,7 +26,7 @@ from polarlm.engine.sampling.sample import NEWEST, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import Span
-from polarlm.engine.storage.tiers.tiers import Tiers
+from polarlm.engine.storage.tiers.patience import Patience
 
 _RECENT = 4  # batches with prompts
 _FEW_ROWS = 8  # a batch of fewer than an eighth of the most rows takes as long as reading the weights
@@ -130,14 +130,14 @@ class Batches:
         model: Transformer,
         prefixes: PrefixCache,
         scheduler: Scheduler,
-        tiers: Tiers | None,
+        patience: Patience,
         timer: UnitTimer,
         preempt: Callable[[], bool],
         seconds: StepSeconds,
     ) -> None:
         """preempt: preempts the youngest request; False if only one computes. seconds: times of steps with requests
         that may draft."""
-        self._model, self._store, self._prefixes, self._tiers = model, model.store, prefixes, tiers
+        self._model, self._store, self._prefixes, self._patience = model, model.store, prefixes, patience
         self._scheduler, self._timer, self._preempt, self._seconds = scheduler, timer, preempt, seconds
         self.next_step: Batch | None = None  # which has begun while the tokens of the last one were taken
         self.prefill: Batch | None = None  # whose last chunk is not computed yet
@@ -351,8 +351,8 @@ class Batches:
         prompts, damaged = batch.prompts, batch.damaged
         for rows in prompts:
             rows.request.clock.lap()
-        if prompts and self._tiers is not None:
-            self._tiers.record_prefill(sum(len(rows.ids) for rows in prompts), prompts[0].request.clock.prefill)
+        if prompts:
+            self._patience.record_prefill(sum(len(rows.ids) for rows in prompts), prompts[0].request.clock.prefill)
         for rows, token in zip(batch.rows, tokens, strict=True):
             request = rows.request
             token = damaged.get(request, token) if damaged else token

@@ -21,6 +21,7 @@ from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.requantize.blocks import Requantizer
 from polarlm.engine.state.store import SequenceKV
 from polarlm.engine.storage.copies import export
+from polarlm.engine.storage.tiers.patience import Patience
 from polarlm.engine.storage.tiers.tiers import Tiers
 
 
@@ -42,6 +43,7 @@ class Runner:
         prefixes: PrefixCache,
         scheduler: Scheduler,
         drafting: Drafting,
+        patience: Patience,
         tiers: Tiers | None = None,
     ):
         self._model, self._store, self._prefixes = model, model.store, prefixes
@@ -52,7 +54,7 @@ class Runner:
         self._warm_ups = recording_warm_ups(model, scheduler.parallel)
         self._requantizer = Requantizer(self._store.mixed_precision)
         self._timer = timer = UnitTimer(scheduler)
-        self._batches = Batches(model, prefixes, scheduler, tiers, timer, self._preempt, drafting.seconds)
+        self._batches = Batches(model, prefixes, scheduler, patience, timer, self._preempt, drafting.seconds)
         self._prefills = Prefills(model, prefixes, scheduler, self._batches, self._requantizer)
 
     def submit(self, request: Request) -> None:

@@ -224,11 +224,8 @@ class PrefixCache:
 
     def hashes(self, ids: Sequence[int], salt: str = "") -> tuple[bytes, list[bytes]]:
         """Return the hash before the first block of `ids`, and the hash of each complete block. Reads no state."""
-        n, root = self._store.shape.block_size, self._salted_root(salt) or self._root
-        hashes: list[bytes] = []
-        for start in range(0, len(ids) - n + 1, n):
-            hashes.append(_hash(hashes[-1] if hashes else root, ids[start : start + n]))
-        return root, hashes
+        root = self._salted_root(salt) or self._root
+        return root, hash_blocks(root, ids, self._store.shape.block_size)
 
     def find_quantized(self, key: bytes) -> Blocks:
         """Return the quantized blocks that are stored under a hash."""
@@ -323,6 +320,14 @@ def _remember_branch(kv: SequenceKV, reach: int, block_size: int) -> None:
 def _set_current_slots(kv: SequenceKV, slots: Sequence[int]) -> None:
     for table, slot in zip(kv.tables, slots, strict=True):
         table.current = slot
+
+
+def hash_blocks(root: bytes, ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Return the hash of each complete block of `ids`, in a chain that starts from `root`."""
+    hashes: list[bytes] = []
+    for start in range(0, len(ids) - block_size + 1, block_size):
+        hashes.append(_hash(hashes[-1] if hashes else root, ids[start : start + block_size]))
+    return hashes
 
 
 def _hash(parent: bytes, ids: Sequence[int]) -> bytes:

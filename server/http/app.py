@@ -36,6 +36,7 @@ from polarlm.server.http.plain.blocks import Blocks
 from polarlm.server.http.plain.mcp_tools import McpTools
 from polarlm.server.http.plain.metrics import exposition
 from polarlm.server.http.plain.packs import Packs
+from polarlm.server.http.plain.prefill import Prefill
 from polarlm.server.http.plain.sessions import Sessions
 from polarlm.server.http.plain.stats import requested_tokens, stats
 from polarlm.server.http.plain.tokens import Tokens
@@ -62,6 +63,7 @@ def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None 
         Route("/stats", front.stats),
         *Sessions(driver).routes(),
         *Packs(driver).routes(),
+        *Prefill(driver).routes(),
         *(
             []
             if shared_blocks is None

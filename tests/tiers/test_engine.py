@@ -290,6 +290,7 @@ def test_blocks_wait_for_requests_within_a_budget(plain_model: Path, written, tm
         budget = engine._tiers._budget
         whole = budget._left
         request = engine._request(PROMPT, PARAMS, None, {}, outbox=[], progress=False, constraint=None)
+        assert not [*engine._find(request)]
         taken = whole - budget._left
         assert taken > 0
         del request

@@ -10,8 +10,8 @@ import pytest
 
 from polarlm.engine import SamplingParams
 from polarlm.engine.requests import request
-from polarlm.engine.storage.tiers import tiers
-from polarlm.engine.storage.tiers.tiers import Patience
+from polarlm.engine.storage.tiers import patience as patience_module
+from polarlm.engine.storage.tiers.patience import Patience
 from tests.tiers.test_engine import ids, load
 from tests.tiny import make_model
 
@@ -20,8 +20,8 @@ ONE = SamplingParams(temperature=0, max_tokens=1)
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "_LEAST_SECONDS", 0.1)
-    monkeypatch.setattr(tiers, "_MOST_SECONDS", 30.0)
+    monkeypatch.setattr(patience_module, "_LEAST_SECONDS", 0.1)
+    monkeypatch.setattr(patience_module, "_MOST_SECONDS", 30.0)
 
 
 def test_waiting_takes_half_as_long_as_computing() -> None:

@@ -13,7 +13,8 @@ from hypothesis.stateful import initialize, invariant, rule, run_state_machine_a
 
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.names import ObjectNames
-from polarlm.engine.storage.tiers.search import Budget, Search, StoreAccess, TierHit
+from polarlm.engine.storage.tiers.search import Budget, Search, TierHit
+from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
 from polarlm.engine.storage.tiers.tier_store import CircuitBreaker, MemoryTier, TierQuery
 from polarlm.engine.storage.tiers.writing import WaitingBlocks, Writer
 from tests.pairs import mostly_slow
@@ -50,8 +51,7 @@ class Kept(CachedStore):
             StoreAccess(self.store, self.prefixes, payloads),
             TierQuery([CircuitBreaker(self.place)]),
         )
-        waiting = WaitingBlocks(self.store, self.prefixes, payloads)
-        self.writer = AtOnce(waiting, [CircuitBreaker(self.place)], lambda: names, NoLock())
+        self.writer = AtOnce(WaitingBlocks(self.stored), [CircuitBreaker(self.place)], lambda: names, NoLock())
 
     def find(self, ids: Sequence[int]) -> TierHit | None:
         return Search(self.stored, Budget(), self.names, ids, "").run(self.trip)

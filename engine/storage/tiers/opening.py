@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage.payloads import Payloads
+from polarlm.engine.storage.tiers.patience import Patience
+from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
 from polarlm.engine.storage.tiers.tier_store import FolderTier, MemoryTier, TierStore
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
+
+if TYPE_CHECKING:
+    from polarlm.engine.storage.tiers.remote_prefill import RemotePrefill
 
 KEY_VARIABLE = "POLARLM_CACHE_KEY"
 _TIERS = "cache_ram", "cache_disk", "cache_remote"
@@ -27,7 +34,7 @@ def check_settings(config: EngineConfig) -> None:
             f"cache_disk_folder={config.cache_disk_folder}: say how large it may get with cache_disk, as in 20G",
             settings=("cache_disk_folder", "cache_disk"),
         )
-    tiers = [name for name in _TIERS if getattr(config, name) is not None]
+    tiers = [name for name in (*_TIERS, "prefill_at") if getattr(config, name) is not None]
     if tiers and config.kept_sequences == 0:
         raise EngineError(
             f"{tiers[0]} keeps what the prefix cache finds, and kept_sequences=0 turns that off: leave one of them out",
@@ -84,6 +91,23 @@ def _remote(where: str, limit: int) -> TierStore:
         "storage",
         ("cache_remote",),
     )
+
+
+def open_remote_prefill(
+    config: EngineConfig, access: StoreAccess, settings: Mapping[str, str], patience: Patience
+) -> RemotePrefill | None:
+    """Return the server that computes prompts; None if there is none. Raises EngineError."""
+    if config.prefill_at is None:
+        return None
+    try:
+        from polarlm.engine.storage.tiers.remote_prefill import RemotePrefill  # http.client takes time to import
+
+        return RemotePrefill(config.prefill_at, access, settings, patience, os.environ.get(KEY_VARIABLE) or None)
+    except ValueError as error:
+        raise EngineError(
+            f"prefill_at={config.prefill_at}: {error}; give http://HOST:PORT of a server with this model",
+            settings=("prefill_at",),
+        ) from None
 
 
 def digest_folder() -> Path | None:

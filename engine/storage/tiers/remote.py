@@ -23,26 +23,36 @@ _PRESENT_SECONDS = 60.0  # for which a positive lookup stays cached
 _MOST_PRESENT = 1 << 16  # positive lookups that are cached
 
 
-class RemoteTier:
-    """Objects below `url`, each of at most `limit` bytes. key: the API key of the server; None for none.
+class BlockServer:
+    """The server at a URL. key: its API key; None for none. Raises ValueError for a URL that is not one of HTTP."""
 
-    Raises ValueError for a URL that is not one of HTTP.
-    """
-
-    label = "remote"
-    contents = None
-
-    def __init__(self, url: str, limit: int, key: str | None = None):
+    def __init__(self, url: str, key: str | None = None):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError("it is not a URL such as http://host:8080")
         if parts.username is not None:
             raise ValueError("it must not contain a user or a password")
-        self.place = f"remote ({url})"
+        self.path = parts.path.rstrip("/")
+        self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._host, self._port = parts.hostname, parts.port
         self._context = ssl.create_default_context() if parts.scheme == "https" else None
-        self._path, self._limit = parts.path.rstrip("/"), limit
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    def connection(self, timeout: float) -> http.client.HTTPConnection:
+        """Return a new connection, which is not open yet."""
+        if self._context is None:
+            return http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        return http.client.HTTPSConnection(self._host, self._port, timeout=timeout, context=self._context)
+
+
+class RemoteTier:
+    """Objects below `url`, each of at most `limit` bytes. key: as for `BlockServer`, which may raise ValueError."""
+
+    label = "remote"
+    contents = None
+
+    def __init__(self, url: str, limit: int, key: str | None = None):
+        self.place = f"remote ({url})"
+        self._server, self._limit = BlockServer(url, key), limit
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
         self._damaged: set[bytes] = set()  # objects that the next write replaces
@@ -97,7 +107,7 @@ class RemoteTier:
         self, method: str, name: bytes, *, body: bytes | None = None, start: int = 0
     ) -> tuple[int, int, np.ndarray]:
         """Send a request → (status, size of the whole object, its bytes from `start` on, uint8). Raises OSError."""
-        headers = dict(self._headers)
+        headers = dict(self._server.headers)
         if start:
             headers["Range"] = f"bytes={start}-"
         if body is not None:
@@ -105,9 +115,9 @@ class RemoteTier:
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         is_fresh = connection is None
-        connection = connection or self._connection()
+        connection = connection or self._server.connection(_SECONDS)
         try:
-            connection.request(method, f"{self._path}/blocks/{name.hex()}", body, headers)
+            connection.request(method, f"{self._server.path}/blocks/{name.hex()}", body, headers)
             response = connection.getresponse()
             answer = self._answer(method, response, start)
         except (http.client.HTTPException, ConnectionError) as error:
@@ -126,11 +136,6 @@ class RemoteTier:
                 return answer
         connection.close()
         return answer
-
-    def _connection(self) -> http.client.HTTPConnection:
-        if self._context is None:
-            return http.client.HTTPConnection(self._host, self._port, timeout=_SECONDS)
-        return http.client.HTTPSConnection(self._host, self._port, timeout=_SECONDS, context=self._context)
 
     def _answer(self, method: str, response: http.client.HTTPResponse, start: int) -> tuple[int, int, np.ndarray]:
         status, piece = response.status, np.empty(0, np.uint8)

@@ -16,12 +16,11 @@ from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 from polarlm.engine.state.blocks import Blocks, OutOfBlocks
-from polarlm.engine.state.prefix import PrefixCache, common_prefix
-from polarlm.engine.state.store import KVStore
+from polarlm.engine.state.prefix import common_prefix
 from polarlm.engine.storage.copies import write_objects
 from polarlm.engine.storage.objects import DamagedObject, Object
-from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.names import ObjectNames
+from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
 from polarlm.engine.storage.tiers.tier_store import TierObject, TierQuery
 
 _LOG = logging.getLogger(__name__)
@@ -67,14 +66,6 @@ class Claim:
         """Let `size` bytes that were taken become `actual` ones."""
         self._sizes.append(actual - size)
         self._budget.give_back(size - actual)
-
-
-class StoreAccess(NamedTuple):
-    """Where blocks are put back to, and how their objects are read."""
-
-    store: KVStore
-    prefixes: PrefixCache
-    payloads: Payloads
 
 
 class PromptBlock(NamedTuple):
@@ -213,6 +204,11 @@ class Search:
         rest = self._ids[len(self._hashes) * self._n :]
         shared = self._prefixes.common_length(self._hashes[-1], rest) if self._hashes and rest else 0
         return len(self._ids) - stored - shared
+
+    def first_missing(self) -> int:
+        """Return the number of the first complete block that the store lacks."""
+        lacks = (number for number in range(len(self._hashes)) if not self._has_dense(self._store_blocks(number)))
+        return next(lacks, len(self._hashes))
 
     def run(self, query: TierQuery) -> TierHit | None:
         """Return the blocks of the longest prefix that tiers hold and the store lacks; None if none."""

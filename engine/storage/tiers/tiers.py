@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from polarlm.engine.outputs import TierStatus
-from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.state.store import KVStore
-from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.names import ObjectNames, digest, stored_digest
 from polarlm.engine.storage.tiers.opening import digest_folder
-from polarlm.engine.storage.tiers.search import Budget, Search, StoreAccess, TierHit
+from polarlm.engine.storage.tiers.patience import Patience
+from polarlm.engine.storage.tiers.search import Budget, Search, TierHit
+from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
 from polarlm.engine.storage.tiers.tier_store import CircuitBreaker, TierQuery, TierStore
 from polarlm.engine.storage.tiers.writing import Lock, WaitingBlocks, Writer
 from polarlm.model_loaders.forks import renew_in_children
@@ -29,54 +28,26 @@ _LOG = logging.getLogger(__name__)
 _NAMES_SECONDS = 0.5  # that a request waits for the weights' digest
 _LAST_PATIENCE = 5.0  # seconds without progress after which a closing engine gives up
 
-_DEFAULT_SECONDS = 0.5  # while no prefill has been measured
-_DEFAULT_TOKEN_SECONDS = 0.0005  # to add for each token then
-_LEAST_SECONDS = 0.1  # on a busy machine, a thread needs a while to start
-_MOST_SECONDS = 30.0  # a tier may hang, however slow prefill is
-_LEAST_TOKENS = 64  # of a prefill that is measured: the time of shorter ones hardly depends on their number
-_EARLIER_TOKENS = 512  # of earlier prefills, which count in addition to the newest one
-
 T = TypeVar("T")
-
-
-class Patience:
-    """How long a request waits for tiers: half of the time that its prefill would take, estimated from the wall time of
-    recent prefills, so that it is longer on a busy machine."""
-
-    def __init__(self) -> None:
-        self._prefills = 0.0, 0.0  # tokens and seconds of recent ones, the newest with the most weight
-
-    def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Record a prefill of `tokens` tokens."""
-        if tokens >= _LEAST_TOKENS:
-            earlier_tokens, earlier_seconds = self._prefills
-            share = min(1.0, _EARLIER_TOKENS / max(earlier_tokens, 1.0))
-            self._prefills = tokens + share * earlier_tokens, seconds + share * earlier_seconds
-
-    def seconds(self, tokens: int) -> float:
-        """Return how many seconds to wait for tiers that may have `tokens` tokens: 0.1 to 30."""
-        earlier_tokens, earlier_seconds = self._prefills
-        if earlier_tokens:
-            seconds = 0.5 * tokens * earlier_seconds / earlier_tokens
-        else:
-            seconds = _DEFAULT_SECONDS + _DEFAULT_TOKEN_SECONDS * tokens
-        return min(_MOST_SECONDS, max(_LEAST_SECONDS, seconds))
 
 
 class Tiers:
     """The tiers of an engine, and the threads that wait for them."""
 
     def __init__(
-        self, store: KVStore, prefixes: PrefixCache, tiers: Sequence[TierStore], weights: Sequence[Path], lock: Lock
+        self,
+        access: StoreAccess,
+        tiers: Sequence[TierStore],
+        weights: Sequence[Path],
+        lock: Lock,
+        patience: Patience,
     ):
         """weights: the files of the model's weights. lock: the engine's."""
-        payloads, self._block_size = Payloads(store.shape), store.shape.block_size
+        self._access, self._block_size = access, access.store.shape.block_size
         self._tiers, self._budget = [CircuitBreaker(tier) for tier in tiers], Budget()
-        self._access = StoreAccess(store, prefixes, payloads)
-        self._writer = Writer(WaitingBlocks(store, prefixes, payloads), self._tiers, self._wait_for_names, lock)
-        self._patience = Patience()
-        self.record_prefill = self._patience.record_prefill  # for the runner, under the engine's lock
-        self._root = prefixes.hashes(())[0]
+        self._writer = Writer(WaitingBlocks(self._access), self._tiers, self._wait_for_names, lock)
+        self._patience = patience
+        self._root = access.prefixes.hashes(())[0]
         self._names: ObjectNames | None = None
         self._names_ready = threading.Event()
         self._late_thread: threading.Thread | None = None  # the one that still waits for a tier

@@ -11,15 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Protocol
 
-from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.state.store import KVStore
-from polarlm.engine.storage.copies import group_bits, select_groups, take_blocks, take_full
 from polarlm.engine.storage.objects import Object
-from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.names import ObjectNames
+from polarlm.engine.storage.tiers.stored_blocks import StoreAccess, StoredBlocks
 from polarlm.engine.storage.tiers.tier_store import CircuitBreaker
 from polarlm.model_loaders.forks import renew_in_children
 
@@ -40,14 +36,13 @@ Key = tuple[bytes, int | tuple[int, ...]]
 precision."""
 
 
-class WaitingBlocks:
+class WaitingBlocks(StoredBlocks):
     """Reads blocks of a store, and copies those that are reused while they wait."""
 
-    def __init__(self, store: KVStore, prefixes: PrefixCache, payloads: Payloads):
-        self._store, self._prefixes, self._payloads = store, prefixes, payloads
-        self.block_size, self.sparse_groups = store.shape.block_size, store.sparse_groups
+    def __init__(self, access: StoreAccess):
+        super().__init__(access)
         self.renew()
-        prefixes.observe_reuse(self)
+        self._prefixes.observe_reuse(self)
 
     def renew(self) -> None:
         """In a forked child, forget what waits: the parent writes it."""
@@ -76,33 +71,20 @@ class WaitingBlocks:
                     self._bytes -= _nbytes(copy)
 
     def read_quantized(self, hashes: Collection[bytes], groups: int) -> list[tuple[bytes, Object]]:
-        """Return the blocks of `groups`, given as bits, under these hashes, as far as they are known."""
         with self._lock:
-            blocks = [(key, copy) for key in hashes if (copy := self._copies.get((key, groups))) is not None]
-        copied = {key for key, _ in blocks}
-        candidates = (
-            (key, select_groups(self._prefixes.find_quantized(key), groups)) for key in hashes if key not in copied
-        )
-        stored = [(key, ids) for key, ids in candidates if group_bits(ids)]
-        for _, members in groupby(stored, lambda one: group_bits(one[1])):
-            keys, ids = zip(*members, strict=True)
-            blocks += zip(keys, take_blocks(self._store, self._payloads, ids), strict=True)
-        return blocks
+            copies = [(key, copy) for key in hashes if (copy := self._copies.get((key, groups))) is not None]
+        copied = {key for key, _ in copies}
+        return copies + super().read_quantized([key for key in hashes if key not in copied], groups)
 
     def read_full(self, parent: bytes, ids: Sequence[int]) -> Object | None:
-        """Return the full-precision block with exactly `ids` after the hash `parent`; None if it is not known."""
         with self._lock:
-            if (copy := self._copies.get((parent, tuple(ids)))) is not None:
-                return copy
-        slots = self._prefixes.find_full(parent, ids)
-        return take_full(self._store, self._payloads, slots, ids) if group_bits(slots) else None
+            copy = self._copies.get((parent, tuple(ids)))
+        return copy or super().read_full(parent, ids)
 
     def has_state(self, key: bytes) -> bool:
-        """Whether the snapshot of recurrent layers at the end of the block with this hash is known. Needs no lock."""
         with self._lock:
-            if (key, self.sparse_groups) in self._copies:
-                return True
-        return bool(group_bits(self._prefixes.find_quantized(key)) & self.sparse_groups)
+            is_copied = (key, self.sparse_groups) in self._copies
+        return is_copied or super().has_state(key)
 
     # -- called by the prefix cache ------------------------------------------------------------------------------
 

@@ -1,0 +1,195 @@
+"""Prompts that a server computes for another engine: the answers are those of one engine, whatever the link does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.storage.tiers import remote_prefill
+from tests.server.http_server import Serving, serving
+from tests.server.slow_link import link_to
+from tests.storage.arrays import assert_same
+from tests.tiers.test_engine import kv_of
+from tests.tiny import assert_idle, ids, load_tiny, make_model
+
+N = 16
+PROMPT = ids(1, 150)  # nine blocks and a part of one
+ALL_SENT = len(PROMPT) - 1
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+MODELS = ["llama_gqa_linear", "qwen2_mixed_windows", "qwen3_next_shared_keys", "nemotron_h_experts"]
+
+
+class Pair:
+    """A server, and engines with the same model on weaker machines."""
+
+    def __init__(self, model: Path, engines: ExitStack, **more: Any) -> None:
+        self.settings = {
+            "device": "cpu",
+            "block_size": N,
+            "ctx_size": 512,
+            "cache_type": "ring4",
+            "state_type": "f32",
+            **more,
+        }
+        self._model, self._engines = model, engines
+        self.strong = self.load()
+        self.server: Serving = engines.enter_context(serving(self.strong))
+
+    def load(self, **more: Any) -> Engine:
+        return self._engines.enter_context(load_tiny(self._model, **{**self.settings, **more}))
+
+    def weak(self, url: str | None = None, **more: Any) -> Engine:
+        return self.load(prefill_at=url or self.server.url, **more)
+
+    def on_one_machine(self, *prompts: list[int], options: PromptOptions | None = None) -> Completion:
+        """The answer to the last prompt of an engine that has computed all of them but their last tokens, as the server
+        has: the last one is then a row of a step."""
+        alone = self.load()
+        for prompt in prompts:
+            alone.generate(prompt[:-1], SamplingParams(temperature=0, max_tokens=1), options)
+        return alone.generate(prompts[-1], PARAMS, options)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with ExitStack() as engines:
+        yield Pair(make_model(tmp_path_factory.mktemp("model"), request.param), engines)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with ExitStack() as engines:
+        yield Pair(make_model(tmp_path_factory.mktemp("model")), engines)
+
+
+@pytest.fixture(autouse=True)
+def asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_prefill, "_SUSPENSION", 0.0)
+
+
+def same(answer: Completion, other: Completion) -> bool:
+    return answer.token_ids == other.token_ids and answer.logprobs == other.logprobs
+
+
+def test_a_prompt_is_computed_there_and_the_answer_is_that_of_one_machine(pair: Pair) -> None:
+    """Log-probabilities included; then longer prompts, of which the server computes what is new, and an edited one."""
+    weak, asked = pair.weak(), list[list[int]]()
+    longer = [*PROMPT, *ids(2, 140)]
+    for prompt, sent in (
+        (PROMPT, ALL_SENT),
+        (longer[:220], 70),
+        (longer, 70),
+        ([*PROMPT[:100], *ids(9, 60)], 60),
+    ):
+        asked.append(prompt)
+        answer = weak.generate(prompt, PARAMS)
+        assert same(answer, pair.on_one_machine(*asked))
+        assert answer.usage.cached_tokens == len(prompt) - 1
+        assert sent <= answer.usage.cached_from["prefill-at"] <= sent + N
+    assert_idle(weak)
+
+
+@pytest.mark.parametrize("preset", ["quality", "balanced", "compact"])
+def test_blocks_have_bits_by_age(preset: str, tmp_path: Path) -> None:
+    with ExitStack() as engines:
+        pair = Pair(make_model(tmp_path), engines, cache_type=preset)
+        assert same(pair.weak().generate(PROMPT, PARAMS), pair.on_one_machine(PROMPT))
+
+
+def test_what_the_engine_has_is_not_sent(plain: Pair) -> None:
+    weak = plain.weak()
+    with link_to(plain.server.url) as link:
+        first = plain.weak(link.url)
+        first.generate(PROMPT, PARAMS)
+        whole = link.carried
+        first.generate([*PROMPT, *ids(3, 40)], PARAMS)
+        assert 0 < link.carried < whole / 2
+        first.generate([*PROMPT, *ids(3, 40)][:-1], PARAMS)  # all of it is there
+        assert 0 < link.carried < whole / 2
+    short = weak.generate(PROMPT[: 2 * N - 1], PARAMS)
+    assert "prefill-at" not in short.usage.cached_from
+
+
+def test_progress_is_told_and_salts_are_kept_apart(plain: Pair) -> None:
+    weak = plain.weak()
+    chunks = [*weak.stream(ids(5, 200), PARAMS, PromptOptions(cache_salt="mine"), progress=True)]
+    assert chunks[0].prompt_tokens == 200
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.cached_from == {"prefill-at": 199}
+    assert "".join(chunk.text for chunk in chunks) == plain.on_one_machine(ids(5, 200)).text
+    other = plain.strong.generate(ids(5, 200), PARAMS)
+    assert other.usage.cached_tokens == 0
+    same_salt = plain.strong.generate(ids(5, 200), PARAMS, PromptOptions(cache_salt="mine"))
+    assert same_salt.usage.cached_tokens > 0
+
+
+def test_engines_whose_calibrations_differ_share_blocks(plain: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from polarlm.engine.loading import encoding_file
+
+    def other(*arguments: Any) -> Any:
+        raise AssertionError("the server's encoding is taken")
+
+    monkeypatch.setattr(encoding_file, "encoding_of", other)
+    weak = plain.weak()
+    assert weak._identity == plain.strong._identity
+    assert weak.generate(PROMPT, PARAMS).usage.cached_from == {"prefill-at": ALL_SENT}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"cache_type": "ring5"}, "cache types"), ({"block_size": 32}, "block size"), ({"calibration": False}, "encoded")],
+)
+def test_an_engine_with_other_settings_computes_itself(
+    plain: Pair, settings: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    weak, alone = plain.weak(**settings), plain.load(**settings)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert same(weak.generate(PROMPT, PARAMS), alone.generate(PROMPT, PARAMS))
+    (record,) = [one for one in caplog.records if "computed here" in one.message]
+    assert words in record.message
+
+
+def test_a_server_that_is_not_there(plain: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    sentences: list[str] = []
+    url = "http://127.0.0.1:1"
+    with Engine.load(plain._model, verbose=sentences.append, prefill_at=url, **plain.settings) as weak:
+        assert any(f"{url}/encoding cannot be read" in one for one in sentences)
+        assert same(weak.generate(PROMPT, PARAMS), plain.load().generate(PROMPT, PARAMS))
+        assert [tier.read_errors for tier in weak.status().tiers] == [1]
+    assert any("Connection refused" in one.message for one in caplog.records)
+
+
+@pytest.mark.parametrize("more", [{"prefill_at": "ftp://host"}, {"prefill_at": "http://host", "kept_sequences": 0}])
+def test_wrong_settings_are_refused(plain: Pair, more: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="prefill_at"):
+        plain.load(**more)
+
+
+@pytest.mark.parametrize("trouble", ["cut", "flip"])
+@pytest.mark.parametrize("part", range(30))
+def test_a_link_that_breaks_or_damages_at_any_byte_changes_no_answer(pair: Pair, trouble: str, part: int) -> None:
+    """60 moments. What arrived whole before is used, as the server has it."""
+    prompt = ids(100 + part, 150)
+    with link_to(pair.server.url) as link:
+        weak = pair.weak(link.url)
+        weak.generate(ids(50, 150), PARAMS)
+        size = link.carried
+        setattr(link, trouble, size * part // 30 + part % 7)
+        answer = weak.generate(prompt, PARAMS)
+        link.cut = link.flip = None
+        found = answer.usage.cached_tokens
+        assert found in (ALL_SENT, *range(0, ALL_SENT, N))
+        kept, sent = kv_of(weak, [*prompt, *answer.token_ids[:-1]]), kv_of(pair.strong, prompt[:found])
+        whole = [key for key in sent if key in kept and key[0] < found // N]  # else with a later state of other layers
+        assert len({number for number, *_ in whole}) == found // N
+        assert_same({key: kept[key] for key in whole}, {key: sent[key] for key in whole})
+        again = weak.generate(ids(200 + part, 100), PARAMS)
+        assert again.usage.cached_from == {"prefill-at": 99}
+        assert_idle(weak)
