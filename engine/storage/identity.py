@@ -81,6 +81,20 @@ def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
     return None
 
 
+def difference_from(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | None:
+    """Return a sentence about the first setting in which an engine that asks for blocks differs; None if none."""
+    for key in DETERMINE:
+        if theirs.get(key) != ours[key]:
+            what = key.replace("_", " ")
+            if key == "conditioning":
+                return (
+                    "keys and values are encoded in another way there: start that engine again while this server "
+                    "runs, or with the server's URL and /encoding as its encoding"
+                )
+            return f"the {what} of the engine that asks: {theirs.get(key)}, and here {ours[key]}"
+    return None
+
+
 def _types_by_layer(types: str) -> str:
     """Return the types of keys and of values, each by the number among layers with K/V."""
     pairs = [pair.split("/") for pair in types.split(" ") if "/" in pair]

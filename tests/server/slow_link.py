@@ -7,8 +7,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from queue import Queue
 
 _PIECE = 1 << 16
+_MOST_ON_THE_WAY = 256  # pieces
 
 
 class Link:
@@ -39,23 +41,39 @@ class Link:
 
     def _carry(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
         """Pass bytes on; a byte arrives `delay` after it was sent, if the link is free."""
-        free_at = 0.0
+        sent: Queue[tuple[float, bytearray]] = Queue(_MOST_ON_THE_WAY)
+        threading.Thread(target=self._deliver, args=(sent, source, sink, answers), daemon=True).start()
+        free_at, piece = 0.0, bytearray(1)
+        while piece:
+            piece = bytearray()
+            with suppress(OSError):
+                piece = bytearray(source.recv(_PIECE))
+            free_at = max(free_at, time.monotonic()) + len(piece) / self.rate
+            sent.put((free_at + self.delay, piece))
+
+    def _deliver(
+        self, sent: Queue[tuple[float, bytearray]], source: socket.socket, sink: socket.socket, answers: bool
+    ) -> None:
         with suppress(OSError):
-            while piece := bytearray(source.recv(_PIECE)):
-                arrived = time.monotonic()
-                free_at = max(free_at, arrived) + len(piece) / self.rate
-                time.sleep(max(0.0, free_at + self.delay - time.monotonic()))
+            while True:
+                due, piece = sent.get()
+                time.sleep(max(0.0, due - time.monotonic()))
+                before = self.carried
                 if answers:
-                    before, self.carried = self.carried, self.carried + len(piece)
+                    self.carried += len(piece)
                     if self.flip is not None and before <= self.flip < self.carried:
                         piece[self.flip - before] ^= 0x10
                     if self.cut is not None and self.carried > self.cut:
                         sink.sendall(piece[: max(0, self.cut - before)])
                         break
+                if not piece:
+                    break
                 sink.sendall(piece)
         for one in (source, sink):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
+        while piece:  # the thread that reads ends, too
+            _, piece = sent.get()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,10 @@ import pytest
 
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.storage.tiers import remote_prefill
+from polarlm.engine.storage.tiers.opening import KEY_VARIABLE
+from tests.hybrids import EXACT
 from tests.server.http_server import Serving, serving
+from tests.server.lines import eventually
 from tests.server.slow_link import link_to
 from tests.storage.arrays import assert_same
 from tests.tiers.test_engine import kv_of
@@ -173,7 +177,7 @@ def test_wrong_settings_are_refused(plain: Pair, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["cut", "flip"])
-@pytest.mark.parametrize("part", range(30))
+@pytest.mark.parametrize("part", [pytest.param(n, marks=[] if n % 11 == 3 else pytest.mark.slow) for n in range(30)])
 def test_a_link_that_breaks_or_damages_at_any_byte_changes_no_answer(pair: Pair, trouble: str, part: int) -> None:
     """60 moments. What arrived whole before is used, as the server has it."""
     prompt = ids(100 + part, 150)
@@ -193,3 +197,82 @@ def test_a_link_that_breaks_or_damages_at_any_byte_changes_no_answer(pair: Pair,
         again = weak.generate(ids(200 + part, 100), PARAMS)
         assert again.usage.cached_from == {"prefill-at": 99}
         assert_idle(weak)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_a_thousand_requests_over_a_link_that_loses_and_delays(model: str, tmp_path: Path) -> None:
+    """Nothing is coded, so that the answers are those of an engine alone, whatever arrives."""
+    chance, bases, found = random.Random(7), [ids(300 + number, 200) for number in range(5)], 0
+    with ExitStack() as engines:
+        pair = Pair(make_model(tmp_path, model), engines, **EXACT)
+        link = engines.enter_context(link_to(pair.server.url))
+        weak, alone = pair.weak(link.url), pair.load()
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        for number in range(250):
+            base = chance.choice(bases)
+            prompt = [*base[: chance.randrange(1, 200)], *ids(1000 + number, chance.randrange(1, 60))]
+            link.delay = chance.random() * 0.002
+            link.cut = chance.randrange(60_000) if chance.random() < 0.5 else None
+            answer = weak.generate(prompt, params)
+            assert answer.token_ids == alone.generate(prompt, params).token_ids
+            found += answer.usage.cached_from.get("prefill-at", 0) > 0
+        assert found > 50
+        assert_idle(weak)
+        assert_idle(pair.strong)
+
+
+@pytest.mark.parametrize("part", range(0, 60, 6))
+def test_an_engine_that_vanishes_leaves_nothing_behind(plain: Pair, part: int) -> None:
+    weak = plain.load()
+    question = {
+        "ids": ids(400 + part, 400),
+        "first": 0,
+        "root": weak._prefixes.hashes(())[0].hex(),
+        "settings": dict(weak._identity),
+    }
+    with plain.server.http.stream("POST", "/v1/blocks", json=question) as response:
+        assert response.status_code == 200
+        for got, _ in enumerate(response.iter_raw(4096)):
+            if got == part:
+                break
+    eventually(lambda: plain.server.engine.status().running + plain.server.engine.status().waiting == 0)
+    assert_idle(plain.strong)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ids": []}, "ids"),
+        ({"ids": ["a"]}, "ids"),
+        ({"ids": [10**9, 1]}, "id"),
+        ({"first": -1}, "first"),
+        ({"first": None}, "first"),
+        ({"root": "zz"}, "root"),
+        ({"settings": []}, "settings"),
+        ({"cache_salt": 7}, "cache_salt"),
+    ],
+)
+def test_a_wrong_request_is_a_sentence(plain: Pair, change: dict[str, Any], words: str) -> None:
+    question = {"ids": PROMPT, "first": 0, "root": "0" * 32, "settings": dict(plain.strong._identity)}
+    response = plain.server.post("/v1/blocks", question | change)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+def test_a_server_with_a_key_wants_it(plain: Pair, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    with serving(plain.strong, api_key="secret") as server:
+        weak = plain.weak(server.url)
+        assert not weak.generate(ids(6, 100), PARAMS).usage.cached_from
+        assert "API key" in caplog.text
+        monkeypatch.setenv(KEY_VARIABLE, "secret")
+        weak = plain.weak(server.url)
+        assert weak.generate(ids(6, 100), PARAMS).usage.cached_from == {"prefill-at": 99}
+
+
+def test_a_server_asks_a_stronger_one(plain: Pair) -> None:
+    with serving(plain.weak()) as server:
+        body = {"prompt": ids(7, 120), "max_tokens": 4, "temperature": 0}
+        first = server.post("/v1/completions", body).json()
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 119
+        assert server.http.get("/metrics").text.count('place="prefill-at"') > 0

@@ -10,12 +10,11 @@ engine lacks, in order, each with the snapshot of recurrent layers at its end, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from polarlm.engine.state.prefix import hash_blocks
-from polarlm.engine.storage import identity
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.tiers.names import ObjectNames
 from polarlm.engine.storage.tiers.stored_blocks import StoreAccess, StoredBlocks
@@ -25,20 +24,6 @@ NAMES = ObjectNames(b"", b"")
 NOTE = bytes(16)
 """The name of notes."""
 _AT_ONCE = 16  # blocks that are copied at a time, while the engine waits
-
-
-def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | None:
-    """Return a sentence about the first setting in which an engine that asks for blocks differs; None if none."""
-    for key in identity.DETERMINE:
-        if theirs.get(key) != ours[key]:
-            what = key.replace("_", " ")
-            if key == "conditioning":
-                return (
-                    "keys and values are encoded in another way there: start that engine again while this server "
-                    "runs, or with the server's URL and /encoding as its encoding"
-                )
-            return f"the {what} of the engine that asks: {theirs.get(key)}, and here {ours[key]}"
-    return None
 
 
 def note(**fields: Any) -> bytes:

@@ -15,7 +15,6 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from polarlm.engine.outputs import TierStatus
-from polarlm.engine.storage import identity
 from polarlm.engine.storage.objects import DamagedObject, read_packed, unpack
 from polarlm.engine.storage.tiers.patience import Patience
 from polarlm.engine.storage.tiers.prompt_blocks import NAMES, NOTE
@@ -72,7 +71,7 @@ class RemotePrefill:
             "ids": list(ids),
             "first": search.first_missing(),
             "root": self._access.prefixes.hashes((), salt)[0].hex(),
-            "settings": {key: self._settings[key] for key in identity.DETERMINE},
+            "settings": dict(self._settings),
             "cache_salt": cache_salt,
         }
         most = self._patience.prefill_seconds(missing)
