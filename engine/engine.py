@@ -88,6 +88,7 @@ class Engine(Completions):
             enabled=keeps,
             control_ids=parts.source.tokenizer.control_tokens().values(),
         )
+        self.watch_blocks = self._prefixes.watch  # servers call it before the first request
         self._scheduler = Scheduler(parts.config.parallel, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model, parts.model.mtp)
         self._lock = FairLock(forkable=parts.model.ops.forkable)

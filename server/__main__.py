@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -96,8 +97,11 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
         _warn(config, http, listeners * (config.max_connections + listening.BACKLOG))
         if config.conversations is not None:  # here already, before a model is downloaded and read
             ConversationStore(config.conversations, parse_size(config.max_conversations_size)).close()
+        events = None if config.kv_events is None else stack.enter_context(_kv_events(config))
         early_clients = stack.enter_context(listening.EarlyClients(http))
         with serving.load_driver(model, config) as driver:
+            if events is not None:
+                events.watch(driver.engine)
             asyncio.run(serving.serve_engine(driver, http, lines, early_clients, lambda: _tell(http, lines)))
 
 
@@ -123,6 +127,17 @@ def _need(room: str) -> Any:
         return importlib.import_module(f"polarlm.server.{room}")
     except ImportError as error:
         raise _MissingPackages(f"{error}: the server needs more packages: pip install 'polarlm[serve]'") from None
+
+
+def _kv_events(config: ServerConfig) -> Any:
+    """A context with the publisher of --kv-events. Raises _MissingPackages and ListenError."""
+    try:
+        from polarlm.server.running.kv_events import kv_events
+    except ImportError as error:
+        raise _MissingPackages(f"{error}: --kv-events needs more packages: pip install 'polarlm[kv-events]'") from None
+    if re.match(r"tcp://(127\.|localhost:|\[::1\])|ipc://", str(config.kv_events)) is None:
+        note(f"warning: --kv-events {config.kv_events} sends tokens of prompts to any program that connects to it")
+    return kv_events(str(config.kv_events), config.kv_events_topic)
 
 
 def _check_mcp(path: str) -> None:
