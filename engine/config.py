@@ -101,7 +101,13 @@ class EngineConfig(Settings):
         "--pack",
         metavar="[NAME=]FILE",
         help="a context that polarlm pack has computed, which requests begin with by its name, and a chat with the "
-        "first one; may be repeated",
+        "first one; a file, or hf:USER/REPO; may be repeated",
+    )
+    allowed_packs: str | None = setting(
+        None,
+        "--allowed-packs",
+        metavar="FILE",
+        help="take no pack whose SHA-256 is not in this file, which has lines as sha256sum writes them",
     )
     chat_template_file: str | None = setting(
         None, "--chat-template-file", metavar="FILE", help="a Jinja template in place of the model's own"

@@ -258,6 +258,7 @@ class Engine(Completions):
             length = kv.length
             self._prefixes.release(kv, pack.token_ids[:length])
         if length < len(pack.token_ids):  # also where its last block alone is gone: codes would be read in its place
+            packs.check_unchanged(pack)
             self.load_session(pack.path)
         return pack
 

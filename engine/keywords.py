@@ -14,6 +14,7 @@ class EngineKeywords(TypedDict, total=False):
     mmproj: str | None
     lora: dict[str, str]
     packs: dict[str, str]
+    allowed_packs: str | None
     chat_template_file: str | None
     weight_type: str
     input_bits: str | int

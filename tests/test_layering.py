@@ -153,6 +153,7 @@ ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "loading.warm_up",
     "loading.sizes",
     "loading.tile_cache",
+    "storage.packs",
     "storage.tiers",
 }
 ROOMS["vectors"] = {"requests"} | TOLD
@@ -171,7 +172,7 @@ ROOMS["engine"] = {
     "storage.sessions",
     "storage.tiers",
 } | TOLD
-ROOMS["storage.packs"] = {"state", "storage.sessions"} | TOLD
+ROOMS["storage.packs"] = {"state", "storage.files", "storage.sessions"} | TOLD
 ROOMS["async_engine"] = {"completions", "engine", "requests", "sampling"} | TOLD
 ROOMS["chat"] = {
     "loading.checks",

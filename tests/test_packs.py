@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from polarlm import pack
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.storage import objects, packs
 from polarlm.engine.storage.packs import PackedText
-from tests.tiny import load_tiny
+from tests.model_loaders.hub_server import Hub, Repository
+from tests.tiny import assert_idle, forget, load_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TEXTS = {"a.txt": "The first text has words. " * 3, "b.txt": "Another text has others. " * 2}
@@ -83,9 +91,7 @@ def test_a_pack_is_read_again_when_the_store_has_reused_its_blocks(tiny_path: Pa
 
 def test_a_template_that_writes_something_else_first_is_told(engine: Engine) -> None:
     pack_ = engine.packs["manual"]
-    engine.packs["manual"] = type(pack_)(
-        pack_.name, pack_.path, pack_.token_ids, [{"role": "user", "content": "Hello"}], pack_.texts
-    )
+    engine.packs["manual"] = replace(pack_, messages=[{"role": "user", "content": "Hello"}])
     (warning,) = engine.generate(QUESTION, GREEDY, PromptOptions(pack="manual")).warnings
     assert "tokens of the pack manual are computed again" in warning
 
@@ -118,6 +124,95 @@ def test_damage_is_told_by_its_block(tiny_path: Path, packed: Path) -> None:
         with pytest.raises(EngineError, match=r"damaged.*block"):
             engine.generate(QUESTION, GREEDY, PromptOptions(pack="manual"))
         engine.generate(QUESTION, GREEDY)
+
+
+def test_only_allowed_packs_are_taken(tiny_path: Path, packed: Path, tmp_path: Path) -> None:
+    allowed, digest = tmp_path / "allowed", hashlib.sha256(packed.read_bytes()).hexdigest()
+    settings = {"device": "cpu", "packs": {"manual": str(packed)}, "allowed_packs": str(allowed)}
+    with pytest.raises(EngineError, match="cannot be read"):
+        Engine.load(tiny_path, **settings)
+    allowed.write_text(f"{'0' * 64}  other.pack\n\n")
+    with pytest.raises(EngineError, match=digest):
+        Engine.load(tiny_path, **settings)
+    with allowed.open("a") as file:
+        file.write(f"{digest.upper()}  manual.pack\n")
+    with Engine.load(tiny_path, **settings) as engine:
+        assert engine.generate(QUESTION, GREEDY, PromptOptions(pack="manual")).usage.cached_tokens >= 64
+
+
+def test_a_file_that_changes_is_not_read(engine: Engine, packed: Path) -> None:
+    """What was allowed, and what the list of packs says, was another file."""
+    content = packed.read_bytes()
+    packed.unlink()
+    for change in (lambda: None, lambda: packed.write_bytes(content)):
+        change()
+        with pytest.raises(EngineError, match=r"cannot be read any more|has changed"):
+            engine.generate(QUESTION, GREEDY, PromptOptions(pack="manual"))
+    assert engine.generate(QUESTION, GREEDY).token_ids
+
+
+def test_a_pack_of_the_hub(hub: Hub, tiny_path: Path, packed: Path) -> None:
+    hub.repositories["user/manual"] = Repository({"manual.pack": packed.read_bytes(), "README.md": b""})
+    hub.repositories["user/none"] = Repository({"README.md": b""})
+    with Engine.load(tiny_path, device="cpu", packs={"manual": "hf:user/manual"}) as engine:
+        assert engine.generate(QUESTION, GREEDY, PromptOptions(pack="manual")).usage.cached_tokens >= 64
+    with pytest.raises(EngineError, match=r"should have one \.pack file, and has none"):
+        Engine.load(tiny_path, device="cpu", packs={"none": "hf:user/none"})
+
+
+WRONG = [None, -1, 2**70, 1.5, "", "x", [], {}, True, [[1]], {"a": None}, 10**400, [None] * 5, float("nan"), "\ud800"]
+
+
+def damaged(content: bytes, chance: random.Random) -> bytes:
+    """A file that somebody has made wrong: by chance, or with right checksums."""
+    kind = chance.randrange(6)
+    if kind == 0:
+        flipped = bytearray(content)
+        for _ in range(chance.randrange(1, 4)):
+            flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
+        return bytes(flipped)
+    if kind == 1:
+        return content[: chance.randrange(len(content))] + chance.randbytes(chance.randrange(3) * 50)
+    source = io.BytesIO(content)
+    parts = [*iter(lambda: objects.read_packed(source.read, 1 << 30), None)]
+    if kind == 2:
+        chance.shuffle(parts) if chance.random() < 0.5 else parts.pop(chance.randrange(len(parts)))
+        return b"".join(part for _, part in parts)
+    number = 0 if kind < 5 else chance.randrange(len(parts))
+    name, part = parts[number]
+    one = objects.unpack(name, part, len(part))
+    header, payload = dict(one.header), np.array(one.payload)
+    place: Any = header
+    if kind == 3 and isinstance(header["note"], dict):
+        place = header["note"] = json.loads(json.dumps(header["note"]))
+        place = place[next(iter(place))] if chance.random() < 0.8 else place
+    if kind == 4 or number:
+        payload = np.frombuffer(chance.randbytes(chance.choice([0, len(payload), len(payload) + 4])), np.uint8)
+    if kind != 4 or chance.random() < 0.5:
+        place[chance.choice([*place])] = chance.choice(WRONG)
+    parts[number] = name, b"".join(objects.Object(header, payload).pack(name))
+    return b"".join(part for _, part in parts)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow if n else []) for n in range(6)])
+def test_damaged_and_hostile_files_end_no_engine(tiny_path: Path, packed: Path, seed: int) -> None:
+    """300 of them: a sentence, or an answer."""
+    chance, content, sentences = random.Random(seed), packed.read_bytes(), list[str]()
+    with Engine.load(tiny_path, device="cpu", packs={"manual": str(packed)}) as engine:
+        alone = engine.generate(QUESTION, GREEDY)
+        for _ in range(50):
+            packed.write_bytes(damaged(content, chance))
+            vocabulary = engine.model.vocabulary
+            try:
+                engine.packs = packs.open_packs(engine.config, engine._identity, vocabulary, engine.context)
+                forget(engine)
+                assert len(engine.generate(QUESTION, GREEDY, PromptOptions(pack="manual")).token_ids) == 12
+            except EngineError as error:
+                sentences.append(str(error))
+        assert len(sentences) > 30
+        assert all("\n" not in one and "manual" in one for one in sentences)
+        assert engine.generate(QUESTION, GREEDY).token_ids == alone.token_ids
+        assert_idle(engine)
 
 
 def test_a_conversation_is_packed_as_it_is(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
+from polarlm.engine.storage.packs import local_packs
 from polarlm.engine.storage.tiers.opening import open_tiers
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class _Loader:
             mmproj=config.mmproj,
             mtp=config.mtp,
         )
-        self._config = limit_context(config, source.config, say)
+        self._config = replace(limit_context(config, source.config, say), packs=local_packs(config, say))
         source = replace(source, config=source.config.for_context(self._config.ctx_size))
         if source.config.is_encoder and self._ops.backend == "cuda":
             kind = "a reranker" if source.config.scores_pairs else "an embedding model"

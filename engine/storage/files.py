@@ -35,6 +35,12 @@ def is_device(name: str) -> bool:
     return _DEVICE.fullmatch(name) is not None
 
 
+def file_state(file: Path) -> list[int]:
+    """Return attributes of a file that change with its content."""
+    status = file.stat()
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
 def lock(file: BinaryIO | int, *, is_shared: bool = False, waits: bool = True) -> bool:
     """Lock an open file until it is neither open nor mapped: a mapping has a copy of the descriptor. Returns False
     where there are no locks: on Windows, and on some file systems. Raises BlockingIOError if another process has locked

@@ -16,8 +16,12 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.prefix import common_prefix
 from polarlm.engine.storage import sessions
+from polarlm.engine.storage.files import file_state
+from polarlm.model_loaders import hub
+from polarlm.model_loaders.errors import LoadError
 
 _KEY = "pack"  # of the note
+_PIECE = 1 << 22  # bytes that are read at a time
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Pack:
     token_ids: Sequence[int]
     messages: Sequence[Mapping[str, Any]]
     texts: Sequence[PackedText]
+    state: Sequence[int]  # of the file, when it was opened
 
     def begin(self, prompt: Any) -> Any:
         """Return a prompt that follows this pack. A system message follows the pack's in one message: templates take
@@ -61,12 +66,27 @@ def note_of(messages: Sequence[Mapping[str, Any]], texts: Sequence[PackedText]) 
     return {_KEY: {"messages": list(messages), "texts": [[one.name, one.sha256] for one in texts]}}
 
 
+def local_packs(config: EngineConfig, say: Callable[[str], None]) -> dict[str, str]:
+    """Return the paths of packs by their names; those of the hub are downloaded if need be. Raises EngineError."""
+    paths = dict(config.packs)
+    for name, where in paths.items():
+        if where.startswith(hub.PREFIX):
+            try:
+                paths[name] = str(hub.fetch_pack(hub.parse(where), say))
+            except LoadError as error:
+                raise EngineError(str(error), "session", ("packs",)) from error
+    return paths
+
+
 def open_packs(config: EngineConfig, settings: Mapping[str, str], vocabulary: range, context: int) -> dict[str, Pack]:
     """Return the packs of an engine by their names. settings: the engine's `identity.settings`. Raises EngineError for
-    a file that is no pack, or is one of another model, of other settings, or longer than the context."""
-    packs = {}
+    a file that is no pack or not allowed, or that is of another model or other settings, or longer than the context."""
+    packs, allowed = {}, _allowed(config.allowed_packs)
     for name, where in config.packs.items():
         path = Path(where).expanduser()
+        state = file_state(path) if path.is_file() else ()
+        if allowed is not None and path.is_file() and (digest := _sha256(path)) not in allowed:
+            raise _error(f"pack={name}: {path} has the SHA-256 {digest}, which is not in {config.allowed_packs}")
         session = sessions.read_header(path, settings, vocabulary)
         try:
             content = session.note[_KEY]
@@ -81,8 +101,38 @@ def open_packs(config: EngineConfig, settings: Mapping[str, str], vocabulary: ra
                 f"pack={name}: {path} has {len(session.token_ids):,} tokens, and the context of this engine "
                 f"{context:,}: raise ctx_size"
             )
-        packs[name] = Pack(name, path, session.token_ids, messages, texts)
+        packs[name] = Pack(name, path, session.token_ids, messages, texts, state)
     return packs
+
+
+def _allowed(file: str | None) -> set[str] | None:
+    """Return the digests in a file, whose lines begin with one as those of sha256sum do; None without a file."""
+    if file is None:
+        return None
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise EngineError(f"allowed_packs={file}: it cannot be read: {reason}", settings=("allowed_packs",)) from None
+    return {line.split()[0].lower() for line in lines if line.strip()}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def check_unchanged(pack: Pack) -> None:
+    """Raises EngineError if the file is not the one that was opened: its texts and its digest would be others."""
+    try:
+        is_same = file_state(pack.path) == pack.state
+    except OSError as error:
+        raise _error(f"pack={pack.name}: {pack.path} cannot be read any more: {error.strerror}") from None
+    if not is_same:
+        raise _error(f"pack={pack.name}: {pack.path} has changed since it was opened: load the model again")
 
 
 def choose(packs: Mapping[str, Pack], name: str, options: Any) -> Pack:

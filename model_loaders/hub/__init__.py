@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
@@ -83,7 +83,13 @@ def fetch_adapter(name: HubName, verbose: Callable[[str], None] | None = None) -
 
     Raises LoadError.
     """
-    return _Fetch(name, verbose=verbose, is_adapter=True).run_with_load_errors(_Fetch.run)
+    return _Fetch(name, verbose=verbose, what="adapter").run_with_load_errors(_Fetch.run)
+
+
+def fetch_pack(name: HubName, verbose: Callable[[str], None] | None = None) -> Path:
+    """The path of the one .pack file of a repository in the hub's cache; it is downloaded if need be. Raises
+    LoadError."""
+    return _Fetch(name, verbose=verbose, what="pack").run_with_load_errors(_Fetch.run)
 
 
 def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
@@ -105,11 +111,11 @@ class _Fetch:
         verbose: Callable[[str], None] | None = None,
         progress: Progress | None = None,
         *,
-        is_adapter: bool = False,
+        what: Literal["model", "adapter", "pack"] = "model",
     ) -> None:
         self._client, self._name, self._fits = Client(), name, fits or (lambda config, size: True)
         self._say, self._is_silent = verbose or (lambda text: None), verbose is None
-        self._progress, self._is_adapter = progress, is_adapter
+        self._progress, self._what = progress, what
         self._listing = Listing(name.repo, "", {})
 
     def run_with_load_errors(self, work: Callable[[_Fetch], T]) -> T:
@@ -166,6 +172,16 @@ class _Fetch:
         self._listing = self._client.listing(self._name)
         return self._ggufs().size()
 
+    def _pack(self) -> Path:
+        packs = [file for path, file in self._listing.files.items() if path.endswith(".pack")]
+        if len(packs) != 1:
+            there = ", ".join(file.path for file in packs) or "none"
+            raise LoadError(
+                f"{self._name.repo} should have one .pack file, and has {there}: choose another repository, or give "
+                "the path of a file."
+            )
+        return self._fetch(packs)[0]
+
     def _adapter(self) -> Path:
         files = self._listing.files
         if self._name.quantization is None and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= files.keys():
@@ -178,8 +194,10 @@ class _Fetch:
         )
 
     def _model(self) -> Path:
-        if self._is_adapter:
+        if self._what == "adapter":
             return self._adapter()
+        if self._what == "pack":
+            return self._pack()
         if self._name.quantization is None and has_safetensors(self._listing.files):
             return self._folder()
         if (ggufs := self._ggufs()) and (ggufs.has_models or not has_safetensors(self._listing.files)):

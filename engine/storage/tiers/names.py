@@ -62,12 +62,6 @@ def _combine(digests: Sequence[bytes]) -> bytes:
     return hashlib.blake2b(b"".join(sorted(digests)), digest_size=32).digest()
 
 
-def _state(file: Path) -> list[int]:
-    """Return attributes of a file that change with its content."""
-    status = file.stat()
-    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-
-
 def _note(file: Path, folder: Path) -> Path:
     return folder / f"weights-{hashlib.blake2b(os.fsencode(os.path.realpath(file)), digest_size=16).hexdigest()}.json"
 
@@ -77,17 +71,17 @@ def _read_note(file: Path, folder: Path | None) -> bytes | None:
         return None
     try:
         state, digest = json.loads(_note(file, folder).read_bytes())
-        return bytes.fromhex(digest) if state == _state(file) else None
+        return bytes.fromhex(digest) if state == files.file_state(file) else None
     except (OSError, ValueError, TypeError):
         return None
 
 
 def _hash(file: Path, folder: Path | None) -> bytes:
-    state, content = _state(file), hashlib.sha256()
+    state, content = files.file_state(file), hashlib.sha256()
     with file.open("rb", buffering=0) as opened:
         while piece := opened.read(_PIECE):
             content.update(piece)
-    if _state(file) != state:
+    if files.file_state(file) != state:
         raise OSError(f"{file} has changed while it was read")
     if folder is None:
         return content.digest()
