@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from polarlm.bench.gpu.peer import attention_at
@@ -354,10 +355,15 @@ def seconds_of(measured: Result, context: int, batch: int) -> tuple[float, float
     return best or 0.0, half, default
 
 
+def _by_kind(result: Result, number: int) -> Table:
+    return quality.by_kind(result)[number]
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "quality": quality_table,
     "positions": lambda: _tables([newest(f"positions-{DEMO}")], quality.kl_by_position),
     "models": lambda: _tables(_model_measurements(), quality.divergences),
+    "texts": lambda: _tables([newest("quality-qwen2.5-coder-1.5b-*")], *(partial(_by_kind, number=number) for number in range(3))),
     "tools": lambda: _with_source(tool_cost.table_of, [newest("tools-8k-*")]),
     "tools 2k": lambda: _with_source(tool_cost.table_of, [newest("tools-2k-*")]),
     "tools 16k": lambda: _with_source(tool_cost.table_of, [newest("tools-16k-*")]),

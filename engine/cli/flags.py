@@ -366,7 +366,7 @@ def _read_named(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if equals:
         return name, path
-    return Path(re.sub(r":-?[\d.]+$", "", text)).name.removesuffix(".gguf"), text
+    return Path(re.sub(r":-?[\d.]+$", "", text)).name.removesuffix(".gguf").removesuffix(".pack"), text
 
 
 _READERS: dict[Any, Callable[[str], Any]] = {int: _read_int, float: _read_float, str: str, str | int: str}

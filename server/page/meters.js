@@ -84,6 +84,7 @@ async function look() {
     if (shownModel !== stats.model && !stats.state) { // to ask of a model that is not in memory would load it
       shownModel = stats.model;
       showProps(await askJson(`props?${query}`));
+      showPacks(await askJson(`v1/packs?${query}`));
     }
     if (serverKeeps !== false) sync();
   } catch (error) {

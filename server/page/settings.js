@@ -1,7 +1,7 @@
 // Settings: the current conversation's settings, and the last settings, with which a new conversation begins.
 
 const NUMBERS = [...document.querySelectorAll("#fields input[type=number]")].map((input) => input.id);
-const FIELDS = ["system", ...NUMBERS, "cache_salt", "tools", "tool_choice", "schema"];
+const FIELDS = ["system", ...NUMBERS, "cache_salt", "pack", "tools", "tool_choice", "schema"];
 const FOLDS = [$("sampling"), $("more")]; // a conversation that has chosen something in them opens them
 const SWITCHES = ["loop_check", "auto_compact"];
 
@@ -51,6 +51,12 @@ function showProps({ default_generation_settings: { params }, chat_template_is_d
   $("untaught").textContent = isDefault ? "This model has no chat template: it continues text, and was probably not made for chats." : "";
 }
 
+/** Offers the packs of /v1/packs; without any, the field is there only while a conversation has one. */
+function showPacks({ data }) {
+  $("packs").replaceChildren(...data.map(({ id, tokens }) => Object.assign(document.createElement("option"), { value: id, label: `${tokens.toLocaleString("en")} tokens` })));
+  $("pack-row").hidden = !data.length && !$("pack").value;
+}
+
 /** Whether the values of all fields can be sent; otherwise the browser shows what is wrong. */
 function settingsHold() {
   if ($("fields").checkValidity()) return true;
@@ -88,6 +94,7 @@ function sayWrong(name, sentence) {
 function requestSettings() {
   const body = askedModel() ? { model: askedModel() } : {};
   for (const name of NUMBERS) if ($(name).value !== "") body[name] = $(name).valueAsNumber;
+  if ($("pack").value) body.pack = $("pack").value;
   if ($("cache_salt").value) body.cache_salt = $("cache_salt").value;
   if ($("tools").value.trim()) {
     body.tools = JSON.parse($("tools").value).map((tool) => (tool?.function ? tool : { type: "function", function: tool }));

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from polarlm import pack
+from polarlm.engine import EngineConfig
 from tests.server.page.visitor import Page
 from tests.server.process import Process
 
@@ -26,6 +28,25 @@ def test_settings_are_there_after_a_reload_and_part_of_the_request(page: Page) -
     assert {name: asked[name] for name in chosen} == chosen
     page.click("#fields button[type=reset]")
     page.until(lambda: page.run("return localStorage.getItem('polarlm.settings')") == "{}")
+
+
+def test_a_conversation_begins_with_a_pack(
+    visit: Callable[[Process], Page], tiny_path: Path, tmp_path: Path, page: Page
+) -> None:
+    assert page.run("return document.getElementById('pack-row').hidden")  # a server without packs
+    messages, file = [{"role": "system", "content": "The harbour has a captain."}], tmp_path / "harbour.pack"
+    config = EngineConfig(weights=str(tiny_path), device="cpu", calibration=False)
+    pack.write_pack(config, messages, [], file)
+    with Process(tiny_path, tmp_path, "--pack", str(file), troubled=True) as process:
+        page = visit(process)
+        page.until(lambda: not page.run("return document.getElementById('pack-row').hidden"))
+        assert page.run("return packs.options[0].value") == "harbour"
+        page.choose(pack="harbour", temperature=0, max_tokens=4)
+        page.talk("Who is it?")
+        assert page.request_body()["pack"] == "harbour"
+        page.reload()
+        assert page.run("return document.getElementById('pack').value") == "harbour"
+        page.open("about:blank")
 
 
 LIMITED = """
