@@ -36,7 +36,7 @@ from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
-from polarlm.engine.state.prefix import PrefixCache, join_salt
+from polarlm.engine.state.prefix import PrefixCache, Watch, join_salt
 from polarlm.engine.storage import identity, packs, sessions
 from polarlm.engine.storage.packs import Pack
 from polarlm.engine.storage.sessions import KnownAnswers, Progress, Session, SessionPath
@@ -88,7 +88,6 @@ class Engine(Completions):
             enabled=keeps,
             control_ids=parts.source.tokenizer.control_tokens().values(),
         )
-        self.watch_blocks = self._prefixes.watch  # servers call it before the first request
         self._scheduler = Scheduler(parts.config.parallel, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model, parts.model.mtp)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
@@ -292,6 +291,10 @@ class Engine(Completions):
         cancel, cached = lambda: self._cancel(request.sequence), lambda: request.cached or 0
         return Ticket(len(request.sequence.prompt), cancel, cached, request.conversation, request.warnings)
 
+    def watch_blocks(self, watch: Watch) -> None:
+        """Let `watch` be told which blocks can be found from now on. Servers call it before the first request."""
+        self._prefixes.watch(watch)
+
     def encoding(self) -> bytes:
         """Return the divisors of keys and values, as an object that `encoding` of another engine's settings takes."""
         return sessions.pack_scales(self._identity, identity.scale_arrays(self._store))
@@ -372,7 +375,8 @@ class Engine(Completions):
 
     def _find(self, request: Request) -> Iterator[None]:
         """Read what tiers have of a request's prompt, and let a server compute it; yields whenever it has computed some
-        of it."""
+        of it. Raises EngineError if the engine has been closed."""
+        self._check_open()
         if not request.options.cache_prompt or request.reads_prompt:
             return
         ids = request.sequence.prompt[:-1]
@@ -472,7 +476,7 @@ class Engine(Completions):
             self._tiers.close()
         with self._lock.hold():
             self._parts.close()
-            del self._parts, self._model, self._store, self._prefixes, self._runner
+            del self._parts, self._model, self._store, self._prefixes, self._runner, self._access, self._remote_prefill
 
     def __enter__(self) -> Engine:
         return self

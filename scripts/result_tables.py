@@ -363,7 +363,9 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "quality": quality_table,
     "positions": lambda: _tables([newest(f"positions-{DEMO}")], quality.kl_by_position),
     "models": lambda: _tables(_model_measurements(), quality.divergences),
-    "texts": lambda: _tables([newest("quality-qwen2.5-coder-1.5b-*")], *(partial(_by_kind, number=number) for number in range(3))),
+    "texts": lambda: _tables(
+        [newest("quality-qwen2.5-coder-1.5b-*")], *(partial(_by_kind, number=number) for number in range(3))
+    ),
     "tools": lambda: _with_source(tool_cost.table_of, [newest("tools-8k-*")]),
     "tools 2k": lambda: _with_source(tool_cost.table_of, [newest("tools-2k-*")]),
     "tools 16k": lambda: _with_source(tool_cost.table_of, [newest("tools-16k-*")]),

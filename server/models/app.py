@@ -46,12 +46,12 @@ POST_PATHS = (
     *("*/responses", "*/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
     *("/completion", "/infill", "/embedding", "/apply-template", "/tokenize", "/detokenize"),
-    *("/sessions/save", "/sessions/load", "/props", "/slots/{slot}"),
+    *("/sessions/save", "/sessions/load", "/props", "/slots/{slot}", "*/blocks"),
 )
 _PROGRESS_SECONDS = 0.5  # between two lines of progress
 _PULLS_AT_ONCE = 2  # models that are downloaded for clients; others wait
 
-GET_PATHS = ("/props", "/slots", "/lora-adapters", "/stats", "/sessions", "/v1/packs")
+GET_PATHS = ("/props", "/slots", "/lora-adapters", "/stats", "/sessions", "/v1/packs", "*/encoding")
 
 
 def create_models_app(

@@ -3,8 +3,9 @@
 The engine sends the token ids. A server with the same model and encoding computes them, and sends the blocks that the
 engine lacks, in order, each with the snapshot of recurrent layers at its end, if there is one:
 
-    POST URL/blocks   {"ids", "first": number of the first block to send, "root": the hash, in hexadecimal digits, that
-                       the engine's chain of hashes begins with, "settings": its `identity.settings`, "cache_salt"}
+    POST URL/blocks   {"model": its name, "ids", "first": the number of the first block to send, "root": the hash, in
+                       hexadecimal digits, that the engine's chain of hashes begins with, "settings": its
+                       `identity.settings`, "cache_salt"}
     → objects: blocks as tiers have them, under the names in `NAMES`, and notes: {"tokens"} computed, or an {"error"}
 """
 

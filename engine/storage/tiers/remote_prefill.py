@@ -68,6 +68,7 @@ class RemotePrefill:
             return None
         arrived = CircuitBreaker(_Arrived(self._url))
         question = {
+            "model": self._settings["name"],
             "ids": list(ids),
             "first": search.first_missing(),
             "root": self._access.prefixes.hashes((), salt)[0].hex(),

@@ -29,10 +29,11 @@ VECTORS: dict[str, dict[str, Any]] = {
     "/api/embeddings": {"prompt": TEXT},
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking"), RANKED),
 }
-COMPUTE_NOTHING = {  # they count, convert, save and describe, or belong to the page
+NO_ANSWER = {  # they count, convert, save and describe, or belong to the page
     *("/tokenize", "/detokenize", "/apply-template", "/sessions/save", "/sessions/load", "/documents/text"),
     *("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/responses/input_tokens"),
     *("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens", "/api/show", "/api/pull", "/props"),
+    *("/blocks", "/v1/blocks"),  # compute, with a salt that test_remote_prefill.py looks at
     *("/slots/{slot}", "/lora-adapters", "/conversations/{id}", "/mcp/connect", "/mcp/call"),
 }
 
@@ -40,7 +41,7 @@ COMPUTE_NOTHING = {  # they count, convert, save and describe, or belong to the 
 def test_every_endpoint_is_here(filling: Serving) -> None:
     routes = create_app(filling.driver, filling.driver.config).routes
     posted = {route.path for route in routes if "POST" in (getattr(route, "methods", None) or ())}
-    assert posted == {*GENERATING, *VECTORS, *COMPUTE_NOTHING}
+    assert posted == {*GENERATING, *VECTORS, *NO_ANSWER}
 
 
 def test_a_salt_separates(filling: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
