@@ -21,6 +21,7 @@ from polarlm.engine.loading import calibration, encoding_file
 from polarlm.engine.storage.packs import note_of
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.random_model import random_model
+from tests.server.http_server import serving
 
 PROMPT = np.random.default_rng(0).integers(5, 250, 150).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -119,6 +120,20 @@ def test_machines_with_one_encoding_share_tiers(
     assert found[0] == 0
     assert found[1] >= 64
     assert (found[2] == 0) == (cache_type != "f16")  # whose scales are powers of two, of the weights alone
+
+
+def test_an_engine_takes_the_encoding_of_the_server_that_computes_its_prompts(
+    machines: tuple[Machine, Machine], weights: Path
+) -> None:
+    one, other = machines
+    said: list[str] = []
+    with one.load(weights) as strong, serving(strong) as server, other.load(weights) as alone:
+        assert alone._identity["conditioning"] != strong._identity["conditioning"]
+        with other.load(weights, said, prefill_at=server.url) as weak:
+            answer = weak.generate(PROMPT, GREEDY)
+            assert answer.usage.cached_from == {"prefill-at": len(PROMPT) - 1}
+            assert answer.token_ids == strong.generate(PROMPT, GREEDY).token_ids
+    assert f"Keys and values are encoded as {server.url}/encoding says." in said
 
 
 def test_an_encoding_comes_from_a_url(machines: tuple[Machine, Machine], weights: Path, written: Path) -> None:

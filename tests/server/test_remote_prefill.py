@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ from polarlm.engine.storage.tiers.opening import KEY_VARIABLE
 from tests.hybrids import EXACT
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
+from tests.server.process import Process
 from tests.server.slow_link import link_to
 from tests.storage.arrays import assert_same
 from tests.tiers.test_engine import kv_of
@@ -131,18 +133,6 @@ def test_progress_is_told_and_salts_are_kept_apart(plain: Pair) -> None:
     assert other.usage.cached_tokens == 0
     same_salt = plain.strong.generate(ids(5, 200), PARAMS, PromptOptions(cache_salt="mine"))
     assert same_salt.usage.cached_tokens > 0
-
-
-def test_engines_whose_calibrations_differ_share_blocks(plain: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from polarlm.engine.loading import encoding_file
-
-    def other(*arguments: Any) -> Any:
-        raise AssertionError("the server's encoding is taken")
-
-    monkeypatch.setattr(encoding_file, "encoding_of", other)
-    weak = plain.weak()
-    assert weak._identity == plain.strong._identity
-    assert weak.generate(PROMPT, PARAMS).usage.cached_from == {"prefill-at": ALL_SENT}
 
 
 @pytest.mark.parametrize(
@@ -276,3 +266,23 @@ def test_a_server_asks_a_stronger_one(plain: Pair) -> None:
         first = server.post("/v1/completions", body).json()
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 119
         assert server.http.get("/metrics").text.count('place="prefill-at"') > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rate", "delay"), [(125e6, 0.0005), (12.5e6, 0.015)])
+def test_two_processes_and_a_link(tiny_path: Path, tmp_path: Path, rate: float, delay: float) -> None:
+    """1 Gbit/s and 1 ms there and back; 100 Mbit/s and 30 ms."""
+    settings: dict[str, Any] = {"device": "cpu", "ctx_size": 2048, "calibration": False}
+    prompt = ids(1, 1500)
+    with (
+        Process(tiny_path, tmp_path, "--ctx-size", "2048") as server,
+        link_to(server.url, rate, delay) as link,
+        Engine.load(tiny_path, prefill_at=link.url, **settings) as weak,
+        Engine.load(tiny_path, **settings) as alone,
+    ):
+        began = time.monotonic()
+        answer = weak.generate(prompt, PARAMS)
+        assert time.monotonic() - began > link.carried / rate + delay
+        assert answer.usage.cached_from == {"prefill-at": len(prompt) - 1}
+        alone.generate(prompt[:-1], SamplingParams(temperature=0, max_tokens=1))
+        assert same(answer, alone.generate(prompt, PARAMS))
