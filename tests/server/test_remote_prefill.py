@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.storage import objects
 from polarlm.engine.storage.tiers import remote_prefill
 from polarlm.engine.storage.tiers.opening import KEY_VARIABLE
+from polarlm.engine.storage.tiers.prompt_blocks import note
 from tests.hybrids import EXACT
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
@@ -266,6 +270,48 @@ def test_a_server_asks_a_stronger_one(plain: Pair) -> None:
         first = server.post("/v1/completions", body).json()
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 119
         assert server.http.get("/metrics").text.count('place="prefill-at"') > 0
+        question = {"ids": PROMPT, "first": 0, "root": "0" * 32, "settings": dict(plain.strong._identity)}
+        response = server.post("/v1/blocks", question)  # two servers could ask each other
+        assert (response.status_code, plain.server.url in response.text) == (409, True)
+
+
+@pytest.mark.parametrize("lie", ["endless", "silent", "notes", "html", "closed"])
+def test_a_server_that_lies_is_given_up(plain: Pair, monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
+    monkeypatch.setattr(remote_prefill, "_SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(remote_prefill, "_MOST_SECONDS", 1.0)
+    monkeypatch.setattr(remote_prefill, "_LEAST_SECONDS", 1.0)
+    block = b"".join(objects.Object({"kind": "block"}).pack(bytes(range(16))))
+
+    class Liar(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if lie == "closed":
+                return
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                if lie == "html":
+                    self.wfile.write(b"<html>" * 50)
+                while lie == "endless":
+                    self.wfile.write(block)
+                while lie == "notes":
+                    self.wfile.write(note(tokens=1))
+            if lie == "silent":
+                time.sleep(1)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Liar) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        weak = plain.weak(f"http://127.0.0.1:{server.server_address[1]}")
+        began = time.monotonic()
+        assert same(weak.generate(PROMPT, PARAMS), plain.load().generate(PROMPT, PARAMS))
+        assert time.monotonic() - began < 30
+        assert [tier.read_errors for tier in weak.status().tiers] == [1]
+        server.shutdown()
+        thread.join()
 
 
 @pytest.mark.slow

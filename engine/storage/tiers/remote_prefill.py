@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 _LEAST_BLOCKS = 2  # fewer are computed as fast as they are asked for
 _CONNECT_SECONDS = 2.0
 _SILENT_SECONDS = 10.0  # a server says something every second
-_LEAST_SECONDS = 5.0  # for which a server may compute or send, however fast this engine is
+_LEAST_SECONDS, _MOST_SECONDS = 5.0, 600.0  # for which a server may compute and send, however fast this engine is
 _SUSPENSION = 30.0  # seconds for which a server that has failed is not asked
 _MOST_MESSAGE = 2000  # characters of a server's error
 
@@ -75,8 +75,8 @@ class RemotePrefill:
             "settings": dict(self._settings),
             "cache_salt": cache_salt,
         }
-        most = self._patience.prefill_seconds(missing)
-        end = None if most is None else time.monotonic() + max(_LEAST_SECONDS, most)
+        seconds, left = self._patience.prefill_seconds(missing), 2 * (len(ids) // n) + 1  # objects to come at most
+        end = time.monotonic() + (_MOST_SECONDS if seconds is None else max(_LEAST_SECONDS, seconds))
         try:
             with closing(self._objects(question)) as objects:
                 for name, content in objects:
@@ -87,8 +87,9 @@ class RemotePrefill:
                         yield int(header["tokens"])
                     else:
                         arrived.write(name, content, memoryview(b""))
-                    if end is not None and time.monotonic() > end:
-                        raise TimeoutError("it takes longer than this engine would")
+                        left -= 1
+                    if time.monotonic() > end or left < 0:
+                        raise TimeoutError("it takes longer than this engine would, or sends more than the prompt has")
         except (OSError, HTTPException, DamagedObject, KeyError, TypeError, ValueError) as error:
             self._failures += 1
             self._suspended_until = time.monotonic() + _SUSPENSION

@@ -60,6 +60,8 @@ class Prefill(Endpoints):
             raise BadRequest("settings", "settings are not those of an engine")
         if (sentence := self._driver.engine.differs_from(settings)) is not None:
             raise ApiError(409, f"This server has other settings: {sentence}", "other_settings")
+        if (other := self._driver.engine.config.prefill_at) is not None:
+            raise ApiError(409, f"This server lets {other} compute its prompts: ask that one", "other_server")
         events = self._events(ids, read_salt(body.get("cache_salt")), bytes.fromhex(root), first)
         begun = await while_connected(request.receive, anext(events))
         done = begun
