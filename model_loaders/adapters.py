@@ -17,7 +17,7 @@ import numpy as np
 
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.families import gguf_layouts, table_name, tensors
+from polarlm.model_loaders.families import gguf_layouts, is_interleaved, table_name, tensors
 from polarlm.model_loaders.fields import Fields, describe
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.gguf_file import GgufFile
@@ -183,7 +183,7 @@ class _Targets:
                 f"safetensors; give the adapter {'as a folder of peft' if from_gguf else 'as a GGUF file'}, as the "
                 "model is."
             )
-        order = spec.row_order(bool(interleaved))
+        order = spec.row_order(is_interleaved(self._config) if interleaved is None else interleaved)
         if spec.row_parts is not None and not is_whole:
             return _Target(spec, spec.row_parts.rows)
         return _Target(spec, None if order is None else lambda count: np.argsort(order))

@@ -9,6 +9,7 @@ Such a module defines
 - optionally `PREFIXES`: prefixes of tensor names in some files → the table's prefixes, with {depth} for the number of
   the layer of `ModelConfig.mtp`;
 - optionally `take_apart(config, stored)`: the table's tensors, found in the tensors of safetensors files, by name;
+- optionally `IS_INTERLEAVED`: whether RoPE's pairs are neighbouring channels in safetensors files;
 - optionally `QUANTIZATIONS`, the values of `quant_method` in a configuration whose weights it reads.
 
 Modules that begin with an underscore are helpers.
@@ -71,6 +72,11 @@ def take_apart(config: ModelConfig, file_tensors: Mapping[str, StoredTensor]) ->
     LoadError for wrong shapes."""
     change = getattr(_module(config.family), "take_apart", None)
     return file_tensors if change is None else change(config, file_tensors)
+
+
+def is_interleaved(config: ModelConfig) -> bool:
+    """Whether RoPE's pairs are neighbouring channels in safetensors files."""
+    return getattr(_module(config.family), "IS_INTERLEAVED", False)
 
 
 def quantizations(name: str) -> tuple[str, ...]:

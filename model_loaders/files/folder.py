@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.families import configure, quantizations, table_name, take_apart
+from polarlm.model_loaders.families import configure, is_interleaved, quantizations, table_name, take_apart
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.pooling import dense_of_folder
 from polarlm.model_loaders.files.repository import GgufContent, Role, files_of, gguf_contents, role_of_file
@@ -42,7 +42,8 @@ def open_folder(folder: Path, *, mtp: bool = False) -> tuple[ModelConfig, Stored
             for name, tensor in module.tensors.items():
                 tensors[f"model.dense.{number}.{name.removeprefix('linear.')}"] = tensor
             weights = StoredWeights(folder, tensors, (*weights.open_files, *module.open_files))
-        return fit(config, StoredWeights(folder, take_apart(config, tensors), weights.open_files))
+        stored = StoredWeights(folder, take_apart(config, tensors), weights.open_files)
+        return fit(config, stored, interleaved=is_interleaved(config))
     except BaseException:
         weights.close()
         raise
