@@ -63,6 +63,22 @@ def test_a_folder_of_peft_has_its_scale(
     assert adapter.dtype == "F32"
 
 
+def test_rows_of_neighbouring_channels_are_ordered_as_the_weights_are(tmp_path: Path) -> None:
+    """An adapter that adds a model's own weights doubles them."""
+    path = make_model(tmp_path, "ernie4_5_biases")
+    config, weights, _ = load_weights(path)
+    names = [f"model.layers.0.self_attn.{one}_proj.weight" for one in "qkv"]
+    stored = {name: np.empty(weights.shape(name), np.float32) for name in names}
+    for name, matrix in stored.items():
+        weights.read_into(name, matrix)
+    weights.close()
+    of_file = load_file(path / "model.safetensors")
+    changes = {name: (of_file[name].astype(np.float32), np.eye(len(stored[name]), dtype=np.float32)) for name in names}
+    adapter = read_adapter(write_peft(tmp_path / "a", changes, len(stored[names[0]])), config, is_gguf=False)
+    for name in names:
+        np.testing.assert_allclose(deltas(adapter)[name] * len(stored[name]) / len(stored[names[0]]), stored[name])
+
+
 def test_modules_have_alphas_of_their_own(tmp_path: Path, config: ModelConfig, changes: Changes) -> None:
     pattern = {"q_proj": 8, "layers.1.mlp.up_proj": 2}
     adapter = read_adapter(write_peft(tmp_path / "a", changes, 4, alpha_pattern=pattern), config, is_gguf=False)

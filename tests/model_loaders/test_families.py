@@ -361,8 +361,8 @@ def test_any_values_make_a_configuration_or_one_clear_error(family: str, changes
 
 IN_LLAMA = ("mistral", "mixtral")  # their files call themselves llama
 IN_GGUF = {*IN_LLAMA} | {family for family, _ in gguf_layouts().values()}
-# Dense layers, biases of ERNIE and of convolutions, and weights of OLMoE's experts that are divided by their sum, for which their
-# architectures have no names. Recurrent layers have tests of their own.
+# Dense layers, biases of ERNIE and of convolutions, and weights of OLMoE's experts that are divided by their sum, for
+# which their architectures have no names. Recurrent layers have tests of their own.
 WITHOUT_GGUF = (
     "ernie4_5_biases",
     "granite_hybrid_experts",
