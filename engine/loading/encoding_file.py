@@ -136,7 +136,8 @@ def load(
             raise _error(f"The encoding {place} is from another version of this program: write it again")
         encoding = _parse(stored, config)
     except (OSError, HTTPException) as error:
-        reason = getattr(error, "strerror", None) or error
+        cause = getattr(error, "reason", error)  # of an error of urlopen
+        reason = getattr(cause, "strerror", None) or cause
         raise EngineError(
             f"The encoding {place} cannot be read ({reason}): give the path or the URL of one",
             settings=("encoding",),
