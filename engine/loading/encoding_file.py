@@ -136,8 +136,8 @@ def load(
             raise _error(f"The encoding {place} is from another version of this program: write it again")
         encoding = _parse(stored, config)
     except (OSError, HTTPException) as error:
-        cause = getattr(error, "reason", error)  # of an error of urlopen
-        reason = getattr(cause, "strerror", None) or cause
+        cause = getattr(error, "reason", None)  # of an error of urlopen
+        reason = getattr(cause if isinstance(cause, OSError) else error, "strerror", None) or error
         raise EngineError(
             f"The encoding {place} cannot be read ({reason}): give the path or the URL of one",
             settings=("encoding",),
