@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polarlm.engine.storage.tiers import patience, remote, tiers
+from polarlm.engine.storage.tiers import patience, remote, remote_prefill, tiers
 from polarlm.model_loaders import limited_process
 
 SECONDS = 120.0
@@ -19,6 +19,7 @@ TIMES: list[tuple[Any, str, Any]] = [  # modules, names in them, and their value
     (tiers, "_NAMES_SECONDS", SECONDS),
     (tiers, "_LAST_PATIENCE", SECONDS),
     (remote, "_SECONDS", SECONDS),
+    *((remote_prefill, name, SECONDS) for name in ("_CONNECT_SECONDS", "_SILENT_SECONDS", "_LEAST_SECONDS")),
     (limited_process, "_ANSWER_SECONDS", SECONDS),
 ]
 
