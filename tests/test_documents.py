@@ -114,7 +114,7 @@ CODE = {
     if path.suffix in (".py", ".cu", ".cuh", ".js")
 }
 WORDS = {word for text in CODE.values() for word in re.findall(r"\w+", text)}
-OTHERS = {"hex3.py", "int8.py", "q1_0.py", "seed_oss.py", "server.py"}  # docs/adding.md's, and a user's own
+OTHERS = {"hex3.py", "int8.py", "q1_0.py", "server.py"}  # docs/adding.md's, and a user's own
 OF_TODAY = [page for page in PAGES if page.parent.name != "results"]  # results have the names of their day
 
 

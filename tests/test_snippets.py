@@ -235,6 +235,6 @@ def test_what_a_page_names_is_there(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
     folders = "bench|cuda|docs|engine|model_loaders|scripts|server|tests"
     added = {f"engine/codecs/{name}.py" for name in ("int8", "hex3")}  # in docs/adding.md, as is the next
-    added |= {"engine/weight_formats/q1_0.py", "model_loaders/families/seed_oss.py"}
+    added |= {"engine/weight_formats/q1_0.py"}
     for name in {*re.findall(rf"`((?:{folders})/[\w./]*\.\w+)`", text)} - added:
         assert (ROOT / name).exists(), name
