@@ -150,6 +150,7 @@ def test_an_engine_with_other_settings_computes_itself(
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert same(weak.generate(PROMPT, PARAMS), alone.generate(PROMPT, PARAMS))
+        weak.generate(ids(8, 90), PARAMS)  # it is asked again, and says the same
     (record,) = [one for one in caplog.records if "computed here" in one.message]
     assert words in record.message
 

@@ -55,6 +55,7 @@ class RemotePrefill:
         self._limit = access.payloads.most_object_bytes
         self._suspended_until = 0.0
         self._failures = self._damaged = 0
+        self._reason = ""  # of the last failure; empty after a success
 
     def status(self) -> TierStatus:
         return TierStatus(_Arrived.label, None, None, self._damaged, 0, self._failures, 0)
@@ -94,10 +95,16 @@ class RemotePrefill:
             self._failures += 1
             self._suspended_until = time.monotonic() + _SUSPENSION
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-            sentence = (
-                "%s has not computed a prompt, and is not asked for %d seconds: %s; what is missing is computed here"
-            )
-            _LOG.warning(sentence, self._url, _SUSPENSION, reason.rstrip("."))
+            if reason != self._reason:  # else it has been said
+                _LOG.warning(
+                    "%s has not computed a prompt, and is asked again after %d s: %s; what is missing is computed here",
+                    self._url,
+                    _SUSPENSION,
+                    reason.rstrip("."),
+                )
+            self._reason = reason
+        else:
+            self._reason = ""
         hit = search.run(TierQuery([arrived]))
         self._damaged += arrived.status().damaged
         return hit
