@@ -101,7 +101,8 @@ def test_a_conversation_stays_at_its_replica_and_continues_at_another_when_that_
     question = "a long question about many things, " * 3
     first = ask(http, "talk", question)
     dying, answer = first.headers["x-replica"], first.json()["choices"][0]["message"]["content"]
-    assert {ask(http, "talk", question).headers["x-replica"] for _ in range(4)} == {dying}
+    # On a busy machine Ray may find a replica slow, and take the other one for a while.
+    eventually(lambda: {ask(http, "talk", question).headers["x-replica"] for _ in range(4)} == {dying})
     assert len({ask(http, f"talk {number}", "who?").headers["x-replica"] for number in range(20)}) == 2
 
     eventually(lambda: len([file for file in (tmp_path / "blocks").rglob("*") if file.is_file()]) >= 2)
