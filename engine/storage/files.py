@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import stat
@@ -23,6 +24,7 @@ Progress = Callable[[int], None]  # called with the number of bytes done since i
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
 _TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[a-z0-9_]{8}")
 _PIECE = 16 << 20  # bytes after which the file is flushed to the disk
+_READ_PIECE = 4 << 20  # bytes of a file that are read at a time
 _DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
 
 
@@ -39,6 +41,17 @@ def file_state(file: Path) -> list[int]:
     """Return attributes of a file that change with its content."""
     status = file.stat()
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def sha256(file: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits. Raises OSError, also for one that changes meanwhile."""
+    state, content = file_state(file), hashlib.sha256()
+    with file.open("rb", buffering=0) as opened:
+        while piece := opened.read(_READ_PIECE):
+            content.update(piece)
+    if file_state(file) != state:
+        raise OSError(f"{file} has changed while it was read")
+    return content.hexdigest()
 
 
 def lock(file: BinaryIO | int, *, is_shared: bool = False, waits: bool = True) -> bool:

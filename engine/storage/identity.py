@@ -71,28 +71,32 @@ def _state_types(layers: Sequence[Any]) -> Iterable[str]:
 
 def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
     """Return the end of a sentence about the first setting in which a session differs from an engine; None if none."""
-    for key, sentence in _DIFFERENCES.items():
-        if there[key] != here[key]:
-            shown = "name" if key == "model" else key
-            old, new = (", ".join(dict.fromkeys(side[shown].split(" "))) for side in (there, here))
-            if key == "cache_types" and set(there[key].split(" ")) == set(here[key].split(" ")):  # in other layers
-                old, new = _types_by_layer(there[key]), _types_by_layer(here[key])
-            return sentence.format(there=old, here=new)
-    return None
+    key = _first_difference(there, here)
+    if key is None:
+        return None
+    shown = "name" if key == "model" else key
+    old, new = (", ".join(dict.fromkeys(side[shown].split(" "))) for side in (there, here))
+    if key == "cache_types" and set(there[key].split(" ")) == set(here[key].split(" ")):  # in other layers
+        old, new = _types_by_layer(there[key]), _types_by_layer(here[key])
+    return _DIFFERENCES[key].format(there=old, here=new)
 
 
 def difference_from(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | None:
     """Return a sentence about the first setting in which an engine that asks for blocks differs; None if none."""
-    for key in DETERMINE:
-        if theirs.get(key) != ours[key]:
-            what = key.replace("_", " ")
-            if key == "conditioning":
-                return (
-                    "keys and values are encoded in another way there: start that engine again while this server "
-                    "runs, or with the server's URL and /encoding as its encoding"
-                )
-            return f"the {what} of the engine that asks: {theirs.get(key)}, and here {ours[key]}"
-    return None
+    key = _first_difference(theirs, ours)
+    if key is None:
+        return None
+    if key == "conditioning":
+        return (
+            "keys and values are encoded in another way there: start that engine again while this server runs, or with "
+            "the server's URL and /encoding as its encoding"
+        )
+    return f"the {key.replace('_', ' ')} of the engine that asks: {theirs.get(key)}, and here {ours[key]}"
+
+
+def _first_difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
+    """Return the first setting in which two engines differ."""
+    return next((key for key in DETERMINE if there.get(key) != here[key]), None)
 
 
 def _types_by_layer(types: str) -> str:

@@ -16,12 +16,11 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.prefix import common_prefix
 from polarlm.engine.storage import sessions
-from polarlm.engine.storage.files import file_state
+from polarlm.engine.storage.files import file_state, sha256
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.errors import LoadError
 
 _KEY = "pack"  # of the note
-_PIECE = 1 << 22  # bytes that are read at a time
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def open_packs(config: EngineConfig, settings: Mapping[str, str], vocabulary: ra
     for name, where in config.packs.items():
         path = Path(where).expanduser()
         state = file_state(path) if path.is_file() else ()
-        if allowed is not None and path.is_file() and (digest := _sha256(path)) not in allowed:
+        if allowed is not None and path.is_file() and (digest := sha256(path)) not in allowed:
             raise _error(f"pack={name}: {path} has the SHA-256 {digest}, which is not in {config.allowed_packs}")
         session = sessions.read_header(path, settings, vocabulary)
         try:
@@ -115,14 +114,6 @@ def _allowed(file: str | None) -> set[str] | None:
         reason = getattr(error, "strerror", None) or error
         raise EngineError(f"allowed_packs={file}: it cannot be read: {reason}", settings=("allowed_packs",)) from None
     return {line.split()[0].lower() for line in lines if line.strip()}
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def check_unchanged(pack: Pack) -> None:

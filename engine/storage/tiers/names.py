@@ -16,7 +16,6 @@ from pathlib import Path
 from polarlm.engine.storage import files
 from polarlm.engine.storage.objects import NAME_BYTES
 
-_PIECE = 1 << 22  # bytes of a weights file that are read at a time
 _VERSION = b"2"  # the version of the meaning of all objects
 
 
@@ -77,15 +76,9 @@ def _read_note(file: Path, folder: Path | None) -> bytes | None:
 
 
 def _hash(file: Path, folder: Path | None) -> bytes:
-    state, content = files.file_state(file), hashlib.sha256()
-    with file.open("rb", buffering=0) as opened:
-        while piece := opened.read(_PIECE):
-            content.update(piece)
-    if files.file_state(file) != state:
-        raise OSError(f"{file} has changed while it was read")
-    if folder is None:
-        return content.digest()
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write(_note(file, folder), [json.dumps([state, content.hexdigest()]).encode()])
-    return content.digest()
+    state, digest = files.file_state(file), files.sha256(file)
+    if folder is not None:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            files.write(_note(file, folder), [json.dumps([state, digest]).encode()])
+    return bytes.fromhex(digest)
