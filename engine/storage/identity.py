@@ -91,6 +91,11 @@ def difference_from(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str |
             "keys and values are encoded in another way there: start that engine again while this server runs, or with "
             "the server's URL and /encoding as its encoding"
         )
+    if key == "model":
+        return (
+            f"the model of the engine that asks is {theirs.get('name')}, and this is {ours['name']}, or the same one with "
+            "weights in another precision"
+        )
     return f"the {key.replace('_', ' ')} of the engine that asks: {theirs.get(key)}, and here {ours[key]}"
 
 

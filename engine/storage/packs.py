@@ -101,6 +101,7 @@ def open_packs(config: EngineConfig, settings: Mapping[str, str], vocabulary: ra
                 f"{context:,}: raise ctx_size"
             )
         packs[name] = Pack(name, path, session.token_ids, messages, texts, state)
+        check_unchanged(packs[name])
     return packs
 
 

@@ -155,6 +155,14 @@ def test_an_engine_with_other_settings_computes_itself(
     assert words in record.message
 
 
+def test_an_engine_with_another_model_is_told_its_name(plain: Pair) -> None:
+    settings = {**plain.strong._identity, "name": "another", "model": "0" * 64}
+    question = {"ids": PROMPT, "first": 0, "root": "0" * 32, "settings": settings}
+    response = plain.server.post("/v1/blocks", question)
+    assert response.status_code == 409
+    assert "the model of the engine that asks is another" in response.text
+
+
 def test_a_server_that_is_not_there(plain: Pair, caplog: pytest.LogCaptureFixture) -> None:
     sentences: list[str] = []
     url = "http://127.0.0.1:1"
