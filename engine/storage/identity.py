@@ -93,8 +93,8 @@ def difference_from(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str |
         )
     if key == "model":
         return (
-            f"the model of the engine that asks is {theirs.get('name')}, and this is {ours['name']}, or the same one with "
-            "weights in another precision"
+            f"the model of the engine that asks is {theirs.get('name')}, and this is {ours['name']}, or the same one "
+            "with weights in another precision"
         )
     return f"the {key.replace('_', ' ')} of the engine that asks: {theirs.get(key)}, and here {ours[key]}"
 
