@@ -23,7 +23,7 @@ from polarlm.model_loaders.files.tensor_table import TensorSpec
 # Where the blocks of a format have their float16 scales. mxfp4 has an exponent in the first byte of a block, iq1_m a
 # scale in the upper halves of four bytes.
 SCALES = {
-    **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", "iq4_xs"), (0,)),
+    **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", "iq4_xs", "nf4"), (0,)),
     **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
     **{"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "mxfp4": (), "tq2_0": (64,), "tq1_0": (52,), "iq1_m": ()},
     **dict.fromkeys(("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"), (0,)),

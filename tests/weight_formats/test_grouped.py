@@ -1,4 +1,4 @@
-"""Formats of blocks as integers and scales: exactly the values that the package gguf reads."""
+"""Formats of blocks as integers and scales: the values that the package gguf reads, or that are written here."""
 
 from __future__ import annotations
 
@@ -26,14 +26,31 @@ def unpack(name: str, raw: np.ndarray) -> Grouped | Lattice | Trits:
 
 
 def reference(name: str, raw: np.ndarray) -> np.ndarray:
+    if name == "nf4":
+        return reference_of_nf4(raw)
     values: np.ndarray = gguf.dequantize(raw, gguf.GGMLQuantizationType[name.upper()])
     return values
+
+
+# bitsandbytes' numbers times 123.26, to the nearest whole ones.
+NF4 = np.array([-123, -86, -65, -49, -35, -23, -11, 0, 10, 20, 30, 42, 54, 69, 89, 123], np.float32)
+
+
+def reference_of_nf4(raw: np.ndarray) -> np.ndarray:
+    """A scale in half precision and 16 bytes; byte j has the codes of values j and j + 16."""
+    values = np.empty((len(raw), raw.shape[1] // 18, 32), np.float32)
+    for row, block in np.ndindex(*values.shape[:2]):
+        stored = raw[row, 18 * block : 18 * block + 18]
+        scale = np.float32(np.frombuffer(stored[:2].tobytes(), "<f2")[0])
+        for place, pair in enumerate(stored[2:]):
+            values[row, block, place], values[row, block, place + 16] = scale * NF4[pair & 15], scale * NF4[pair >> 4]
+    return values.reshape(len(raw), -1)
 
 
 def test_every_format_of_blocks_has_integers() -> None:
     assert set(BLOCKS) == {name for name in weight_formats.available() if get(name).values > 1}
     assert set(BLOCKS) == {name for name in weight_formats.available() if get(name).unpack}
-    for name in BLOCKS:
+    for name in set(BLOCKS) - {"nf4"}:
         kind = gguf.GGMLQuantizationType[name.upper()]
         assert (get(name).values, get(name).nbytes) == gguf.GGML_QUANT_SIZES[kind]
         assert get(name).group in (16, 32), "kernels multiply 32 inputs at a time"
