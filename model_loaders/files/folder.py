@@ -6,9 +6,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from polarlm.model_loaders import quantized
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import configure, is_interleaved, quantizations, table_name, take_apart
+from polarlm.model_loaders.families import tensors as table_of
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.pooling import dense_of_folder
 from polarlm.model_loaders.files.repository import GgufContent, Role, files_of, gguf_contents, role_of_file
@@ -38,6 +40,9 @@ def open_folder(folder: Path, *, mtp: bool = False) -> tuple[ModelConfig, Stored
     weights = open_safetensors(folder, partial(is_needed, config))
     try:
         tensors = {table_name(config, name): tensor for name, tensor in weights.tensors.items()}
+        fields = Fields.read(folder / "config.json")
+        if quantized.settings_of(fields) and not _is_family_s(fields):
+            tensors = quantized.read_quantized(fields, tensors, {spec.name for spec in table_of(config).specs()})
         for number, module in enumerate(map(open_safetensors, folders)):
             for name, tensor in module.tensors.items():
                 tensors[f"model.dense.{number}.{name.removeprefix('linear.')}"] = tensor
@@ -50,17 +55,18 @@ def open_folder(folder: Path, *, mtp: bool = False) -> tuple[ModelConfig, Stored
 
 
 def read_configuration(folder: Path) -> ModelConfig:
-    """The configuration in config.json. Raises LoadError for an unknown family and for quantized weights."""
+    """The configuration in config.json. Raises LoadError for an unknown family, and for weights that are
+    quantized in a way that is not read."""
     fields = Fields.read(folder / "config.json")
-    quantization = fields.section("quantization_config")
-    if quantization is not None and quantization.text("quant_method", "") not in quantizations(
-        fields.text("model_type")
-    ):
-        raise LoadError(
-            f"{fields.where} has a quantization_config, and weights quantized this way are not supported; "
-            "use the model's F16 or BF16 weights, or a GGUF file."
-        )
+    if not _is_family_s(fields):
+        quantized.check(fields)
     return configure(fields)
+
+
+def _is_family_s(fields: Fields) -> bool:
+    """Whether the model's family itself reads weights that are quantized so."""
+    section = fields.section("quantization_config")
+    return section is not None and section.text("quant_method", "") in quantizations(fields.text("model_type"))
 
 
 def _refuse_other_layouts(folder: Path) -> None:

@@ -52,7 +52,10 @@ TYPES = {
     40: GgmlType("NVFP4", 64, 36),
     41: GgmlType("Q1_0", 128, 18),
 }
+# Types of quantized safetensors that GGUF files do not have; scales are not counted.
+OF_SAFETENSORS = {"FP8": (1, 1), "INT8": (1, 1), "INT4": (2, 1), "FP4": (2, 1), "NF4": (32, 18)}
 BY_NAME = {type.name: type for type in TYPES.values()}
+BY_NAME |= {name: GgmlType(name, *size) for name, size in OF_SAFETENSORS.items()}
 
 
 def size_of(name: str, count: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -54,14 +54,22 @@ class StoredTensor:
 
     def raw(self, rows: slice) -> np.ndarray:
         """The bytes of existing rows, start to stop: uint8 (rows, bytes of a row), C-contiguous."""
+        return self._in_order(rows, self._file_bytes)
+
+    def values(self, rows: slice) -> np.ndarray:
+        """The values of existing rows, (rows, columns): float16 if stored as F16, else float32."""
+        return _values(self.raw(rows).reshape(-1), self.dtype).reshape(-1, self.columns)
+
+    def _in_order(self, rows: slice, read: Callable[[int, int], np.ndarray]) -> np.ndarray:
+        """What `read` returns for rows of the file, first to stop, for these rows."""
         if self.file_rows is None:
-            return self._file_bytes(rows.start, rows.stop)
+            return read(rows.start, rows.stop)
         file_rows = self.file_rows[rows]
         first, stop = int(file_rows.min()), int(file_rows.max()) + 1
         if stop - first <= 2 * len(file_rows):
-            return self._file_bytes(first, stop)[file_rows - first]
+            return read(first, stop)[file_rows - first]
         runs = np.split(file_rows, np.flatnonzero(np.diff(file_rows) != 1) + 1)
-        return np.concatenate([self._file_bytes(int(run[0]), int(run[-1]) + 1) for run in runs])
+        return np.concatenate([read(int(run[0]), int(run[-1]) + 1) for run in runs])
 
     def expect(self) -> None:
         """Lets the system read all rows into memory now, since they will be read soon."""
@@ -124,7 +132,7 @@ def _convert(tensor: StoredTensor, out: np.ndarray, first: int) -> None:
     for start in range(0, len(values), step):
         part = values[start : start + step]
         rows = slice(first + start, first + start + len(part))
-        part[...] = _values(tensor.raw(rows).reshape(-1), tensor.dtype).reshape(part.shape)
+        part[...] = tensor.values(rows)
         if tensor.negated_exp:
             np.negative(np.exp(part, out=part), out=part)
         if tensor.factor != 1:

@@ -16,6 +16,7 @@ import numpy as np
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.files.ggml_types import OF_SAFETENSORS
 from polarlm.model_loaders.files.tensor_table import TensorSpec, unused_names
 from polarlm.model_loaders.files.tensors import PLAIN, READABLE, StoredTensor, StoredWeights, can_dequantize
 
@@ -159,6 +160,8 @@ def _check(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
             f"{path}: {what} has the shape {tensor.shape}, but the configuration asks for {shape}; configuration and "
             "weights belong to different models."
         )
+    if dtype in OF_SAFETENSORS:
+        return  # matrices that are put together from several tensors
     readable = READABLE if len(shape) > 1 else PLAIN  # norms and biases are never quantized
     if dtype not in readable:
         raise LoadError(

@@ -36,6 +36,7 @@ from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from polarlm.model_loaders.files.tensor_table import TensorTable
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 from polarlm.model_loaders.files.weights import arrange, complete
+from polarlm.model_loaders.quantized import read_quantized
 
 _SAMPLE = 1024  # bytes of a tensor that its digest covers
 MOST_ROWS = 4096  # of an image; of a larger one vision encoders would compute attention for minutes
@@ -134,9 +135,9 @@ def vision_encoder_of(folder: Path) -> tuple[VisionEncoder, StoredWeights] | Non
 
     try:
         file_tensors = {ours(name): tensor for name, tensor in weights.tensors.items()}
-        if not file_tensors.keys() & {
-            spec.row_parts.source if spec.row_parts else spec.name for spec in tensors(encoder).specs()
-        }:
+        names = {spec.row_parts.source if spec.row_parts else spec.name for spec in tensors(encoder).specs()}
+        file_tensors = read_quantized(fields, file_tensors, names)
+        if not file_tensors.keys() & names:
             weights.close()
             return None
         return _fit_weights(encoder, StoredWeights(folder, file_tensors, weights.open_files), is_gguf=False)

@@ -1,0 +1,112 @@
+"""Safetensors that are quantized already: each file here reads the matrices of one format, tensor by tensor.
+
+It defines `read(parts, settings)`: the tensors of a module and its quantization_config → its matrix, or None if they
+are not of this format. What a configuration leaves unquantized has other tensors, and stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from types import ModuleType
+from typing import NamedTuple
+
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensors import StoredTensor
+from polarlm.model_loaders.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq, mlx, nvfp4
+from polarlm.model_loaders.quantized.matrix import numbers
+
+
+class _Method(NamedTuple):
+    """formats: what its files may have. supported: a key of its configuration → the values that are read."""
+
+    formats: tuple[ModuleType, ...]
+    supported: Mapping[str, tuple[object, ...]]
+
+
+_PACKED = (
+    "mixed-precision",
+    "pack-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "float-quantized",
+    "nvfp4-pack-quantized",
+)
+_METHODS = {
+    "awq": _Method((awq,), {"bits": (4,), "version": ("gemm", "GEMM")}),
+    "bitsandbytes": _Method((bitsandbytes,), {}),
+    "compressed-tensors": _Method(
+        (compressed_tensors, fp8, nvfp4),
+        {"format": _PACKED, "transform_config": ({}, {"config_groups": {}})},
+    ),
+    "fbgemm_fp8": _Method((fp8,), {}),
+    "fp8": _Method((fp8,), {"fmt": ("e4m3",)}),
+    "gptq": _Method((gptq,), {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2")}),
+    "mlx": _Method((mlx,), {"bits": (4, 8), "mode": ("affine",)}),
+    "modelopt": _Method((fp8, nvfp4), {"quant_algo": ("FP8", "NVFP4", "MIXED_PRECISION")}),
+}
+_SCALES_OF_CACHES = (".k_scale", ".v_scale", ".q_scale")  # for K/V in FP8, which is not how this engine keeps them
+_LOG = logging.getLogger(__name__)
+
+
+def settings_of(fields: Fields) -> tuple[str, Fields] | None:
+    """The method of a configuration and its settings; None if weights are not quantized."""
+    settings = fields.section("quantization_config") or fields.section("quantization")
+    if settings is None:
+        return None
+    return settings.text("quant_method", "mlx" if settings.has("group_size") else ""), settings
+
+
+def check(fields: Fields) -> None:
+    """Raises LoadError for weights that are quantized in a way that is not read."""
+    found = settings_of(fields)
+    if found is None:
+        return
+    name, settings = found
+    if name not in _METHODS:
+        raise LoadError(
+            f"{fields.where} has a quantization_config of the kind {name!r}, and weights quantized this way are not "
+            f"supported; use the model's F16 or BF16 weights, a GGUF file, or a copy in {', '.join(_METHODS)}."
+        )
+    for key, values in _METHODS[name].supported.items():
+        if settings.has(key) and settings.value(key) not in values:
+            raise settings.refuse(key, f"but only {' or '.join(map(repr, values))} is supported")
+
+
+def read_quantized(
+    fields: Fields, file_tensors: Mapping[str, StoredTensor], known: Collection[str]
+) -> dict[str, StoredTensor]:
+    """The tensors of a model by name, in which each quantized matrix is one. known: names of the model's tensors.
+
+    Raises LoadError if parts of a matrix are missing, or contradict the configuration.
+    """
+    found = settings_of(fields)
+    if found is None or found[0] not in _METHODS:
+        return dict(file_tensors)
+    name, settings = found
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for label, tensor in file_tensors.items():
+        module, infix, suffix = label.partition(".weight.")
+        module, suffix = (module, f"weight.{suffix}") if infix else label.rpartition(".")[::2]
+        modules.setdefault(module, {})[suffix] = tensor
+    tensors: dict[str, StoredTensor] = {}
+    matrices: dict[str, StoredTensor] = {}
+    for module, parts in modules.items():
+        matrix = next(filter(None, (format.read(parts, settings) for format in _METHODS[name].formats)), None)
+        if matrix is not None:
+            matrices[f"{module}.weight"] = matrix
+            # Old GPTQ files have biases of zeros that their models lack.
+            parts = {key: parts[key] for key in ("bias",) if key in parts}
+            if parts and f"{module}.bias" not in known and not numbers(parts["bias"]).any():
+                continue
+        tensors |= {f"{module}.{suffix}".removeprefix("."): tensor for suffix, tensor in parts.items()}
+    if not matrices:
+        raise LoadError(
+            f"{fields.where} has a quantization_config of the kind {name!r}, but no tensor of the model is stored so; "
+            "download it again."
+        )
+    if any(matrix.dtype == "NF4" for matrix in matrices.values()):
+        _LOG.warning("%s: the 16 numbers of NF4 are rounded to 8 bits, by at most 0.3 %% of the largest", fields.where)
+    others = {name: tensor for name, tensor in tensors.items() if not name.endswith(_SCALES_OF_CACHES)}
+    return {**others, **matrices}

@@ -1,0 +1,26 @@
+"""NVFP4: values of E2M1, a scale in E4M3 for each 16 inputs, and one for the matrix, which is multiplied (modelopt) or
+divided by (compressed-tensors)."""
+
+from __future__ import annotations
+
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensors import StoredTensor
+from polarlm.model_loaders.quantized.matrix import E2M1, Codes, Parts, matrix, numbers, part, unpack
+
+
+def read(parts: Parts, settings: Fields) -> StoredTensor | None:
+    packed = parts.get("weight_packed", parts.get("weight"))
+    if packed is None or packed.dtype != "U8" or len(packed.shape) != 2:
+        return None
+    rows, columns = packed.shape[0], 2 * packed.shape[1]
+    scale = part(parts, "weight_scale", (rows, columns // 16), ("F8_E4M3",))
+    is_divided = "weight_packed" in parts
+    name = "weight_global_scale" if is_divided else "weight_scale_2"
+    of_matrix = part(parts, name, parts[name].shape if name in parts else (), ("F32",))
+    factor = numbers(of_matrix).reshape(-1)[0]
+    factor = 1 / factor if is_divided else factor
+
+    def decode(start: int, stop: int) -> Codes:
+        return Codes(unpack(numbers(packed, start, stop), 4), numbers(scale, start, stop) * factor, table=E2M1)
+
+    return matrix(packed, (rows, columns), "FP4", decode)
