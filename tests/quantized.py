@@ -112,12 +112,45 @@ def mlx(x: np.ndarray, bits: int = 4) -> Stored:
     return Stored({"weight": words(of.codes, bits).view(np.uint32), "scales": of.scales, "biases": offsets}, values)
 
 
+# What bitsandbytes' codes of NF4 stand for, rounded: files bring their table along.
+NF4 = [
+    -1,
+    -0.6962,
+    -0.5251,
+    -0.3949,
+    -0.2844,
+    -0.1848,
+    -0.0911,
+    0,
+    0.0796,
+    0.1609,
+    0.2461,
+    0.3379,
+    0.4407,
+    0.5626,
+    0.723,
+    1,
+]
+
+
+def nf4(x: np.ndarray) -> Stored:
+    """Blocks of 32, one after another through all rows; the first code of a byte is in its upper half."""
+    scales, table = np.abs(x).reshape(-1, 32).max(1), np.array(NF4, np.float32)
+    codes = np.abs(x.reshape(-1, 32, 1) / scales[:, None, None] - table).argmin(-1).astype(np.uint8)
+    pairs = codes.reshape(-1, 2)
+    state = json.dumps({"quant_type": "nf4", "blocksize": 32, "shape": x.shape, "dtype": "float16"}).encode()
+    tensors = {"weight": (pairs[:, :1] << 4 | pairs[:, 1:]), "weight.absmax": scales, "weight.quant_map": table}
+    tensors["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(state, np.uint8)
+    return Stored(tensors, (table[codes] * scales[:, None]).reshape(x.shape))
+
+
 class Kind(NamedTuple):
-    """A kind of quantized model. type: the type that its matrices are read as."""
+    """A kind of quantized model. type: the type that its matrices are read as. width: of what divides their rows."""
 
     settings: dict[str, object]
     store: Callable[[np.ndarray], Stored]
     type: str
+    width: int = GROUP
 
 
 _INTEGERS = {"bits": 4, "group_size": GROUP}
@@ -137,9 +170,16 @@ KINDS = {
     ),
     "gptq_8": Kind({"quant_method": "gptq", **_INTEGERS, "bits": 8, "sym": True}, lambda x: gptq(x, 8), "Q8_0"),
     "compressed-tensors": Kind(
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"}, packed_integers, "Q4_0"
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": GROUP}}},
+        },
+        packed_integers,
+        "Q4_0",
     ),
-    "fp8": Kind({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8, "FP8"),
+    "fp8": Kind({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8, "FP8", 8),
+    "nf4": Kind({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4, "NF4"),
     "mlx": Kind(_INTEGERS, mlx, "Q4_1"),
     "mlx_8": Kind({**_INTEGERS, "bits": 8}, lambda x: mlx(x, 8), "INT8"),
 }
@@ -154,10 +194,10 @@ def write(path: Path, tensors: Mapping[str, np.ndarray], types: Mapping[str, str
     safetensors_file(path, header, data)
 
 
-def is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of a file is a linear layer's matrix that can be packed. Routers are left as they are."""
+def is_linear(name: str, shape: tuple[int, ...], width: int) -> bool:
+    """Whether a tensor of a file is a linear layer's matrix with whole groups of `width`, and no router."""
     others = "gate.weight", "in_proj_ba.weight"
-    return "layers." in name and len(shape) == 2 and shape[0] % 8 == shape[1] % 32 == 0 and not name.endswith(others)
+    return "layers." in name and len(shape) == 2 and shape[0] % 8 == shape[1] % width == 0 and not name.endswith(others)
 
 
 def quantized_model(
@@ -172,7 +212,7 @@ def quantized_model(
     for name, stored_tensor in sorted(stored_tensors, key=lambda item: item[0]):
         array = stored_tensor.values(slice(0, stored_tensor.shape[0])).astype(np.float32).reshape(stored_tensor.shape)
         plain[name] = array
-        if not is_linear(name, array.shape):
+        if not is_linear(name, array.shape, kind.width):
             tensors[name] = array
             continue
         module, stored = name.removesuffix(".weight"), kind.store(array)

@@ -33,16 +33,17 @@ def folders(folder: Path, kind: str, model: str) -> list[Path]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_values(kind: str, tmp_path: Path) -> None:
-    """To the bit in NumPy, which has the values of every kind; with compiled kernels near them."""
-    for model in ("llama_mha", "glm4_moe_biases_two_shared"):
+    """To the bit in NumPy, which has the values of every kind but NF4; with compiled kernels near them."""
+    is_rounded = kind == "nf4" or find(KINDS[kind].type) is None  # a router may then choose other experts
+    for model in ("llama_mha", "llama_gqa_linear") if is_rounded else ("llama_mha", "glm4_moe_biases_two_shared"):
         exact, compiled = [], []
         for path in folders(tmp_path / model, kind, model):
             with load_tiny(path, ops=NumpyOps(), **SETTINGS) as engine:
                 exact.append(engine.score(IDS, logits=True).logits)
             with Engine.load(path, **SETTINGS) as engine:
                 compiled.append(engine.score(IDS, logits=True).logits)
-        np.testing.assert_array_equal(*exact)
-        tolerance = AS_Q8_0 if find(KINDS[kind].type) is None else IN_PLACE
+        tolerance = AS_Q8_0 if is_rounded else IN_PLACE
+        np.testing.assert_allclose(*exact, rtol=0, atol=tolerance * np.ptp(exact[1]) * (kind == "nf4"))
         np.testing.assert_allclose(*compiled, rtol=0, atol=tolerance * np.ptp(exact[1]))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from polarlm.model_loaders import quantized
+from polarlm.model_loaders import weight_quantization
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import configure, is_interleaved, quantizations, table_name, take_apart
@@ -40,9 +40,8 @@ def open_folder(folder: Path, *, mtp: bool = False) -> tuple[ModelConfig, Stored
     weights = open_safetensors(folder, partial(is_needed, config))
     try:
         tensors = {table_name(config, name): tensor for name, tensor in weights.tensors.items()}
-        fields = Fields.read(folder / "config.json")
-        if quantized.settings_of(fields) and not _is_family_s(fields):
-            tensors = quantized.read_quantized(fields, tensors, {spec.name for spec in table_of(config).specs()})
+        names = {spec.name for spec in table_of(config).specs()}
+        tensors = weight_quantization.read_quantized(Fields.read(folder / "config.json"), tensors, names)
         for number, module in enumerate(map(open_safetensors, folders)):
             for name, tensor in module.tensors.items():
                 tensors[f"model.dense.{number}.{name.removeprefix('linear.')}"] = tensor
@@ -58,15 +57,8 @@ def read_configuration(folder: Path) -> ModelConfig:
     """The configuration in config.json. Raises LoadError for an unknown family, and for weights that are
     quantized in a way that is not read."""
     fields = Fields.read(folder / "config.json")
-    if not _is_family_s(fields):
-        quantized.check(fields)
+    weight_quantization.check(fields, quantizations(fields.text("model_type")))
     return configure(fields)
-
-
-def _is_family_s(fields: Fields) -> bool:
-    """Whether the model's family itself reads weights that are quantized so."""
-    section = fields.section("quantization_config")
-    return section is not None and section.text("quant_method", "") in quantizations(fields.text("model_type"))
 
 
 def _refuse_other_layouts(folder: Path) -> None:

@@ -36,7 +36,7 @@ from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from polarlm.model_loaders.files.tensor_table import TensorTable
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 from polarlm.model_loaders.files.weights import arrange, complete
-from polarlm.model_loaders.quantized import read_quantized
+from polarlm.model_loaders.weight_quantization import read_quantized
 
 _SAMPLE = 1024  # bytes of a tensor that its digest covers
 MOST_ROWS = 4096  # of an image; of a larger one vision encoders would compute attention for minutes

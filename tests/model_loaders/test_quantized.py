@@ -18,7 +18,7 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.safetensors_source import read_header
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.quantized import check, read_quantized
+from polarlm.model_loaders.weight_quantization import check, read_quantized
 from tests.model_loaders.checkpoints import MODELS, read_all
 from tests.quantized import KINDS, Kind, quantized_model
 
@@ -49,7 +49,7 @@ def fixture(name: str) -> tuple[StoredTensor, np.ndarray]:
     with safe_open(path, "numpy") as file:
         settings, values = json.loads(file.metadata()["quantization_config"]), file.get_tensor("values")
     fields = Fields({"quantization_config": settings}, path)
-    check(fields)
+    check(fields, ())
     return read_quantized(fields, read_header(FileBytes(path)), set())["x.weight"], values
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensors import PLAIN, StoredTensor
-from polarlm.model_loaders.quantized.matrix import Codes, Parts, matrix, numbers, part
+from polarlm.model_loaders.weight_quantization.matrix import Codes, Parts, numbers, part, quantized_matrix
 
 
 def read(parts: Parts, settings: Fields) -> StoredTensor | None:
@@ -29,4 +29,4 @@ def read(parts: Parts, settings: Fields) -> StoredTensor | None:
         scales = numbers(scale).reshape(-1, -(-columns // width))[np.arange(start, stop) // height]
         return Codes(numbers(weight, start, stop), np.repeat(scales, width, axis=1)[:, :columns])
 
-    return matrix(weight, (rows, columns), "FP8", decode)
+    return quantized_matrix(weight, (rows, columns), "FP8", decode)

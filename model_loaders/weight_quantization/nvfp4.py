@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.quantized.matrix import E2M1, Codes, Parts, matrix, numbers, part, unpack
+from polarlm.model_loaders.weight_quantization.matrix import E2M1, Codes, Parts, numbers, part, quantized_matrix, unpack
 
 
 def read(parts: Parts, settings: Fields) -> StoredTensor | None:
@@ -23,4 +23,4 @@ def read(parts: Parts, settings: Fields) -> StoredTensor | None:
     def decode(start: int, stop: int) -> Codes:
         return Codes(unpack(numbers(packed, start, stop), 4), numbers(scale, start, stop) * factor, table=E2M1)
 
-    return matrix(packed, (rows, columns), "FP4", decode)
+    return quantized_matrix(packed, (rows, columns), "FP4", decode)

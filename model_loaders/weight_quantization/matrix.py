@@ -51,14 +51,12 @@ class Codes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedMatrix(StoredTensor):
-    """A matrix whose bytes are blocks of `dtype` if that is a type of GGUF or NF4, and which has only values otherwise.
+    """A matrix whose bytes are blocks of `dtype` if that is a type of GGUF or NF4, and values in float32 otherwise.
 
-    decode: rows in the order of the file, first to stop → their codes. unit: scales of blocks are those of the codes
-    divided by it. packed_bytes: of the tensor that has most of it.
+    decode: rows in the order of the file, first to stop → their codes. packed_bytes: of the tensor with the codes.
     """
 
     decode: Callable[[int, int], Codes]
-    unit: float = 1.0
     packed_bytes: int
 
     def expect(self) -> None:
@@ -72,7 +70,10 @@ class QuantizedMatrix(StoredTensor):
 
         Raises LoadError for codes that the type does not have.
         """
-        numbers, scales, offsets, _ = self.decode(start, stop)
+        decoded = self.decode(start, stop)
+        if self.dtype not in _RANGES:
+            return decoded.values().view(np.uint8)
+        numbers, scales, offsets, _ = decoded
         (rows, columns), (low, high) = numbers.shape, _RANGES[self.dtype]
         if numbers.size and not low <= numbers.min() <= numbers.max() <= high:
             raise LoadError(
@@ -80,10 +81,9 @@ class QuantizedMatrix(StoredTensor):
                 "configuration and weights belong to different models."
             )
         blocks = columns // _BLOCK
-        fields = [_halves(part, blocks) for part in (scales / np.float32(self.unit), offsets) if part is not None]
-        codes: np.ndarray = (
-            (numbers if self.dtype == "Q8_0" else numbers - low).astype(np.uint8).reshape(rows, blocks, _BLOCK)
-        )
+        fields = [_halves(part, blocks) for part in (scales, offsets) if part is not None]
+        numbers = numbers if self.dtype == "Q8_0" else numbers - numbers.dtype.type(low)
+        codes: np.ndarray = numbers.astype(np.uint8).reshape(rows, blocks, _BLOCK)
         if self.dtype == "Q5_0":
             fields.append(np.packbits(codes >> 4, axis=-1, bitorder="little"))
         if self.dtype != "Q8_0":
@@ -98,21 +98,13 @@ def _halves(numbers: np.ndarray, blocks: int) -> np.ndarray:
     return np.repeat(halves, blocks // numbers.shape[1], axis=1)[..., None].view(np.uint8)
 
 
-def matrix(
-    packed: StoredTensor, shape: tuple[int, int], dtype: str, decode: Callable[[int, int], Codes], unit: float = 1.0
+def quantized_matrix(
+    packed: StoredTensor, shape: tuple[int, int], dtype: str, decode: Callable[[int, int], Codes]
 ) -> QuantizedMatrix:
     """The matrix whose codes are `packed`. dtype: its type; F32 if its rows are not whole blocks."""
     dtype = "F32" if shape[1] % _BLOCK else dtype
-    return QuantizedMatrix(
-        packed.source,
-        packed.label,
-        shape,
-        dtype,
-        packed.offset,
-        decode=decode,
-        unit=unit,
-        packed_bytes=prod(packed.shape) * np.dtype(_ITEMS[packed.dtype]).itemsize,
-    )
+    size = prod(packed.shape) * np.dtype(_ITEMS[packed.dtype]).itemsize
+    return QuantizedMatrix(packed.source, packed.label, shape, dtype, packed.offset, decode=decode, packed_bytes=size)
 
 
 def integer_type(bits: int, group: int, symmetric: bool) -> str:
@@ -139,19 +131,19 @@ def numbers(tensor: StoredTensor, start: int = 0, stop: int | None = None) -> np
     return _E4M3[items] if tensor.dtype == "F8_E4M3" else items.astype(np.float32) if "F" in tensor.dtype else items
 
 
-def columns_of(tensor: StoredTensor, first: int, stop: int) -> np.ndarray:
-    """Columns of a stored matrix of words, uint32 (rows, columns): it is read once for all of them, from left to
-    right."""
-    data = tensor.source.whole(tensor.offset, 4 * prod(tensor.shape)).view("<u4").reshape(tensor.shape)
-    if stop == tensor.shape[1]:
+def whole(tensor: StoredTensor, *, is_last: bool) -> np.ndarray:
+    """A stored matrix of words, uint32, which is read once for all calls up to the last one."""
+    words = tensor.source.whole(tensor.offset, 4 * prod(tensor.shape)).view("<u4").reshape(tensor.shape)
+    if is_last:
         tensor.source.forget()
-    return data[:, first:stop]
+    return words
 
 
-def minus_zeros(codes: np.ndarray, zeros: np.ndarray) -> np.ndarray:
-    """codes (rows, in) uint8, zeros (rows, groups) uint8 → the codes minus their group's zero points, int16."""
+def minus_zeros(codes: np.ndarray, zeros: np.ndarray, bits: int) -> np.ndarray:
+    """codes (rows, in) uint8, zeros (rows, groups) uint8 → the codes minus their group's zero points, int8 or int16."""
     groups = codes.reshape(*zeros.shape, codes.shape[1] // zeros.shape[1])
-    return np.subtract(groups, zeros[..., None], dtype=np.int16).reshape(codes.shape)
+    type = np.int16 if bits == 8 else np.int8
+    return (groups.astype(type) - zeros[..., None].astype(type)).reshape(codes.shape)
 
 
 def group_size(settings: Fields, columns: int) -> int:

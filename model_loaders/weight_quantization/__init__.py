@@ -14,8 +14,8 @@ from typing import NamedTuple
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq, mlx, nvfp4
-from polarlm.model_loaders.quantized.matrix import numbers
+from polarlm.model_loaders.weight_quantization import bitsandbytes, compressed_tensors, fp8, gptq, mlx, nvfp4
+from polarlm.model_loaders.weight_quantization.matrix import numbers
 
 
 class _Method(NamedTuple):
@@ -25,20 +25,13 @@ class _Method(NamedTuple):
     supported: Mapping[str, tuple[object, ...]]
 
 
-_PACKED = (
-    "mixed-precision",
-    "pack-quantized",
-    "int-quantized",
-    "naive-quantized",
-    "float-quantized",
-    "nvfp4-pack-quantized",
-)
+_LAYOUTS = *(f"{name}-quantized" for name in ("pack", "int", "float", "naive", "nvfp4-pack")), "mixed-precision"
 _METHODS = {
-    "awq": _Method((awq,), {"bits": (4,), "version": ("gemm", "GEMM")}),
+    "awq": _Method((gptq,), {"bits": (4,), "version": ("gemm", "GEMM")}),
     "bitsandbytes": _Method((bitsandbytes,), {}),
     "compressed-tensors": _Method(
         (compressed_tensors, fp8, nvfp4),
-        {"format": _PACKED, "transform_config": ({}, {"config_groups": {}})},
+        {"format": _LAYOUTS, "transform_config": ({}, {"config_groups": {}})},
     ),
     "fbgemm_fp8": _Method((fp8,), {}),
     "fp8": _Method((fp8,), {"fmt": ("e4m3",)}),
@@ -50,7 +43,7 @@ _SCALES_OF_CACHES = (".k_scale", ".v_scale", ".q_scale")  # for K/V in FP8, whic
 _LOG = logging.getLogger(__name__)
 
 
-def settings_of(fields: Fields) -> tuple[str, Fields] | None:
+def _settings(fields: Fields) -> tuple[str, Fields] | None:
     """The method of a configuration and its settings; None if weights are not quantized."""
     settings = fields.section("quantization_config") or fields.section("quantization")
     if settings is None:
@@ -58,10 +51,11 @@ def settings_of(fields: Fields) -> tuple[str, Fields] | None:
     return settings.text("quant_method", "mlx" if settings.has("group_size") else ""), settings
 
 
-def check(fields: Fields) -> None:
-    """Raises LoadError for weights that are quantized in a way that is not read."""
-    found = settings_of(fields)
-    if found is None:
+def check(fields: Fields, of_family: Collection[str]) -> None:
+    """Raises LoadError for weights that are quantized in a way that is not read. of_family: methods that the model's
+    family reads."""
+    found = _settings(fields)
+    if found is None or found[0] in of_family:
         return
     name, settings = found
     if name not in _METHODS:
@@ -81,7 +75,7 @@ def read_quantized(
 
     Raises LoadError if parts of a matrix are missing, or contradict the configuration.
     """
-    found = settings_of(fields)
+    found = _settings(fields)
     if found is None or found[0] not in _METHODS:
         return dict(file_tensors)
     name, settings = found
