@@ -170,13 +170,7 @@ KINDS = {
     ),
     "gptq_8": Kind({"quant_method": "gptq", **_INTEGERS, "bits": 8, "sym": True}, lambda x: gptq(x, 8), "Q8_0"),
     "compressed-tensors": Kind(
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": GROUP}}},
-        },
-        packed_integers,
-        "Q4_0",
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"}, packed_integers, "Q4_0"
     ),
     "fp8": Kind({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8, "FP8", 8),
     "nf4": Kind({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4, "NF4"),

@@ -9,35 +9,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from types import ModuleType
-from typing import NamedTuple
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensors import StoredTensor
+from polarlm.model_loaders.files.tensors import PLAIN, StoredTensor
 from polarlm.model_loaders.weight_quantization import bitsandbytes, compressed_tensors, fp8, gptq, mlx, nvfp4
 from polarlm.model_loaders.weight_quantization.matrix import numbers
 
-
-class _Method(NamedTuple):
-    """formats: what its files may have. supported: a key of its configuration → the values that are read."""
-
-    formats: tuple[ModuleType, ...]
-    supported: Mapping[str, tuple[object, ...]]
-
-
 _LAYOUTS = *(f"{name}-quantized" for name in ("pack", "int", "float", "naive", "nvfp4-pack")), "mixed-precision"
-_METHODS = {
-    "awq": _Method((gptq,), {"bits": (4,), "version": ("gemm", "GEMM")}),
-    "bitsandbytes": _Method((bitsandbytes,), {}),
-    "compressed-tensors": _Method(
+# Method → the formats that its files have, and for keys of its configuration the values that are read.
+_METHODS: dict[str, tuple[tuple[ModuleType, ...], Mapping[str, tuple[object, ...]]]] = {
+    "awq": ((gptq,), {"bits": (4,), "version": ("gemm", "GEMM")}),
+    "bitsandbytes": ((bitsandbytes,), {}),
+    "compressed-tensors": (
         (compressed_tensors, fp8, nvfp4),
         {"format": _LAYOUTS, "transform_config": ({}, {"config_groups": {}})},
     ),
-    "fbgemm_fp8": _Method((fp8,), {}),
-    "fp8": _Method((fp8,), {"fmt": ("e4m3",)}),
-    "gptq": _Method((gptq,), {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2")}),
-    "mlx": _Method((mlx,), {"bits": (4, 8), "mode": ("affine",)}),
-    "modelopt": _Method((fp8, nvfp4), {"quant_algo": ("FP8", "NVFP4", "MIXED_PRECISION")}),
+    "fbgemm_fp8": ((fp8,), {}),
+    "fp8": ((fp8,), {"fmt": ("e4m3",)}),
+    "gptq": ((gptq,), {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2")}),
+    "mlx": ((mlx,), {"bits": (4, 8), "mode": ("affine",)}),
+    "modelopt": ((fp8, nvfp4), {"quant_algo": ("FP8", "NVFP4", "MIXED_PRECISION")}),
 }
 _SCALES_OF_CACHES = (".k_scale", ".v_scale", ".q_scale")  # for K/V in FP8, which is not how this engine keeps them
 _LOG = logging.getLogger(__name__)
@@ -52,8 +44,7 @@ def _settings(fields: Fields) -> tuple[str, Fields] | None:
 
 
 def check(fields: Fields, of_family: Collection[str]) -> None:
-    """Raises LoadError for weights that are quantized in a way that is not read. of_family: methods that the model's
-    family reads."""
+    """Raises LoadError for weights that neither this room nor the model's family, with its methods, reads."""
     found = _settings(fields)
     if found is None or found[0] in of_family:
         return
@@ -63,7 +54,7 @@ def check(fields: Fields, of_family: Collection[str]) -> None:
             f"{fields.where} has a quantization_config of the kind {name!r}, and weights quantized this way are not "
             f"supported; use the model's F16 or BF16 weights, a GGUF file, or a copy in {', '.join(_METHODS)}."
         )
-    for key, values in _METHODS[name].supported.items():
+    for key, values in _METHODS[name][1].items():
         if settings.has(key) and settings.value(key) not in values:
             raise settings.refuse(key, f"but only {' or '.join(map(repr, values))} is supported")
 
@@ -87,19 +78,18 @@ def read_quantized(
     tensors: dict[str, StoredTensor] = {}
     matrices: dict[str, StoredTensor] = {}
     for module, parts in modules.items():
-        matrix = next(filter(None, (format.read(parts, settings) for format in _METHODS[name].formats)), None)
+        matrix = next(filter(None, (format.read(parts, settings) for format in _METHODS[name][0])), None)
         if matrix is not None:
             matrices[f"{module}.weight"] = matrix
             # Old GPTQ files have biases of zeros that their models lack.
             parts = {key: parts[key] for key in ("bias",) if key in parts}
-            if parts and f"{module}.bias" not in known and not numbers(parts["bias"]).any():
+            if f"{module}.bias" not in known and all(
+                one.dtype in PLAIN and not numbers(one).any() for one in parts.values()
+            ):
                 continue
         tensors |= {f"{module}.{suffix}".removeprefix("."): tensor for suffix, tensor in parts.items()}
     if not matrices:
-        raise LoadError(
-            f"{fields.where} has a quantization_config of the kind {name!r}, but no tensor of the model is stored so; "
-            "download it again."
-        )
+        raise LoadError(f"{fields.where} has a quantization_config of {name!r}, but no such tensor; download it again.")
     if any(matrix.dtype == "NF4" for matrix in matrices.values()):
         _LOG.warning("%s: the 16 numbers of NF4 are rounded to 8 bits, by at most 0.3 %% of the largest", fields.where)
     others = {name: tensor for name, tensor in tensors.items() if not name.endswith(_SCALES_OF_CACHES)}

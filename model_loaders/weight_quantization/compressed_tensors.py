@@ -25,7 +25,8 @@ def read(parts: Parts, settings: Fields) -> StoredTensor | None:
         part(parts, "weight_packed", (rows, -(-columns * bits // 32)), ("I32",))
     middle = np.uint8(1 << bits - 1)
     groups = part(parts, "weight_scale", None, PLAIN).shape[1]
-    groups = groups if any(size * groups == columns for size in _group_sizes(settings)) else 1
+    group = columns // max(1, groups)  # a power of two; else the last group is smaller
+    groups = groups if group and group * groups == columns and group & group - 1 == 0 else 1
     scale = part(parts, "weight_scale", (rows, groups), PLAIN)
     order, zero = matrix.group_order(parts, "weight_g_idx", columns, groups), parts.get("weight_zero_point")
     is_packed_zero = zero is not None and zero.dtype == "I32"
@@ -46,11 +47,3 @@ def read(parts: Parts, settings: Fields) -> StoredTensor | None:
 
     type = matrix.integer_type(bits, columns // groups if order is None else 0, zero is None)
     return matrix.quantized_matrix(packed, (rows, columns), type, decode)
-
-
-def _group_sizes(settings: Fields) -> list[int]:
-    """The numbers of inputs that share a scale, in some matrices."""
-    kinds = settings.section("config_groups")
-    weights = [kinds.section(name) for name in kinds.sections()] if kinds else []
-    found = [kind.section("weights") for kind in weights if kind]
-    return [one.integer("group_size", 0, minimum=-1) for one in found if one]

@@ -6,6 +6,8 @@ input belongs. AWQ packs both along the outputs, in an order of its own.
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
 from polarlm.model_loaders.fields import Fields
@@ -39,7 +41,9 @@ def read(parts: Parts, settings: Fields) -> StoredTensor | None:
         return codes.reshape(-1, len(words))[start - first * count :][: stop - start]
 
     def decode(start: int, stop: int) -> Codes:
-        words = matrix.whole(packed, is_last=stop == rows)
+        words = packed.source.whole(packed.offset, 4 * prod(packed.shape)).view("<u4").reshape(packed.shape)
+        if stop == rows:
+            packed.source.forget()
         codes = outputs(words, start, stop) if is_awq else unpack(words[:, start:stop].T, bits)
         zeros_here = outputs(numbers(zeros), start, stop) + added & np.uint8(top)
         scales_here = numbers(scales)[:, start:stop].T

@@ -23,7 +23,6 @@ _ITEMS |= {"U8": "u1", "I8": "i1", "I32": "<u4", "U32": "<u4", "I64": "<i8"}
 _BYTES = np.arange(256, dtype=np.uint16)
 _E4M3 = ((_BYTES & 0x80) << 8 | (_BYTES & 0x7F) << 7).view(np.float16).astype(np.float32) * 256
 _E4M3[[0x7F, 0xFF]] = np.nan
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 class Codes(NamedTuple):
@@ -53,14 +52,10 @@ class Codes(NamedTuple):
 class QuantizedMatrix(StoredTensor):
     """A matrix whose bytes are blocks of `dtype` if that is a type of GGUF or NF4, and values in float32 otherwise.
 
-    decode: rows in the order of the file, first to stop → their codes. packed_bytes: of the tensor with the codes.
+    decode: rows in the order of the file, first to stop → their codes.
     """
 
     decode: Callable[[int, int], Codes]
-    packed_bytes: int
-
-    def expect(self) -> None:
-        self.source.expect(self.offset, self.packed_bytes)
 
     def values(self, rows: slice) -> np.ndarray:
         return self._in_order(rows, lambda first, stop: self.decode(first, stop).values())
@@ -81,7 +76,9 @@ class QuantizedMatrix(StoredTensor):
                 "configuration and weights belong to different models."
             )
         blocks = columns // _BLOCK
-        fields = [_halves(part, blocks) for part in (scales, offsets) if part is not None]
+        with np.errstate(over="ignore"):
+            halves = [part.astype("<f2") for part in (scales, offsets) if part is not None]
+        fields = [np.repeat(part, blocks // part.shape[1], axis=1)[..., None].view(np.uint8) for part in halves]
         numbers = numbers if self.dtype == "Q8_0" else numbers - numbers.dtype.type(low)
         codes: np.ndarray = numbers.astype(np.uint8).reshape(rows, blocks, _BLOCK)
         if self.dtype == "Q5_0":
@@ -91,20 +88,12 @@ class QuantizedMatrix(StoredTensor):
         return np.concatenate([*fields, codes], axis=-1).reshape(rows, self.row_bytes)
 
 
-def _halves(numbers: np.ndarray, blocks: int) -> np.ndarray:
-    """A number of each group, (rows, groups) → of each block, half precision: uint8 (rows, blocks, 2)."""
-    with np.errstate(over="ignore"):
-        halves = numbers.astype("<f2")
-    return np.repeat(halves, blocks // numbers.shape[1], axis=1)[..., None].view(np.uint8)
-
-
 def quantized_matrix(
     packed: StoredTensor, shape: tuple[int, int], dtype: str, decode: Callable[[int, int], Codes]
 ) -> QuantizedMatrix:
     """The matrix whose codes are `packed`. dtype: its type; F32 if its rows are not whole blocks."""
     dtype = "F32" if shape[1] % _BLOCK else dtype
-    size = prod(packed.shape) * np.dtype(_ITEMS[packed.dtype]).itemsize
-    return QuantizedMatrix(packed.source, packed.label, shape, dtype, packed.offset, decode=decode, packed_bytes=size)
+    return QuantizedMatrix(packed.source, packed.label, shape, dtype, packed.offset, decode=decode)
 
 
 def integer_type(bits: int, group: int, symmetric: bool) -> str:
@@ -131,14 +120,6 @@ def numbers(tensor: StoredTensor, start: int = 0, stop: int | None = None) -> np
     return _E4M3[items] if tensor.dtype == "F8_E4M3" else items.astype(np.float32) if "F" in tensor.dtype else items
 
 
-def whole(tensor: StoredTensor, *, is_last: bool) -> np.ndarray:
-    """A stored matrix of words, uint32, which is read once for all calls up to the last one."""
-    words = tensor.source.whole(tensor.offset, 4 * prod(tensor.shape)).view("<u4").reshape(tensor.shape)
-    if is_last:
-        tensor.source.forget()
-    return words
-
-
 def minus_zeros(codes: np.ndarray, zeros: np.ndarray, bits: int) -> np.ndarray:
     """codes (rows, in) uint8, zeros (rows, groups) uint8 → the codes minus their group's zero points, int8 or int16."""
     groups = codes.reshape(*zeros.shape, codes.shape[1] // zeros.shape[1])
@@ -160,12 +141,10 @@ def group_order(parts: Parts, name: str, columns: int, groups: int) -> np.ndarra
     """The group of each input, (columns,); None if groups are of neighbours. Raises LoadError."""
     if name not in parts:
         return None
-    order = numbers(part(parts, name, (columns,), ("I32",)))
-    if order.max() >= groups:
-        label = parts[name].label
-        raise LoadError(
-            f"{parts[name].source.path} is damaged: {label} has the group {order.max()} of {groups}; download it again."
-        )
+    stored = part(parts, name, (columns,), ("I32",))
+    order = numbers(stored)
+    if (last := order.max(initial=0)) >= groups:
+        raise LoadError(f"{stored.source.path}: {stored.label} names group {last} of {groups}; download it again.")
     return None if (order == np.arange(columns) // (columns // groups)).all() else order
 
 
@@ -180,15 +159,11 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def part(parts: Parts, name: str, shape: tuple[int, ...] | None, types: tuple[str, ...]) -> StoredTensor:
-    """The tensor `name` of a module. shape: None: any matrix. Raises LoadError if it is missing, or has another shape
-    or type."""
-    first = next(iter(parts.values()))
+    """The tensor `name` of a module; it is a matrix if `shape` is None. Raises LoadError for any other."""
     tensor = parts.get(name)
     if tensor is None:
-        raise LoadError(
-            f"{first.source.path}: {first.label} is quantized, but the model lacks the tensor {name} beside it; "
-            "download it completely."
-        )
+        first = next(iter(parts.values()))
+        raise LoadError(f"{first.source.path}: the model lacks {name} beside {first.label}; download it completely.")
     if tensor.dtype not in types or (tensor.shape != shape if shape is not None else len(tensor.shape) != 2):
         raise LoadError(
             f"{tensor.source.path}: the tensor {tensor.label} is {tensor.dtype} {tensor.shape}, but the "

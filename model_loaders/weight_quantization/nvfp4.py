@@ -3,9 +3,13 @@ divided by (compressed-tensors)."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.weight_quantization.matrix import E2M1, Codes, Parts, numbers, part, quantized_matrix, unpack
+from polarlm.model_loaders.weight_quantization.matrix import Codes, Parts, numbers, part, quantized_matrix, unpack
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 def read(parts: Parts, settings: Fields) -> StoredTensor | None:
@@ -21,6 +25,6 @@ def read(parts: Parts, settings: Fields) -> StoredTensor | None:
     factor = 1 / factor if is_divided else factor
 
     def decode(start: int, stop: int) -> Codes:
-        return Codes(unpack(numbers(packed, start, stop), 4), numbers(scale, start, stop) * factor, table=E2M1)
+        return Codes(unpack(numbers(packed, start, stop), 4), numbers(scale, start, stop) * factor, table=_E2M1)
 
     return quantized_matrix(packed, (rows, columns), "FP4", decode)
