@@ -54,8 +54,7 @@ def open_folder(folder: Path, *, mtp: bool = False) -> tuple[ModelConfig, Stored
 
 
 def read_configuration(folder: Path) -> ModelConfig:
-    """The configuration in config.json. Raises LoadError for an unknown family, and for weights that are
-    quantized in a way that is not read."""
+    """The configuration in config.json. Raises LoadError for a family and for a quantization that are not read."""
     fields = Fields.read(folder / "config.json")
     weight_quantization.check(fields, quantizations(fields.text("model_type")))
     return configure(fields)

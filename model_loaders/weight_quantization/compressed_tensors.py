@@ -31,8 +31,7 @@ def read(parts: Parts, settings: Fields) -> StoredTensor | None:
     order, zero = matrix.group_order(parts, "weight_g_idx", columns, groups), parts.get("weight_zero_point")
     is_packed_zero = zero is not None and zero.dtype == "I32"
     if zero is not None:
-        shape = -(-rows * bits // 32) if is_packed_zero else rows, groups
-        part(parts, "weight_zero_point", shape, ("I32", "I8"))
+        part(parts, "weight_zero_point", (-(-rows * bits // 32) if is_packed_zero else rows, groups), ("I32", "I8"))
 
     def decode(start: int, stop: int) -> Codes:
         words, zeros = numbers(packed, start, stop), np.full((stop - start, groups), middle)

@@ -51,6 +51,5 @@ def read(parts: Parts, settings: Fields) -> StoredTensor | None:
             zeros_here, scales_here = zeros_here[:, order], scales_here[:, order]
         return Codes(matrix.minus_zeros(codes, zeros_here, bits), scales_here)
 
-    symmetric = not is_awq and settings.flag("sym", False)
-    type = matrix.integer_type(bits, group if order is None else 0, symmetric)
+    type = matrix.integer_type(bits, group if order is None else 0, not is_awq and settings.flag("sym", False))
     return matrix.quantized_matrix(packed, (rows, columns), type, decode)

@@ -26,11 +26,8 @@ _E4M3[[0x7F, 0xFF]] = np.nan
 
 
 class Codes(NamedTuple):
-    """Rows of a matrix: w = scale * number + offset, or scale * table[number].
-
-    numbers: (rows, in). scales, offsets: float32 (rows, groups), for groups of neighbours of equal size. table: float32
-    (16,), or None.
-    """
+    """Rows of a matrix: w = scale * number + offset, or scale * table[number]. numbers: (rows, in). scales, offsets:
+    float32 (rows, groups), for groups of neighbours of equal size. table: float32 (16,)."""
 
     numbers: np.ndarray
     scales: np.ndarray
@@ -51,9 +48,7 @@ class Codes(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class QuantizedMatrix(StoredTensor):
     """A matrix whose bytes are blocks of `dtype` if that is a type of GGUF or NF4, and values in float32 otherwise.
-
-    decode: rows in the order of the file, first to stop → their codes.
-    """
+    decode: rows in the order of the file, first to stop → their codes."""
 
     decode: Callable[[int, int], Codes]
 
@@ -130,8 +125,7 @@ def minus_zeros(codes: np.ndarray, zeros: np.ndarray, bits: int) -> np.ndarray:
 def group_size(settings: Fields, columns: int) -> int:
     """Inputs that share a scale, of `columns`. Raises LoadError."""
     size = settings.integer("group_size", 128, minimum=-1)
-    if size in (-1, 0):  # one group
-        return columns
+    size = size if size > 0 else max(1, columns)  # one group
     if columns % size:
         raise settings.refuse("group_size", f"but a matrix has rows of {columns} values")
     return size

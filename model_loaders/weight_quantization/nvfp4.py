@@ -20,9 +20,9 @@ def read(parts: Parts, settings: Fields) -> StoredTensor | None:
     scale = part(parts, "weight_scale", (rows, columns // 16), ("F8_E4M3",))
     is_divided = "weight_packed" in parts
     name = "weight_global_scale" if is_divided else "weight_scale_2"
-    of_matrix = part(parts, name, parts[name].shape if name in parts else (), ("F32",))
-    factor = numbers(of_matrix).reshape(-1)[0]
-    factor = 1 / factor if is_divided else factor
+    of_matrix = part(parts, name, (1,) if name in parts and parts[name].shape else (), ("F32",))
+    with np.errstate(divide="ignore"):  # a damaged scale gives infinities
+        factor = numbers(of_matrix).reshape(1) ** np.float32(-1 if is_divided else 1)
 
     def decode(start: int, stop: int) -> Codes:
         return Codes(unpack(numbers(packed, start, stop), 4), numbers(scale, start, stop) * factor, table=_E2M1)
