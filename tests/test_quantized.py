@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.weight_formats import find
 from tests.adapters import random_changes, write_peft
 from tests.conftest import FIXTURES
+from tests.pairs import mostly_slow
 from tests.quantized import KINDS, quantized_model
 from tests.tiny import VOCABULARY, load_tiny, tokenizer_json
 
@@ -31,7 +31,7 @@ def folders(folder: Path, kind: str, model: str) -> list[Path]:
     return paths
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@mostly_slow("kind", KINDS, ["awq", "compressed-tensors", "fp8", "nf4"])
 def test_logits_are_those_of_the_values(kind: str, tmp_path: Path) -> None:
     """To the bit in NumPy, which has the values of every kind but NF4; with compiled kernels near them."""
     is_rounded = kind == "nf4" or find(KINDS[kind].type) is None  # a router may then choose other experts
