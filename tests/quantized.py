@@ -84,24 +84,47 @@ def gptq(x: np.ndarray, bits: int = 4, *, zero: bool = False, shuffled: bool = F
     return Stored({**packed, "scales": of.scales.T, "g_idx": of.groups.astype(np.int32)}, of.values)
 
 
-def packed_integers(x: np.ndarray) -> Stored:
+def packed_integers(x: np.ndarray, *, shuffled: bool = False) -> Stored:
     """As compressed-tensors packs them; zero points are in the middle."""
-    of = Integers.of(x, 4, zero=False)
+    of = Integers.of(x, 4, zero=False, shuffled=shuffled, group=GROUP // 2 if shuffled else GROUP)
     shape = np.array(x.shape, np.int64)
     tensors = {"weight_packed": words(of.codes, 4), "weight_scale": of.scales, "weight_shape": shape}
-    return Stored(tensors, of.values)
+    return Stored(tensors | ({"weight_g_idx": of.groups.astype(np.int32)} if shuffled else {}), of.values)
+
+
+def e4m3(shape: tuple[int, ...], *, signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Random codes that are no NaN, and their values: 2^(exponent - 7) * (1 + fraction / 8)."""
+    rng = np.random.default_rng(shape[0] * shape[1])
+    codes = (rng.integers(0, 0x60, shape) | rng.integers(0, 1 + signed, shape) << 7).astype(np.uint8)
+    exponent, fraction = codes >> 3 & 15, (codes & 7) / 8
+    size = np.where(exponent > 0, 2.0 ** (exponent.astype(float) - 7) * (1 + fraction), 2.0**-6 * fraction)
+    return codes, np.where(codes & 0x80, -size, size).astype(np.float32)
 
 
 def fp8(x: np.ndarray) -> Stored:
-    """With blocks of 16 × 32. Codes that are no NaN, whose values are 2^(exponent - 7) * (1 + fraction / 8)."""
-    rng = np.random.default_rng(x.size)
-    codes = (rng.integers(0, 0x60, x.shape) | rng.integers(0, 2, x.shape) << 7).astype(np.uint8)
-    exponent, fraction = codes >> 3 & 15, (codes & 7) / 8
-    size = np.where(exponent > 0, 2.0 ** (exponent.astype(float) - 7) * (1 + fraction), 2.0**-6 * fraction)
-    scales = rng.uniform(0.001, 0.002, (-(-len(x) // 16), -(-x.shape[1] // 32))).astype(np.float32)
+    """With blocks of 16 × 32."""
+    codes, values = e4m3(x.shape, signed=True)
+    shape = -(-len(x) // 16), -(-x.shape[1] // 32)
+    scales = np.random.default_rng(x.size).uniform(0.001, 0.002, shape).astype(np.float32)
     of_values = np.repeat(np.repeat(scales, 16, 0), 32, 1)[: len(x), : x.shape[1]]
-    values = np.where(codes & 0x80, -size, size).astype(np.float32) * of_values
-    return Stored({"weight": codes, "weight_scale_inv": scales}, values, {"weight": "F8_E4M3"})
+    return Stored({"weight": codes, "weight_scale_inv": scales}, values * of_values, {"weight": "F8_E4M3"})
+
+
+def fp8_of_tensors(x: np.ndarray) -> Stored:
+    """With one scale, and one for the inputs, which is not read."""
+    codes, values = e4m3(x.shape, signed=True)
+    scale = np.array(0.0015, np.float32)
+    return Stored({"weight": codes, "weight_scale": scale, "input_scale": scale}, values * scale, {"weight": "F8_E4M3"})
+
+
+def nvfp4(x: np.ndarray) -> Stored:
+    """Two codes in a byte, the first in its lower half; a scale for each 16 inputs and one for the matrix."""
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    codes = np.random.default_rng(x.size).integers(0, 16, x.shape, np.uint8)
+    scales, values = e4m3((len(x), x.shape[1] // 16), signed=False)
+    factor = np.array(0.002, np.float32)
+    tensors = {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales, "weight_scale_2": factor}
+    return Stored(tensors, numbers[codes] * np.repeat(values * factor, 16, 1), {"weight_scale": "F8_E4M3"})
 
 
 def mlx(x: np.ndarray, bits: int = 4) -> Stored:
@@ -174,6 +197,13 @@ KINDS = {
     ),
     "fp8": Kind({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8, "FP8", 8),
     "nf4": Kind({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4, "NF4"),
+    "actorder": Kind(
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        lambda x: packed_integers(x, shuffled=True),
+        "INT4",
+    ),
+    "modelopt": Kind({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_of_tensors, "FP8", 8),
+    "nvfp4": Kind({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4, "FP4"),
     "mlx": Kind(_INTEGERS, mlx, "Q4_1"),
     "mlx_8": Kind({**_INTEGERS, "bits": 8}, lambda x: mlx(x, 8), "INT8"),
 }
