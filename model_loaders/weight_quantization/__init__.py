@@ -84,7 +84,7 @@ def read_quantized(
             # Old GPTQ files have biases of zeros that their models lack.
             parts = {key: parts[key] for key in ("bias",) if key in parts}
             if f"{module}.bias" not in known and all(
-                one.dtype in PLAIN and not numbers(one).any() for one in parts.values()
+                one.dtype in PLAIN and not numbers(one).astype(bool).any() for one in parts.values()
             ):
                 continue
         tensors |= {f"{module}.{suffix}".removeprefix("."): tensor for suffix, tensor in parts.items()}

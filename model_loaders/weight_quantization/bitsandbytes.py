@@ -13,17 +13,19 @@ import numpy as np
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.weight_quantization.matrix import Codes, Parts, numbers, part, quantized_matrix, unpack
+from polarlm.model_loaders.weight_quantization import matrix
+from polarlm.model_loaders.weight_quantization.matrix import Codes, Parts, numbers, part, unpack
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _UNIT = np.float32(123.26)  # what engine/weight_formats/nf4.py multiplies the numbers of NF4 by
 
 
+@matrix.DAMAGED_SCALES
 def read(parts: Parts, settings: Fields) -> StoredTensor | None:
     kind = next((name.removeprefix(_STATE) for name in parts if name.startswith(_STATE)), None)
     if kind is None:
         return _read_bytes(parts) if "SCB" in parts else None
-    state = _state(parts[_STATE + kind])
+    state = _state(part(parts, _STATE + kind, parts[_STATE + kind].shape, ("U8",)))
     shape, size = state.integers("shape"), state.integer("blocksize")
     if len(shape) != 2 or min(shape) < 1:
         raise state.refuse("shape", "but must be two positive numbers")
@@ -41,7 +43,7 @@ def read(parts: Parts, settings: Fields) -> StoredTensor | None:
         return Codes(codes.reshape(-1, columns), scales_here / _UNIT, table=table)
 
     is_whole = columns % size == 0 and size % 32 == 0
-    return quantized_matrix(packed, (rows, columns), "NF4" if kind == "nf4" and is_whole else "FP4", decode)
+    return matrix.quantized_matrix(packed, (rows, columns), "NF4" if kind == "nf4" and is_whole else "FP4", decode)
 
 
 def _scales(parts: Parts, state: Fields, count: int) -> Callable[[int, int], np.ndarray]:
@@ -72,4 +74,4 @@ def _read_bytes(parts: Parts) -> StoredTensor:
     def decode(start: int, stop: int) -> Codes:
         return Codes(numbers(weight, start, stop), numbers(scale, start, stop)[:, None] / np.float32(127))
 
-    return quantized_matrix(weight, (weight.shape[0], weight.shape[1]), "Q8_0", decode)
+    return matrix.quantized_matrix(weight, (weight.shape[0], weight.shape[1]), "Q8_0", decode)

@@ -28,8 +28,7 @@ def read(parts: Parts, settings: Fields) -> StoredTensor | None:
     scales = part(parts, "scales", (columns // group, rows), PLAIN)
     zeros = part(parts, "qzeros", (columns // group, rows // count), ("I32",))
     order = matrix.group_order(parts, "g_idx", columns, columns // group)
-    # The first version of GPTQ stores zero points minus one.
-    added = np.uint8(not is_awq and settings.text("checkpoint_format", "gptq") == "gptq")
+    added = np.uint8(not is_awq and settings.text("checkpoint_format", "gptq") == "gptq")  # it stores them minus 1
 
     def outputs(words: np.ndarray, start: int, stop: int) -> np.ndarray:
         """Of words that are packed along the outputs, (n, words), the codes of some: uint8 (stop - start, n)."""

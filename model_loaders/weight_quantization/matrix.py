@@ -14,6 +14,7 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensors import StoredTensor
 
 Parts = Mapping[str, StoredTensor]  # the tensors of a module, by what their names have after it
+DAMAGED_SCALES = np.errstate(all="ignore")  # a damaged scale gives infinities; a warning would not help the user
 _BLOCK = 32
 # Types of GGUF, and NF4: the least and the greatest number that they have.
 _RANGES = {"Q4_0": (-8, 7), "Q4_1": (0, 15), "Q5_0": (-16, 15), "Q8_0": (-128, 127), "NF4": (0, 15)}
@@ -38,10 +39,9 @@ class Codes(NamedTuple):
         """(rows, in) float32."""
         rows, columns = self.numbers.shape
         numbers = self.numbers if self.table is None else self.table[self.numbers]
-        with np.errstate(all="ignore"):  # a damaged scale gives infinities; a warning would not help the user
-            values = numbers.reshape(*self.scales.shape, columns // self.scales.shape[1]) * self.scales[..., None]
-            if self.offsets is not None:
-                values += self.offsets[..., None]
+        values = numbers.reshape(*self.scales.shape, columns // self.scales.shape[1]) * self.scales[..., None]
+        if self.offsets is not None:
+            values += self.offsets[..., None]
         return values.astype(np.float32, copy=False).reshape(rows, columns)
 
 
@@ -52,9 +52,11 @@ class QuantizedMatrix(StoredTensor):
 
     decode: Callable[[int, int], Codes]
 
+    @DAMAGED_SCALES
     def values(self, rows: slice) -> np.ndarray:
         return self._in_order(rows, lambda first, stop: self.decode(first, stop).values())
 
+    @DAMAGED_SCALES
     def _file_bytes(self, start: int, stop: int) -> np.ndarray:
         """Blocks as in GGUF files: half-precision scales, then offsets, fifth bits, and byte j has codes j and j + 16.
 
@@ -71,8 +73,7 @@ class QuantizedMatrix(StoredTensor):
                 "configuration and weights belong to different models."
             )
         blocks = columns // _BLOCK
-        with np.errstate(over="ignore"):
-            halves = [part.astype("<f2") for part in (scales, offsets) if part is not None]
+        halves = [part.astype("<f2") for part in (scales, offsets) if part is not None]
         fields = [np.repeat(part, blocks // part.shape[1], axis=1)[..., None].view(np.uint8) for part in halves]
         numbers = numbers if self.dtype == "Q8_0" else numbers - numbers.dtype.type(low)
         codes: np.ndarray = numbers.astype(np.uint8).reshape(rows, blocks, _BLOCK)
