@@ -94,6 +94,70 @@ class SamplingParams(Settings):
         metavar="P",
         help="drop tokens less likely than P times the best [the model's, else 0.05]",
     )
+    top_n_sigma: float = option(
+        -1.0,
+        (Numbers(-1e3, 1e3), "a number from -1000 to 1000; 0 and less are off"),
+        "--top-nsigma",
+        "--top-n-sigma",
+        json=("nsigma", "top_n_sigma"),
+        metavar="N",
+        help="drop tokens more than N standard deviations of the logits below the best; 0 and less are off",
+    )
+    typical_p: float = option(
+        1.0,
+        (Numbers(1e-9, 1), "a number above 0 and at most 1, which is off"),
+        "--typical",
+        "--typical-p",
+        json=("typical", "typ_p", "typical_p"),
+        metavar="P",
+        help="keep the tokens of probability P together that surprise as much as the average; 1 is off",
+    )
+    xtc_probability: float = option(
+        0.0,
+        (Numbers(0, 1), "a number from 0 (off) to 1"),
+        "--xtc-probability",
+        metavar="P",
+        help="XTC: how often all tokens that reach the threshold are dropped, but for the least likely; 0 is off",
+    )
+    xtc_threshold: float = option(
+        0.1,
+        (Numbers(0, 1), "a number from 0 to 1; above 0.5 is off"),
+        "--xtc-threshold",
+        metavar="P",
+        help="least probability of the tokens of XTC; above 0.5 is off",
+    )
+    dynatemp_range: float = option(
+        0.0,
+        (Numbers(0, 1e4), "a number from 0 (off) up"),
+        "--dynatemp-range",
+        metavar="R",
+        help="the temperature goes from T - R, if one token is certain, to T + R, if all are equal; 0 is off",
+    )
+    dynatemp_exponent: float = option(
+        1.0,
+        (Numbers(0, 1e3), "a number from 0 to 1000"),
+        "--dynatemp-exp",
+        metavar="X",
+        help="the power of the entropy, from 0 to 1, that the temperature grows with",
+    )
+    mirostat: int = option(
+        0,
+        (lambda value: Numbers(whole=True)(value) and value in (0, 2), "0 (off) or 2: of Mirostat, this is version 2"),
+        "--mirostat",
+        json=("mirostat_mode", "mirostat"),
+        metavar="N",
+        help="2: Mirostat 2 in place of the samplers from top-n-sigma to XTC; 0 is off",
+    )
+    mirostat_tau: float = option(
+        5.0,
+        (Numbers(0, 1e3), "a number from 0 to 1000"),
+        "--mirostat-ent",
+        metavar="N",
+        help="the surprise of a token that Mirostat aims at, in bits",
+    )
+    mirostat_eta: float = option(
+        0.1, (Numbers(0, 1e3), "a number from 0 to 1000"), "--mirostat-lr", metavar="N", help="how fast Mirostat learns"
+    )
     repeat_penalty: float | None = option(
         None,
         (Numbers(1e-3, 1e3, optional=True), "a positive number; 1 is off"),

@@ -158,10 +158,7 @@ def _read_thinking(field: str, value: Any) -> dict[str, Any] | None:
 
 OPTION_ROWS = (
     *(Row(f"options.{name}", name) for name in EXTENSIONS if name in OPTIONS and name != "max_tokens"),
-    *(
-        Row(f"options.{name}", name)
-        for name in ("typical_p", "tfs_z", "mirostat", "logit_bias", "reasoning_budget_tokens")
-    ),
+    *(Row(f"options.{name}", name) for name in ("tfs_z", "logit_bias", "reasoning_budget_tokens")),
     Row("options.penalize_newline", "penalize_nl"),
     Row("options.num_predict", "max_tokens"),
 )
