@@ -42,7 +42,7 @@ __all__ = ["Registry", "create_models_app", "in_words", "serve"]
 # Paths that a model's process answers, by method; those with * also without /v1.
 POST_PATHS = (
     *("*/chat/completions", "*/completions", "*/embeddings", "*/chat/completions/input_tokens"),
-    *("*/rerank", "*/reranking", "/v2/rerank"),
+    *("*/rerank", "*/reranking", "/v2/rerank", "*/score", "/pooling"),
     *("*/responses", "*/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
     *("/completion", "/infill", "/embedding", "/apply-template", "/tokenize", "/detokenize"),
