@@ -19,6 +19,7 @@ _LOGPROBS = (
     f"None, or a whole number from 0 to {limits.MOST_LOGPROBS}",
 )
 _PENALTY = Numbers(-1e3, 1e3), "a number from -1000 to 1000"
+_SHARE, _AMOUNT = (Numbers(0, 1), "a number from 0 to 1"), (Numbers(0, 1e3), "a number from 0 to 1000")
 _WHOLE = Numbers(0, whole=True), "a whole number from 0 up"
 
 
@@ -105,7 +106,7 @@ class SamplingParams(Settings):
     )
     typical_p: float = option(
         1.0,
-        (Numbers(1e-9, 1), "a number above 0 and at most 1, which is off"),
+        (Numbers(1e-9, 1), "a number above 0 and at most 1"),
         "--typical",
         "--typical-p",
         json=("typical", "typ_p", "typical_p"),
@@ -114,31 +115,19 @@ class SamplingParams(Settings):
     )
     xtc_probability: float = option(
         0.0,
-        (Numbers(0, 1), "a number from 0 (off) to 1"),
+        _SHARE,
         "--xtc-probability",
         metavar="P",
         help="XTC: how often all tokens that reach the threshold are dropped, but for the least likely; 0 is off",
     )
     xtc_threshold: float = option(
-        0.1,
-        (Numbers(0, 1), "a number from 0 to 1; above 0.5 is off"),
-        "--xtc-threshold",
-        metavar="P",
-        help="least probability of the tokens of XTC; above 0.5 is off",
+        0.1, _SHARE, "--xtc-threshold", metavar="P", help="least probability of tokens for XTC; above 0.5 is off"
     )
     dynatemp_range: float = option(
-        0.0,
-        (Numbers(0, 1e4), "a number from 0 (off) up"),
-        "--dynatemp-range",
-        metavar="R",
-        help="the temperature goes from T - R, if one token is certain, to T + R, if all are equal; 0 is off",
+        0.0, _AMOUNT, "--dynatemp-range", metavar="R", help="temperatures from T - R to T + R, by entropy; 0 is off"
     )
     dynatemp_exponent: float = option(
-        1.0,
-        (Numbers(0, 1e3), "a number from 0 to 1000"),
-        "--dynatemp-exp",
-        metavar="X",
-        help="the power of the entropy, from 0 to 1, that the temperature grows with",
+        1.0, _AMOUNT, "--dynatemp-exp", metavar="X", help="the power of the entropy by which the temperature grows"
     )
     mirostat: int = option(
         0,
@@ -149,15 +138,9 @@ class SamplingParams(Settings):
         help="2: Mirostat 2 in place of the samplers from top-n-sigma to XTC; 0 is off",
     )
     mirostat_tau: float = option(
-        5.0,
-        (Numbers(0, 1e3), "a number from 0 to 1000"),
-        "--mirostat-ent",
-        metavar="N",
-        help="the surprise of a token that Mirostat aims at, in bits",
+        5.0, _AMOUNT, "--mirostat-ent", metavar="N", help="the surprise of a token that Mirostat aims at, in bits"
     )
-    mirostat_eta: float = option(
-        0.1, (Numbers(0, 1e3), "a number from 0 to 1000"), "--mirostat-lr", metavar="N", help="how fast Mirostat learns"
-    )
+    mirostat_eta: float = option(0.1, _AMOUNT, "--mirostat-lr", metavar="N", help="how fast Mirostat learns")
     repeat_penalty: float | None = option(
         None,
         (Numbers(1e-3, 1e3, optional=True), "a positive number; 1 is off"),

@@ -4,26 +4,29 @@ constexpr float FINITE = -3.4e38f;
 
 // The sum over all threads, in all threads; each adds in the same order.
 __device__ __forceinline__ double sum(double x) {
-#pragma unroll
     for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
     double *const partial = reinterpret_cast<double *>(s.partial), total = 0.0;
     __syncthreads();
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
     __syncthreads();
-#pragma unroll
     for (int w = 0; w < THREADS / 32; ++w) total += partial[w];
     return total;
 }
 
+// Calls visit(how far its logit is below the best, rank) for every kept token of the row.
+template <class Visit>
+__device__ __forceinline__ void each_kept(const Kept &keeps, Visit visit) {
+    const Row row = s.row;
+    each<8>(row, [&](float x, int id) {
+        const Rank rank = row.rank(x, id);
+        if (keeps.holds(x - row.best, rank)) visit(row.best - x, rank);
+    });
+}
+
 // The standard deviation of the kept logits.
 __device__ __noinline__ double deviation(Kept keeps) {
-    const Row row = s.row;
     double count = 0.0, values = 0.0, squares = 0.0;
-    each<8>(row, [&](float x, int id) {
-        const double difference = x - row.best;
-        if (!keeps.holds(x - row.best, row.rank(x, id))) return;
-        count += 1.0, values += difference, squares += difference * difference;
-    });
+    each_kept(keeps, [&](float below, Rank) { count += 1.0, values += below, squares += double(below) * below; });
     count = sum(count), values = sum(values) / count, squares = sum(squares) / count;
     return sqrt(max(squares - values * values, 0.0));
 }
@@ -35,15 +38,13 @@ struct Spread {
 };
 
 __device__ __noinline__ Spread spread(Kept keeps) {
-    const Row row = s.row;
-    Mass own = 0, below = 0, total, all;
-    each<8>(row, [&](float x, int id) {
-        if (!keeps.holds(x - row.best, row.rank(x, id))) return;
-        const Mass w = weight(x - row.best, LOG2_E);
-        own += w, below += Mass(double(w) * double(row.best - x));
+    Mass own = 0, all_below = 0, total, all;
+    each_kept(keeps, [&](float below, Rank) {
+        const Mass w = weight(-below, LOG2_E);
+        own += w, all_below += Mass(double(w) * double(below));
     });
     sum_before(own, total);
-    sum_before(below, all);
+    sum_before(all_below, all);
     return {total, double(all) / double(total)};
 }
 
@@ -60,25 +61,21 @@ __device__ __forceinline__ void begin_at(Kept &keeps, Rank first) {
 // Typical-p: a token's surprise is as far from the entropy as its logit is from the average one. The largest distance
 // is found bit by bit: floats of one sign are in the order of their bits.
 __device__ __forceinline__ void keep_typical(Kept &keeps, float share) {
-    const Row row = s.row;
     const Spread all = spread(keeps);
     const Mass target = target_of(all.mass, share, true);
-    const auto distance = [&](float x) { return __float_as_uint(fabsf(row.best - x - float(all.below))); };
-    unsigned largest_distance = 0;
+    const auto distance = [&](float below) { return __float_as_uint(fabsf(below - float(all.below))); };
+    unsigned farthest = 0;
     for (unsigned bit = 1u << 30; bit > 0; bit >>= 1) {
         Mass own = 0, nearer;
-        each<8>(row, [&](float x, int id) {
-            const bool is_nearer = distance(x) < (largest_distance | bit);
-            if (is_nearer && keeps.holds(x - row.best, row.rank(x, id))) own += weight(x - row.best, LOG2_E);
+        each_kept(keeps, [&](float below, Rank) {
+            if (distance(below) < (farthest | bit)) own += weight(-below, LOG2_E);
         });
         sum_before(own, nearer);
-        if (nearer <= target) largest_distance |= bit;
+        if (nearer <= target) farthest |= bit;
     }
     Rank first = NONE, last = 0;
-    each<8>(row, [&](float x, int id) {
-        const Rank rank = row.rank(x, id);
-        if (distance(x) > largest_distance || !keeps.holds(x - row.best, rank)) return;
-        first = min(first, rank), last = max(last, rank);
+    each_kept(keeps, [&](float below, Rank rank) {
+        if (distance(below) <= farthest) first = min(first, rank), last = max(last, rank);
     });
     keeps.last = largest(last);
     begin_at(keeps, ~largest(~first));
@@ -86,12 +83,10 @@ __device__ __forceinline__ void keep_typical(Kept &keeps, float share) {
 
 // XTC: of the kept tokens that reach the threshold, the last one becomes the first.
 __device__ __forceinline__ void exclude_top(Kept &keeps, float threshold) {
-    const Row row = s.row;
     const Mass least = Mass(ceil(double(threshold) * double(measure(keeps, LOG2_E))));
     Rank first = keeps.first;
-    each<8>(row, [&](float x, int id) {
-        const Rank rank = row.rank(x, id);
-        if (keeps.holds(x - row.best, rank) && weight(x - row.best, LOG2_E) >= least) first = max(first, rank);
+    each_kept(keeps, [&](float below, Rank rank) {
+        if (weight(-below, LOG2_E) >= least) first = max(first, rank);
     });
     begin_at(keeps, largest(first));
 }

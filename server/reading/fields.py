@@ -20,6 +20,7 @@ from polarlm.engine.params import OPTIONS
 from polarlm.engine.sampling.sample import CHAIN, WITHOUT_CUTS
 from polarlm.server.reading.values import Body, describe, is_empty, is_number, unquote
 
+MODEL_FIELDS = ("model", "name", "verbose", "system", "template", "options")  # of a body that names a model
 _MOST_UNKNOWN = 5  # unknown fields that are named
 _LONGEST_NAME = 40
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+")

@@ -25,18 +25,7 @@ from polarlm.server.http.streams import while_connected
 from polarlm.server.http.warnings import warn, warnings_of_items
 from polarlm.server.reading.fields import requested_fields, unknown_fields
 from polarlm.server.reading.prompts import read_salt, read_truncate, spelling
-from polarlm.server.reading.values import (
-    LARGEST,
-    BadRequest,
-    Body,
-    FieldWarnings,
-    array,
-    check_at_most,
-    count,
-    flag,
-    text,
-    wrong_value,
-)
+from polarlm.server.reading.values import LARGEST, FieldWarnings, array, check_at_most, count, flag, text, wrong_value
 
 _PATHS = ("/v1/rerank", "/v2/rerank", "/v1/reranking", "/rerank", "/reranking")
 _TEXTS, _LIMITS, _RETURNS = ("documents", "texts"), ("top_n", "top_k"), ("return_documents", "return_text")  # spellings
@@ -44,7 +33,16 @@ _CUTS = ("truncate", "truncation", "truncate_prompt_tokens", "max_tokens_per_doc
 _FIRST, _SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")  # spellings of vLLM
 _SCORE_FIELDS = (*_FIRST, *_SECOND, *_CUTS, "use_activation", "instruction", "model", "user", "cache_salt", "priority")
 _KNOWN_FIELDS = (
-    *("query", *_TEXTS, *_LIMITS, *_RETURNS, "model", "raw_scores", "instruction", "user", "cache_salt", *_CUTS),
+    "query",
+    *_TEXTS,
+    *_LIMITS,
+    *_RETURNS,
+    *_CUTS,
+    "model",
+    "raw_scores",
+    "instruction",
+    "user",
+    "cache_salt",
 )
 _LEAST, _MOST = 2.0**-149, 1 - 2.0**-25  # scores of which no float32 is nearer to 0, or to 1
 
@@ -117,8 +115,7 @@ class Scores(Endpoints):
         names = [spelling(body, spellings, fields) for spellings in (_FIRST, _SECOND)]
         ones, others = (_texts(name, [one] if isinstance(one := body.get(name), str) else one) for name in names)
         if len(ones) not in (1, len(others)):
-            sentence = f"{names[0]} has {len(ones)} texts: send one, or as many as {names[1]} has, {len(others)}"
-            raise BadRequest(names[0], sentence)
+            raise wrong_value(names[0], f"one text, or as many as {names[1]} has, {len(others)}", body[names[0]])
         text("model", body.get("model", ""))
         is_raw, model = not flag("use_activation", body.get("use_activation", True)), self._driver.engine.model
         ranks = model.config.scores_pairs or not (model.config.is_encoder or model.pooling)
@@ -139,18 +136,13 @@ class Scores(Endpoints):
         else:
             pairs = zip(vectors[: len(ones)] * (len(others) // len(ones)), vectors[len(ones) :], strict=True)
             scores = [float(one @ other) for one, other in pairs]
-        answer = {
-            "id": f"score-{uuid.uuid4().hex}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": model.name,
-            "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
+        head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": model.name}
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+        answer = {**head, "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
         warnings = [*(sentence for _, sentence in fields), *unknown_fields(fields_sent, _SCORE_FIELDS)]
         return warn(JSONResponse(answer), [*warnings, *chain.from_iterable(map(warnings_of_items, names, cuts))])
 
-    def _pairs(self, body: Body, ones: list[str], others: list[str], cuts: dict[int, str]) -> list[Job]:
+    def _pairs(self, body: Mapping[str, Any], ones: list[str], others: list[str], cuts: dict[int, str]) -> list[Job]:
         """The requests of a model that ranks. cuts: gets a sentence for each pair whose second text is cut."""
         instruction = text("instruction", body["instruction"]) if "instruction" in body else None
         settings, salt, jobs = _cuts(body), read_salt(body.get("cache_salt")), list[Job]()
@@ -159,11 +151,13 @@ class Scores(Endpoints):
             jobs += self._driver.engine.rank_jobs(one, [other], instruction, **settings, warn=told)
         return [(prompt, params, replace(options, cache_salt=salt)) for prompt, params, options in jobs]
 
-    def _single_texts(self, body: Body, ones: list[str], others: list[str], _: dict[int, str]) -> list[Job]:
+    def _single_texts(
+        self, body: Mapping[str, Any], ones: list[str], others: list[str], _: dict[int, str]
+    ) -> list[Job]:
         """The requests of an embedding model, for the texts of both lists. Raises BadRequest."""
-        if any(body.get(name) not in (None, -1) for name in ("truncate_prompt_tokens", "max_tokens_per_doc")):
-            sentence = "an embedding model cuts a text to the context alone, with -1; leave it out"
-            raise BadRequest("truncate_prompt_tokens", f"truncate_prompt_tokens: {sentence}")
+        for name in ("truncate_prompt_tokens", "max_tokens_per_doc"):
+            if body.get(name) not in (None, -1):
+                raise wrong_value(name, "-1, since embedding models cut a text to the context alone", body[name])
         options = self._driver.engine.embedding_options(None)
         options = replace(options, truncate=read_truncate(body, True), cache_salt=read_salt(body.get("cache_salt")))
         return [(one, SamplingParams(max_tokens=0), options) for one in (*ones, *others)]
