@@ -18,6 +18,7 @@ from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.params import FALLBACKS, SamplingParams
 from polarlm.engine.sampling.constraints import allowed_bits
 from polarlm.model_loaders.config import GenerationDefaults
+from polarlm.model_loaders.forks import cached_property
 
 NEWEST = -1  # in `SamplerInput.recent`: the input token of the row that the draw is from
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
@@ -65,7 +66,7 @@ class Sampling:
         """Whether repetitions are penalised."""
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
-    @property
+    @cached_property
     def is_shaped(self) -> bool:
         """Whether a sampler besides top-k, top-p, min-p, temperature and Mirostat is on."""
         is_cut = self.top_n_sigma > 0 or self.typical_p < 1 or self.dynatemp_range > 0

@@ -18,7 +18,7 @@ from polarlm.engine.sampling.constraints import mask_words
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput, nothing_left, sample_all
 
 ROW_WORDS = 16  # int32 of `Params` in `cuda/sampling/adjust.cuh`
-_LISTS = 6  # index in a row of the offset of its lists
+_UNIFORM, _LISTS = 4, 6  # indices in a row of the random number and of the offset of its lists
 _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 _LEAST_LISTS = 256  # least int32 for lists
 
@@ -56,7 +56,7 @@ def pack_sampler_inputs(sampler_inputs: Sequence[SamplerInput]) -> SamplerInputs
     (vocabulary,) = {sampler_input.vocabulary for sampler_input in sampler_inputs}
     rows = np.zeros((len(sampler_inputs), ROW_WORDS), np.int32)
     both = [(sampler_input.sampling, sampler_input) for sampler_input in sampler_inputs]
-    params = [(c.temperature, c.top_k, c.top_p, c.min_p, _uniform(one), c.repeat_penalty) for c, one in both]
+    params = [(c.temperature, c.top_k, c.top_p, c.min_p, one.uniform, c.repeat_penalty) for c, one in both]
     most = np.inf, vocabulary, np.inf, np.inf, _BELOW_ONE, np.inf
     rows[:, :6] = np.minimum(np.array(params, np.float32), np.array(most, np.float32)).view(np.int32)
     penalties = [(chain.presence_penalty, chain.frequency_penalty) for chain, _ in both]
@@ -66,6 +66,9 @@ def pack_sampler_inputs(sampler_inputs: Sequence[SamplerInput]) -> SamplerInputs
     for row, (chain, one) in zip(rows, both, strict=True):
         if one.dry is None and one.allowed is None and not (chain.logit_bias or one.recent or chain.is_shaped):
             continue
+        if chain.is_shaped:  # at a temperature of 0 the first of equal tokens
+            uniform = chain.xtc(one.uniform)[0] if chain.temperature or chain.dynatemp_range else 0.0
+            row[_UNIFORM] = min(np.float32(uniform), _BELOW_ONE).view(np.int32)
         lists, lengths = _lists(one)
         if lists:
             row[_LISTS : _LISTS + 6] = end, *lengths
@@ -87,12 +90,6 @@ def list_room(words: int) -> int:
 def mask_room(rows: int, vocabulary: int) -> int:
     """The int32 to allocate for lists if every row has a mask and nothing else."""
     return list_room(rows * -(-mask_words(vocabulary) // 4) * 4)
-
-
-def _uniform(one: SamplerInput) -> float:
-    """The random number of the draw that XTC leaves; 0, for the first of equal tokens, at a temperature of 0."""
-    chain = one.sampling
-    return chain.xtc(one.uniform)[0] if chain.temperature or chain.dynatemp_range else 0.0
 
 
 def _lists(sampler_input: SamplerInput) -> tuple[list[np.ndarray], tuple[int, int, int, int, int]]:
