@@ -164,6 +164,43 @@ def test_answers_have_the_shape_of_what_is_asked(server: Serving) -> None:
     assert [1 / (1 + np.exp(-one["score"])) for one in raw] == pytest.approx([scores[at] for at in order], abs=1e-6)
 
 
+def test_pairs_are_scored_in_vllms_shape(server: Serving) -> None:
+    """One text with each, or each with the one in its place; under every name that vLLM has had for them."""
+    scores = [float(one.vector[0]) for one in server.engine.rerank(QUERY, DOCUMENTS)]
+    for path, first, second in (("/score", "text_1", "text_2"), ("/v1/score", "queries", "documents")):
+        answer = server.post(path, {first: QUERY, second: DOCUMENTS}).json()
+        assert (answer["object"], answer["model"]) == ("list", server.engine.model.name)
+        assert answer["data"] == [
+            {"index": at, "object": "score", "score": pytest.approx(score, abs=1e-6)} for at, score in enumerate(scores)
+        ]
+    ranked = server.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS}).json()
+    assert answer["usage"] == ranked["usage"]
+    turned = {"data_1": [DOCUMENTS[0], QUERY], "data_2": [QUERY, DOCUMENTS[0]]}
+    raw = [one["score"] for one in server.post("/score", {**turned, "use_activation": False}).json()["data"]]
+    wanted = [
+        float(server.engine.rerank(one, [other])[0].vector[0]) for one, other in zip(*turned.values(), strict=True)
+    ]
+    assert [1 / (1 + np.exp(-one)) for one in raw] == pytest.approx(wanted, abs=1e-6)
+    assert wanted[1] == pytest.approx(scores[0], abs=1e-6)
+    cut = server.post("/score", {"text_1": QUERY, "text_2": [DOCUMENTS[0], "rain " * 1000]})
+    assert "text_2[1]: only the first" in cut.headers[HEADER]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "part"),
+    [
+        ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", "one text, or as many as text_2 has, 3"),
+        ({"text_1": "a"}, "text_2", "text_2 must be"),
+        ({"text_1": "a", "text_2": []}, "text_2", "text_2"),
+        ({"text_1": "a", "text_2": "b", "use_activation": 5}, "use_activation", "true or false"),
+    ],
+)
+def test_a_wrong_pair_is_named(server: Serving, body: dict, param: str, part: str) -> None:
+    error = server.refused("/v1/score", body)
+    assert error["param"] == param
+    assert part in error["message"]
+
+
 CUTS = [{}, {"truncate": True}, {"truncation": True}, {"truncate": "END"}, {"truncate_prompt_tokens": -1}]
 
 

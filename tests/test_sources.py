@@ -124,10 +124,11 @@ def test_help_is_there_whatever_the_variables_say() -> None:
 def test_an_unknown_variable_gets_a_note_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     """Nor does a variable of another command, or one that is no flag."""
     for read in (chat.read_command_line, server.read_command_line):
-        read([], {"POLARLM_CTX_SZIE": "8", "POLARLM_FOO": "1"})
+        read([], {"POLARLM_CTX_SZIE": "8", "POLARLM_FOO": "1", "POLARLM_CACHE_KEYS": "x"})
         assert capsys.readouterr().err.splitlines() == [
             "note: POLARLM_CTX_SZIE has no effect; did you mean POLARLM_CTX_SIZE?",
             "note: POLARLM_FOO has no effect: no flag has this name",
+            "note: POLARLM_CACHE_KEYS has no effect; did you mean POLARLM_CACHE_KEY?",
         ]
         read([], {"POLARLM_PORT": "1", "POLARLM_MAX_SESSIONS_SIZE": "1G", "POLARLM_TEMP": "1", "POLARLM_LINES": "on"})
     chat.read_command_line([], {"POLARLM_MODELS": "/no/such", "POLARLM_MCP_CONFIG": "/no/such"})

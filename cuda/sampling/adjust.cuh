@@ -1,18 +1,25 @@
 // The table of draws, and the changes of single logits before a draw: biases, penalties, DRY. Part of sample.cu.
 //
-// The table is int32, made by engine/backends/cuda/sampling/inputs.py: a `Params` for each row, then the lists of the
+// The table is int32, made by engine/backends/cuda/sampling.py: a `Params` for each row, then the lists of the
 // rows that have any. A row's lists begin at word `lists`, a multiple of 4:
+//   shape       if `shaped`: a `Shape`
 //   DRY         double amounts (dry), int ids (dry)
 //   biases      int ids (biases), float amounts (biases)
 //   penalties   int ids of the last tokens (recent); an id may be there several times; −1: the row's newest token
 //   mask        if `masked`: ceil(V / 32) words; bit i % 32 of word i / 32 allows token i.
 struct __align__(16) Params {
     float temperature, top_k, top_p, min_p, uniform, repeat;
-    int lists, biases, recent, dry, masked, unused;
+    int lists, biases, recent, dry, masked, shaped;
     double presence, frequency;
 };
 
+// Samplers besides top-k, top-p, min-p and temperature; off: 0, 1, above 0.5 and 0. xtc is the threshold.
+struct __align__(16) Shape {
+    float sigma, typical, xtc, range, exponent, unused[3];
+};
+
 struct Lists {
+    const Shape *shape;
     const double *dry;
     const int *dry_ids, *bias_ids;
     const float *biases;
@@ -21,9 +28,11 @@ struct Lists {
 };
 
 __device__ __forceinline__ Lists lists_of(const int *table, const Params &p) {
-    const int *dry = table + p.lists, *dry_ids = dry + 2 * p.dry, *bias_ids = dry_ids + p.dry;
+    const int *dry = table + p.lists + (p.shaped ? sizeof(Shape) / sizeof(int) : 0);
+    const int *dry_ids = dry + 2 * p.dry, *bias_ids = dry_ids + p.dry;
     const int *biases = bias_ids + p.biases, *recent = biases + p.biases, *mask = recent + p.recent;
-    return {reinterpret_cast<const double *>(dry),
+    return {reinterpret_cast<const Shape *>(table + p.lists),
+            reinterpret_cast<const double *>(dry),
             dry_ids,
             bias_ids,
             reinterpret_cast<const float *>(biases),

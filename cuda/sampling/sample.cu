@@ -2,11 +2,12 @@
 //
 // ids (B): the token; -1 where the logits are not finite, NOTHING_LEFT where biases and mask leave no token. logits (B,
 // V), rows `stride` floats apart. draws: the table of adjust.cuh. scratch (B, blocks of a row, PART_WORDS): of 8 bytes.
-// counts (B): zero before the launch, and again after it. Kernels in this order; the first and the last only where rows
-// have lists, with `saved`, as many floats as the table has words (null without lists), and newest (B), or null: the
-// token after which each row's logits come, for lists that do not know it.
+// counts (B): zero before the launch, and again after it. Kernels in this order; all but `sample` only where rows have
+// lists, with `saved`, as many floats as the table has words (null without lists), and newest (B), or null: the token
+// after which each row's logits come, for lists that do not know it.
 //   sample_adjust   biases, penalties and DRY change logits in place
-//   sample          the token
+//   sample          the token; the best one where a row has a shape
+//   sample_shaped   the token of these rows (shape.cuh)
 //   sample_restore  the logits as they were
 //
 // The order "largest first, equal ones by id" gives every token a rank, one integer. Top-k and top-p keep all ranks up
@@ -21,7 +22,7 @@
 // penalties or DRY costs two accesses to each of its logits; a mask V / 8 bytes.
 // Grid (ceil(V / PART), B) of sample, (B) of the others. Block THREADS. DEFINES: THREADS (256), PART (logits of a
 // block), PART_WORDS, ROW_WORDS (of a row's parameters), NOTHING_LEFT (below -1).
-// JOINS: last.cuh, row.cuh, adjust.cuh, best.cuh, whole_row.cuh.
+// JOINS: last.cuh, row.cuh, adjust.cuh, best.cuh, whole_row.cuh, shape.cuh.
 // PRECOND: 1 <= V <= 2^19, V <= stride; logits aligned to 16 bytes, stride % 4 == 0; table aligned to 16 bytes; ids of
 // lists < V, recent <= 64.
 constexpr int NOT_FINITE = -1;  // instead of an id, as NOTHING_LEFT is
@@ -252,7 +253,7 @@ sample_kernel(int *ids, Rank *scratch, int *counts, const float *logits, const i
     const Params &p = reinterpret_cast<const Params *>(draws)[number];
     const Lists lists = lists_of(draws, p);
     const int top_k = top_k_of(p, V);
-    const bool is_greedy = p.temperature == 0.0f || top_k == 1 || V == 1;
+    const bool is_greedy = p.temperature == 0.0f || top_k == 1 || V == 1 || p.shaped;
     const Masses masses(p, top_k);
     Row row = {logits + number * stride, lists.mask, V, id_bits(V), 0.0f, 0};
     Part *const parts = reinterpret_cast<Part *>(scratch) + number * (long long)gridDim.x;
@@ -266,4 +267,18 @@ sample_kernel(int *ids, Rank *scratch, int *counts, const float *logits, const i
     };
     const int id = draw(row, parts, p, masses, top_k, is_greedy, any_was_possible);
     if (threadIdx.x == 0) ids[number] = id;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sample_shaped_kernel(int *ids, const float *logits, const int *draws, int V, long long stride) {
+    let_next_begin();
+    wait_for_previous();
+    const Params &p = reinterpret_cast<const Params *>(draws)[blockIdx.x];
+    const int greedy = ids[blockIdx.x], top_k = top_k_of(p, V);
+    if (!p.shaped || greedy < 0 || top_k == 1 || V == 1) return;
+    const Lists lists = lists_of(draws, p);
+    logits += blockIdx.x * stride;
+    const Row row = {logits, lists.mask, V, id_bits(V), logits[greedy], key(logits[greedy])};
+    const int id = draw_shaped(row, p, *lists.shape, top_k);
+    if (threadIdx.x == 0) ids[blockIdx.x] = id;
 }

@@ -6,13 +6,14 @@
 constexpr int DIGIT = 8;
 static_assert(1 << DIGIT == THREADS && 3 * THREADS <= BINS, "a thread has a bin, of three histograms");
 
-// The tokens kept so far by top-k, top-p and min-p: ranks up to `last`, and logits down to best + floor.
+// The tokens kept so far: ranks from `first` to `last`, and logits down to best + floor.
 struct Kept {
     Rank last;
     float floor;  // least logit - best
+    Rank first;   // 0 without typical-p and XTC
 
     __device__ __forceinline__ bool holds(float difference, Rank rank) const {
-        return rank <= last && difference >= floor;
+        return rank <= last && difference >= floor && rank >= first;
     }
 };
 
@@ -97,7 +98,7 @@ __device__ __forceinline__ int draw_from_row(const Row &row, const Params &p, in
     __syncthreads();
     if (threadIdx.x == 0) s.row = row;
     __syncthreads();
-    Kept keeps = {NONE, NEGATIVE_INFINITY};
+    Kept keeps = {NONE, NEGATIVE_INFINITY, 0};
     if (top_k) keeps.last = descend(keeps, 0.0f, top_k - 1);
     if (p.top_p < 1.0f) keeps.last = cut_row(keeps, LOG2_E, p.top_p, false);
     if (p.min_p > 0.0f) keeps.floor = logf(p.min_p);

@@ -76,7 +76,7 @@ def with_sources(
         elif variable.startswith(PREFIX) and variable not in NO_FLAGS:
             unknown.append(variable)
     if unknown:
-        _check_unknown({variable: environment[variable] for variable in unknown}, [*variables])
+        _check_unknown({variable: environment[variable] for variable in unknown}, [*variables, *NO_FLAGS])
     del keys["config"]
     for option in ("--config", "--models"):
         values = [word.partition("=")[2] for word in [*words, *typed_words] if word.startswith(f"{option}=")]
@@ -122,7 +122,7 @@ def _check_words(flag_parser: argparse.ArgumentParser, key: str, value: Any, pla
 
 def _check_unknown(unknown: Mapping[str, str], own: Sequence[str]) -> None:
     """Check variables that may be those of another command. Writes a note about each that is not. own: the variables of
-    the command that runs. Raises FlagError for a wrong value."""
+    the command that runs, and those that are no flags. Raises FlagError for a wrong value."""
     from polarlm.command import COMMANDS  # whose modules are imported by name
 
     others: dict[str, tuple[argparse.ArgumentParser, str]] = {}

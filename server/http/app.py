@@ -30,7 +30,7 @@ from polarlm.server.http.model_details import utc
 from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import Completions
 from polarlm.server.http.openai.embeddings import Embeddings
-from polarlm.server.http.openai.rerank import Rerank
+from polarlm.server.http.openai.rerank import Rerank, Scores
 from polarlm.server.http.page import page
 from polarlm.server.http.plain.blocks import Blocks
 from polarlm.server.http.plain.mcp_tools import McpTools
@@ -59,6 +59,7 @@ def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None 
         *with_and_without_v1("/completions", Generation(driver, Completions()).serve, methods=["POST"]),
         *Embeddings(driver).routes(),
         *Rerank(driver).routes(),
+        *Scores(driver).routes(),
         *Tokens(driver).routes(),
         Route("/stats", front.stats),
         *Sessions(driver).routes(),

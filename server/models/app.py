@@ -26,11 +26,13 @@ from polarlm.server.http.model_details import NEVER, list_entry, ollama_version,
 from polarlm.server.http.plain.metrics import counters, gauges, merge_models, page
 from polarlm.server.http.streams import LINES, EventStream, while_connected
 from polarlm.server.http.uvicorn_server import Web
+from polarlm.server.http.warnings import warn
 from polarlm.server.mcp.session import McpServers
 from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, WAITING_FOR_MEMORY, ModelProcess, ModelSlot
 from polarlm.server.models.proxy import Proxy
 from polarlm.server.models.registry import NamedModel, Registry, in_words
 from polarlm.server.models.supervisor import Supervisor
+from polarlm.server.reading.fields import MODEL_FIELDS, unknown_fields
 from polarlm.server.reading.values import BadRequest, flag, text
 from polarlm.server.running import journal
 from polarlm.server.running.listening import quiet_accept_errors
@@ -42,7 +44,7 @@ __all__ = ["Registry", "create_models_app", "in_words", "serve"]
 # Paths that a model's process answers, by method; those with * also without /v1.
 POST_PATHS = (
     *("*/chat/completions", "*/completions", "*/embeddings", "*/chat/completions/input_tokens"),
-    *("*/rerank", "*/reranking", "/v2/rerank"),
+    *("*/rerank", "*/reranking", "/v2/rerank", "*/score", "/pooling"),
     *("*/responses", "*/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
     *("/completion", "/infill", "/embedding", "/apply-template", "/tokenize", "/detokenize"),
@@ -111,26 +113,27 @@ class _SeveralModels(Front):
 
     async def load(self, request: Request) -> Response:
         """POST /models/load: begins to load a model; /models tells when it is. Raises ApiError or Refusal."""
-        slot = await self._find_named(request)
+        slot, warnings = await self._find_named(request)
         if slot.is_loading or slot.state == READY:
             raise ApiError(400, f"{slot.model.name} is {slot.state} already", "invalid_request", "model")
         self._supervisor.begin_load(slot)
-        return JSONResponse({"success": True})
+        return warn(JSONResponse({"success": True}), warnings)
 
     async def unload(self, request: Request) -> Response:
         """POST /models/unload: ends a model's process after its answers, and a load or download at once."""
-        slot = await self._find_named(request)
+        slot, warnings = await self._find_named(request)
         if not slot.is_loading and slot.state != READY:
             raise ApiError(400, f"{slot.model.name} is {slot.state}, not loaded", "invalid_request", "model")
         self._supervisor.give_up(slot)
-        return JSONResponse({"success": True})
+        return warn(JSONResponse({"success": True}), warnings)
 
-    async def _find_named(self, request: Request) -> ModelSlot:
+    async def _find_named(self, request: Request) -> tuple[ModelSlot, list[str]]:
+        """The model that a body names, and sentences on its unknown fields. Raises ApiError, BadRequest or Refusal."""
         body = await read_body(request, self._config.max_body)
         name = text("model", body.get("model") or body.get("name") or "")
         if not name:
             raise BadRequest("model", f"model must name one of {in_words(self._supervisor.registry.models())}")
-        return self._supervisor.find(name)
+        return self._supervisor.find(name), unknown_fields(body, MODEL_FIELDS)
 
     async def tags(self, _request: Request) -> Response:
         slots = self._supervisor.all()
@@ -149,11 +152,12 @@ class _SeveralModels(Front):
 
     async def show(self, request: Request) -> Response:
         """POST /api/show: a model's template and shape, without loading it. Raises ApiError, BadRequest or Refusal."""
-        model = (await self._find_named(request)).model
+        slot, warnings = await self._find_named(request)
+        model = slot.model
         if model.path is None:
             raise Refusal("model_not_loaded", f"{model.name} has to be fetched first: pull it, or ask it something")
         try:
-            return JSONResponse(await asyncio.to_thread(self._read_model, model, model.path))
+            return warn(JSONResponse(await asyncio.to_thread(self._read_model, model, model.path)), warnings)
         except LoadError as error:
             raise ApiError(500, str(error), "model_unavailable") from None
 

@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 from polarlm.engine.limits import MOST_DRAFTED, PENALTY_WINDOW
 from polarlm.engine.params import OPTIONS
-from polarlm.engine.sampling.sample import CHAIN
+from polarlm.engine.sampling.sample import CHAIN, WITHOUT_CUTS
 from polarlm.server.reading.values import Body, describe, is_empty, is_number, unquote
 
+MODEL_FIELDS = ("model", "name", "verbose", "system", "template", "options")  # of a body that names a model
 _MOST_UNKNOWN = 5  # unknown fields that are named
 _LONGEST_NAME = 40
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
@@ -68,6 +69,9 @@ def field_warnings(body: Body) -> list[tuple[str, str]]:
     """The fields, of `requested_fields`, that are not done as they ask, each with a sentence that names it."""
     ignored = [FIELDS[name] for name in body if name in FIELDS and FIELDS[name].treatment == "ignored"]
     sentences = [(field.name, f"{field.name} is ignored: {field.sentence}") for field in ignored]
+    if unquote(body.get("mirostat", body.get("mirostat_mode"))) == 2:
+        replaced = [field for name in WITHOUT_CUTS for field in OPTIONS[name]["json"] or (name,) if field in body]
+        sentences += [(field, f"{field} is ignored: mirostat is in its place") for field in replaced]
     for name, most in CAPS.items():
         if name in body and cap(name, body[name]) != body[name]:
             sentences.append(
@@ -120,23 +124,18 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 _ALIASES = {"temp": "temperature", "nucleus": "top_p", **{name.replace("_", "-"): name for name in CHAIN}}
-_INACTIVE_SAMPLERS = (
-    "top_n_sigma",
-    "top-n-sigma",
-    "typ_p",
-    "typ-p",
-    "typical",
-    "typical_p",
-    "xtc",
-    "infill",
-    "adaptive_p",
-)
+_ALIASES |= {"typical": "typ_p", "typical_p": "typ_p"}
+_INACTIVE_SAMPLERS = ("infill", "adaptive_p")
+_OPTIONAL = {"top_n_sigma": "top_n_sigma", "typ_p": "typical_p", "xtc": "xtc_probability"}
+"""Samplers that are off unless a field asks for them."""
 
 
-def _is_default_order(value: Any, _: Body) -> bool:
+def _is_default_order(value: Any, body: Body) -> bool:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         return False
-    return tuple(_ALIASES.get(name, name) for name in value if name not in _INACTIVE_SAMPLERS) == CHAIN
+    names = [_ALIASES.get(name, name) for name in value if name not in _INACTIVE_SAMPLERS]
+    off = [name for name, field in _OPTIONAL.items() if _is_neutral(field, body.get(field), body)]
+    return names == [name for name in CHAIN if name in names or name not in off]
 
 
 RULES: Mapping[str, Rule] = {

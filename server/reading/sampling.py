@@ -105,6 +105,7 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "min_tokens": _at_least(0),
     "reasoning_budget": _at_least(-1),
     "seed": _seed,
+    "mirostat": _whole,
     "stop": _texts,
     "dry_sequence_breakers": _texts,
     "stop_token_ids": _ids,

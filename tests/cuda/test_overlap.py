@@ -37,7 +37,7 @@ WAITING = {
     *("rotate_kernel", "rotate_dense_kernel", "decode_attention_kernel", "decode_two_kinds_kernel"),
     *("route_kernel", "group_pairs_kernel", "add_experts_kernel", "elementwise_kernel", "softcap_kernel"),
     *("activate_mul_kernel", "short_conv_kernel", "gated_delta_kernel", "mamba2_kernel", "mamba2_results_kernel"),
-    *("sample_adjust_kernel", "sample_kernel", "sample_restore_kernel"),
+    *("sample_adjust_kernel", "sample_kernel", "sample_shaped_kernel", "sample_restore_kernel"),
 }
 EARLY = ("gemv", "gemv_packed", "gemm_wide", "decode_attention", "decode_two_kinds")  # first loads of weights or tables
 LATE = ("gemm_wide",)  # the next kernel may begin when the loop has ended

@@ -23,7 +23,7 @@ from polarlm.engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.params import SamplingParams
-from polarlm.engine.sampling.sample import Penalties, Sampled, SamplerInput, resolve
+from polarlm.engine.sampling.sample import Mirostat, Penalties, Sampled, SamplerInput, resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda.emulated import DeviceArray, EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import model_of
@@ -69,7 +69,7 @@ class Row:
         x = [value if self.allowed is None or i in self.allowed else -math.inf for i, value in enumerate(x)]
         if max(x) == -math.inf:
             return {}
-        cuts = {name: self.values[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in self.values}
+        cuts = {name: value for name, value in self.values.items() if name in OF_THE_DRAW}
         plain = resolve(SamplingParams(**{**OFF, **cuts}), GenerationDefaults())
         return {i: p for i, p in distribution(x, plain, [], slack).items() if x[i] > -math.inf}
 
@@ -79,10 +79,17 @@ SAMPLERS: dict[str, Callable[[np.random.Generator], float]] = {
     "top_k": lambda rng: int(rng.integers(1, 20)),
     "top_p": lambda rng: near(rng.uniform(0.01, 1)),
     "min_p": lambda rng: near(rng.uniform(0.01, 1)),
+    "top_n_sigma": lambda rng: near(rng.uniform(0.1, 2.5)),
+    "typical_p": lambda rng: near(rng.uniform(0.01, 1)),
+    "xtc_probability": lambda rng: 1.0,
+    "xtc_threshold": lambda rng: near(rng.uniform(0, 0.4)),
+    "dynatemp_range": lambda rng: float(rng.choice([0.25, 2.0])),
+    "dynatemp_exponent": lambda rng: float(rng.choice([0.5, 2.0])),
     "repeat_penalty": lambda rng: float(rng.choice([0.5, 2.0, 4.0])),
     "presence_penalty": lambda rng: float(rng.choice([-1.0, 0.5])),
     "frequency_penalty": lambda rng: float(rng.choice([-0.25, 0.5])),
 }
+OF_THE_DRAW = {name for name in SAMPLERS if not name.endswith("_penalty")}
 ASKED = [*SAMPLERS, "logit_bias", "bans", "dry", "allowed", "nearly nothing"]
 
 
@@ -138,7 +145,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 def test_tokens_equal_those_of_the_reference_sampler(backend: str, batch: list[Row]) -> None:
     """Masks, biases, penalties and DRY before every sampler; rows with and without them in one batch."""
     wanted = [row.distribution() for row in batch]
-    # Where rounding may decide what top-p and min-p keep, both are right.
+    # Where rounding may decide what a cut keeps, both are right.
     for row, expected in zip(batch, wanted, strict=True):
         assume(all(row.distribution(slack).keys() == expected.keys() for slack in (-NEAR, NEAR)))
     chosen = sampled(
@@ -153,6 +160,27 @@ def test_tokens_equal_those_of_the_reference_sampler(backend: str, batch: list[R
         places = [row.uniform * edges[-1] + off for off in (-NEAR, 0, NEAR)]
         among = np.searchsorted(edges, places, side="right").clip(0, len(edges) - 1)
         assert token in [list(expected)[i] for i in among]
+
+
+def test_mirostats_state_follows_its_own_row(ops: Ops, rng: np.random.Generator) -> None:
+    """The row between them has none, and the last one is broken."""
+    chain = resolve(SamplingParams(mirostat=2, mirostat_tau=3.0, temperature=1), GenerationDefaults())
+    logits = rng.normal(0, 1, (4, V)).astype(np.float32)
+    logits[3, 5] = np.nan
+    states = [Mirostat(3.0, 0.5, 6.0) for _ in range(3)]
+    one, two, three = (SamplerInput(chain, [], 0.7, V, mirostat=state) for state in states)
+    first, plain, second, broken = sampled(
+        ops, logits, [one, asking(temperature=0, repeat_penalty=1), replace(two, logprobs=0), three]
+    )
+    assert isinstance(broken, EngineError)
+    assert isinstance(second, TokenLogprob)
+    assert plain == logits[1].argmax()
+    for token, row, state in ((first, logits[0], states[0]), (second.id, logits[2], states[1])):
+        weights = np.exp(row.astype(np.float64))
+        p = np.sort(weights / weights.sum())[::-1]
+        kept = p[: max(1, (-np.log2(p) <= 6.0).sum())].sum() * weights.sum()
+        assert 0 < weights[token] < kept
+        assert state.surprise == pytest.approx(math.log2(kept / weights[token]))
 
 
 @pytest.mark.parametrize("asked", ["logit_bias", "dry", "all"])
@@ -263,7 +291,11 @@ def test_tables_with_lists_have_few_sizes() -> None:
     ]
     assert set(sizes) == {16 + 256}
     masked = SamplerInput(asking().sampling, [], 0.5, 128_256, allowed=np.zeros(4008, np.uint32))
-    assert [len(pack_sampler_inputs([masked] * rows).table) - 16 * rows for rows in (1, 2, 3)] == [4096, 8192, 16384]
+    assert [len(pack_sampler_inputs([masked] * rows).table) - 16 * rows for rows in (1, 2, 3)] == [
+        4096,
+        8192,
+        16384,
+    ]
     plain = replace(masked, allowed=None)
     assert (
         len(pack_sampler_inputs([plain, masked, plain]).table) == 48 + 4096
@@ -317,7 +349,7 @@ def test_a_step_copies_no_logits_to_the_host() -> None:
     assert tokens != stepped(model, free)
     device.launches.clear()
     stepped(model, free)
-    around = ("sample_adjust_kernel", "sample_restore_kernel")  # only rows with lists need them
+    around = ("sample_adjust_kernel", "sample_shaped_kernel", "sample_restore_kernel")  # only rows with lists need them
     assert device.launches == [name for name in launches if name not in around] != launches
     device.back = 0
     device.launches.clear()

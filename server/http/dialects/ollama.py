@@ -33,7 +33,7 @@ from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import HEADERS, LINES, Event
 from polarlm.server.http.warnings import warn
-from polarlm.server.reading.fields import requested_fields, unknown_fields
+from polarlm.server.reading.fields import MODEL_FIELDS, requested_fields, unknown_fields
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
 from polarlm.server.reading.sampling import EXTENSIONS
@@ -120,7 +120,8 @@ class _ModelEndpoints(Endpoints):
         body = await self._body(request)
         text("model", body.get("model") or body.get("name") or "")
         engine = self._driver.engine
-        return JSONResponse(show_response(engine.model, engine.context, self._entry))
+        shown = JSONResponse(show_response(engine.model, engine.context, self._entry))
+        return warn(shown, unknown_fields(body, MODEL_FIELDS))
 
     async def pull(self, request: Request) -> Response:
         """POST /api/pull: success for this server's model, for which it does nothing. Raises ApiError or BadRequest."""
@@ -158,10 +159,7 @@ def _read_thinking(field: str, value: Any) -> dict[str, Any] | None:
 
 OPTION_ROWS = (
     *(Row(f"options.{name}", name) for name in EXTENSIONS if name in OPTIONS and name != "max_tokens"),
-    *(
-        Row(f"options.{name}", name)
-        for name in ("typical_p", "tfs_z", "mirostat", "logit_bias", "reasoning_budget_tokens")
-    ),
+    *(Row(f"options.{name}", name) for name in ("tfs_z", "logit_bias", "reasoning_budget_tokens")),
     Row("options.penalize_newline", "penalize_nl"),
     Row("options.num_predict", "max_tokens"),
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,7 +28,7 @@ MOST_INPUTS = 2048  # as at OpenAI
 _TEXTS = ("input", "content")  # two spellings
 _KNOWN_FIELDS = (
     *(*_TEXTS, "model", "encoding_format", "pooling", "embd_normalize", "dimensions", "prompt_name", "user"),
-    *("truncate", "truncation", "truncate_prompt_tokens", "parse_special", "cache_prompt", "cache_salt"),
+    *("truncate", "truncation", "truncate_prompt_tokens", "parse_special", "cache_prompt", "cache_salt", "task"),
 )
 
 
@@ -36,6 +38,7 @@ class Embeddings(Endpoints):
             Route("/v1/embeddings", self.openai, methods=["POST"]),
             Route("/embeddings", self.plain, methods=["POST"]),
             Route("/embedding", self.plain, methods=["POST"]),
+            Route("/pooling", self.pooled, methods=["POST"]),
         ]
 
     async def openai(self, request: Request) -> Response:
@@ -53,6 +56,15 @@ class Embeddings(Endpoints):
         parts = (f'{{"index":{index},"embedding":[{vector}]}}' for index, vector in enumerate(vectors))
         return warn(Response(f"[{','.join(parts)}]", media_type="application/json"), warnings)
 
+    async def pooled(self, request: Request) -> Response:
+        """{"input"} → {"data": [{"index", "object": "pooling", "data": vector}], "usage"}, as at vLLM."""
+        vectors, tokens, _, warnings = await self._embed(request)
+        parts = (f'{{"index":{i},"object":"pooling","data":{vector}}}' for i, vector in enumerate(vectors))
+        head = {"id": f"pool-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
+        head |= {"model": self._driver.engine.model.name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+        content = f'{json.dumps(head)[:-1]},"data":[{",".join(parts)}]}}'
+        return warn(Response(content, media_type="application/json"), warnings)
+
     async def _embed(self, request: Request) -> tuple[list[str], int, PromptOptions, list[str]]:
         """(JSON of each vector, tokens of all texts, options, sentences about what is not done as asked) of a request.
         Raises BadRequest and as `vectors_of`."""
@@ -65,6 +77,8 @@ class Embeddings(Endpoints):
             raise BadRequest("truncate_prompt_tokens", f"truncate_prompt_tokens: {sentence}")
         if body.get("embd_normalize") not in (None, 2):
             raise BadRequest("embd_normalize", "embd_normalize: vectors have the Euclidean length 1 here; leave it out")
+        if body.get("task") not in (None, "embed"):
+            raise BadRequest("task", "task: a text has one vector here, as with embed; leave it out")
         text("model", body.get("model", ""))
         pooling = one_of("pooling", body["pooling"], POOLINGS) if "pooling" in body else None
         options = read_options(body, parse_special=self._driver.config.parse_special)

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.streams import while_connected
 from polarlm.server.http.warnings import warn
+from polarlm.server.reading.fields import FIELDS, unknown_fields
 from polarlm.server.reading.prompts import read_prompt, read_salt
 from polarlm.server.reading.values import FieldWarnings
 from polarlm.server.running.sessions import read_name, read_options_to_save
@@ -39,13 +40,15 @@ class Sessions(Endpoints):
         field_warnings = FieldWarnings()
         prompt = read_prompt(body, field_warnings=field_warnings, reads_images=self._driver.engine.reads_images)
         tokens = await while_connected(request.receive, self._driver.save_session(name, prompt, options))
-        return warn(self._transfer_response(name, tokens), [sentence for _, sentence in field_warnings])
+        warnings = [*(sentence for _, sentence in field_warnings), *unknown_fields(body, ("name", *FIELDS))]
+        return warn(self._transfer_response(name, tokens), warnings)
 
     async def load(self, request: Request) -> Response:
         """{"name"} → {"name", "tokens"}. "cache_salt" is the one it was saved with; only prompts with it find it."""
         body = await self._body(request)
         name, salt = read_name("name", body.get("name")), read_salt(body.get("cache_salt"))
-        return self._transfer_response(name, await self._driver.load_session(name, salt))
+        response = self._transfer_response(name, await self._driver.load_session(name, salt))
+        return warn(response, unknown_fields(body, ("name", "cache_salt")))
 
     def _transfer_response(self, name: str, tokens: int) -> Response:
         count_fields = {} if self._driver.config.hide_cached_tokens else {"tokens": tokens}

@@ -276,7 +276,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"messages": 5}, "messages"),
         ({"messages": None, "prompt": "hi"}, "messages"),
         ({"options": {"num_predict": "many"}}, "options.num_predict"),
-        ({"options": {"mirostat": 2}}, "options.mirostat"),
+        ({"options": {"mirostat": 1}}, "options.mirostat"),
         ({"options": 5}, "options"),
         ({"format": "xml"}, "format"),
         ({"think": 5}, "think"),

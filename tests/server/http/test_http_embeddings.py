@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import Engine, PromptOptions
+from polarlm.server.http.warnings import HEADER
 from tests.encoders import make_folder
 from tests.lazily import openai
 from tests.pairs import in_turn
@@ -136,6 +137,27 @@ def test_an_encoders_vectors_in_openais_shape(encoder: Serving) -> None:
     from_ids = encoder.post("/v1/embeddings", {"input": ids}).json()
     assert all(close(one["embedding"], want) for one, want in zip(from_ids["data"], expected, strict=True))
     assert from_ids["usage"]["prompt_tokens"] == answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+def test_vectors_and_their_cosines_in_vllms_shapes(encoder: Serving) -> None:
+    vectors = [one.vector.astype(np.float64) for one in encoder.engine.embed_each(TEXTS)]
+    pooled = encoder.post("/pooling", {"input": TEXTS, "task": "embed"}).json()
+    assert [(one["index"], one["object"]) for one in pooled["data"]] == [(at, "pooling") for at in range(3)]
+    assert all(close(one["data"], vector) for one, vector in zip(pooled["data"], vectors, strict=True))
+    whole = encoder.post("/v1/embeddings", {"input": TEXTS}).json()
+    assert (pooled["object"], pooled["usage"]) == ("list", whole["usage"])
+    scored = encoder.post("/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS}).json()
+    wanted = [float(vectors[0] @ one / np.linalg.norm(vectors[0]) / np.linalg.norm(one)) for one in vectors]
+    assert [one["score"] for one in scored["data"]] == pytest.approx(wanted, abs=1e-6)
+    assert wanted[0] > max(wanted[1:])
+    in_place = encoder.post("/v1/score", {"text_1": TEXTS, "text_2": TEXTS[::-1]}).json()
+    assert [one["score"] for one in in_place["data"]] == pytest.approx([wanted[2], 1, wanted[2]], abs=1e-6)
+    assert encoder.refused("/pooling", {"input": TEXTS, "task": "token_embed"})["param"] == "task"
+    pair = {"text_1": TEXTS[0], "text_2": [TEXTS[1], "rain " * 1000]}
+    told = encoder.post("/v1/score", pair).headers[HEADER]
+    assert "text_2[1]: only the first" in told
+    assert "text_1" not in told
+    assert encoder.refused("/v1/score", pair | {"truncate_prompt_tokens": 5})["param"] == "truncate_prompt_tokens"
 
 
 def test_an_encoders_vectors_in_ollamas_shapes(encoder: Serving) -> None:

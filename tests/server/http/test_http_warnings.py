@@ -58,6 +58,8 @@ OF_NO_ANSWERS: list[tuple[str, dict[str, Any]]] = [
     *(("/tokenize", body) for body in ({"content": "a"}, {"prompt": "a"}, _CHAT)),
     ("/detokenize", {"tokens": [5]}),
     ("/v1/embeddings", {"input": "a"}),
+    ("/pooling", {"input": "a"}),
+    ("/api/show", {"model": "any"}),
     ("/api/embed", {"input": "a"}),
     ("/api/embeddings", {"prompt": "a"}),
     ("/apply-template", _CHAT),
@@ -73,6 +75,18 @@ def test_endpoints_without_answers_tell_as_well(server: Serving, path: str, body
     response = server.post(path, {**body, "temprature": 0})
     assert response.json()["warnings"] == [response.headers[HEADER]]
     assert response.headers[HEADER].startswith("temprature is unknown and ignored")
+
+
+def test_sessions_tell_as_well(tiny: Engine, tmp_path: Path) -> None:
+    with serving(tiny, sessions=str(tmp_path / "sessions")) as server:
+        server.post("/v1/completions", {"prompt": "then he ran", "max_tokens": 2})
+        for path, body in (
+            ("/sessions/save", {"name": "a", "prompt": "then he ran"}),
+            ("/sessions/load", {"name": "a"}),
+        ):
+            assert HEADER not in server.post(path, body).headers
+            response = server.post(path, {**body, "cache_slat": "x"})
+            assert response.headers[HEADER] == "cache_slat is unknown and ignored: did you mean cache_salt?"
 
 
 def test_several_are_told_in_a_header_of_bounded_length(server: Serving) -> None:

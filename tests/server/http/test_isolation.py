@@ -15,7 +15,7 @@ TEXT = "then he ran on and the rain ran on and then the end"
 MESSAGES = [{"role": "user", "content": TEXT}]
 CHAT, RAW = {"messages": MESSAGES, "max_tokens": 2}, {"prompt": TEXT, "max_tokens": 2}
 ITEMS, INPUT, RANKED = {"input": TEXT, "max_output_tokens": 2}, {"input": TEXT}, {"query": "a", "documents": [TEXT]}
-OPTIONS = {"num_predict": 2}
+OPTIONS, PAIR = {"num_predict": 2}, {"text_1": TEXT, "text_2": TEXT}
 GENERATING: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("/v1/chat/completions", "/chat/completions", "/v1/messages"), CHAT),
     **dict.fromkeys(("/v1/completions", "/completions", "/completion"), RAW),
@@ -25,7 +25,8 @@ GENERATING: dict[str, dict[str, Any]] = {
     "/api/generate": {"prompt": TEXT, "options": OPTIONS},
 }
 VECTORS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("/v1/embeddings", "/embeddings", "/embedding", "/api/embed"), INPUT),
+    **dict.fromkeys(("/v1/embeddings", "/embeddings", "/embedding", "/pooling", "/api/embed"), INPUT),
+    **dict.fromkeys(("/score", "/v1/score"), PAIR),
     "/api/embeddings": {"prompt": TEXT},
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking"), RANKED),
 }

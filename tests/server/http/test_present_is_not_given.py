@@ -82,6 +82,8 @@ APIS: dict[str, tuple[dict[str, Any], set[str], dict[str, list[Any]]]] = {
     "/tokenize": ({"content": TEXT}, {"add_special", "parse_special", "with_pieces", "prompt", "messages"}, NEUTRAL),
     "/v1/embeddings": ({"input": TEXT}, {*EMBEDDED, "content", "truncate_prompt_tokens"}, NEUTRAL),
     "/v1/rerank": ({"query": "a", "documents": [TEXT]}, {"top_n", "return_documents", "instruction", "model"}, NEUTRAL),
+    "/v1/score": ({"text_1": "a", "text_2": TEXT}, {"queries", "documents", "instruction", "model"}, NEUTRAL),
+    "/pooling": ({"input": TEXT}, {*EMBEDDED, "content", "task"}, NEUTRAL),
     "/api/chat": ({"messages": MESSAGES, **OLLAMA}, {*ollama.CHAT.known}, NEUTRAL),
     "/api/generate": ({"prompt": TEXT, **OLLAMA}, {*ollama.GENERATE.known}, NEUTRAL),
     "/api/embed": ({"input": TEXT}, {"truncate", "dimensions", "keep_alive", "options", "model"}, NEUTRAL),

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from polarlm.engine.loading.need import PROCESS_BYTES
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
+from polarlm.server.http.warnings import HEADER
 from polarlm.server.models import proxy
 from polarlm.server.models.app import GET_PATHS, POST_PATHS, create_models_app, expand_v1
 from polarlm.server.models.process import FAILED, LOADING, READY, UNLOADED
@@ -277,7 +278,9 @@ def test_llama_servers_way_of_loading_and_unloading(tmp_path: Path) -> None:
         assert again.status_code == 400
         assert again.json()["error"]["message"] in [f"big is {state} already" for state in (LOADING, READY)]
         server.becomes("big", READY)
-        assert server.http.post("/models/unload", json={"model": "big"}).json() == {"success": True}
+        unloaded = server.http.post("/models/unload", json={"model": "big", "froce": True})
+        assert unloaded.json() == {"success": True, "warnings": [unloaded.headers[HEADER]]}
+        assert unloaded.headers[HEADER] == "froce is unknown and ignored"
         server.becomes("big", UNLOADED)
         assert server.http.post("/models/unload", json={"model": "big"}).status_code == 400
         assert server.http.post("/models/load", json={}).json()["error"]["param"] == "model"

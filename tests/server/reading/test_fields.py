@@ -25,7 +25,6 @@ ANYTHING = (True, False, 0, 1, -1, 5, 0.5, "x", "none", ["x"], {"x": 1})
 # tests/server/http/test_present_is_not_given.py.
 BY_RULE: dict[str, list[Any]] = {
     "best_of": [2, True],
-    "top_n_sigma": [1.5, False, "0"],
     "adaptive_target": [0, 0.5],
     "add_special_tokens": [False],
 }
@@ -33,6 +32,9 @@ REFUSED = [field for field in FIELDS.values() if field.treatment == "refused"]
 SAME_NAME: dict[str, tuple[Any, ...]] = {  # as the parameter of sampling
     "temperature": (0, 1.5),
     **dict.fromkeys(("top_p", "min_p", "repeat_penalty", "dry_multiplier"), (0.5,)),
+    **dict.fromkeys(("top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold"), (0.5,)),
+    **dict.fromkeys(("dynatemp_range", "dynatemp_exponent", "mirostat_tau", "mirostat_eta"), (0.5, 2)),
+    "mirostat": (2,),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0.5, -2)),
     **dict.fromkeys(("min_tokens", "repeat_last_n", "dry_allowed_length"), (5,)),
     **dict.fromkeys(("max_tokens", "top_k"), (0, 5)),
@@ -53,6 +55,9 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # the other fields: a value, and what 
     "cache_prompt": (False, PromptOptions(parse_special=True, cache_prompt=False)),
     "cache_salt": ("x", PromptOptions(parse_special=True, cache_salt="x")),
     **dict.fromkeys(("max_completion_tokens", "n_predict"), (5, SamplingParams(max_tokens=5))),
+    **dict.fromkeys(("typ_p", "typical"), (0.5, SamplingParams(typical_p=0.5))),
+    "nsigma": (1.5, SamplingParams(top_n_sigma=1.5)),
+    "mirostat_mode": (2, SamplingParams(mirostat=2)),
     "repetition_penalty": (1.5, SamplingParams(repeat_penalty=1.5)),
     "dry_sequence_breakers": (["x"], SamplingParams(dry_sequence_breakers=("x",))),
     "logit_bias": ({"5": 1}, SamplingParams(logit_bias={5: 1})),
@@ -161,6 +166,24 @@ def test_harmless_fields_are_ignored() -> None:
             assert list(asked.warnings) == (told if value else []), (name, value)
     usual = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
     assert read(samplers=usual).warnings == ()
+    off = {"top_n_sigma": -1, "typical_p": 1, "xtc_probability": 0}
+    older = [name for name in usual if name != "top_n_sigma"]
+    assert read(samplers=older, **off).warnings == ()
+    assert [name for name, _ in read(samplers=older, top_n_sigma=1).warnings] == ["samplers"]
+
+
+def test_mirostat_1_is_refused_and_2_says_what_it_replaces() -> None:
+    """Penalties and DRY go with it, as does the temperature."""
+    refused = refusal(mirostat=1)
+    assert refused is not None
+    assert refused.message == "mirostat is 1, but must be 0 (off) or 2: of Mirostat, this is version 2"
+    kept = {"temperature": 0.9, "repeat_penalty": 1.1, "dry_multiplier": 0.8, "xtc_threshold": 0.2}
+    assert read(mirostat=2, **kept).warnings == ()
+    told = read(mirostat=2, **kept, top_k=20, typ_p=0.5, xtc_probability=0.5, top_p=None)
+    assert dict(told.warnings) == {
+        name: f"{name} is ignored: mirostat is in its place" for name in ("top_k", "typ_p", "xtc_probability")
+    }
+    assert read(mirostat=0, top_k=20).warnings == ()
 
 
 def test_of_several_spellings_the_first_counts_and_another_value_is_told() -> None:
@@ -168,6 +191,8 @@ def test_of_several_spellings_the_first_counts_and_another_value_is_told() -> No
     values: dict[str, list[Any]] = {
         "tools": [[{"type": "function", "function": tool}], [tool]],
         "tool_choice": ["none", {"name": "look"}],
+        "typical_p": [0.5, 0.6],
+        "mirostat": [2, 0],
     }
     for first, *others in SPELLINGS:
         for other in others:
