@@ -60,15 +60,20 @@ PLAIN = Fusion()  # the product alone
 
 
 class ExpertNetwork(NamedTuple):
-    """The network of each expert, down(activation(gate) * up); without an activation, down(up).
+    """The network of each expert, down(activation(gate) * up); without an activation, down(up); without down, up.
 
     gate_up: [gate | up] (2F, in), or up (F, in) if it has no gate. down (out, F). fusion: of the first product,
     whose consumer is `down`.
     """
 
     gate_up: ExpertLinear
-    down: ExpertLinear
+    down: ExpertLinear | None
     fusion: Fusion = PLAIN
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row's result."""
+        return (self.gate_up if self.down is None else self.down).shape[0]
 
 
 class PeerArray(NamedTuple):
@@ -323,13 +328,23 @@ class ComputeOps(Protocol):
     def experts(self, x: Array, routing: Routing, network: ExpertNetwork, residual: Array | None = None) -> Array:
         """The weighted sum of the results of each row's experts, x (T, in) → (T, out).
 
-        residual: as in `linear`. An expert whose weight is 0 adds nothing to a row, whatever it computes.
+        x may be a slice of columns of a wider array. residual: as in `linear`. An expert whose weight is 0 adds nothing
+        to a row, whatever it computes.
         CUDA: gemv or gemv_packed for each pair of a row and an expert, or, of more pairs than experts, group_pairs and
         gemm_wide for each group of pairs with an expert. add_experts adds the results.
         """
 
     def gate(self, x: Array, logits: Array) -> None:
         """x (T, n) times σ(logits), in place; logits (T, m), of which each serves n / m neighbours."""
+
+    def join_latents(self, absorbed: Array, rotated: Array, kv: Array) -> Array:
+        """The heads of latent attention: absorbed (T·H, L) and rotated (T·H, R), the two parts of queries, and kv
+        (T, L + R), the latent vector and the rotated channels of a key → (T, H + 2, L + R): queries, key and value.
+
+        RoPE turns channel j of queries and keys with channel j + (L + R)/2: each of their halves has half of the
+        rotated channels, then half of the others. The value has the latent vector, then zeros. rotated may be a slice
+        of columns of a wider array. L and R are even.
+        """
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         """An uninitialized array of float32."""

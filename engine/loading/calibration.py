@@ -18,6 +18,7 @@ from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import scale, variances
 from polarlm.engine.model.layers.kinds import MIXERS
+from polarlm.engine.model.layers.latent_attention import LatentAttentionWeights, latent_output
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, output_second
 from polarlm.engine.sampling.sample import NOT_FINITE
@@ -113,7 +114,7 @@ def calibrate(
                 raise EngineError(NOT_FINITE, "model_damaged")
             mixer, keys = config.attentions[layer], np.ascontiguousarray(keys.swapaxes(0, 1))
             output = _output(ops, weights, layer)
-            sink_scores = weights.layers[layer].mixer.sink_scores
+            sink_scores = getattr(weights.layers[layer].mixer, "sink_scores", None)
             layer_statistics = measure(
                 queries,
                 keys,
@@ -133,9 +134,10 @@ def calibrate(
 
 
 def _output(ops: Ops, weights: ModelWeights, layer: int) -> np.ndarray:
-    """Return the output projection of a layer with attention, (E, H·D) float32."""
-    rows: np.ndarray = ops.layer_ops(layer).rows(weights.layers[layer].mixer.out)
-    return rows
+    """Return the output projection of a layer with attention, (E, H·D) float32, or one whose results are as long."""
+    mixer = weights.layers[layer].mixer
+    rows: np.ndarray = ops.layer_ops(layer).rows(mixer.out)
+    return latent_output(ops.layer_ops(layer), mixer, rows) if isinstance(mixer, LatentAttentionWeights) else rows
 
 
 def _check_finite(model: Transformer, ids: Sequence[int]) -> None:

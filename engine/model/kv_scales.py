@@ -18,7 +18,9 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.model.layers import latent_attention
 from polarlm.engine.model.layers.attention import AttentionWeights
+from polarlm.engine.model.layers.latent_attention import LatentAttentionWeights
 from polarlm.engine.model.rope import pair_frequencies
 from polarlm.engine.quantization.conditioning import Scale
 from polarlm.model_loaders.config import Attention, ModelConfig
@@ -53,7 +55,7 @@ def variances(
 def _normed_inputs(ops: Ops, weights: ModelWeights) -> Iterator[np.ndarray]:
     """Yield the mean squares (E,) float64 of each layer's normed input; (0,) for a layer that is not attention."""
     for number, layer in enumerate(weights.layers):
-        norm = layer.mixer.norm if isinstance(layer.mixer, AttentionWeights) else None
+        norm = layer.mixer.norm if isinstance(layer.mixer, AttentionWeights | LatentAttentionWeights) else None
         yield np.empty(0) if norm is None else np.square(ops.layer_ops(number).to_host(norm), dtype=np.float64)
 
 
@@ -73,8 +75,14 @@ def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Itera
 
 
 def _variances(
-    ops: Ops, attention: Attention, w: AttentionWeights, inputs: np.ndarray, block_size: int | None
+    ops: Ops,
+    attention: Attention,
+    w: AttentionWeights | LatentAttentionWeights,
+    inputs: np.ndarray,
+    block_size: int | None,
 ) -> Variances:
+    if isinstance(w, LatentAttentionWeights):
+        return Variances(*latent_attention.variances(ops, w, inputs))
     shape = 2, attention.kv_heads, attention.head_dim
     rows = slice(attention.heads * attention.head_dim, None)
     heads = ops.rows(w.qkv, rows).reshape(-1, attention.head_dim, len(inputs))

@@ -198,6 +198,19 @@ class NumpyOps(ExpertOps, RecurrentOps):
         residual += y
         return residual
 
+    def join_latents(self, absorbed: np.ndarray, rotated: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        (tokens, dim), (latent, turned) = kv.shape, (absorbed.shape[1], rotated.shape[1])
+        qkv = np.zeros((tokens, len(absorbed) // tokens + 2, dim), np.float32)
+        for side in range(2):  # of a pair of channels
+            start, middle, end = (side * dim // 2 + n for n in (0, turned // 2, dim // 2))
+            turned_part, latent_part = (slice(side * n // 2, (side + 1) * n // 2) for n in (turned, latent))
+            qkv[:, :-2, start:middle] = rotated[:, turned_part].reshape(tokens, -1, turned // 2)
+            qkv[:, :-2, middle:end] = absorbed[:, latent_part].reshape(tokens, -1, latent // 2)
+            qkv[:, -2, start:middle] = kv[:, latent:][:, turned_part]
+            qkv[:, -2, middle:end] = kv[:, latent_part]
+        qkv[:, -1, :latent] = kv[:, :latent]
+        return qkv
+
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
         return list(transforms)
 

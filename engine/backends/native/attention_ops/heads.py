@@ -11,7 +11,15 @@ import numpy as np
 from polarlm.engine.backends.hadamard import hadamard_signs, with_rotations
 from polarlm.engine.backends.kv import HeadRule, HeadTransform, Move, Rope, SpanView
 from polarlm.engine.backends.native.attention_ops.step_table import StepTable
-from polarlm.engine.backends.native.kernels.heads import HeadArguments, Heads, SlotArguments, to_slot, transform
+from polarlm.engine.backends.native.kernels.heads import (
+    HeadArguments,
+    Heads,
+    LatentArguments,
+    SlotArguments,
+    join_latents,
+    to_slot,
+    transform,
+)
 from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 
@@ -48,6 +56,13 @@ class PreparedTransform(HeadTransform):
 
 
 class HeadOps(KernelOps):
+    def join_latents(self, absorbed: np.ndarray, rotated: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        heads, (latent, turned) = len(absorbed) // len(kv), (absorbed.shape[1], rotated.shape[1])
+        qkv = self._launch.empty((len(kv), heads + 2, latent + turned))
+        arguments = LatentArguments(absorbed, rotated, kv, qkv, heads, latent, turned, rotated.strides[0])
+        self._launch(join_latents(), len(kv) * (heads + 2), arguments)
+        return qkv
+
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
         return [_prepare_transform(*one) for one in with_rotations(transforms, _rotation, NO_ROTATION)]
 

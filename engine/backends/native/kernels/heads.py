@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.attention.partials import RowPlace
 from polarlm.engine.backends.native.kernels.multiply import pieces, rotate, rotate_dense
-from polarlm.engine.backends.native.kernels.rows import inverse_rms
+from polarlm.engine.backends.native.kernels.rows import for_each_column, inverse_rms
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Value, read, vector
 
@@ -132,6 +132,51 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
                     _store_halves(e, own_v, args.v + place, dim)
 
     return Kernel(spec.name, emit, HeadArguments, scratch=row_bytes)
+
+
+class LatentArguments(NamedTuple):
+    absorbed: Pointer
+    rotated: Pointer
+    kv: Pointer
+    qkv: Pointer
+    heads: Int64
+    latent: Int64
+    turned: Int64
+    rotated_stride: Int64
+
+
+@cache
+def join_latents() -> Kernel[LatentArguments]:
+    """See `Ops.join_latents`; one unit per row and head of the result, of H queries, a key and a value.
+
+    latent, turned: L and R. rotated_stride: bytes from row to row of `rotated`.
+    """
+
+    def emit(e: Emitter, args: LatentArguments, begin: Value, end: Value, scratch: Value) -> None:
+        columns = args.latent + args.turned
+        half_latent, half_turned = args.latent // 2, args.turned // 2
+
+        def copy(source: Value, target: Value, count: Value) -> None:
+            for_each_column(e, count, lambda offset, kind: e.store(e.load(source + offset, kind), target + offset))
+
+        with e.loop(begin, end) as unit:
+            row, head = unit // (args.heads + 2), unit % (args.heads + 2)
+            target, kv = args.qkv + unit * columns * 4, args.kv + row * columns * 4
+            query = row * args.heads + head
+            is_query, is_value = head < args.heads, head > args.heads
+            latent = e.select(is_query, args.absorbed + query * args.latent * 4, kv)
+            turned = e.select(is_query, args.rotated + query * args.rotated_stride, kv + args.latent * 4)
+            with e.when(is_value):
+                copy(kv, target, args.latent)
+                zeros = target + args.latent * 4
+                for_each_column(e, args.turned, lambda offset, kind: e.store(e.zero(kind), zeros + offset))
+            with e.when(~is_value):
+                for side in range(2):
+                    first = target + columns * (2 * side)
+                    copy(turned + half_turned * (4 * side), first, half_turned)
+                    copy(latent + half_latent * (4 * side), first + half_turned * 4, half_latent)
+
+    return Kernel("join_latents", emit, LatentArguments)
 
 
 def _norm_and_rope(

@@ -199,16 +199,18 @@ class ExpertOps(KernelOps):
     ) -> np.ndarray:
         gate_up, down, fusion = network
         up = Multiplication(self._launch, gate_up, len(x), fusion)
-        down_product = Multiplication(self._launch, down, len(x), PLAIN)
-        order = self._arrange(routing, gate_up.count, (up, down_product))
-        self._expect(order.chosen, gate_up, down)
+        down_product = None if down is None else Multiplication(self._launch, down, len(x), PLAIN)
+        order = self._arrange(routing, gate_up.count, [up] if down_product is None else [up, down_product])
+        self._expect(order.chosen, *(one for one in (gate_up, down) if one is not None))
         shape = len(order.sources), up.width
         y = bfloat_panels(self._launch, *shape) if up.to_matrices else self._launch.empty(shape)
         up.launch(x, y, order.tiling, order.chosen, order.sources)
         if fusion.activation is not None and up.activation is None:
             y = self.activate_halves(y, fusion.activation)
-        results = self._launch.empty((len(order.panel_places), down_product.width))
-        down_product.launch(y, results, order.tiling, order.chosen, order.panel_places)
+        results = y
+        if down_product is not None:
+            results = self._launch.empty((len(order.panel_places), down_product.width))
+            down_product.launch(y, results, order.tiling, order.chosen, order.panel_places)
         out = self._launch.empty((len(x), results.shape[1])) if residual is None else residual
         arguments = CombineArguments(
             results=results,
