@@ -1,8 +1,8 @@
 // The op `join_latents`: the heads of latent attention, queries, a key and a value, of their two parts.
 //
-// absorbed (T · H, L), kv (T, L + R), contiguous; rotated (T · H, R), rows `pitch` numbers apart. qkv (T, H + 2, L + R):
-// each half of a query and of the key has half of the R rotated channels, then half of the L others; the value has the
-// L latent channels of kv, then zeros.
+// absorbed (T · H, L), kv (T, L + R), contiguous; rotated (T · H, R), rows `pitch` numbers apart.
+// qkv (T, H + 2, L + R): each half of a query and of the key has half of the R rotated channels, then half of the L
+// others; the value has the L latent channels of kv, then zeros.
 // Grid (T, H + 2), block any. DEFINES: none.
 // PRECOND: L, R even.
 extern "C" __global__ void __launch_bounds__(1024)

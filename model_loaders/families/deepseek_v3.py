@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1, Kimi K2 and GLM-4.7-Flash: DeepSeek V2 with experts that are chosen by sigmoid scores and a bias."""
+"""DeepSeek V3 and R1, Kimi K2 and GLM-4.7-Flash: DeepSeek V2 whose experts have sigmoid scores and a bias."""
 
 from __future__ import annotations
 
