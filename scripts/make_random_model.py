@@ -146,6 +146,9 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
     for ffn in ffns:
         if isinstance(ffn, Experts):
             keys |= {"expert_count": ffn.count, "expert_used_count": ffn.top_k, "expert_feed_forward_length": ffn.size}
+            if ffn.shared is not None:
+                keys["expert_shared_feed_forward_length"] = ffn.shared.size
+                keys["expert_shared_count"] = ffn.shared.size // ffn.size
     for mixer in dict.fromkeys(mixers):
         if isinstance(mixer, ShortConv):
             keys |= {"attention.head_count_kv": heads, "shortconv.l_cache": mixer.width}

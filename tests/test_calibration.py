@@ -69,10 +69,11 @@ def output_of(layer: Any) -> np.ndarray:
     out, w = NumpyOps().rows(layer.mixer.out), layer.mixer
     if not isinstance(w, LatentAttentionWeights):
         return out
-    rest = np.zeros((len(out), w.kv_down.shape[0] - w.values.shape[1]), np.float32)  # rotated channels have no values
+    rest = np.zeros((len(out), (w.kv_down.shape[0] - w.values.shape[1]) // 2), np.float32)  # of rotated channels
     values = np.split(NumpyOps().rows(w.values.parts[0]), w.values.count)
     parts = zip(np.split(out, w.values.count, axis=1), values, strict=True)
-    return np.concatenate([part for of_head, value in parts for part in (of_head @ value, rest)], axis=1)
+    halves = [half for of_head, value in parts for half in np.split(of_head @ value, 2, axis=1)]
+    return np.concatenate([part for half in halves for part in (rest, half)], axis=1)
 
 
 @mostly_slow("name", sorted(path.name for path in FIXTURES.iterdir()), SOME)

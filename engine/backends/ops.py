@@ -60,20 +60,15 @@ PLAIN = Fusion()  # the product alone
 
 
 class ExpertNetwork(NamedTuple):
-    """The network of each expert, down(activation(gate) * up); without an activation, down(up); without down, up.
+    """The network of each expert, down(activation(gate) * up); without an activation, down(up).
 
     gate_up: [gate | up] (2F, in), or up (F, in) if it has no gate. down (out, F). fusion: of the first product,
     whose consumer is `down`.
     """
 
     gate_up: ExpertLinear
-    down: ExpertLinear | None
+    down: ExpertLinear
     fusion: Fusion = PLAIN
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row's result."""
-        return (self.gate_up if self.down is None else self.down).shape[0]
 
 
 class PeerArray(NamedTuple):
@@ -131,6 +126,26 @@ class ExpertCache:
     bytes: int = 0
 
 
+class LatentOps(Protocol):
+    """The ops that only latent attention needs. Rows (T·H, n) are those of T tokens, of each its heads. L: channels of
+    a latent vector; R: those that RoPE rotates, both even."""
+
+    def multiply_heads(self, x: Array, w: ExpertLinear) -> Array:
+        """The product of each row x (T·H, in) with the matrix of its head → (T·H, out). w has a matrix of each head. x
+        may be a slice of columns of a wider array."""
+
+    def join_latents(self, absorbed: Array, rotated: Array, kv: Array) -> Array:
+        """absorbed (T·H, L) and rotated (T·H, R), the two parts of queries, and kv (T, L + R), a latent vector and the
+        rotated channels of a key → (T, H + 1, L + R): queries and the key.
+
+        RoPE turns channel j with channel j + (L + R)/2: each half of a head has half of the rotated channels, then half
+        of the others. rotated may be a slice of columns of a wider array.
+        """
+
+    def take_latents(self, x: Array, latent: int) -> Array:
+        """The L channels that are not rotated of heads x (T, H, L + R), in order → (T·H, L)."""
+
+
 class EncoderOps(Protocol):
     """The ops that only encoders need, in which every token of a text sees all others of it."""
 
@@ -181,6 +196,10 @@ class MachineOps(Protocol):
     @property
     def host(self) -> Ops | None:
         """The ops of a GPU's host, for experts in the computer's memory; None if it has none, and on a CPU."""
+
+    @property
+    def latent_ops(self) -> LatentOps | None:
+        """The ops of latent attention; None if the backend has none."""
 
     @property
     def encoder_ops(self) -> EncoderOps | None:
@@ -328,23 +347,13 @@ class ComputeOps(Protocol):
     def experts(self, x: Array, routing: Routing, network: ExpertNetwork, residual: Array | None = None) -> Array:
         """The weighted sum of the results of each row's experts, x (T, in) → (T, out).
 
-        x may be a slice of columns of a wider array. residual: as in `linear`. An expert whose weight is 0 adds nothing
-        to a row, whatever it computes.
+        residual: as in `linear`. An expert whose weight is 0 adds nothing to a row, whatever it computes.
         CUDA: gemv or gemv_packed for each pair of a row and an expert, or, of more pairs than experts, group_pairs and
         gemm_wide for each group of pairs with an expert. add_experts adds the results.
         """
 
     def gate(self, x: Array, logits: Array) -> None:
         """x (T, n) times σ(logits), in place; logits (T, m), of which each serves n / m neighbours."""
-
-    def join_latents(self, absorbed: Array, rotated: Array, kv: Array) -> Array:
-        """The heads of latent attention: absorbed (T·H, L) and rotated (T·H, R), the two parts of queries, and kv
-        (T, L + R), the latent vector and the rotated channels of a key → (T, H + 2, L + R): queries, key and value.
-
-        RoPE turns channel j of queries and keys with channel j + (L + R)/2: each of their halves has half of the
-        rotated channels, then half of the others. The value has the latent vector, then zeros. rotated may be a slice
-        of columns of a wider array. L and R are even.
-        """
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         """An uninitialized array of float32."""
@@ -353,7 +362,8 @@ class ComputeOps(Protocol):
         """The transforms of a model's layers on the device. A rotation array that several share is uploaded once."""
 
     def transform_heads(self, qkv: Array, rope: Rope, rule: HeadRule) -> tuple[Array, Array, Array]:
-        """QK-norm, RoPE, scale and rotation: qkv (T, H + 2K, D), may be overwritten → q (T, H, D), k, v (T, K, D).
+        """QK-norm, RoPE, scale and rotation: qkv (T, H + 2K, D), may be overwritten → q (T, H, D), k, v (T, K, D). Of
+        (T, H + K, D) where values are keys.
 
         rope: cos, sin (T, D/2); channel j pairs with channel j + D/2.
         CUDA: transform_heads, and rotate_dense for rotations that are not signed Hadamard matrices.

@@ -26,7 +26,7 @@ from polarlm.engine.state.layer_shapes import LayerShape, SharedShape
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
-from polarlm.model_loaders.config import Attention, ModelConfig
+from polarlm.model_loaders.config import Attention, LatentAttention, ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 TOKENS = 512  # four times as many give the same quality
@@ -187,7 +187,13 @@ def full_precision_shape(config: ModelConfig, block_size: int) -> CacheShape:
     layers = (
         SharedShape(one.mixer.kv_heads, one.mixer.head_dim, one.mixer.window)
         if isinstance(one.mixer, Attention) and one.mixer.shares_kv
-        else LayerShape(full, full, one.mixer.kv_heads, one.mixer.head_dim, window=one.mixer.window)
+        else LayerShape(
+            full,
+            None if isinstance(one.mixer, LatentAttention) else full,
+            one.mixer.kv_heads,
+            one.mixer.head_dim,
+            window=one.mixer.window,
+        )
         if isinstance(one.mixer, Attention)
         else MIXERS[type(one.mixer)].state_shape(one.mixer)
         for one in config.layers

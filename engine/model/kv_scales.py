@@ -29,10 +29,12 @@ _MOST_OCTAVES = 64  # so that a scale, its inverse, and their products with plau
 
 
 class Variances(NamedTuple):
-    """Expected squares of a layer's keys and values, (K, D) float64."""
+    """Expected squares of a layer's keys and values, (K, D) float64. varies: whether channels may have scales of their
+    own; not if values are keys."""
 
     keys: np.ndarray
     values: np.ndarray
+    varies: bool = True
 
 
 def variances(
@@ -82,7 +84,8 @@ def _variances(
     block_size: int | None,
 ) -> Variances:
     if isinstance(w, LatentAttentionWeights):
-        return Variances(*latent_attention.variances(ops, w, inputs))
+        keys = latent_attention.variances(ops, w, inputs)
+        return Variances(keys, keys, varies=False)
     shape = 2, attention.kv_heads, attention.head_dim
     rows = slice(attention.heads * attention.head_dim, None)
     heads = ops.rows(w.qkv, rows).reshape(-1, attention.head_dim, len(inputs))
@@ -113,7 +116,7 @@ def _varying_share(attention: Attention, block_size: int | None) -> np.ndarray:
 
 def scale(variances: Variances, smoothing: np.ndarray | None = None) -> Scale:
     """Return the scale that brings keys, smoothed by `smoothing` (K, D), and values to an rms near 1."""
-    keys, values = variances
+    keys, values, _ = variances
     s = np.ones(keys.shape, np.float32) if smoothing is None else smoothing
     return Scale(s * _power_of_two(keys / np.square(s, dtype=np.float64))[:, None], _power_of_two(values))
 

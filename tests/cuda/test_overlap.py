@@ -33,7 +33,7 @@ from tests.pairs import mostly_slow
 # Kernels of steps and of prompts that wait; the others begin when the one before them has ended.
 WAITING = {
     *("embed_kernel", "narrow_kernel", "rms_norm_kernel", "gemv_kernel", "gemv_packed_kernel", "gemm_wide_kernel"),
-    *("add_parts_kernel", "join_latents_kernel", "place_kv_kernel", "transform_heads_kernel", "append_kv_kernel"),
+    *("add_parts_kernel", "place_kv_kernel", "transform_heads_kernel", "append_kv_kernel"),
     *("rotate_kernel", "rotate_dense_kernel", "decode_attention_kernel", "decode_two_kinds_kernel"),
     *("route_kernel", "group_pairs_kernel", "add_experts_kernel", "elementwise_kernel", "softcap_kernel"),
     *("activate_mul_kernel", "short_conv_kernel", "gated_delta_kernel", "mamba2_kernel", "mamba2_results_kernel"),

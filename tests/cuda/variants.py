@@ -417,7 +417,6 @@ VARIANTS: dict[str, list[Variant]] = {
     "naive": _all("naive", D=(64, 128, 256), BLOCK_SIZE=(64, 16), GROUP=(4, 1)),
     "logprobs": _all("logprobs"),
     "narrow": _all("narrow", TO=_SHORT, NORMED=(0, 1)),
-    "join_latents": _all("join_latents"),
     "place_kv": _heads("place_kv"),
     "prefill_attention": _prefill_attention(),
     "repack": _all("repack", WEIGHT=_PACKED),

@@ -92,11 +92,6 @@ def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -
     for ffn in (layer.ffn for layer in config.layers if isinstance(layer.ffn, Experts)):
         values |= {"expert_weights_scale": ffn.scale, "expert_weights_norm": ffn.renormalize}
         values |= {"moe_latent_size": ffn.latent} if ffn.latent else {}
-        if ffn.shared is not None:
-            values |= {
-                "expert_shared_feed_forward_length": ffn.shared.size,
-                "expert_shared_count": ffn.shared.size // ffn.size,
-            }
     for key, value in values.items():
         add_value(writer, key if key.startswith("split.") else f"{arch}.{key}", value)
     return writer

@@ -78,10 +78,7 @@ class ExpertOps(LinearOps):
         return Routing(ids, weights)
 
     def experts(self, x: Array, routing: Routing, network: ExpertNetwork, residual: Array | None = None) -> Array:
-        y = self._device.empty((len(x), network.width), np.float32) if residual is None else residual
-        if row_stride(x) != x.shape[1]:  # products with experts read whole rows
-            columns, x = x, self._device.empty(x.shape, np.float32)
-            x[:] = columns
+        y = self._device.empty((len(x), network.down.shape[0]), np.float32) if residual is None else residual
         if network.gate_up.on_host:
             self._on_host(y, x, routing, network, residual)
             return y
@@ -115,7 +112,7 @@ class ExpertOps(LinearOps):
             parts = np.split(packed_rows, ends[:-1])
             copies = [part.view(kind).reshape(shape) for part, kind, shape in zip(parts, types, shapes, strict=True)]
             rows, ids, weights, residual_rows = *copies[:3], copies[-1 if len(copies) > 3 else 0]
-            result = np.empty((len(rows), network.width), np.float32)
+            result = np.empty((len(rows), network.down.shape[0]), np.float32)
             for first in range(0, len(rows), host.prefill_rows):
                 part = slice(first, first + host.prefill_rows)
                 chosen = Routing(ids[part], weights[part])
@@ -139,8 +136,6 @@ class ExpertOps(LinearOps):
         if not wide.groups_pairs(len(ids), gate_up.count):
             first = partial(self._multiply_pairs, ids, top_k, gate_up.count)
             hidden = self._product(first, x, len(ids), gate_up, fusion, np.float32)
-            if down is None:
-                return hidden, None
             second = partial(self._multiply_pairs, ids, 1, down.count)
             return self._product(second, hidden, len(ids), down, PLAIN, np.float32), None
         for most in self._group_rows(len(ids), gate_up.count):
@@ -158,10 +153,8 @@ class ExpertOps(LinearOps):
         gate_up, down, fusion = network
         groups = self._group_pairs(ids, top_k, gate_up.count, most)
         first = partial(self._multiply_groups, groups, groups.rows, gate_up.count)
-        narrow = np.float32 if down is None else input_type(Linear(down.parts), len(ids))
+        narrow = input_type(Linear(down.parts), len(ids))
         hidden = self._product(first, x, len(ids), gate_up, fusion, narrow)
-        if down is None:
-            return hidden, groups.places
         second = partial(self._multiply_groups, groups, None, down.count)
         return self._product(second, hidden, len(ids), down, PLAIN, np.float32), groups.places
 

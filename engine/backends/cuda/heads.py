@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import Array, Device, row_stride
+from polarlm.engine.backends.cuda.device import Array, Device
 from polarlm.engine.backends.cuda.launch import WARP, DeviceOps, LaunchConfig, threads_for
 from polarlm.engine.backends.hadamard import hadamard_signs, with_rotations
 from polarlm.engine.backends.kv import HeadRule, HeadTransform, Rope
@@ -66,16 +66,7 @@ def prepare(device: Device, transforms: Sequence[HeadTransform]) -> list[DeviceT
 
 
 class HeadOps(DeviceOps):
-    """The ops `transform_heads` and `join_latents`, and rotations."""
-
-    def join_latents(self, absorbed: Array, rotated: Array, kv: Array) -> Array:
-        (tokens, columns), (latent, turned) = kv.shape, (absorbed.shape[1], rotated.shape[1])
-        heads = len(absorbed) // tokens
-        qkv = self._device.empty((tokens, heads + 2, columns), np.float32)
-        sizes = heads, latent, turned, row_stride(rotated)
-        config = LaunchConfig({}, threads_for(columns))
-        self._launch("join_latents", (tokens, heads + 2), config, qkv, absorbed, rotated, kv, *sizes)
-        return qkv
+    """The op `transform_heads`, and rotations."""
 
     def transform_heads(self, qkv: Array, rope: Rope, rule: HeadRule) -> tuple[Array, Array, Array]:
         transform: DeviceTransform = rule.transform

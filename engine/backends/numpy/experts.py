@@ -40,7 +40,7 @@ class ExpertOps:
         """The rows of an expert are multiplied together, so its weights are read once."""
         gate_up, down, (norm, activation, _) = network
         x = x if norm is None else rms_norm(x, *norm)
-        y = np.zeros((len(x), network.width), np.float32)
+        y = np.zeros((len(x), down.shape[0]), np.float32)
         weights, top_k = routing.weights.ravel(), routing.ids.shape[1]
         order = np.argsort(routing.ids, axis=None, kind="stable")
         experts, first = np.unique(routing.ids.ravel()[order], return_index=True)
@@ -50,7 +50,7 @@ class ExpertOps:
             hidden = _product(x[rows], gate_up, expert)
             hidden = hidden if activation is None else ACTIVATIONS[activation](hidden)
             # A row has an expert at most once.
-            y[rows] += (hidden if down is None else _product(hidden, down, expert)) * weights[pairs, None]
+            y[rows] += _product(hidden, down, expert) * weights[pairs, None]
         if residual is None:
             return y
         residual += y

@@ -8,18 +8,16 @@ alone is stored. A few channels that RoPE rotates, the same for all heads, are s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from polarlm.engine.backends.kv import AttentionRule, Cache, HeadRule, PreparedTransform
-from polarlm.engine.backends.ops import Array, ExpertNetwork, Fusion, Ops, Routing
+from polarlm.engine.backends.ops import Array, Fusion, Ops
 from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, Tap, norm_of, slot
 from polarlm.engine.weight_formats import ExpertLinear, Linear
 from polarlm.model_loaders import config
 
 _LATENT_EPS = 1e-6  # of the norms of latent vectors, as in DeepSeek's own code
-_numbers: WeakKeyDictionary[Ops, dict[int, Routing]] = WeakKeyDictionary()  # see `head_numbers`, by heads
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,8 @@ class LatentAttention:
         cache: Cache,
         transform: PreparedTransform,
     ):
-        self.shape = shape
+        assert ops.latent_ops is not None
+        self.shape, self._latent_ops = shape, ops.latent_ops
         self._ops, self._weights, self._cache = ops, weights, cache
         norm = Fusion(norm_of(weights.norm, eps.before))
         self._q_down = None if weights.q_down is None else Projection(ops, weights.q_down, norm)
@@ -61,11 +60,9 @@ class LatentAttention:
             ops, weights.q_up, Fusion(norm_of(weights.q_norm, _LATENT_EPS)) if self._q_down else norm
         )
         self._kv_down = Projection(ops, weights.kv_down, norm)
-        self._keys, self._values = (ExpertNetwork(one, None) for one in (weights.keys, weights.values))
         self._out = OutputProjection(ops, weights.out, norm_of(weights.post_norm, eps.after))
         self._rule = AttentionRule(shape.score_scale, transform=transform)
         self._head_rule = HeadRule(transform)
-        self._heads = head_numbers(ops, shape.heads)
 
     def project(self, x: Array, inputs: LayerInputs, tap: Tap | None = None) -> Array:
         """Append the latent vectors of x (T, E) and return the queries (T, H, D), scaled and rotated as keys are."""
@@ -73,33 +70,33 @@ class LatentAttention:
         latent, rotated = shape.latent, shape.rotated
         below = x if self._q_down is None else self._q_down(x, inputs.adapters)
         q = self._q_up(below, inputs.adapters).reshape(-1, shape.own_dim + rotated)  # (T·H, C)
-        absorbed = ops.experts(q[:, : shape.own_dim], self._heads.part(slice(0, len(q))), self._keys)  # (T·H, L)
+        absorbed = self._latent_ops.multiply_heads(q[:, : shape.own_dim], self._weights.keys)  # (T·H, L)
         kv = self._kv_down(x, inputs.adapters)
         ops.rms_norm(kv[:, :latent], (self._weights.kv_norm, _LATENT_EPS))
-        qkv = ops.join_latents(absorbed, q[:, shape.own_dim :], kv)
+        qk = self._latent_ops.join_latents(absorbed, q[:, shape.own_dim :], kv)
         assert inputs.rope is not None
         cos, sin, *_ = inputs.rope
         if tap is None:
-            return ops.place_kv(qkv, (cos, sin), self._head_rule, self._cache, inputs.spans)
-        q, k, v = ops.transform_heads(qkv, (cos, sin), self._head_rule)
+            return ops.place_kv(qk, (cos, sin), self._head_rule, self._cache, inputs.spans)
+        q, k, v = ops.transform_heads(qk, (cos, sin), self._head_rule)
         tap(q, k)
         ops.append_kv(self._cache, inputs.spans, k, v)
         return q
 
     def mix(self, x: Array, q: Array, inputs: LayerInputs) -> None:
         """Add the projected attention of queries q (T, H, D) to x (T, E), in place."""
-        ops, shape = self._ops, self.shape
-        mixed = ops.attention(q, self._cache, inputs.spans, self._rule).reshape(-1, shape.head_dim)  # (T·H, D)
-        values = ops.experts(mixed[:, : shape.latent], self._heads.part(slice(0, len(mixed))), self._values)
+        shape, mixed = self.shape, self._ops.attention(q, self._cache, inputs.spans, self._rule)
+        latents = self._latent_ops.take_latents(mixed, shape.latent)
+        values = self._latent_ops.multiply_heads(latents, self._weights.values)
         self._out.add(x, values.reshape(-1, shape.heads * shape.value_dim), inputs.adapters)
 
 
-def variances(ops: Ops, w: LatentAttentionWeights, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Expected squares of a layer's keys and values, (1, D) float64. inputs (E,): mean squares of the normed input."""
+def variances(ops: Ops, w: LatentAttentionWeights, inputs: np.ndarray) -> np.ndarray:
+    """Expected squares of a layer's keys, (1, D) float64. inputs (E,): mean squares of the normed input."""
     latent = np.square(ops.to_host(w.kv_norm), dtype=np.float64)
     rotated = np.square(ops.rows(w.kv_down, slice(len(latent), None)), dtype=np.float64) @ inputs
     halves = zip(np.split(rotated, 2), np.split(latent, 2), strict=True)
-    return np.concatenate([part for half in halves for part in half])[None], np.append(latent, 0 * rotated)[None]
+    return np.concatenate([part for half in halves for part in half])[None]
 
 
 def latent_output(ops: Ops, w: LatentAttentionWeights, output: np.ndarray) -> np.ndarray:
@@ -108,17 +105,6 @@ def latent_output(ops: Ops, w: LatentAttentionWeights, output: np.ndarray) -> np
     (value_dim, latent), heads, dim = w.values.shape, w.values.count, w.kv_down.shape[0]
     values = ops.rows(w.values.parts[0]).reshape(heads, value_dim, latent)
     triangles: np.ndarray = np.linalg.qr(output.reshape(len(output), heads, value_dim).swapaxes(0, 1), mode="r")  # type: ignore[assignment]
-    whole = np.zeros((triangles.shape[1], heads, dim), np.float32)
-    whole[:, :, :latent] = (triangles @ values).swapaxes(0, 1)
+    whole = np.zeros((triangles.shape[1], heads, 2, dim // 2), np.float32)
+    whole[..., -(latent // 2) :] = (triangles @ values).reshape(heads, -1, 2, latent // 2).swapaxes(0, 1)
     return whole.reshape(len(whole), -1)
-
-
-def head_numbers(ops: Ops, heads: int) -> Routing:
-    """The head of each row as its one expert, for rows (T, H) of as many tokens as are computed together. All layers
-    share it."""
-    known = _numbers.setdefault(ops, {})
-    if heads not in known:
-        tokens = max(ops.prefill_rows, ops.batch_rows)
-        numbers = np.tile(np.arange(heads, dtype=np.int32), tokens)[:, None]
-        known[heads] = Routing(ops.to_device(numbers), ops.to_device(np.ones(numbers.shape, np.float32)))
-    return known[heads]

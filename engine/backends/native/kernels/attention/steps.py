@@ -23,7 +23,7 @@ from polarlm.engine.backends.native.kernels.attention.partials import (
     padded,
     partial_bytes,
 )
-from polarlm.engine.backends.native.kernels.attention.prompts import Decoding
+from polarlm.engine.backends.native.kernels.attention.prompts import Decoding, decode_keys
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Value, Values, vector
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
@@ -58,7 +58,7 @@ class Attention(Decoding):
     @property
     def name(self) -> str:
         sizes = f"{self.block_size}x{self.head_dim}_group{self.group}_pass{self.query_tile}"
-        return f"attention_{self.keys.name}_{self.values.name}_mean{self.mean_bits}_{sizes}{'_capped' * self.is_capped}"
+        return f"attention_{self.tile_names}_mean{self.mean_bits}_{sizes}{'_capped' * self.is_capped}"
 
 
 def query_tile_of(group: int, rows: int) -> int:
@@ -228,8 +228,20 @@ class _Body:
                 prefetch_address = e.select(
                     are_values, values + next_block * args.value_bytes, keys + next_block * args.key_bytes
                 )
-                tile = values + block * args.value_bytes
-                spec.values.emit_values(e, tile, prefetch_address, weights, [query.weighted for query in queries])
+                weighted = [query.weighted for query in queries]
+                if spec.values is None:
+                    self._add_keys(block, weights, weighted)
+                else:
+                    tile = values + block * args.value_bytes
+                    spec.values.emit_values(e, tile, prefetch_address, weights, weighted)
+
+    def _add_keys(self, block: Value, weights: Values, sums: Values) -> None:
+        """Add Σ weight · key of a block, whose keys are its values, to each of the sums (D,)."""
+        e, spec, args = self.e, self.spec, self.args
+        floats = self.scratch + spec.query_tile * self._stride
+        nbytes = 4 * spec.block_size * spec.head_dim
+        decode_keys(e, spec, args, self.head, block, floats, floats + nbytes)
+        blocks.add_full_values(e, floats, None, spec.head_dim, e.i64(spec.block_size), weights, sums)
 
     def _block_scores(
         self, queries: Sequence[Query], keys: Value, block: Value, prefetch_address: Value, scores: Values
