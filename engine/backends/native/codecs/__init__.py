@@ -72,6 +72,7 @@ class Tiles(ABC):
 
 class KeyTiles(Tiles):
     query_bytes: int  # bytes of a prepared query: a multiple of 64
+    turned: ValueTiles | None = None  # of the same codes, which `emit_turn` makes; None: they are decoded to be values
 
     @abstractmethod
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
@@ -84,6 +85,10 @@ class KeyTiles(Tiles):
         next_tile: a tile that is needed soon. It is prefetched a few lines at a time while this one is read, since many
         prefetches at once stall the core.
         """
+
+    def emit_turn(self, e: Emitter, block: Value, out: Value) -> None:
+        """Write a tile of keys as one of `turned` to `out`: where keys are values, both are read in their own order."""
+        raise NotImplementedError
 
 
 class ValueTiles(Tiles):

@@ -288,8 +288,7 @@ def decode_keys(e: Emitter, spec: Decoding, args: Any, head: Value, block: Value
     spec.keys.emit_decode(e, args.keys + (head * args.key_stride + block * args.key_bytes), out, scratch)
     if not spec.mean_bits:
         return
-    number = head * args.blocks + block
-    _mean(e, spec, args.mean + number * (dim * spec.mean_bits // 8), args.mean_scale + number * 2, scratch)
+    emit_mean(e, spec, args, head, block, scratch)
     with e.loop(0, spec.block_size) as token:
         row = out + token * (4 * dim)
         for first, lanes in pieces(dim):
@@ -297,9 +296,11 @@ def decode_keys(e: Emitter, spec: Decoding, args: Any, head: Value, block: Value
             e.store(e.load(row, kind, 4 * first) + e.load(scratch, kind, 4 * first), row, 4 * first)
 
 
-def _mean(e: Emitter, spec: Decoding, mean: Value, scale: Value, out: Value) -> None:
-    """The mean of a block → out (D,) float32."""
-    factor = e.half_to_float(e.load(scale, I16)) if spec.mean_bits == 8 else None
+def emit_mean(e: Emitter, spec: Decoding, args: Any, head: Value, block: Value, out: Value) -> None:
+    """The mean of a block of a KV head → out (D,) float32. args: as for `decode_keys`."""
+    number = head * args.blocks + block
+    mean = args.mean + number * (spec.head_dim * spec.mean_bits // 8)
+    factor = e.half_to_float(e.load(args.mean_scale + number * 2, I16)) if spec.mean_bits == 8 else None
     for first, lanes in pieces(spec.head_dim):
         if factor is not None:
             value = e.load(mean, vector(I8, lanes), first).sext(I32).to_float() * factor
