@@ -1,4 +1,4 @@
-"""Kimi K2, GLM-4.7-Flash and DeepSeek V3's form: DeepSeek V2 whose experts have sigmoid scores, not chosen by groups."""
+"""Kimi K2, GLM-4.7-Flash and DeepSeek V3's form: DeepSeek V2 whose experts have sigmoid scores and no groups."""
 
 from __future__ import annotations
 
