@@ -97,6 +97,25 @@ class Attention(Mixer):
 
 
 @dataclass(frozen=True)
+class LatentAttention(Attention):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, §2.1): all heads share one key and one value a token.
+
+    The key has `head_dim` channels: a latent vector, which is the value as well, and `rotary_dim` channels that RoPE
+    rotates. A query of `own_dim` channels of its own and `rotary_dim` others is multiplied into the latent space, and a
+    result back out of it, to `value_dim` channels.
+    """
+
+    own_dim: int = 0
+    value_dim: int = 0
+    query_latent: int = 0  # size of a latent vector that queries are made of; 0: of the layer's input
+
+    @property
+    def latent(self) -> int:
+        """Channels of the latent vector: L."""
+        return self.head_dim - self.rotated
+
+
+@dataclass(frozen=True)
 class ShortConv(Mixer):
     """C · conv(B · x) of three projections B, C and x of the input; conv is causal, of each channel alone."""
 

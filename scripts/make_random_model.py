@@ -23,7 +23,16 @@ from polarlm.bench.gpu.shapes import SHAPES
 from polarlm.bench.random_weights import KINDS, RandomMatrix, matrix_types, vector
 from polarlm.engine.weight_formats import get
 from polarlm.model_loaders import families
-from polarlm.model_loaders.config import Attention, Experts, GatedDelta, GatedMLP, ModelConfig, Recurrent, ShortConv
+from polarlm.model_loaders.config import (
+    Attention,
+    Experts,
+    GatedDelta,
+    GatedMLP,
+    LatentAttention,
+    ModelConfig,
+    Recurrent,
+    ShortConv,
+)
 from polarlm.model_loaders.files.tensor_table import TensorSpec
 
 _TOKENS, _TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
@@ -116,6 +125,16 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
             "rope.dimension_count": attention.rotated,
             "attention.layer_norm_rms_epsilon": config.norm_eps,
         }
+    if isinstance(attention, LatentAttention):
+        keys |= {
+            "attention.value_length": attention.latent,
+            "attention.key_length_mla": attention.own_dim + attention.rotated,
+            "attention.value_length_mla": attention.value_dim,
+            "attention.kv_lora_rank": attention.latent,
+            **({"attention.q_lora_rank": attention.query_latent} if attention.query_latent else {}),
+        }
+        if attention.rope is not None and attention.rope.mscale_all_dim:
+            keys["rope.scaling.yarn_log_multiplier"] = 0.1 * attention.rope.mscale_all_dim
     whole = next((mixer for mixer in config.attentions.values() if mixer.window is None), attention)
     if whole.rope is not None:
         keys["rope.freq_base"] = whole.rope.theta
@@ -127,6 +146,9 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
     for ffn in ffns:
         if isinstance(ffn, Experts):
             keys |= {"expert_count": ffn.count, "expert_used_count": ffn.top_k, "expert_feed_forward_length": ffn.size}
+            if ffn.shared is not None:
+                keys["expert_shared_feed_forward_length"] = ffn.shared.size
+                keys["expert_shared_count"] = ffn.shared.size // ffn.size
     for mixer in dict.fromkeys(mixers):
         if isinstance(mixer, ShortConv):
             keys |= {"attention.head_count_kv": heads, "shortconv.l_cache": mixer.width}

@@ -22,7 +22,7 @@ from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV, Span
 from polarlm.model_loaders import load_weights as open_weights
-from polarlm.model_loaders.config import Attention, Mixer, ModelConfig
+from polarlm.model_loaders.config import Attention, LatentAttention, Mixer, ModelConfig
 
 
 def read_model(path: Path) -> tuple[ModelConfig, ModelWeights]:
@@ -64,7 +64,10 @@ def shape_of(mixer: Mixer, k: Codec, v: Codec, mean_bits: int) -> Any:
         return MIXERS[type(mixer)].state_shape(mixer)
     if mixer.shares_kv:
         return SharedShape(mixer.kv_heads, mixer.head_dim, mixer.window)
-    return LayerShape(k, v, mixer.kv_heads, mixer.head_dim, mean_bits, mixer.window, images_whole=mixer.images_whole)
+    values = None if isinstance(mixer, LatentAttention) else v
+    return LayerShape(
+        k, values, mixer.kv_heads, mixer.head_dim, mean_bits, mixer.window, images_whole=mixer.images_whole
+    )
 
 
 def feed(

@@ -20,6 +20,7 @@ from polarlm.engine.loading import calibration
 from polarlm.engine.loading.calibration import LayerStatistics, calibrate, load_or_calibrate, text_ids
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.model.layers.latent_attention import LatentAttentionWeights
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.statistics import smoothing
 from polarlm.engine.weight_formats import Linear
@@ -32,8 +33,15 @@ from tests.model_loaders import vocabularies
 from tests.pairs import mostly_slow
 from tests.quantization.test_statistics import N, assert_close, reference
 
-# Two windows; soft caps; sink scores; K/V that layers share; layers without K/V.
-SOME = ["qwen2_mixed_windows", "gemma2_capped_tied", "gpt_oss_mxfp4", "gemma4_shared_kv", "qwen3_next_shared_keys"]
+# Two windows; soft caps; sink scores; K/V that layers share; layers without K/V; latent attention.
+SOME = [
+    "qwen2_mixed_windows",
+    "gemma2_capped_tied",
+    "gpt_oss_mxfp4",
+    "gemma4_shared_kv",
+    "qwen3_next_shared_keys",
+    "glm4_moe_lite",
+]
 
 
 def read(name: str) -> tuple[ModelConfig, ModelWeights, list[int]]:
@@ -56,13 +64,25 @@ def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list
     return calls
 
 
+def output_of(layer: Any) -> np.ndarray:
+    """The matrix (E, H·D) from results of a layer's attention to what it adds to the residual."""
+    out, w = NumpyOps().rows(layer.mixer.out), layer.mixer
+    if not isinstance(w, LatentAttentionWeights):
+        return out
+    rest = np.zeros((len(out), (w.kv_down.shape[0] - w.values.shape[1]) // 2), np.float32)  # of rotated channels
+    values = np.split(NumpyOps().rows(w.values.parts[0]), w.values.count)
+    parts = zip(np.split(out, w.values.count, axis=1), values, strict=True)
+    halves = [half for of_head, value in parts for half in np.split(of_head @ value, 2, axis=1)]
+    return np.concatenate([part for half in halves for part in (rest, half)], axis=1)
+
+
 @mostly_slow("name", sorted(path.name for path in FIXTURES.iterdir()), SOME)
 def test_statistics_are_those_of_the_models_queries_and_keys(name: str) -> None:
     config, weights, ids = read(name)
     statistics = calibrate(NumpyOps(), config, weights, ids, N)
     attentions = config.kv_attentions
     assert statistics.keys() == attentions.keys()
-    outputs = [NumpyOps().rows(layer.mixer.out) for layer in weights.layers]
+    outputs = [output_of(layer) if number in attentions else None for number, layer in enumerate(weights.layers)]
     calls = dict(zip(config.attentions, captured(config, weights, ids), strict=True))
     for number, attention in attentions.items():
         (q, k, *rule), one, output = calls[number], statistics[number], outputs[number]

@@ -9,6 +9,7 @@ from polarlm.model_loaders.config import (
     Experts,
     GatedDelta,
     GatedMLP,
+    LatentAttention,
     Layer,
     ModelConfig,
     RopeConfig,
@@ -76,7 +77,14 @@ def qwen3_5(layers: int, hidden_size: int, ffn_size: int, heads: int, kv_heads: 
 
 QWEN3_5_0_8B = qwen3_5(24, 1024, 3584, 8, 2, 16)
 
+# The first layer has experts as well, and a vocabulary of 102,400 rows is left out.
+_DEEPSEEK_YARN = RopeConfig(kind="yarn", factor=40.0, original_context=4096, mscale=0.707, mscale_all_dim=0.707)
+_DEEPSEEK_ATTENTION = LatentAttention(16, 1, 576, _DEEPSEEK_YARN, 64, scale=0.1147, own_dim=128, value_dim=128)
+_DEEPSEEK_LAYER = Layer(_DEEPSEEK_ATTENTION, Experts(64, 6, 1408, shared=GatedMLP(2816)))
+DEEPSEEK_V2_LITE = ModelConfig("deepseek_v2", (_DEEPSEEK_LAYER,) * 27, 2048, 32_000, 163_840, 1e-6)
+
 SHAPES = {
+    "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "tinyllama-1.1b": _TINYLLAMA,
     "7b": _7B,
     "llama-8b": LLAMA_8B,

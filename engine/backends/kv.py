@@ -29,6 +29,7 @@ Rope = tuple[Array, Array]  # cos and sin
 class CacheFormat:
     """How one layer stores its K/V, and the error metrics that its encoder minimises.
 
+    codec_v: None if values are keys, which are stored once.
     metric_k, metric_v: with None, every value is rounded to the nearest code.
     mean_bits: bits per channel of the block mean that is subtracted from keys, 8 or 16; 0 leaves keys uncentred.
     high_precision: the format of blocks that have more bits and the same transforms, if the cache has both kinds in one
@@ -36,7 +37,7 @@ class CacheFormat:
     """
 
     codec_k: Codec
-    codec_v: Codec
+    codec_v: Codec | None
     metric_k: Metric | None
     metric_v: Metric | None
     mean_bits: int
@@ -44,6 +45,11 @@ class CacheFormat:
     kv_heads: int
     head_dim: int
     high_precision: CacheFormat | None = None
+
+    @property
+    def sides(self) -> str:
+        """What is stored of a token: "kv" for a key and a value, "k" for a key alone."""
+        return "k" if self.codec_v is None else "kv"
 
 
 class Cache(Protocol):
@@ -98,7 +104,7 @@ class HeadTransform:
     queries and keys as x @ rotation; value_rotation (D, D): to values. scale_back (H,): multiplies the attention result
     of each query head, before the inverse of value_rotation; query heads that read one KV head have the same.
     value_eps: epsilon of an RMS norm of each value, without weights, before its scale. None means no such factor or
-    norm.
+    norm. values_are_keys: there are H + K heads, and values are the keys as they are stored.
     """
 
     kv_heads: int
@@ -107,6 +113,7 @@ class HeadTransform:
     value_rotation: np.ndarray | None = None
     scale_back: np.ndarray | None = None
     value_eps: float | None = None
+    values_are_keys: bool = False
 
 
 class HeadRule(NamedTuple):

@@ -126,6 +126,26 @@ class ExpertCache:
     bytes: int = 0
 
 
+class LatentOps(Protocol):
+    """The ops that only latent attention needs. Rows (T·H, n) are those of T tokens, of each its heads. L: channels of
+    a latent vector; R: those that RoPE rotates, both even."""
+
+    def multiply_heads(self, x: Array, w: ExpertLinear) -> Array:
+        """The product of each row x (T·H, in) with the matrix of its head → (T·H, out). w has a matrix of each head. x
+        may be a slice of columns of a wider array."""
+
+    def join_latents(self, absorbed: Array, rotated: Array, kv: Array) -> Array:
+        """absorbed (T·H, L) and rotated (T·H, R), the two parts of queries, and kv (T, L + R), a latent vector and the
+        rotated channels of a key → (T, H + 1, L + R): queries and the key.
+
+        RoPE turns channel j with channel j + (L + R)/2: each half of a head has half of the rotated channels, then half
+        of the others. rotated may be a slice of columns of a wider array.
+        """
+
+    def take_latents(self, x: Array, latent: int) -> Array:
+        """The L channels that are not rotated of heads x (T, H, L + R), in order → (T·H, L)."""
+
+
 class EncoderOps(Protocol):
     """The ops that only encoders need, in which every token of a text sees all others of it."""
 
@@ -176,6 +196,10 @@ class MachineOps(Protocol):
     @property
     def host(self) -> Ops | None:
         """The ops of a GPU's host, for experts in the computer's memory; None if it has none, and on a CPU."""
+
+    @property
+    def latent_ops(self) -> LatentOps | None:
+        """The ops of latent attention; None if the backend has none."""
 
     @property
     def encoder_ops(self) -> EncoderOps | None:
@@ -338,7 +362,8 @@ class ComputeOps(Protocol):
         """The transforms of a model's layers on the device. A rotation array that several share is uploaded once."""
 
     def transform_heads(self, qkv: Array, rope: Rope, rule: HeadRule) -> tuple[Array, Array, Array]:
-        """QK-norm, RoPE, scale and rotation: qkv (T, H + 2K, D), may be overwritten → q (T, H, D), k, v (T, K, D).
+        """QK-norm, RoPE, scale and rotation: qkv (T, H + 2K, D), may be overwritten → q (T, H, D), k, v (T, K, D). Of
+        (T, H + K, D) where values are keys.
 
         rope: cos, sin (T, D/2); channel j pairs with channel j + D/2.
         CUDA: transform_heads, and rotate_dense for rotations that are not signed Hadamard matrices.

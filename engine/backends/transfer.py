@@ -42,11 +42,13 @@ def fields(format: CacheFormat) -> dict[str, dict[str, Field]]:
     """The fields of one quantized block of one KV head: of keys ("k"), values ("v") and means ("mean")."""
     n, d = format.block_size, format.head_dim
     means = {name: Field(*spec) for name, spec in mean_fields(format.mean_bits, d).items()} if format.mean_bits else {}
-    return {"k": format.codec_k.fields(n, d), "v": format.codec_v.fields(n, d), "mean": means}
+    v = {} if format.codec_v is None else format.codec_v.fields(n, d)
+    return {"k": format.codec_k.fields(n, d), "v": v, "mean": means}
 
 
-def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | None:
-    """The tiles of keys and of values; None if no compiled kernel reads them. Raises ValueError without llvmlite."""
+def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | tuple[KeyTiles] | None:
+    """The tiles of keys and, if they are stored, of values; None if no compiled kernel reads them. Raises ValueError
+    without llvmlite."""
     try:
         from polarlm.engine.backends.native import codecs
     except ImportError as error:
@@ -58,6 +60,8 @@ def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | None:
 def layouts(format: CacheFormat) -> tuple[Layout, Layout]:
     """The record layouts of keys and of values. Raises ValueError if no CUDA kernel reads them."""
     n, d = format.block_size, format.head_dim
+    if format.codec_v is None:
+        raise ValueError("Latent attention has no GPU kernels: run this model with device=cpu.")
     return records.layout(format.codec_k, False, n, d, format.mean_bits), records.layout(format.codec_v, True, n, d)
 
 
@@ -72,7 +76,7 @@ def block_arrays(format: CacheFormat, stored_as: str) -> dict[str, Field]:
         raise ValueError(f"blocks as {stored_as} belong to another version")
     sides = fields(format)
     if stored_as == TILES and (both := tiles(format)) is not None:
-        sides |= {side: {"tiles": Field((own.nbytes,), _BYTES)} for side, own in zip("kv", both, strict=True)}
+        sides |= {side: {"tiles": Field((own.nbytes,), _BYTES)} for side, own in zip(format.sides, both, strict=True)}
     return {f"{side}.{name}": field for side, fields in sides.items() for name, field in fields.items()}
 
 
@@ -95,7 +99,7 @@ def converted(format: CacheFormat, blocks: int, arrays: Arrays, stored_as: str) 
         keys, values = layouts(format)
         return {"keys": keys.pack(sides["k"], sides["mean"]), "values": values.pack(sides["v"])}
     if stored_as == TILES and (both := tiles(format)) is not None:
-        sides |= {side: {"tiles": own.pack(sides[side])} for side, own in zip("kv", both, strict=True)}
+        sides |= {side: {"tiles": own.pack(sides[side])} for side, own in zip(format.sides, both, strict=True)}
     return {f"{side}.{name}": array for side, arrays in sides.items() for name, array in arrays.items()}
 
 
@@ -110,7 +114,7 @@ def _to_fields(format: CacheFormat, arrays: Arrays) -> dict[str, dict[str, np.nd
         for side in ("k", "v", "mean")
     }
     if "k.tiles" in arrays and (both := tiles(format)) is not None:
-        sides |= {side: own.unpack(arrays[f"{side}.tiles"]) for side, own in zip("kv", both, strict=True)}
+        sides |= {side: own.unpack(arrays[f"{side}.tiles"]) for side, own in zip(format.sides, both, strict=True)}
     return sides
 
 

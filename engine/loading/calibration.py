@@ -18,6 +18,7 @@ from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import scale, variances
 from polarlm.engine.model.layers.kinds import MIXERS
+from polarlm.engine.model.layers.latent_attention import LatentAttentionWeights, latent_output
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, output_second
 from polarlm.engine.sampling.sample import NOT_FINITE
@@ -25,7 +26,7 @@ from polarlm.engine.state.layer_shapes import LayerShape, SharedShape
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
-from polarlm.model_loaders.config import Attention, ModelConfig
+from polarlm.model_loaders.config import Attention, LatentAttention, ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 TOKENS = 512  # four times as many give the same quality
@@ -113,7 +114,7 @@ def calibrate(
                 raise EngineError(NOT_FINITE, "model_damaged")
             mixer, keys = config.attentions[layer], np.ascontiguousarray(keys.swapaxes(0, 1))
             output = _output(ops, weights, layer)
-            sink_scores = weights.layers[layer].mixer.sink_scores
+            sink_scores = getattr(weights.layers[layer].mixer, "sink_scores", None)
             layer_statistics = measure(
                 queries,
                 keys,
@@ -133,9 +134,10 @@ def calibrate(
 
 
 def _output(ops: Ops, weights: ModelWeights, layer: int) -> np.ndarray:
-    """Return the output projection of a layer with attention, (E, H·D) float32."""
-    rows: np.ndarray = ops.layer_ops(layer).rows(weights.layers[layer].mixer.out)
-    return rows
+    """Return the output projection of a layer with attention, (E, H·D) float32, or one whose results are as long."""
+    mixer = weights.layers[layer].mixer
+    rows: np.ndarray = ops.layer_ops(layer).rows(mixer.out)
+    return latent_output(ops.layer_ops(layer), mixer, rows) if isinstance(mixer, LatentAttentionWeights) else rows
 
 
 def _check_finite(model: Transformer, ids: Sequence[int]) -> None:
@@ -185,7 +187,13 @@ def full_precision_shape(config: ModelConfig, block_size: int) -> CacheShape:
     layers = (
         SharedShape(one.mixer.kv_heads, one.mixer.head_dim, one.mixer.window)
         if isinstance(one.mixer, Attention) and one.mixer.shares_kv
-        else LayerShape(full, full, one.mixer.kv_heads, one.mixer.head_dim, window=one.mixer.window)
+        else LayerShape(
+            full,
+            None if isinstance(one.mixer, LatentAttention) else full,
+            one.mixer.kv_heads,
+            one.mixer.head_dim,
+            window=one.mixer.window,
+        )
         if isinstance(one.mixer, Attention)
         else MIXERS[type(one.mixer)].state_shape(one.mixer)
         for one in config.layers

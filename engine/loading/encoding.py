@@ -37,7 +37,7 @@ def layer_scale(
 ) -> Scale:
     """Return the scale of a layer with keys and values of this size. is_centred: whether blocks of keys are stored
     without their mean; then they are smoothed, if there are statistics."""
-    is_smooth = is_centred and encoding.smoothing
+    is_smooth = is_centred and encoding.smoothing and size.varies
     return scale(size, smoothing(statistics) if statistics is not None and is_smooth else None)
 
 
@@ -46,13 +46,18 @@ def encode_layer(
 ) -> list[tuple[Conditioning, Metrics]]:
     """Return how layers of one shape encode keys and values. scales, statistics: of each, or no statistics. All metrics
     are computed together: they take hundreds of small steps, however many layers there are."""
-    rotations = layer.codec_k.rotation(layer.head_dim), layer.codec_v.rotation(layer.head_dim)
-    conditioning = [Conditioning(*rotations, one) for one in scales]
+    conditioning = [Conditioning(*rotations_of(layer), one) for one in scales]
     if not statistics:
         return [(one, (None, None)) for one in conditioning]
     metrics = _metrics(encoding, layer, conditioning, statistics)
     sides = [[None] * len(scales) if metric is None else split_layers(metric, len(scales)) for metric in metrics]
     return [(one, (k, v)) for one, k, v in zip(conditioning, *sides, strict=True)]
+
+
+def rotations_of(layer: LayerShape) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return the rotations of a layer's keys and of its values."""
+    both = [codec.rotation(layer.head_dim) for codec in layer.codecs]
+    return both[0], both[-1]
 
 
 def encode_layers(
@@ -89,7 +94,7 @@ def _metrics(
         k = key_metric(
             all_heads("query_second"), all_heads("query_mean"), scales, conditioning[0].key_rotation, rounding
         )
-    if layer.codec_v.takes_metric and (rounding := layer.codec_v.rounding) is not None:
+    if layer.codec_v is not None and layer.codec_v.takes_metric and (rounding := layer.codec_v.rounding) is not None:
         tokens = np.stack([one.token_correlation for one in statistics]) if encoding.token_feedback else None
         v = value_metric(all_heads("output_second"), conditioning[0].value_rotation, rounding, tokens)
     if k is not None and not encoding.tilt:

@@ -11,7 +11,14 @@ import numpy as np
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import kept_arrays
 from polarlm.engine.loading.calibration import TOKENS, Progress, can_calibrate, load_or_calibrate, text_ids
-from polarlm.engine.loading.encoding import NO_ENCODING, Encoding, LayerEncodings, encode_layers, layer_scale
+from polarlm.engine.loading.encoding import (
+    NO_ENCODING,
+    Encoding,
+    LayerEncodings,
+    encode_layers,
+    layer_scale,
+    rotations_of,
+)
 from polarlm.engine.loading.encoding_file import ModelEncoding
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights
@@ -47,7 +54,7 @@ def load_or_fit(
     # A calibration on too short a text says so at every start.
     is_kept = can_calibrate(ids, shape.block_size)
     origin = fingerprint(ops, config, weights) if given is None else given.digest
-    layers = [(number, one.codec_k.name, one.codec_v.name, one.mean_bits) for number, one in shape.kv_layers.items()]
+    layers = [(number, *(codec.name for codec in one.codecs), one.mean_bits) for number, one in shape.kv_layers.items()]
     key = kept_arrays.digest_key(_FORMAT, encoding, shape.block_size, layers, ids, origin)
     if is_kept and (arrays := kept_arrays.read(_KIND, key)) is not None:
         return _unpack(shape, arrays)
@@ -106,7 +113,7 @@ def _unpack(shape: CacheShape, arrays: Mapping[str, np.ndarray]) -> LayerEncodin
 
     layers = [NO_ENCODING] * len(shape.layers)
     for layer, one in shape.kv_layers.items():
-        rotations = one.codec_k.rotation(one.head_dim), one.codec_v.rotation(one.head_dim)
+        rotations = rotations_of(one)
         scales = Scale(arrays[f"{layer} k scale"], arrays[f"{layer} v scale"])
         layers[layer] = Conditioning(*rotations, scales), (metric(layer, "k"), metric(layer, "v"))
     conditioning, metrics = zip(*layers, strict=True)

@@ -24,7 +24,7 @@ from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders import families
-from polarlm.model_loaders.config import Attention, ModelConfig, Recurrent
+from polarlm.model_loaders.config import Attention, LatentAttention, ModelConfig, Recurrent
 from polarlm.model_loaders.files.tensors import READABLE
 
 
@@ -70,7 +70,8 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         # Full precision gains nothing from centring.
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
         sizes = mixer.kv_heads, mixer.head_dim, means, mixer.window
-        layers.append(LayerShape(codec_k, codec_v, *sizes, images_whole=mixer.images_whole))
+        stored_v = None if isinstance(mixer, LatentAttention) else codec_v  # a latent vector is key and value
+        layers.append(LayerShape(codec_k, stored_v, *sizes, images_whole=mixer.images_whole))
     if (preset := cache_types.preset(config)) is not None:
         layers = _apply_preset(preset, layers)
     shape = _set_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
@@ -94,8 +95,9 @@ def _apply_preset(preset: Preset, layers: Sequence[StateShape]) -> list[StateSha
         if not isinstance(layer, LayerShape):
             return layer
         if layer.group == mixed:
-            return replace(layer, high_precision=preset.high_precision_kind)
-        return replace(layer, codec_k=k, codec_v=v)
+            kind = preset.high_precision_kind
+            return replace(layer, high_precision=kind._replace(codec_v=layer.codec_v and kind.codec_v))
+        return replace(layer, codec_k=k, codec_v=layer.codec_v and v)
 
     return [*map(layer_shape, layers)]
 
@@ -113,9 +115,7 @@ def _set_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:
 
 def is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:
     """Return whether the KV store is fitted to the model on the calibration text."""
-    quantized = any(
-        codecs.is_quantized(codec) for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)
-    )
+    quantized = any(codecs.is_quantized(codec) for layer in shape.kv_layers.values() for codec in layer.codecs)
     return config.calibration and config.key_conditioning and quantized
 
 

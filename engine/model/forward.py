@@ -45,7 +45,7 @@ from polarlm.engine.state.layer_state import TableVersion
 from polarlm.engine.state.positions import positions, rope_positions
 from polarlm.engine.state.store import KVStore, Span
 from polarlm.engine.weight_formats import Linear, Matrix
-from polarlm.model_loaders.config import Attention, ModelConfig
+from polarlm.model_loaders.config import Attention, LatentAttention, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,7 @@ class Transformer:
             stored.value_rotation,
             stored.scales_back(attention.heads),
             self.config.norm_eps if attention.v_norm else None,
+            isinstance(attention, LatentAttention),
         )
 
     # -- prefill ------------------------------------------------------------------------------------------------

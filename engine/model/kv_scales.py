@@ -18,7 +18,9 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.model.layers import latent_attention
 from polarlm.engine.model.layers.attention import AttentionWeights
+from polarlm.engine.model.layers.latent_attention import LatentAttentionWeights
 from polarlm.engine.model.rope import pair_frequencies
 from polarlm.engine.quantization.conditioning import Scale
 from polarlm.model_loaders.config import Attention, ModelConfig
@@ -27,10 +29,12 @@ _MOST_OCTAVES = 64  # so that a scale, its inverse, and their products with plau
 
 
 class Variances(NamedTuple):
-    """Expected squares of a layer's keys and values, (K, D) float64."""
+    """Expected squares of a layer's keys and values, (K, D) float64. varies: whether channels may have scales of their
+    own; not if values are keys."""
 
     keys: np.ndarray
     values: np.ndarray
+    varies: bool = True
 
 
 def variances(
@@ -53,7 +57,7 @@ def variances(
 def _normed_inputs(ops: Ops, weights: ModelWeights) -> Iterator[np.ndarray]:
     """Yield the mean squares (E,) float64 of each layer's normed input; (0,) for a layer that is not attention."""
     for number, layer in enumerate(weights.layers):
-        norm = layer.mixer.norm if isinstance(layer.mixer, AttentionWeights) else None
+        norm = layer.mixer.norm if isinstance(layer.mixer, AttentionWeights | LatentAttentionWeights) else None
         yield np.empty(0) if norm is None else np.square(ops.layer_ops(number).to_host(norm), dtype=np.float64)
 
 
@@ -73,8 +77,15 @@ def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Itera
 
 
 def _variances(
-    ops: Ops, attention: Attention, w: AttentionWeights, inputs: np.ndarray, block_size: int | None
+    ops: Ops,
+    attention: Attention,
+    w: AttentionWeights | LatentAttentionWeights,
+    inputs: np.ndarray,
+    block_size: int | None,
 ) -> Variances:
+    if isinstance(w, LatentAttentionWeights):
+        keys = latent_attention.variances(ops, w, inputs)
+        return Variances(keys, keys, varies=False)
     shape = 2, attention.kv_heads, attention.head_dim
     rows = slice(attention.heads * attention.head_dim, None)
     heads = ops.rows(w.qkv, rows).reshape(-1, attention.head_dim, len(inputs))
@@ -105,7 +116,7 @@ def _varying_share(attention: Attention, block_size: int | None) -> np.ndarray:
 
 def scale(variances: Variances, smoothing: np.ndarray | None = None) -> Scale:
     """Return the scale that brings keys, smoothed by `smoothing` (K, D), and values to an rms near 1."""
-    keys, values = variances
+    keys, values, _ = variances
     s = np.ones(keys.shape, np.float32) if smoothing is None else smoothing
     return Scale(s * _power_of_two(keys / np.square(s, dtype=np.float64))[:, None], _power_of_two(values))
 

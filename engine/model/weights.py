@@ -185,6 +185,12 @@ class TensorReader:
                 self._progress(_file_bytes(self._source, name))
         return ExpertLinear(count, parts, self.vector(biases).reshape(count, -1) if biases else None)
 
+    def heads(self, weights: Sequence[str]) -> ExpertLinear:
+        """Load a matrix of each head."""
+        parts = self._ops.load_experts([[one] for one in self._matrices(weights)], self._kept)
+        self._count(parts)
+        return ExpertLinear(len(weights), parts)
+
     def _count(self, matrices: Sequence[Matrix], share: float = 1.0) -> None:
         """share: the part of the matrices that is in memory at a time."""
         counts = ((matrix.format, round(share * math.prod(matrix.shape))) for matrix in matrices)
@@ -401,6 +407,10 @@ class LayerReader:
     def experts(self, slot: str) -> ExpertLinear:
         experts = self.expert_reader.experts(self.count, self._names(slot), self._names(f"{slot}_bias"))
         return replace(experts, on_host=self.expert_reader is not self.read)
+
+    def heads(self, slot: str) -> ExpertLinear:
+        """The matrix of each head."""
+        return self.read.heads(self._names(slot))
 
     def _names(self, slot: str) -> list[str]:
         return [spec.name for spec in self.slots.get(slot, ())]

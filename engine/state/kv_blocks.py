@@ -57,7 +57,7 @@ class KVBlocks(TableGroup):
         reservation = self.grow(table, start, count)
         try:
             format = self._shape.format(self.layers[0])
-            key = format.kv_heads, format.head_dim, self.layers if self._is_shared else ()
+            key = format.kv_heads, format.head_dim, format.sides, self.layers if self._is_shared else ()
             if key not in buffers.by_shape:
                 buffer = self._ops.buffer(format, buffers.rows, as_slots=as_steps, layers=buffers.layers)
                 buffers.by_shape[key] = buffer
@@ -168,12 +168,12 @@ class KVBlocks(TableGroup):
         return {
             (layer, side): x
             for layer, cache in self._caches.items()
-            for side, x in zip("kv", self._ops.read_full(cache, slot, tokens), strict=True)
+            for side, x in zip(cache.format.sides, self._ops.read_full(cache, slot, tokens), strict=False)
         }
 
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         for layer, cache in self._caches.items():
-            self._ops.write_full(cache, slot, arrays[layer, "k"], arrays[layer, "v"])
+            self._ops.write_full(cache, slot, arrays[layer, "k"], arrays[layer, cache.format.sides[-1]])
 
     def bytes(self, table: BlockTable) -> int:
         quantized, full = table.counts

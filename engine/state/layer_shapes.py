@@ -107,16 +107,16 @@ class HighPrecisionKind(NamedTuple):
     (docs/quality.md, "Deeper in a text")."""
 
     codec_k: Codec
-    codec_v: Codec
+    codec_v: Codec | None
     newest: int = 3
 
 
 @dataclass(frozen=True)
 class LayerShape(StateShape):
-    """How one layer stores its K/V."""
+    """How one layer stores its K/V. codec_v: None if values are keys."""
 
     codec_k: Codec
-    codec_v: Codec
+    codec_v: Codec | None
     kv_heads: int  # K
     head_dim: int  # D
     mean_bits: int = 0  # bits per channel of the block mean that is subtracted from keys: 8, 16, or 0 for none
@@ -128,7 +128,12 @@ class LayerShape(StateShape):
     def types(self) -> str:
         """The types of keys and of values, one name if they are equal; with two kinds of blocks, of low-precision
         ones."""
-        return "/".join(dict.fromkeys((self.codec_k.name, self.codec_v.name)))
+        return "/".join(dict.fromkeys(codec.name for codec in self.codecs))
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """Of keys and, if they are stored, of values."""
+        return (self.codec_k,) if self.codec_v is None else (self.codec_k, self.codec_v)
 
     @property
     def high_precision_shape(self) -> LayerShape:
@@ -162,7 +167,8 @@ class LayerShape(StateShape):
         return [ArraySpec(name, (self.kv_heads, *field.shape), field.dtype) for name, field in arrays.items()]
 
     def full_arrays(self, tokens: int) -> list[ArraySpec]:
-        return [ArraySpec(side, (self.kv_heads, tokens, self.head_dim), np.dtype(np.float16)) for side in "kv"]
+        shape, half = (self.kv_heads, tokens, self.head_dim), np.dtype(np.float16)
+        return [ArraySpec(side, shape, half) for side in ("k" if self.codec_v is None else "kv")]
 
     def format(self, block_size: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
         """Return the format of this layer's cache, for the ops."""
@@ -173,7 +179,7 @@ class LayerShape(StateShape):
             codec_k=self.codec_k,
             codec_v=self.codec_v,
             metric_k=metric_k if self.codec_k.takes_metric else None,
-            metric_v=metric_v if self.codec_v.takes_metric else None,
+            metric_v=metric_v if self.codec_v is not None and self.codec_v.takes_metric else None,
             mean_bits=self.mean_bits,
             block_size=block_size,
             kv_heads=self.kv_heads,
@@ -187,8 +193,8 @@ class LayerShape(StateShape):
 
     @property
     def values(self) -> int:
-        """A key and a value for every KV head."""
-        return 2 * self.kv_heads * self.head_dim
+        """A key and a value for every KV head, or a key alone."""
+        return len(self.codecs) * self.kv_heads * self.head_dim
 
     def quantized_bytes(self, block_size: int) -> int:
         return transfer.nbytes(self.format(block_size), transfer.FIELDS)

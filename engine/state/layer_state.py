@@ -23,7 +23,7 @@ class Buffers:
     rows: int
     layers: int = 1
     first: int = 0
-    by_shape: dict[tuple[int, int, tuple[int, ...]], Buffer] = field(default_factory=dict)
+    by_shape: dict[tuple[int, int, str, tuple[int, ...]], Buffer] = field(default_factory=dict)
 
 
 BlockArrays = Mapping[tuple[int, str], np.ndarray]  # by layer and name

@@ -168,7 +168,7 @@ def f16_tokens(plan: StorePlan) -> int:
     """Return how many tokens, up to the plan's, an f16 cache would hold in the memory of `plan`."""
     half = get(FULL)
     layers = (
-        replace(layer, codec_k=half, codec_v=half, mean_bits=0, high_precision=None)
+        replace(layer, codec_k=half, codec_v=layer.codec_v and half, mean_bits=0, high_precision=None)
         if isinstance(layer, LayerShape)
         else layer
         for layer in plan.shape.layers

@@ -43,7 +43,7 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
         "name": name,
         "model": fingerprint(model.ops, model.config, model.weights),
         "block_size": str(shape.block_size),
-        "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.kv_layers.values())
+        "cache_types": " ".join("/".join(one.name for one in layer.codecs) for layer in shape.kv_layers.values())
         + "".join(f" state:{name}" for name in _state_types(shape.layers) if name != _UNNAMED_STATE)
         + (f" by-age:{shape.kinds[0]}" if shape.has_two_kinds else ""),
         "conditioning": digest.hexdigest(),

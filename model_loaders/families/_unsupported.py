@@ -21,7 +21,7 @@ _ENCODER = (
 _WORDS = {  # in a model type or a GGUF architecture, without "_" and "-"; the first match counts
     _IMAGES: ("vl", "vision", "llava", "mllama", "paligemma", "idefics", "gemma3n", "phi4mm", "smolvlm"),
     _PROJECTOR: ("clip",),
-    _EXPERTS: ("moe", "mixtral", "deepseek2", "deepseekv2", "deepseekv3", "dbrx", "llama4", "grok", "arctic"),
+    _EXPERTS: ("moe", "mixtral", "deepseek", "dbrx", "llama4", "grok", "arctic"),
     _HYBRID: ("mamba", "jamba", "rwkv", "falconh1", "bamba", "zamba", "nemotronh", "hybrid", "recurrent"),
     _ENCODER: ("t5", "bart", "whisper", "pegasus", "marian", "bert", "encoder", "electra", "deberta"),
 }

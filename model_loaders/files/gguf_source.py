@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from polarlm.model_loaders.config import Attention, ModelConfig
+from polarlm.model_loaders.config import Attention, LatentAttention, ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
 from polarlm.model_loaders.families._gguf import LOG_MULTIPLIER
@@ -41,6 +41,7 @@ _ROPE_KEYS = {
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
+_STACKED = ("_exps", "attn_k_b", "attn_v_b")
 _MISTRAL = {
     "sliding_window": "attention.sliding_window",
     "num_local_experts": "expert_count",
@@ -202,6 +203,8 @@ def _check_head_channels(gguf: GgufFile, arch: str, attention: Attention) -> Non
         ("attention.value_length", "values", attention.head_dim),
         ("rope.dimension_count", "RoPE", attention.rotated),
     ):
+        if key == "attention.value_length" and isinstance(attention, LatentAttention):
+            continue  # its configuration is made of it
         channels = gguf.metadata.get(f"{arch}.{key}", expected)
         if channels != expected:
             raise LoadError(
@@ -239,6 +242,8 @@ def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
         spec.gguf: spec.row_parts.source if spec.row_parts is not None and spec_counts[spec.gguf] > 1 else spec.name
         for spec in specs
     }
+    parts = (spec.row_parts for spec in specs if spec.row_parts is not None)
+    names |= {part.gguf: part.source for part in parts if part.gguf}
     file_tensors = {}
     for label, entry in gguf.tensors.items():
         weight = gguf.tensors.get(f"{label.rpartition('.')[0]}.weight")
@@ -253,8 +258,9 @@ def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def _expert_tensors(whole: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """The name and the tensor of each expert in a tensor of all experts; a tensor that is none, under its own name."""
-    if not whole.label.rpartition(".")[0].endswith("_exps") or len(whole.shape) < 2:
+    """The name and the tensor of each expert in a tensor of all experts, or of each head in one of all heads; a tensor
+    that is none, under its own name."""
+    if not whole.label.rpartition(".")[0].endswith(_STACKED) or len(whole.shape) < 2:
         yield whole.label, whole
         return
     count, *shape = whole.shape

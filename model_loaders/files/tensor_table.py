@@ -16,6 +16,7 @@ from polarlm.model_loaders.config import (
     Ffn,
     GatedDelta,
     GatedMLP,
+    LatentAttention,
     Mamba2,
     Mixer,
     ModelConfig,
@@ -28,6 +29,7 @@ from polarlm.model_loaders.config import (
 # llama.cpp's. Names in the slots of `_WHOLE_NAMES` are complete.
 Names = Mapping[str, tuple[tuple[str, str], ...]]
 _OF_EXPERTS = ("experts_gate_up", "experts_down")
+_OF_HEADS = ("latent_keys", "latent_values")  # a matrix of each head
 _WHOLE_NAMES = (
     *("sink_scores", "choice_bias", "expert_factors", "router_norm", "layer_scale"),
     *("delta_decay", "delta_dt_bias", "mamba_decay", "mamba_dt_bias", "mamba_skip"),
@@ -47,6 +49,7 @@ class RowParts:
     source: str  # the name of the other tensor
     sizes: tuple[int, ...]
     parts: tuple[int, ...]
+    gguf: str = ""  # llama.cpp's name of the other tensor, if a file may have it instead
 
     def rows(self, count: int) -> np.ndarray:
         """The numbers of the rows to take of a tensor that has `count`, int64."""
@@ -64,7 +67,7 @@ class TensorSpec:
     factor: a number that all files leave to be multiplied with the values. flat: files have the values in an array of
     more dimensions, the last ones of which are read as one. copy_of: the name of the tensor that stands for this
     one, which files lack; empty if they have it. negated_exp: Hugging Face's files have x of the value −exp(x).
-    row_parts: how to make this tensor of a file that lacks it.
+    row_parts: how to make this tensor of a file that lacks it. turned: these rows are its columns.
     """
 
     name: str  # Hugging Face's
@@ -78,6 +81,7 @@ class TensorSpec:
     flat: bool = False
     negated_exp: bool = False
     row_parts: RowParts | None = None
+    turned: bool = False
 
     def as_parts(self, sizes: tuple[int, ...], *parts: int, source: str = "") -> TensorSpec:
         """The spec of a tensor that consists of parts of another; see `RowParts`. source: the other one's name, if that
@@ -94,6 +98,11 @@ class TensorSpec:
         attention = self.attention
         if attention is None or not (interleaved or attention.rotary_dim):
             return None
+        if isinstance(attention, LatentAttention):  # channels that are rotated follow the others, and stay together
+            rows = np.arange(self.shape[0]).reshape(self.rotated_heads, -1)
+            rotated = rows[:, -attention.rotated :]
+            rotated[...] = rotated[:, head_order(attention.rotated, attention.rotated, interleaved)]
+            return rows.ravel()
         head = head_order(attention.head_dim, attention.rotated, interleaved)
         order = np.arange(self.shape[0])
         rotary_rows = self.rotated_heads * attention.head_dim
@@ -127,8 +136,10 @@ class TensorTable:
     pooling are dense_0, dense_1, …; a head that scores pairs of texts has score_dense and score.
 
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
-    attention_post_norm; or, if it is a short convolution, conv_norm, conv_in (B, C, x), conv, conv_out, conv_post_norm;
-    or, if it is a gated delta rule, delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay,
+    attention_post_norm; or, if it is latent attention, attention_norm, q_down and q_latent_norm if queries are made of
+    a latent vector, q_up, kv_down, kv_norm, latent_keys and latent_values (of each head), out; or, if it is a short
+    convolution, conv_norm, conv_in (B, C, x), conv, conv_out, conv_post_norm; or, if it is a gated delta rule,
+    delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay,
     delta_dt_bias, delta_out_norm, delta_out; or, if it is Mamba 2, mamba_norm, mamba_in (z, x, B, C, dt), mamba_conv,
     mamba_decay, mamba_dt_bias, mamba_skip, mamba_out_norm, mamba_out. With a network it has ffn_norm, gate_up (up alone
     if there is no gate), down, ffn_post_norm. A mixture of experts has, instead of gate_up and down, router,
@@ -214,6 +225,8 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
         if slot not in shapes:
             continue
         expert_numbers = range(ffn.count) if isinstance(ffn, Experts) and slot in _OF_EXPERTS else (None,)
+        if isinstance(mixer, LatentAttention) and slot in _OF_HEADS:
+            expert_numbers = range(mixer.heads)
         kinds = ("",) if slot in _WHOLE_NAMES else (".weight", ".bias") if slot in biased else (".weight",)
         parts = shapes[slot]
         if len(tensors) == 1 and len(parts) > 1:  # a fused tensor
@@ -291,7 +304,7 @@ def _mixer_shapes(e: int, mixer: Mixer) -> tuple[_Shapes, set[str]]:
             "mamba_out": _one(e, inner),
         }, {"mamba_conv"} if mixer.conv_bias else set()
     assert isinstance(mixer, Attention)
-    return _attention_shapes(e, mixer)
+    return _latent_shapes(e, mixer) if isinstance(mixer, LatentAttention) else _attention_shapes(e, mixer)
 
 
 def _channels(mixer: Mixer) -> int:
@@ -319,6 +332,23 @@ def _attention_shapes(e: int, mixer: Attention) -> tuple[_Shapes, set[str]]:
         shapes["sink_scores"] = _one(h)
     biased = {slot for slot, has_bias in (("qkv", mixer.qkv_bias), ("out", mixer.out_bias)) if has_bias}
     return shapes, biased
+
+
+def _latent_shapes(e: int, mixer: LatentAttention) -> tuple[_Shapes, set[str]]:
+    h, inputs = mixer.heads, mixer.query_latent or e
+    shapes: _Shapes = {
+        "q_up": [((h * (mixer.own_dim + mixer.rotated), inputs), h)],
+        "kv_down": [((mixer.head_dim, e), 1)],
+        "kv_norm": _one(mixer.latent),
+        "latent_keys": _one(mixer.latent, mixer.own_dim),
+        "latent_values": _one(mixer.value_dim, mixer.latent),
+        "out": _one(e, h * mixer.value_dim),
+        **dict.fromkeys(("attention_norm", "attention_post_norm"), _one(e)),
+    }
+    if mixer.query_latent:
+        shapes |= {"q_down": _one(inputs, e), "q_latent_norm": _one(inputs)}
+    biased = {"q_down", "kv_down"} & shapes.keys() if mixer.qkv_bias else set()
+    return shapes, biased | ({"out"} if mixer.out_bias else set())
 
 
 def _ffn_shapes(e: int, ffn: Ffn) -> tuple[_Shapes, set[str]]:

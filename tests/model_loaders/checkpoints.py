@@ -48,8 +48,8 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
     """The name that ggml gives a tensor of this architecture; qwen3's name if the loader does not know it."""
     architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     official = gguf.get_tensor_name_map(architectures[arch if arch in families.gguf_layouts() else "qwen3"], 8)
-    expert = re.search(r"\.experts\.(\d+)", name)
-    whole = name if expert is None else name.replace(expert[0], ".experts")
+    expert = re.search(r"\.experts\.(\d+)|[kv]_b_proj\.(\d+)", name)
+    whole = name if expert is None else name.replace(expert[0], expert[0].rpartition(".")[0])
     spelt = re.sub(r"feed_forward\.experts\.w([123])", lambda one: f"mlp.experts.{_LFM2[one[1]]}_proj", whole)
     spelt = re.sub(r"block_sparse_moe(\.experts\.[gud])", r"mlp\1", spelt)
     spelt = re.sub("expert_bias$", "expert_bias.bias", spelt)
@@ -61,7 +61,7 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
         return f"{label}.scale"
     label = official.get_name(spelt, try_suffixes=(".weight", ".bias"))
     assert label is not None, name
-    return label if expert is None else f"{label}[{expert[1]}]"
+    return label if expert is None else f"{label}[{expert[1] or expert[2]}]"
 
 
 def joined_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -84,18 +84,14 @@ def interleaved(tensor: np.ndarray, heads: int) -> np.ndarray:
 
 def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -> gguf.GGUFWriter:
     """A writer with the metadata of `config`, without the scaling of RoPE; `changes` are further keys, with `__` for
-    the dots."""
+    the dots, and None for keys to leave out."""
     writer = gguf.GGUFWriter(path, arch)
     values = {key: value for key, value in metadata(config).items() if not key.startswith("rope.scaling")}
     values |= {key.replace("__", "."): value for key, value in changes.items()}
+    values = {key: value for key, value in values.items() if value is not None}
     for ffn in (layer.ffn for layer in config.layers if isinstance(layer.ffn, Experts)):
         values |= {"expert_weights_scale": ffn.scale, "expert_weights_norm": ffn.renormalize}
         values |= {"moe_latent_size": ffn.latent} if ffn.latent else {}
-        if ffn.shared is not None:
-            values |= {
-                "expert_shared_feed_forward_length": ffn.shared.size,
-                "expert_shared_count": ffn.shared.size // ffn.size,
-            }
     for key, value in values.items():
         add_value(writer, key if key.startswith("split.") else f"{arch}.{key}", value)
     return writer

@@ -272,7 +272,7 @@ def test_phi3_longrope() -> None:
 
 
 REFUSED: list[tuple[dict[str, object], str]] = [
-    ({"model_type": "deepseek_v2"}, "deepseek_v2.*mixture of experts.*use another family or a dense model"),
+    ({"model_type": "deepseek_v4"}, "deepseek_v4.*mixture of experts.*use another family or a dense model"),
     ({"model_type": "novel", "num_local_experts": 8}, f"mixture of experts.*supported are {families()[0]}"),
     ({"model_type": "mamba2"}, "recurrent layers.*attention in all layers"),
     ({"model_type": "internvl_chat"}, "images.*a text-only model"),
@@ -362,8 +362,9 @@ def test_any_values_make_a_configuration_or_one_clear_error(family: str, changes
 IN_LLAMA = ("mistral", "mixtral")  # their files call themselves llama
 IN_GGUF = {*IN_LLAMA} | {family for family, _ in gguf_layouts().values()}
 # Dense layers, biases of ERNIE and of convolutions, and weights of OLMoE's experts that are divided by their sum, for
-# which their architectures have no names. Recurrent layers have tests of their own.
+# which their architectures have no names. Recurrent layers and latent attention have tests of their own.
 WITHOUT_GGUF = (
+    "deepseek_v2_greedy",
     "ernie4_5_biases",
     "granite_hybrid_experts",
     "granite_hybrid_tied",

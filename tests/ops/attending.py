@@ -34,9 +34,10 @@ class Sequence_(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of a layer. types: codecs of keys and of values. mean_bits: of the means of key blocks, 0 without."""
+    """Of a layer. types: codecs of keys and of values; None if these are keys. mean_bits: of the means of key blocks, 0
+    without."""
 
-    types: tuple[str, str] = ("f16", "f16")
+    types: tuple[str, str | None] = ("f16", "f16")
     dim: int = 64
     group: int = 3
     block_size: int = 16
@@ -45,7 +46,8 @@ class Shape(NamedTuple):
 
     @property
     def format(self) -> CacheFormat:
-        k, v = map(codecs.get, self.types)
+        k, v = (None if name is None else codecs.get(name) for name in self.types)
+        assert k is not None
         return CacheFormat(k, v, None, None, self.mean_bits, self.block_size, self.kv_heads, self.dim)
 
 
@@ -153,7 +155,7 @@ class Case:
             rounding = np.abs(self.exact(half_precision=True) - wanted).max()
             allowed = 4 * max(rounding, EPS16 / 2 * np.abs(wanted).max(), EPS32)
             assert error.max() <= allowed, f"off by up to {error.max()}, allowed are {allowed}"
-        elif self.ops.backend == "numpy" or self.is_prompt or format.codec_k.name == format.codec_v.name == codecs.FULL:
+        elif self.ops.backend == "numpy" or self.is_prompt or not any(map(codecs.is_quantized, codecs_of(format))):
             assert actual.dtype == np.float32
             norms = np.linalg.norm(wanted, axis=-1, keepdims=True)
             assert (error <= 1e-5 * np.minimum(norms, np.abs(wanted).max())).all(), f"off by up to {error.max()}"
@@ -188,6 +190,7 @@ def case_of(
     for number, (length, rows, done) in enumerate(sequences):
         k, v = (rng.standard_normal((length + rows, shape.kv_heads, shape.dim)) for _ in "kv")
         k, v = (x.astype(np.float16).astype(np.float32) for x in (k + rng.standard_normal(k.shape[1:]), v))
+        v = k if format.codec_v is None else v
         complete, oldest = (length - done) // n, 0 if window is None else max(0, length - window + 1)
         spare = 2 * (number % 2)
         own = range(max(1, min(oldest // n - spare, complete)), complete)
@@ -217,6 +220,11 @@ def case_of(
     q = rng.standard_normal((first, shape.kv_heads * shape.group, shape.dim), np.float32)
     rule = AttentionRule(2.4 / shape.dim**0.5, window)
     return Case(ops, cache, views, q, keys, values, rule)
+
+
+def codecs_of(format: CacheFormat) -> list[codecs.Codec]:
+    """Of keys and, if they are stored, of values."""
+    return [codec for codec in (format.codec_k, format.codec_v) if codec is not None]
 
 
 class _Part(NamedTuple):
@@ -256,9 +264,11 @@ def _store(ops: Any, cache: Any, ids: Sequence[int], k: np.ndarray, v: np.ndarra
     by_block = (len(ids), format.block_size, format.kv_heads, format.head_dim)
     x, y = (side.reshape(by_block).swapaxes(1, 2) for side in (k, v))  # (B, K, N, D)
     centred, mean = centre(x, format.mean_bits) if format.mean_bits else (x, {})
-    fields = {"k": format.codec_k.encode(centred), "v": format.codec_v.encode(y), "mean": mean}
+    v_fields = {} if format.codec_v is None else format.codec_v.encode(y)
+    fields = {"k": format.codec_k.encode(centred), "v": v_fields, "mean": mean}
     ops.write_blocks(cache, ids, {f"{side}.{name}": x for side, of in fields.items() for name, x in of.items()})
-    decoded = format.codec_k.decode(fields["k"]), format.codec_v.decode(fields["v"])
+    keys = format.codec_k.decode(fields["k"])
     if mean:
-        decoded = decoded[0] + read_mean(mean)[:, :, None], decoded[1]
+        keys = keys + read_mean(mean)[:, :, None]
+    decoded = keys, keys if format.codec_v is None else format.codec_v.decode(v_fields)
     return decoded[0].swapaxes(1, 2).reshape(k.shape), decoded[1].swapaxes(1, 2).reshape(v.shape)

@@ -125,11 +125,31 @@ def test_a_gpu_attends_to_every_codec(ops: Any, shape: Shape) -> None:
         case.check(same_in_any_order(case, 7))
 
 
+LATENTS = [("f16", 64), ("ring3", 64)]
+MORE_LATENTS = [("ring4", 40), ("polarquant", 64), ("ring3.5", 64), ("linear8", 64)]
+
+
 @backend_cases("ops types", [*each(SOME or [NUMPY], TYPES), *((NUMPY, types) for types in TYPES[:4])])
 def test_rows_attend_to_codes(ops: Any, types: tuple[str, str]) -> None:
     """The tests of `tests/backends/native/codecs/` read the codes of every codec at every level."""
     case = case_of(ops, Shape(types, block_size=64), [Sequence_(1000, 3), Sequence_(10), Sequence_(320)], 900)
     case.check(case.attended())
+
+
+@backend_cases("ops name dim", [(ops, *of) for ops in (NUMPY, *BEST) for of in LATENTS])
+def test_rows_attend_to_keys_that_are_values(ops: Any, name: str, dim: int) -> None:
+    """Codes are stored once, in the order for keys: values have them turned where whole vectors are, or decoded."""
+    for group, mean_bits, sequences in ((18, 8, [Sequence_(1000, 1), Sequence_(10)]), (5, 0, [Sequence_(320, 3)])):
+        shape = Shape((name, None), dim, group, 64, mean_bits, kv_heads=1)
+        for is_prompt in (False, True):
+            case = case_of(ops, shape, sequences, is_prompt=is_prompt)
+            case.check(case.attended())
+
+
+@pytest.mark.slow
+@backend_cases("ops name dim", [(ops, *of) for ops in SOME for of in (*LATENTS, *MORE_LATENTS)])
+def test_rows_attend_to_keys_that_are_values_of_every_kind(ops: Any, name: str, dim: int) -> None:
+    test_rows_attend_to_keys_that_are_values(ops, name, dim)
 
 
 SMALL = Shape(("ring4", "ring3"), 16, 3, 16, kv_heads=1)

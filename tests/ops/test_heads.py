@@ -302,3 +302,23 @@ def test_a_prompt_keeps_its_own_keys_and_values_in_32_bits(ops: Any) -> None:
         assert side.dtype == np.float32
         np.testing.assert_array_equal(side[:, :n], rows.swapaxes(0, 1))
         np.testing.assert_array_equal(side[:, n:], halves.astype(np.float32))
+
+
+@backends(NUMPY, *SOME)
+@pytest.mark.parametrize("sizes", [(1, 1, 2, 2), (3, 4, 24, 8), (2, 5, 64, 32)])
+def test_latent_vectors_and_rotated_channels_become_heads_and_back(
+    ops: Any, rng: np.random.Generator, sizes: tuple[int, ...]
+) -> None:
+    """Each half of a head, whose channels RoPE pairs with the other's, has half of both."""
+    tokens, heads, latent, rotated = sizes
+    absorbed, wide = (rng.standard_normal((tokens * heads, n), np.float32) for n in (latent, rotated + 6))
+    kv = rng.standard_normal((tokens, latent + rotated), np.float32)
+    joined = ops.join_latents(ops.to_device(absorbed), ops.to_device(wide)[:, 6:], ops.to_device(kv))
+    halves = ops.to_host(joined).reshape(tokens, heads + 1, 2, -1)
+    turned, rest = halves[..., : rotated // 2], halves[..., rotated // 2 :]
+    np.testing.assert_array_equal(turned[:, :-1].reshape(tokens * heads, rotated), wide[:, 6:])
+    np.testing.assert_array_equal(turned[:, -1].reshape(tokens, rotated), kv[:, latent:])
+    np.testing.assert_array_equal(rest[:, -1].reshape(tokens, latent), kv[:, :latent])
+    for part, taken in ((rest[:, :-1], absorbed), (rest, rest.reshape(-1, latent))):
+        x = ops.to_device(np.ascontiguousarray(ops.to_host(joined)[:, : part.shape[1]]))
+        np.testing.assert_array_equal(ops.to_host(ops.take_latents(x, latent)), taken)

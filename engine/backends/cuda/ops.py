@@ -168,6 +168,10 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     def encoder_ops(self) -> CudaOps:
         return self
 
+    @property
+    def latent_ops(self) -> None:
+        """None: latent attention has no kernels."""
+
     def wait(self) -> None:
         self._device.wait()
 

@@ -38,7 +38,7 @@ NUMPY_OPS = frozenset(
         *("assign", "keep_states", "restore_states", "check_recurrent"),  # copies of recurrent states
         *("to_device", "to_host", "empty", "clip", "pack_sampler_inputs"),  # arrays are NumPy's
         *("free_memory", "work_bytes", "reserve_workspace", "wait", "check"),  # the machine is the same
-        *("layer_ops", "encoder_ops", "run_between_graphs"),  # one device, whose graphs have no parts
+        *("layer_ops", "encoder_ops", "latent_ops", "run_between_graphs"),  # one device, whose graphs have no parts
     )
 )
 # The ops that NumPy computes for layers without a kernel; `numpy_fallbacks` says which these are.
@@ -70,7 +70,7 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
         if threads:
             blas.use_threads(self._count.number)
         super().__init__(Launcher(self._count.number, choice.level))
-        self._graphs = Graphs(self._launch)
+        self._graphs, self._heads = Graphs(self._launch), {}
 
     @property
     def batch_rows(self) -> int:  # type: ignore[override]

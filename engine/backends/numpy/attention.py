@@ -153,9 +153,10 @@ def _full_tile(start: int, full: Buffer, tokens: slice) -> _Tile:
 def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Decode B quantized blocks → k without block means (K, B·N, D), v (K, B·N, D), means (K, B, D) float32 or None."""
     kv_heads, _, dim = cache.full_k.shape[1:]
-    sides = cache.read(ids)
-    k, v = cache.format.codec_k.decode(sides.k), cache.format.codec_v.decode(sides.v)
-    mean = read_mean(sides.mean) if sides.mean else None
+    sides, format = cache.read(ids), cache.format
+    k, mean = format.codec_k.decode(sides.k), read_mean(sides.mean) if sides.mean else None
+    whole = k if mean is None else k + mean[:, :, None]
+    v = whole if format.codec_v is None else format.codec_v.decode(sides.v)
     return k.reshape(kv_heads, -1, dim), v.reshape(kv_heads, -1, dim), mean
 
 

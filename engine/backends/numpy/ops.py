@@ -33,11 +33,21 @@ from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, S
 from polarlm.engine.backends.numpy.kv.encoding import encodable_runs, encode_side
 from polarlm.engine.backends.numpy.recurrent import RecurrentOps
 from polarlm.engine.backends.numpy.rows import ACTIVATIONS, apply_rope, quiet, rms_norm, rotate, softcap
-from polarlm.engine.backends.ops import PLAIN, EncoderOps, ExpertCache, Fusion, KeptTiles, Load, Result, WarmUp
+from polarlm.engine.backends.ops import (
+    PLAIN,
+    EncoderOps,
+    ExpertCache,
+    Fusion,
+    KeptTiles,
+    LatentOps,
+    Load,
+    Result,
+    WarmUp,
+)
 from polarlm.engine.outputs import Threads
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
-from polarlm.engine.weight_formats import Linear, Matrix, RereadMatrix, StoredMatrix, WeightFormat, get
+from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, RereadMatrix, StoredMatrix, WeightFormat, get
 
 
 class NumpyOps(ExpertOps, RecurrentOps):
@@ -94,6 +104,10 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return ""
 
     def layer_ops(self, layer: int) -> NumpyOps:
+        return self
+
+    @property
+    def latent_ops(self) -> LatentOps:
         return self
 
     @property
@@ -198,13 +212,33 @@ class NumpyOps(ExpertOps, RecurrentOps):
         residual += y
         return residual
 
+    @quiet
+    def multiply_heads(self, x: np.ndarray, w: ExpertLinear) -> np.ndarray:
+        (matrices,), (outputs, inputs) = w.parts, w.shape
+        by_head = x.reshape(-1, w.count, inputs).swapaxes(0, 1)  # (H, T, in)
+        y = by_head @ matrices.data.reshape(w.count, outputs, inputs).swapaxes(1, 2)
+        return y.swapaxes(0, 1).reshape(-1, outputs)
+
+    def join_latents(self, absorbed: np.ndarray, rotated: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        tokens, latent, turned = len(kv), absorbed.shape[1], rotated.shape[1]
+        halves = np.empty((tokens, len(absorbed) // tokens + 1, 2, (latent + turned) // 2), np.float32)
+        halves[:, :-1, :, : turned // 2] = rotated.reshape(tokens, -1, 2, turned // 2)
+        halves[:, :-1, :, turned // 2 :] = absorbed.reshape(tokens, -1, 2, latent // 2)
+        halves[:, -1, :, : turned // 2] = kv[:, latent:].reshape(tokens, 2, turned // 2)
+        halves[:, -1, :, turned // 2 :] = kv[:, :latent].reshape(tokens, 2, latent // 2)
+        return halves.reshape(tokens, -1, latent + turned)
+
+    def take_latents(self, x: np.ndarray, latent: int) -> np.ndarray:
+        halves = x.reshape(-1, 2, x.shape[-1] // 2)
+        return halves[:, :, -(latent // 2) :].reshape(-1, latent)
+
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
         return list(transforms)
 
     @quiet
     def transform_heads(self, qkv: np.ndarray, rope: Rope, rule: HeadRule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         transform, norms = rule
-        keys = qkv.shape[1] - transform.kv_heads
+        keys = qkv.shape[1] if transform.values_are_keys else qkv.shape[1] - transform.kv_heads
         queries = keys - transform.kv_heads
         scale_qk, scale_v = (None, None) if transform.scale is None else np.split(transform.scale, [keys])
         qk, v = qkv[:, :keys], qkv[:, keys:]
@@ -216,6 +250,8 @@ class NumpyOps(ExpertOps, RecurrentOps):
             v = rms_norm(v, np.ones(v.shape[-1], np.float32), transform.value_eps)
         apply_rope(qk, *rope)
         qk = rotate(qk, transform.key_rotation, scale_qk)
+        if transform.values_are_keys:
+            return qk[:, :queries], qk[:, queries:], qk[:, queries:]
         return qk[:, :queries], qk[:, queries:], rotate(v, transform.value_rotation, scale_v)
 
     def pack_sampler_inputs(self, sampler_inputs: Sequence[SamplerInput]) -> Sequence[SamplerInput]:
@@ -231,7 +267,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
         quantized = transfer.nbytes(format, transfer.FIELDS)
-        return quantized, 2 * format.kv_heads * format.block_size * format.head_dim * 2
+        return quantized, 2 * len(format.sides) * format.kv_heads * format.block_size * format.head_dim
 
     def cache(
         self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[LayerCache] = ()
@@ -249,8 +285,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return {}
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Buffer:
-        k, v = np.empty((2, layers * format.kv_heads, rows, format.head_dim), np.float16 if as_slots else np.float32)
-        return k, v
+        sides = len(format.sides), layers * format.kv_heads, rows, format.head_dim
+        k, *v = np.empty(sides, np.float16 if as_slots else np.float32)
+        return k, v[0] if v else k
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
         return spans
@@ -291,7 +328,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         if mean is not None:
             by_block = k.reshape(*mean.shape[:2], -1, mean.shape[2])
             by_block += mean[:, :, None]
-        return k, v
+        return k, v if cache.format.codec_v is not None else k
 
     def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
         for layers, blocks, sources in encodable_runs(groups):
@@ -310,7 +347,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
         k, v = (full[:, :tokens].astype(np.float32) for full in cache.full(place))
         format = cache.format
         k = read_back(format.codec_k, k, format.metric_k, format.block_size, format.mean_bits)
-        cache.store(place, (k, read_back(format.codec_v, v, format.metric_v, format.block_size)))
+        if format.codec_v is not None:
+            v = read_back(format.codec_v, v, format.metric_v, format.block_size)
+        cache.store(place, (k, v if format.codec_v is not None else k))
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         sides = cache.take(np.asarray(blocks, np.intp))._asdict().items()

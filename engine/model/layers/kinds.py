@@ -10,6 +10,7 @@ from polarlm.engine.model.layers import Eps, LayerInputs, Tap, slot
 from polarlm.engine.model.layers.attention import Attention
 from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
+from polarlm.engine.model.layers.latent_attention import LatentAttention
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights
 from polarlm.engine.model.layers.recurrent import GatedDelta, Mamba2, ShortConv
 from polarlm.engine.state.layer_shapes import RecurrentShape
@@ -42,6 +43,7 @@ class Mixer(Protocol):
 # The class of a kind in a configuration → the class that computes it, a Mixer.
 MIXERS: dict[type[config.Mixer], Any] = {
     config.Attention: Attention,
+    config.LatentAttention: LatentAttention,
     config.ShortConv: ShortConv,
     config.GatedDelta: GatedDelta,
     config.Mamba2: Mamba2,

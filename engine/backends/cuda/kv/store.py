@@ -250,6 +250,7 @@ class CacheOps(HeadOps):
     def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
         """Encoded and decoded on the host: only `Engine.score` with every token coded uses it."""
         format, layouts = cache.format, cache.full_layouts
+        assert format.codec_v is not None
         pools, full = cache.pools(place.buffer), []
         for pool, layout in zip(pools, layouts, strict=True):
             fields, _ = layout.unpack(self._device.to_host(pool[place.block]))

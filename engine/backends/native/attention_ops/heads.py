@@ -11,7 +11,17 @@ import numpy as np
 from polarlm.engine.backends.hadamard import hadamard_signs, with_rotations
 from polarlm.engine.backends.kv import HeadRule, HeadTransform, Move, Rope, SpanView
 from polarlm.engine.backends.native.attention_ops.step_table import StepTable
-from polarlm.engine.backends.native.kernels.heads import HeadArguments, Heads, SlotArguments, to_slot, transform
+from polarlm.engine.backends.native.kernels.heads import (
+    HeadArguments,
+    Heads,
+    JoinArguments,
+    SlotArguments,
+    TakeArguments,
+    join_latents,
+    take_latents,
+    to_slot,
+    transform,
+)
 from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 
@@ -48,12 +58,26 @@ class PreparedTransform(HeadTransform):
 
 
 class HeadOps(KernelOps):
+    def join_latents(self, absorbed: np.ndarray, rotated: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        heads, (latent, turned) = len(absorbed) // len(kv), (absorbed.shape[1], rotated.shape[1])
+        joined = self._launch.empty((len(kv), heads + 1, latent + turned))
+        arguments = JoinArguments(absorbed, rotated, kv, joined, heads, latent, turned, rotated.strides[0])
+        self._launch(join_latents(), len(kv) * (heads + 1), arguments)
+        return joined
+
+    def take_latents(self, x: np.ndarray, latent: int) -> np.ndarray:
+        tokens, heads, columns = x.shape
+        out = self._launch.empty((tokens * heads, latent))
+        self._launch(take_latents(), tokens * heads, TakeArguments(x, out, columns, latent))
+        return out
+
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
         return [_prepare_transform(*one) for one in with_rotations(transforms, _rotation, NO_ROTATION)]
 
     def transform_heads(self, qkv: np.ndarray, rope: Rope, rule: HeadRule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        k, v = (self._launch.empty((len(qkv), rule.transform.kv_heads, qkv.shape[2])) for _ in range(2))
-        return self.transform_into(qkv, rope, rule, (k, v)), k, v
+        sides = 1 if rule.transform.values_are_keys else 2
+        k, *v = (self._launch.empty((len(qkv), rule.transform.kv_heads, qkv.shape[2])) for _ in range(sides))
+        return self.transform_into(qkv, rope, rule, (k, v[0] if v else k)), k, v[0] if v else k
 
     def place_kv(
         self, qkv: np.ndarray, rope: Rope, rule: HeadRule, cache: LayerCache, spans: StepTable | Sequence[SpanView]
@@ -98,7 +122,7 @@ class HeadOps(KernelOps):
         prepared: PreparedTransform = rule.transform
         rows, heads, dim = qkv.shape
         kv_heads = prepared.kv_heads
-        queries = heads - 2 * kv_heads
+        queries = heads - kv_heads * (1 if prepared.values_are_keys else 2)
         alone = kv_heads == 0
         q = self._launch.empty((rows, queries, dim))
         factors = prepared.key_factor, prepared.value_factor
@@ -110,6 +134,7 @@ class HeadOps(KernelOps):
             places is not None,
             prepared.value_eps is not None,
             alone,
+            prepared.values_are_keys,
         )
         q_norm, k_norm, eps = rule.norms or (None, None, 0.0)
         (cos, sin), (k, v), (row_stride, head_stride, *_) = rope, targets, targets[0].strides

@@ -198,7 +198,9 @@ class PromptOps(KernelOps):
     def decode_to_float(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decode the B quantized blocks `ids` → k, v (K, B·N, D) float32."""
         format, (kernel, arguments) = cache.format, cache.decoding
-        k, v = self._launch.empty((2, format.kv_heads, len(ids) * format.block_size, format.head_dim))
+        sides = len(format.sides), format.kv_heads, len(ids) * format.block_size, format.head_dim
+        k, *more = self._launch.empty(sides)
+        v = more[0] if more else k
         arguments = arguments._replace(ids=ids, k=k, v=v, count=len(ids))
         self._launch(kernel, format.kv_heads * len(ids), arguments)
         return k, v

@@ -39,7 +39,9 @@ class AttentionOps(PromptOps):
             one_block = common._replace(ids=np.zeros(1, np.int64), count=1)
             cache.one_block_decoding = self._launch.prepare([(kernel, cache.format.kv_heads, one_block)])
         ((_, arguments, *_),), (ids,) = cache.one_block_decoding.launches, cache.one_block_decoding.arrays
-        k, v = self._launch.empty((2, cache.format.kv_heads, cache.format.block_size, cache.format.head_dim))
+        format = cache.format
+        k, *more = self._launch.empty((len(format.sides), format.kv_heads, format.block_size, format.head_dim))
+        v = more[0] if more else k
         ids[0], arguments[_K], arguments[_V] = blocks[0], address(k), address(v)
         self._launch.run(cache.one_block_decoding)
         return k, v
@@ -56,7 +58,8 @@ class AttentionOps(PromptOps):
         (rows, heads, dim), format, arrays = q.shape, cache.format, table.arrays
         parts = self._launch.empty((rows * heads * arrays.most_chunks * partial_bytes(dim),), np.uint8)
         group = heads // format.kv_heads
-        sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows)
+        decodes = any(stored.value_tiles is None and stored.key_tiles.turned is None for stored in cache.kinds)
+        sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows, decodes=decodes)
         is_capped = rule.softcap is not None
         # The first kind comes last, since it has the short units (chunk 0). The launches overlap.
         for kind, stored in reversed(list(enumerate(cache.kinds))):

@@ -72,6 +72,7 @@ class Tiles(ABC):
 
 class KeyTiles(Tiles):
     query_bytes: int  # bytes of a prepared query: a multiple of 64
+    turned: ValueTiles | None = None  # of the same codes, which `emit_turn` makes; None: they are decoded to be values
 
     @abstractmethod
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
@@ -84,6 +85,10 @@ class KeyTiles(Tiles):
         next_tile: a tile that is needed soon. It is prefetched a few lines at a time while this one is read, since many
         prefetches at once stall the core.
         """
+
+    def emit_turn(self, e: Emitter, block: Value, out: Value) -> None:
+        """Write a tile of keys as one of `turned` to `out`: where keys are values, both are read in their own order."""
+        raise NotImplementedError
 
 
 class ValueTiles(Tiles):
@@ -112,8 +117,8 @@ def codes_section(
     return Section(name, stream, arrange(numbered(*stream.shape), cuts, order).reshape(1, -1, width), planes)
 
 
-def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | str:
-    """The tiles of a layer's keys and values, or the reason why no kernel attends over them."""
+def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | tuple[KeyTiles] | str:
+    """The tiles of a layer's keys and, if they are stored, values, or the reason why no kernel attends over them."""
     n, dim = format.block_size, format.head_dim
     if n % 16:
         return f"kernels read blocks of a multiple of 16 tokens, not of {n}"
@@ -121,7 +126,10 @@ def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | str:
         return f"kernels read heads of a multiple of 8 channels, not of {dim}"
     if not supports(dim):
         return f"kernels have no room for heads of {dim} channels"
-    k, v = keys(format.codec_k, n, dim), values(format.codec_v, n, dim)
+    k = keys(format.codec_k, n, dim)
+    if format.codec_v is None:
+        return f"no kernel reads {format.codec_k.name}" if k is None else (k,)
+    v = values(format.codec_v, n, dim)
     if k is None or v is None:
         missing = [codec.name for codec, side in ((format.codec_k, k), (format.codec_v, v)) if side is None]
         return f"no kernel reads {' and '.join(dict.fromkeys(missing))}"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.attention.partials import RowPlace
 from polarlm.engine.backends.native.kernels.multiply import pieces, rotate, rotate_dense
-from polarlm.engine.backends.native.kernels.rows import inverse_rms
+from polarlm.engine.backends.native.kernels.rows import for_each_column, inverse_rms
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Value, read, vector
 
@@ -21,7 +21,7 @@ class Heads:
 
     keys, values: whether they are multiplied by a factor, and the order of their rotation (see `Rotation`); queries are
     treated as keys. in_slots: keys and values go to full-precision slots, which `places` names. queries_alone: there
-    are no keys and values, and one unit has all heads of a row.
+    are no keys and values, and one unit has all heads of a row. keys_alone: there are no values.
     """
 
     dim: int
@@ -31,12 +31,14 @@ class Heads:
     in_slots: bool
     has_value_norm: bool = False
     queries_alone: bool = False
+    keys_alone: bool = False
 
     @property
     def name(self) -> str:
         sides = "_".join(f"{'scaled' * scaled}{order}" for scaled, order in (self.keys, self.values))
         norms = f"{'_norm' * self.has_norms}{'_vnorm' * self.has_value_norm}"
-        return f"heads_{self.dim}{norms}_{sides}{'_slots' * self.in_slots}{'_alone' * self.queries_alone}"
+        alone = "_alone" * self.queries_alone + "_keys" * self.keys_alone
+        return f"heads_{self.dim}{norms}_{sides}{'_slots' * self.in_slots}{alone}"
 
 
 class HeadArguments(NamedTuple):
@@ -65,7 +67,8 @@ class HeadArguments(NamedTuple):
 
 @cache
 def transform(spec: Heads) -> Kernel[HeadArguments]:
-    """qkv (T, H + 2K, D) → q (T, H, D), and keys and values in k and v; one unit per row and KV head.
+    """qkv (T, H + 2K, D), or without values (T, H + K, D) → q (T, H, D), and keys and values in k and v; one unit per
+    row and KV head.
 
     group: H / K. cos, sin (T, D/2). key_factor (H + K, D) and value_factor (K, D), or one row for all heads, if
     *_factor_stride, bytes from head to head, is 0. key_rotation, value_rotation: memory of a `Rotation`. Row t of KV
@@ -79,7 +82,7 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
         queries = group * kv_heads
         with e.loop(begin, end) as unit:
             row, head = unit // kv_heads, unit % kv_heads
-            heads = queries if spec.queries_alone else queries + kv_heads * 2
+            heads = queries if spec.queries_alone else queries + kv_heads * (1 if spec.keys_alone else 2)
             last = group - 1 if spec.queries_alone else group
             heads_at, half_at = args.qkv + row * heads * row_bytes, row * (row_bytes // 2)
             if spec.in_slots:
@@ -114,9 +117,9 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
                         for member, value in enumerate(vectors):
                             with e.when(first + member <= last):
                                 e.store(value, target_of(first + member), offset)
-            if not spec.queries_alone:
-                if spec.in_slots:
-                    _store_halves(e, own_k, args.k + place, dim)
+            if not spec.queries_alone and spec.in_slots:
+                _store_halves(e, own_k, args.k + place, dim)
+            if not (spec.queries_alone or spec.keys_alone):
                 source = heads_at + (queries + kv_heads + head) * row_bytes
                 if spec.values[0] or spec.has_value_norm:
                     factor = args.value_factor + head * args.value_factor_stride
@@ -132,6 +135,65 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
                     _store_halves(e, own_v, args.v + place, dim)
 
     return Kernel(spec.name, emit, HeadArguments, scratch=row_bytes)
+
+
+class JoinArguments(NamedTuple):
+    absorbed: Pointer
+    rotated: Pointer
+    kv: Pointer
+    joined: Pointer
+    heads: Int64
+    latent: Int64
+    turned: Int64
+    rotated_stride: Int64
+
+
+@cache
+def join_latents() -> Kernel[JoinArguments]:
+    """See `Ops.join_latents`; one unit per row and head of the result, of H queries and a key.
+
+    latent, turned: L and R. rotated_stride: bytes from row to row of `rotated`.
+    """
+
+    def emit(e: Emitter, args: JoinArguments, begin: Value, end: Value, scratch: Value) -> None:
+        columns, half_latent, half_turned = args.latent + args.turned, args.latent // 2, args.turned // 2
+        with e.loop(begin, end) as unit:
+            row, head = unit // (args.heads + 1), unit % (args.heads + 1)
+            kv, query = args.kv + row * columns * 4, row * args.heads + head
+            is_query = head < args.heads
+            latent = e.select(is_query, args.absorbed + query * args.latent * 4, kv)
+            turned = e.select(is_query, args.rotated + query * args.rotated_stride, kv + args.latent * 4)
+            for side in range(2):
+                target = args.joined + unit * columns * 4 + columns * (2 * side)
+                _copy(e, turned + half_turned * (4 * side), target, half_turned)
+                _copy(e, latent + half_latent * (4 * side), target + half_turned * 4, half_latent)
+
+    return Kernel("join_latents", emit, JoinArguments)
+
+
+class TakeArguments(NamedTuple):
+    x: Pointer
+    out: Pointer
+    columns: Int64
+    latent: Int64
+
+
+@cache
+def take_latents() -> Kernel[TakeArguments]:
+    """See `Ops.take_latents`; one unit per row and head. columns, latent: D and L."""
+
+    def emit(e: Emitter, args: TakeArguments, begin: Value, end: Value, scratch: Value) -> None:
+        half, half_latent = args.columns // 2, args.latent // 2
+        with e.loop(begin, end) as unit:
+            for side in range(2):
+                source = args.x + unit * args.columns * 4 + (half * (side + 1) - half_latent) * 4
+                _copy(e, source, args.out + unit * args.latent * 4 + half_latent * (4 * side), half_latent)
+
+    return Kernel("take_latents", emit, TakeArguments)
+
+
+def _copy(e: Emitter, source: Value, target: Value, count: Value) -> None:
+    for_each_column(e, count, lambda offset, kind: e.store(e.load(source + offset, kind), target + offset))
 
 
 def _norm_and_rope(

@@ -43,6 +43,7 @@ class Encoder:
 def encoder(tiles: Tiles, format: CacheFormat, side: int) -> Encoder | str:
     """The encoder of keys (side 0) or values (1) into tiles, or the reason why NumPy must encode them."""
     codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
+    assert codec is not None
     if not isinstance(tiles, EncodedTiles):
         return f"no kernel encodes {codec.name}"
     if (kernel := tiles.encoder(format, side)) is None:
@@ -112,14 +113,14 @@ _TILES = "tiles"
 class TileCache(LayerCache):
     """The stored K/V of one layer, with quantized blocks in tiles, which kernels read.
 
-    k, v: {"tiles": uint8 (K, quantized blocks, bytes of a tile)}. encoders: for keys and for values the encoder, or the
-    reason why NumPy encodes them. one_block_encoding, one_block_decoding: the launches that encode and decode a single
-    block, once they have been prepared.
+    k, v: {"tiles": uint8 (K, quantized blocks, bytes of a tile)}; v is empty, and value_tiles None, if values are keys.
+    encoders: for keys and for values the encoder, or the reason why NumPy encodes them. one_block_encoding,
+    one_block_decoding: the launches that encode and decode a single block, once they have been prepared.
     """
 
     key_tiles: KeyTiles
-    value_tiles: ValueTiles
-    encoders: tuple[Encoder | str, Encoder | str]
+    value_tiles: ValueTiles | None
+    encoders: tuple[Encoder | str, ...]
     one_block_encoding: PreparedLaunches | None = field(default=None, init=False)
     one_block_decoding: PreparedLaunches | None = field(default=None, init=False)
 
@@ -127,22 +128,25 @@ class TileCache(LayerCache):
 
     def read(self, blocks: np.ndarray) -> Sides:
         k, v, mean = self.take(blocks)
-        return Sides(self.key_tiles.unpack(k[_TILES]), self.value_tiles.unpack(v[_TILES]), mean)
+        values = {} if self.value_tiles is None else self.value_tiles.unpack(v[_TILES])
+        return Sides(self.key_tiles.unpack(k[_TILES]), values, mean)
 
     def write(self, blocks: Sequence[int], sides: Sides) -> None:
-        for side, fields in enumerate((sides.k, sides.v)):
+        for side, fields in enumerate((sides.k, sides.v)[: len(self.encoders)]):
             self.write_side(blocks, side, fields, {} if side else sides.mean)
 
     def write_side(self, blocks: Sequence[int], side: int, fields: Fields, mean: Fields) -> None:
         """Overwrite the keys (side 0) or the values (1) of quantized blocks. mean: the block means, of keys only."""
-        self.memory[side][:, blocks] = (self.key_tiles, self.value_tiles)[side].pack(fields)
+        tiles = self.value_tiles if side else self.key_tiles
+        assert tiles is not None
+        self.memory[side][:, blocks] = tiles.pack(fields)
         for name, x in mean.items():
             self.mean[name][:, blocks] = x
 
     @property
     def memory(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tiles of keys and of values: uint8 (K, quantized blocks, bytes of a tile) each."""
-        return self.k[_TILES], self.v[_TILES]
+        """The tiles of keys and of values, which may be the same: uint8 (K, quantized blocks, bytes of a tile) each."""
+        return self.k[_TILES], self.v.get(_TILES, self.k[_TILES])
 
     @property
     def kinds(self) -> list[TileCache]:
@@ -226,7 +230,7 @@ class CacheOps(NumpyOps):
 
     def numpy_fallbacks(self, cache: LayerCache) -> dict[str, str]:
         if isinstance(cache, TileCache):
-            sides = zip(("keys", "values"), cache.encoders, strict=True)
+            sides = zip(("keys", "values"), cache.encoders, strict=False)
             return {f"the encoding of {side}": why for side, why in sides if isinstance(why, str)}
         return {"attention and encoding": _reason(cache.format) or ""}
 
@@ -244,5 +248,6 @@ def _tile_cache(
 ) -> TileCache:
     both = tiles(format)
     assert not isinstance(both, str), both
-    encoders = encoder(both[0], format, 0), encoder(both[1], format, 1)
-    return TileCache(format, *blocks, *slots, *both, encoders, high_precision=high_precision, number=number)
+    encoders = tuple(encoder(one, format, side) for side, one in enumerate(both))
+    values = both[1] if len(both) > 1 else None
+    return TileCache(format, *blocks, *slots, both[0], values, encoders, high_precision=high_precision, number=number)

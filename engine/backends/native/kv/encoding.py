@@ -42,7 +42,7 @@ class EncodingOps(KernelOps):
                 self._launch.run_numpy(super().encode_blocks, [FilledBlocks(layers, blocks, sources)])
                 continue
             targets = np.array(blocks, np.int64)[:, None]
-            codecs, dim = (layers[0].format.codec_k.name, layers[0].format.codec_v.name), layers[0].format.head_dim
+            codecs, dim = _codec_names(layers[0]), layers[0].format.head_dim
             for layer in tiled:
                 for side, (encoder, first, steps) in layer.block_addresses.items():
                     x, is_half = _sources(layer, sources, side)
@@ -50,16 +50,16 @@ class EncodingOps(KernelOps):
                     addresses[..., _X] = x
                     launch = _Launch(encoder.kernel, dim, is_half, codecs[side])
                     launches.setdefault(launch, []).append(addresses.reshape(-1, addresses.shape[-1]))
-            for side in {0, 1} - tiled[0].block_addresses.keys():
+            for side in set(range(len(codecs))) - tiled[0].block_addresses.keys():
                 self._launch.run_numpy(_encode_side, tiled, blocks, sources, side)
         self._encode({launch: np.concatenate(parts) for launch, parts in launches.items()})
 
     def _encode_one(self, layers: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[KVLocation]) -> bool:
-        """Encode a block of a layer, if it is only one, and kernels encode both sides; return whether it is so. Steps
+        """Encode a block of a layer, if it is only one, and kernels encode all sides; return whether it is so. Steps
         do that repeatedly, and prepared launches take less Python."""
         if len(layers) != 1 or len(blocks) != 1 or not isinstance(layer := layers[0], TileCache):
             return False
-        if len(encoders_by_side := layer.block_addresses) < 2:
+        if len(encoders_by_side := layer.block_addresses) < len(layer.encoders):
             return False
         if layer.one_block_encoding is None:
             heads, dim, launches = layer.format.kv_heads, layer.format.head_dim, []
@@ -76,9 +76,9 @@ class EncodingOps(KernelOps):
             _, arguments, *_ = prepared[side]
             arguments[_IS_HALF] = is_half
         self._launch.run(layer.one_block_encoding)
-        for damaged, codec in zip(arrays[1::2], (layer.format.codec_k, layer.format.codec_v), strict=True):
+        for damaged, name in zip(arrays[1::2], _codec_names(layer), strict=True):
             if damaged.any():
-                raise NotFinite(codec.name)
+                raise NotFinite(name)
         return True
 
     def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
@@ -90,8 +90,9 @@ class EncodingOps(KernelOps):
             blocks = [fill_up(x[:, :tokens].astype(np.float32), format.block_size) for x in cache.full(place)]
         self.encode_blocks([FilledBlocks([one], [0], [KVLocation(blocks, 0)])])
         k, v, mean = one.read(np.array([0]))
-        read_back = decode_centred(format.codec_k, k, mean), decode_centred(format.codec_v, v, {})
-        cache.store(place, (read_back[0][:, 0, :tokens], read_back[1][:, 0, :tokens]))
+        keys = decode_centred(format.codec_k, k, mean)
+        values = keys if format.codec_v is None else decode_centred(format.codec_v, v, {})
+        cache.store(place, (keys[:, 0, :tokens], values[:, 0, :tokens]))
 
     def _encode(self, launches: dict[_Launch, np.ndarray]) -> None:
         """Encode the keys or the values of blocks of KV heads, of all layers, at the same time. Raises NotFinite."""
@@ -117,6 +118,11 @@ def _encode_side(layers: Sequence[TileCache], blocks: Sequence[int], sources: Se
     for number, layer in enumerate(layers):
         part = slice(number * heads, (number + 1) * heads)
         layer.write_side(blocks, side, *({name: x[part] for name, x in arrays.items()} for arrays in (fields, mean)))
+
+
+def _codec_names(layer: LayerCache) -> list[str]:
+    """The codecs of keys and, if they are stored, of values."""
+    return [codec.name for codec in (layer.format.codec_k, layer.format.codec_v) if codec is not None]
 
 
 def _sources(layer: LayerCache, sources: Sequence[KVLocation], side: int) -> tuple[np.ndarray, bool]:

@@ -160,6 +160,8 @@ class _Order(NamedTuple):
 
 
 class ExpertOps(KernelOps):
+    _heads: dict[int, Routing]  # by H: the number of its head of each row (T, H), for as many T as there may be
+
     def route(
         self, logits: np.ndarray, rule: Experts, bias: np.ndarray | None = None, factors: np.ndarray | None = None
     ) -> Routing:
@@ -209,7 +211,25 @@ class ExpertOps(KernelOps):
             y = self.activate_halves(y, fusion.activation)
         results = self._launch.empty((len(order.panel_places), down_product.width))
         down_product.launch(y, results, order.tiling, order.chosen, order.panel_places)
-        out = self._launch.empty((len(x), results.shape[1])) if residual is None else residual
+        return self._combine(results, order, routing, residual)
+
+    def multiply_heads(self, x: np.ndarray, w: ExpertLinear) -> np.ndarray:
+        """As `experts`, with the head of each row as its one expert."""
+        if w.count not in self._heads:
+            numbers = np.tile(np.arange(w.count, dtype=np.int32), max(self.prefill_rows, self.batch_rows))[:, None]
+            self._heads[w.count] = Routing(numbers, np.ones(numbers.shape, np.float32))
+        routing = self._heads[w.count].part(slice(0, len(x)))
+        product = Multiplication(self._launch, w, len(x), PLAIN)
+        order = self._arrange(routing, w.count, [product])
+        results = self._launch.empty((len(order.sources), product.width))
+        product.launch(x, results, order.tiling, order.chosen, order.sources)
+        return self._combine(results, order, routing)
+
+    def _combine(
+        self, results: np.ndarray, order: _Order, routing: Routing, residual: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The weighted sums of the results (P, out) of each row's experts, added to `residual` if that is given."""
+        out = self._launch.empty((len(routing.ids), results.shape[1])) if residual is None else residual
         arguments = CombineArguments(
             results=results,
             places=order.places,
@@ -219,7 +239,7 @@ class ExpertOps(KernelOps):
             top_k=routing.ids.shape[1],
             stride=out.strides[0],
         )
-        self._launch(combine(adds=residual is not None), len(x), arguments)
+        self._launch(combine(adds=residual is not None), len(out), arguments)
         return out
 
     def _arrange(self, routing: Routing, count: int, products: Sequence[Multiplication]) -> _Order:

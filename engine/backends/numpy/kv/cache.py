@@ -33,7 +33,7 @@ class LayerCache:
 
     k, v: field name → (K, quantized blocks, *field shape), in the codec's dtypes.
     mean: the fields of the keys' block means (K, quantized blocks, …); empty when keys are not centred.
-    full_k, full_v: (slots, K, N, D) float16: sink blocks and current blocks.
+    full_k, full_v: (slots, K, N, D) float16: sink blocks and current blocks. They are one array if values are keys.
     high_precision: the cache of blocks with more bits, if there are two kinds; it has the same slots, and its blocks
     are in the same memory. number: of the layer; layers one after another have the parts of a prompt's buffer in turn.
     """
@@ -149,7 +149,8 @@ def stored_blocks(format: CacheFormat, count: int, stored_as: str) -> tuple[Side
 def full_slots(format: CacheFormat, count: int) -> Buffer:
     """Return memory for the keys and the values of `count` full-precision slots."""
     shape = (count, format.kv_heads, format.block_size, format.head_dim)
-    return zeros(shape, np.float16), zeros(shape, np.float16)
+    keys = zeros(shape, np.float16)
+    return keys, keys if format.codec_v is None else zeros(shape, np.float16)
 
 
 def _memory(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -46,4 +46,6 @@ def encode_side(layers: Sequence[LayerCache], sources: Sequence[KVLocation], sid
     if side == 0:
         metric = join_layers([layer.format.metric_k for layer in layers])
         return encode_centred(format.codec_k, x, metric, format.mean_bits)
+    if format.codec_v is None:
+        return {}, {}
     return encode_centred(format.codec_v, x, join_layers([layer.format.metric_v for layer in layers]))

@@ -151,9 +151,10 @@ def full_scores(
 
 
 def add_full_values(
-    e: Emitter, values: Value, next_keys: Value, dim: int, count: Value, weights: Values, sums: Values
+    e: Emitter, values: Value, next_keys: Value | None, dim: int, count: Value, weights: Values, sums: Values
 ) -> None:
-    """Add Σ weight · value over the first `count` tokens to each of the sums (D,). next_keys: as in `full_scores`."""
+    """Add Σ weight · value over the first `count` tokens to each of the sums (D,). next_keys: as in `full_scores`; None
+    for values in float32, which need no prefetch."""
     lanes = _lanes(e, dim)
     kind = vector(F32, lanes)
     size = lanes * max(1, e.level.registers // 2 // len(weights))
@@ -162,13 +163,16 @@ def add_full_values(
         channels = range(first, min(first + size, dim), lanes)
         totals = [[e.variable(e.load(address, kind, 4 * channel)) for channel in channels] for address in sums]
         with e.loop(0, count) as token:
-            if not first:
+            if not first and next_keys is not None:
                 prefetch_address = token + distance
                 is_own = prefetch_address < count
                 place = e.select(is_own, prefetch_address, prefetch_address - count) * (2 * dim)
                 e.prefetch(e.select(is_own, values, next_keys) + place, 2 * dim)
-            halves = [e.load(values + token * (2 * dim), vector(I16, lanes), 2 * channel) for channel in channels]
-            row = [e.half_to_float(half) for half in halves]
+            if next_keys is None:
+                row = [e.load(values + token * (4 * dim), kind, 4 * channel) for channel in channels]
+            else:
+                halves = [e.load(values + token * (2 * dim), vector(I16, lanes), 2 * channel) for channel in channels]
+                row = [e.half_to_float(half) for half in halves]
             for address, row_totals in zip(weights, totals, strict=True):
                 weight = e.broadcast(address + token * 4, F32, lanes)
                 for value, total in zip(row, row_totals, strict=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kernels.attention.matrices import KEYS as MATRIX_KEYS
@@ -209,10 +209,11 @@ def attend_to_texts(dim: int) -> Kernel[TextArguments]:
 
 @dataclass(frozen=True)
 class Decoding:
-    """The properties that a kernel is specialized for. mean_bits: bits of the block means of keys, 0 for none."""
+    """The properties that a kernel is specialized for. values: None if values are keys. mean_bits: bits of the block
+    means of keys, 0 for none."""
 
     keys: KeyTiles
-    values: ValueTiles
+    values: ValueTiles | None
     mean_bits: int
     block_size: int
     head_dim: int
@@ -220,7 +221,11 @@ class Decoding:
     @property
     def name(self) -> str:
         sizes = f"{self.block_size}x{self.head_dim}"
-        return f"decode_{self.keys.name}_{self.values.name}_mean{self.mean_bits}_{sizes}"
+        return f"decode_{self.tile_names}_mean{self.mean_bits}_{sizes}"
+
+    @property
+    def tile_names(self) -> str:
+        return self.keys.name if self.values is None else f"{self.keys.name}_{self.values.name}"
 
 
 class DecodeArguments(NamedTuple):
@@ -242,6 +247,7 @@ class DecodeArguments(NamedTuple):
 @cache
 def decode(spec: Decoding, matrices: MatrixFormat | None = None) -> Kernel[DecodeArguments]:
     """Blocks `ids` (count,) int64 → k, v (K, count, N, D) float32, keys with block means; one unit per KV head, block.
+    If values are keys, nothing is written to v.
 
     matrices: the format of the matrices of each head that k, v are then. N is a multiple of their tokens.
 
@@ -258,19 +264,12 @@ def decode(spec: Decoding, matrices: MatrixFormat | None = None) -> Kernel[Decod
                 key, value = scratch + nbytes, scratch + 2 * nbytes
             else:
                 key, value = args.k + unit * nbytes, args.v + unit * nbytes
-            tile = args.keys + (head * args.key_stride + block * args.key_bytes)
-            spec.keys.emit_decode(e, tile, key, scratch)
-            if spec.mean_bits:
-                number = head * args.blocks + block
-                mean = args.mean + number * (dim * spec.mean_bits // 8)
-                _mean(e, spec, mean, args.mean_scale + number * 2, scratch)
-                with e.loop(0, n) as token:
-                    row = key + token * (4 * dim)
-                    for first, lanes in pieces(dim):
-                        kind = vector(F32, lanes)
-                        e.store(e.load(row, kind, 4 * first) + e.load(scratch, kind, 4 * first), row, 4 * first)
-            tile = args.values + (head * args.value_stride + block * args.value_bytes)
-            spec.values.emit_decode(e, tile, value, scratch)
+            decode_keys(e, spec, args, head, block, key, scratch)
+            if spec.values is None:
+                value = key
+            else:
+                tile = args.values + (head * args.value_stride + block * args.value_bytes)
+                spec.values.emit_decode(e, tile, value, scratch)
             if matrices is not None:
                 for number in range(n // MATRIX_KEYS):
                     tile = unit * (n // MATRIX_KEYS) + number
@@ -282,9 +281,26 @@ def decode(spec: Decoding, matrices: MatrixFormat | None = None) -> Kernel[Decod
     return Kernel(name, emit, DecodeArguments, scratch=nbytes * (1 if matrices is None else 3))
 
 
-def _mean(e: Emitter, spec: Decoding, mean: Value, scale: Value, out: Value) -> None:
-    """The mean of a block → out (D,) float32."""
-    factor = e.half_to_float(e.load(scale, I16)) if spec.mean_bits == 8 else None
+def decode_keys(e: Emitter, spec: Decoding, args: Any, head: Value, block: Value, out: Value, scratch: Value) -> None:
+    """The keys of a block of a KV head, with its mean → out (N, D) float32. args: of `decode`, or others of that name.
+    scratch: 4·N·D bytes."""
+    dim = spec.head_dim
+    spec.keys.emit_decode(e, args.keys + (head * args.key_stride + block * args.key_bytes), out, scratch)
+    if not spec.mean_bits:
+        return
+    emit_mean(e, spec, args, head, block, scratch)
+    with e.loop(0, spec.block_size) as token:
+        row = out + token * (4 * dim)
+        for first, lanes in pieces(dim):
+            kind = vector(F32, lanes)
+            e.store(e.load(row, kind, 4 * first) + e.load(scratch, kind, 4 * first), row, 4 * first)
+
+
+def emit_mean(e: Emitter, spec: Decoding, args: Any, head: Value, block: Value, out: Value) -> None:
+    """The mean of a block of a KV head → out (D,) float32. args: as for `decode_keys`."""
+    number = head * args.blocks + block
+    mean = args.mean + number * (spec.head_dim * spec.mean_bits // 8)
+    factor = e.half_to_float(e.load(args.mean_scale + number * 2, I16)) if spec.mean_bits == 8 else None
     for first, lanes in pieces(spec.head_dim):
         if factor is not None:
             value = e.load(mean, vector(I8, lanes), first).sext(I32).to_float() * factor

@@ -6,9 +6,10 @@ partial result (`engine.backends.native.kernels.attention.partials`).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.codecs import MOST_QUERIES
@@ -23,13 +24,14 @@ from polarlm.engine.backends.native.kernels.attention.partials import (
     padded,
     partial_bytes,
 )
-from polarlm.engine.backends.native.kernels.attention.prompts import Decoding
+from polarlm.engine.backends.native.kernels.attention.prompts import Decoding, decode_keys, emit_mean
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Value, Values, vector
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
 
 _F16 = vector(F32, 16)
 _TILE_TOKENS = 256  # tokens per step of the softmax, but at least a block
+_MOST_DECODED = 8  # most queries that share a decoded block; twice as many take twice as long to compile
 _BYTES_AHEAD = 6144  # prefetch distance, in tiles as they are read: the keys of a softmax step, then its values
 
 
@@ -58,13 +60,17 @@ class Attention(Decoding):
     @property
     def name(self) -> str:
         sizes = f"{self.block_size}x{self.head_dim}_group{self.group}_pass{self.query_tile}"
-        return f"attention_{self.keys.name}_{self.values.name}_mean{self.mean_bits}_{sizes}{'_capped' * self.is_capped}"
+        return f"attention_{self.tile_names}_mean{self.mean_bits}_{sizes}{'_capped' * self.is_capped}"
 
 
-def query_tile_of(group: int, rows: int) -> int:
-    """The query tile for `rows` rows: one row's tile, which is compiled already, unless it is small."""
-    size = -(-group // -(-group // MOST_QUERIES))
-    return size if rows == 1 or 2 * size > MOST_QUERIES else MOST_QUERIES
+def query_tile_of(group: int, rows: int, *, decodes: bool = False) -> int:
+    """The query tile for `rows` rows: one row's tile, which is compiled already, unless it is small.
+
+    decodes: whether blocks are decoded to be values.
+    """
+    most = _MOST_DECODED if decodes else MOST_QUERIES
+    size = -(-group // -(-group // most))
+    return size if rows == 1 or 2 * size > most else most
 
 
 class AttendArguments(NamedTuple):
@@ -228,8 +234,45 @@ class _Body:
                 prefetch_address = e.select(
                     are_values, values + next_block * args.value_bytes, keys + next_block * args.key_bytes
                 )
-                tile = values + block * args.value_bytes
-                spec.values.emit_values(e, tile, prefetch_address, weights, [query.weighted for query in queries])
+                weighted = [query.weighted for query in queries]
+                if spec.values is None:
+                    self._add_keys(block, weights, weighted)
+                else:
+                    tile = values + block * args.value_bytes
+                    spec.values.emit_values(e, tile, prefetch_address, weights, weighted)
+
+    def _add_keys(self, block: Value, weights: Values, sums: Values) -> None:
+        """Add Σ weight · key of a block, whose keys are its values, to each of the sums (D,)."""
+        e, spec, args = self.e, self.spec, self.args
+        floats = self.scratch + spec.query_tile * self._stride
+        nbytes = 4 * spec.block_size * spec.head_dim
+        if spec.keys.turned is not None:
+            self._add_turned(block, floats, weights, sums)
+            return
+        decode_keys(e, spec, args, self.head, block, floats, floats + nbytes)
+        blocks.add_full_values(e, floats, None, spec.head_dim, e.i64(spec.block_size), weights, sums)
+
+    def _add_turned(self, block: Value, tile: Value, weights: Values, sums: Values) -> None:
+        """The same from a tile whose codes are turned into an order for values, at `tile`. A mean is added once."""
+        e, spec, args, turned = self.e, self.spec, self.args, self.spec.keys.turned
+        assert turned is not None
+        totals = []
+        for address in weights if spec.mean_bits else ():
+            lanes = [e.load(address, _F16, offset) for offset in range(0, 4 * spec.block_size, 64)]
+            totals.append(e.sum_lanes(reduce(operator.add, lanes)))
+        spec.keys.emit_turn(e, args.keys + self.head * args.key_stride + block * args.key_bytes, tile)
+        for first in range(0, len(weights), MOST_QUERIES):
+            part = slice(first, first + MOST_QUERIES)
+            turned.emit_values(e, tile, tile, weights[part], sums[part])
+        if not spec.mean_bits:
+            return
+        mean = tile + turned.nbytes
+        emit_mean(e, spec, args, self.head, block, mean)
+        for channel, width in pieces(spec.head_dim):
+            x = e.load(mean, vector(F32, width), 4 * channel)
+            for total, target in zip(totals, sums, strict=True):
+                old = e.load(target, x.type, 4 * channel)
+                e.store(e.fma(x, e.const_like(total, x), old), target, 4 * channel)
 
     def _block_scores(
         self, queries: Sequence[Query], keys: Value, block: Value, prefetch_address: Value, scores: Values
@@ -238,7 +281,10 @@ class _Body:
         prefetch_address: a tile to prefetch."""
         e, spec = self.e, self.spec
         tile = keys + block * self.args.key_bytes
-        spec.keys.emit_scores(e, tile, prefetch_address, [query.prepared for query in queries], scores)
+        for first in range(0, len(queries), MOST_QUERIES):
+            part = slice(first, first + MOST_QUERIES)
+            prepared = [query.prepared for query in queries[part]]
+            spec.keys.emit_scores(e, tile, prefetch_address, prepared, scores[part])
         if not spec.mean_bits:
             return
         mean_scores = self._mean_scores(queries, self.head * self.args.blocks + block)

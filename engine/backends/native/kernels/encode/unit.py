@@ -139,7 +139,7 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
 def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
     """The encoding of keys (side 0) or values (1) for a codec that rounds to a table of points; None without kernel."""
     codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
-    rounding = codec.rounding
+    rounding = None if codec is None else codec.rounding
     if not isinstance(rounding, TABLES) or format.block_size % LANES:
         return None
     feedback = None if metric is None else metric.token_feedback

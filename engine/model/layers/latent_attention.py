@@ -1,0 +1,110 @@
+"""Latent attention (DeepSeek-V2, arXiv:2405.04434, §2.1): all heads attend to one key and one value a token.
+
+A token's latent vector c (L,) stands for the keys and values of all heads: those of head h are Kₕ·c and Vₕ·c. Since
+q·(Kₕ·c) = (Kₕᵀ·q)·c, queries are multiplied by Kₕᵀ, and attention's results, sums of latent vectors, by Vₕ, so that c
+alone is stored. A few channels that RoPE rotates, the same for all heads, are stored with it, as part of the key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from polarlm.engine.backends.kv import AttentionRule, Cache, HeadRule, PreparedTransform
+from polarlm.engine.backends.ops import Array, Fusion, Ops
+from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, Tap, norm_of, slot
+from polarlm.engine.weight_formats import ExpertLinear, Linear
+from polarlm.model_loaders import config
+
+_LATENT_EPS = 1e-6  # of the norms of latent vectors, as in DeepSeek's own code
+
+
+@dataclass(frozen=True)
+class LatentAttentionWeights:
+    """Matrices are (out, in); None for what the family does not have. C: channels of a query, its own and rotated ones.
+    D: L and the rotated ones."""
+
+    norm: Array | None = slot("attention_norm")  # (E,)
+    q_up: Linear = slot("q_up", "linear")  # (H·C, E), or of the queries' latent vector
+    kv_down: Linear = slot("kv_down", "linear")  # (D, E): the latent vector, then the rotated channels
+    kv_norm: Array = slot("kv_norm")  # (L,)
+    keys: ExpertLinear = slot("latent_keys", "heads")  # (L, own channels) of each head
+    values: ExpertLinear = slot("latent_values", "heads")  # (value channels, L) of each head
+    out: Linear = slot("out", "linear")  # (E, H · value channels)
+    q_down: Linear | None = slot("q_down", "linear", default=None)
+    q_norm: Array | None = slot("q_latent_norm", default=None)
+    post_norm: Array | None = slot("attention_post_norm", default=None)
+
+
+class LatentAttention:
+    """The mixer of one layer: see `engine.model.layers.kinds.Mixer`."""
+
+    Weights = LatentAttentionWeights
+
+    def __init__(
+        self,
+        ops: Ops,
+        shape: config.LatentAttention,
+        eps: Eps,
+        weights: LatentAttentionWeights,
+        cache: Cache,
+        transform: PreparedTransform,
+    ):
+        assert ops.latent_ops is not None
+        self.shape, self._latent_ops = shape, ops.latent_ops
+        self._ops, self._weights, self._cache = ops, weights, cache
+        norm = Fusion(norm_of(weights.norm, eps.before))
+        self._q_down = None if weights.q_down is None else Projection(ops, weights.q_down, norm)
+        self._q_up = Projection(
+            ops, weights.q_up, Fusion(norm_of(weights.q_norm, _LATENT_EPS)) if self._q_down else norm
+        )
+        self._kv_down = Projection(ops, weights.kv_down, norm)
+        self._out = OutputProjection(ops, weights.out, norm_of(weights.post_norm, eps.after))
+        self._rule = AttentionRule(shape.score_scale, transform=transform)
+        self._head_rule = HeadRule(transform)
+
+    def project(self, x: Array, inputs: LayerInputs, tap: Tap | None = None) -> Array:
+        """Append the latent vectors of x (T, E) and return the queries (T, H, D), scaled and rotated as keys are."""
+        ops, shape = self._ops, self.shape
+        latent, rotated = shape.latent, shape.rotated
+        below = x if self._q_down is None else self._q_down(x, inputs.adapters)
+        q = self._q_up(below, inputs.adapters).reshape(-1, shape.own_dim + rotated)  # (T·H, C)
+        absorbed = self._latent_ops.multiply_heads(q[:, : shape.own_dim], self._weights.keys)  # (T·H, L)
+        kv = self._kv_down(x, inputs.adapters)
+        ops.rms_norm(kv[:, :latent], (self._weights.kv_norm, _LATENT_EPS))
+        qk = self._latent_ops.join_latents(absorbed, q[:, shape.own_dim :], kv)
+        assert inputs.rope is not None
+        cos, sin, *_ = inputs.rope
+        if tap is None:
+            return ops.place_kv(qk, (cos, sin), self._head_rule, self._cache, inputs.spans)
+        q, k, v = ops.transform_heads(qk, (cos, sin), self._head_rule)
+        tap(q, k)
+        ops.append_kv(self._cache, inputs.spans, k, v)
+        return q
+
+    def mix(self, x: Array, q: Array, inputs: LayerInputs) -> None:
+        """Add the projected attention of queries q (T, H, D) to x (T, E), in place."""
+        shape, mixed = self.shape, self._ops.attention(q, self._cache, inputs.spans, self._rule)
+        latents = self._latent_ops.take_latents(mixed, shape.latent)
+        values = self._latent_ops.multiply_heads(latents, self._weights.values)
+        self._out.add(x, values.reshape(-1, shape.heads * shape.value_dim), inputs.adapters)
+
+
+def variances(ops: Ops, w: LatentAttentionWeights, inputs: np.ndarray) -> np.ndarray:
+    """Expected squares of a layer's keys, (1, D) float64. inputs (E,): mean squares of the normed input."""
+    latent = np.square(ops.to_host(w.kv_norm), dtype=np.float64)
+    rotated = np.square(ops.rows(w.kv_down, slice(len(latent), None)), dtype=np.float64) @ inputs
+    halves = zip(np.split(rotated, 2), np.split(latent, 2), strict=True)
+    return np.concatenate([part for half in halves for part in half])[None]
+
+
+def latent_output(ops: Ops, w: LatentAttentionWeights, output: np.ndarray) -> np.ndarray:
+    """The output projection after the heads' matrices of values, in fewer rows: (n, H·D) float32, whose products have
+    the same lengths. output (E, H · value channels) float32."""
+    (value_dim, latent), heads, dim = w.values.shape, w.values.count, w.kv_down.shape[0]
+    values = ops.rows(w.values.parts[0]).reshape(heads, value_dim, latent)
+    triangles: np.ndarray = np.linalg.qr(output.reshape(len(output), heads, value_dim).swapaxes(0, 1), mode="r")  # type: ignore[assignment]
+    whole = np.zeros((triangles.shape[1], heads, 2, dim // 2), np.float32)
+    whole[..., -(latent // 2) :] = (triangles @ values).reshape(heads, -1, 2, latent // 2).swapaxes(0, 1)
+    return whole.reshape(len(whole), -1)

@@ -1,0 +1,19 @@
+"""DeepSeek V2-Lite: latent attention, experts chosen by softmax, and shared ones; on the CPU alone."""
+
+from __future__ import annotations
+
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families._latent import GGUF as GGUF
+from polarlm.model_loaders.families._latent import latent_decoder, latent_tensors
+from polarlm.model_loaders.fields import Fields
+
+ARCHITECTURES = ("DeepseekV2ForCausalLM",)
+IS_INTERLEAVED = True
+tensors = latent_tensors
+
+
+def configure(fields: Fields) -> ModelConfig:
+    if fields.text("scoring_func", "softmax") == "sigmoid":  # V3, which has the same name in GGUF files
+        return latent_decoder(fields, "deepseek_v2", scoring="sigmoid", choice_bias=True)
+    fields = fields.with_defaults({"topk_method": "greedy", "routed_scaling_factor": 1.0})
+    return latent_decoder(fields, "deepseek_v2")
