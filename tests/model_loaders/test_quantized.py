@@ -77,9 +77,9 @@ def test_matrices_have_the_values_of_the_package_that_wrote_them(name: str) -> N
 
 
 # A plain model, one whose q, k, v are one tensor, one whose rows of q and k are reordered, one with biases, one with
-# experts, and one whose tensors are parts of others.
+# experts, one whose tensors are parts of others, and one some of whose parts are turned, and then halves.
 SHAPES = ["llama_mha", "phi3_window", "ernie4_5_biases", "qwen2_bias", "glm4_moe_biases_two_shared"]
-SHAPES += ["qwen3_next_shared_keys"]
+SHAPES += ["qwen3_next_shared_keys", "glm4_moe_lite"]
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -92,7 +92,8 @@ def test_models_are_the_ones_that_have_the_values(kind: Kind, tmp_path: Path) ->
         plain, types = read_all(plain_weights), {weights.stored_dtype(name) for name in weights.names()}
         assert kind.type in types <= {kind.type, "F32", "F16", "BF16"}
         for label, values in read_all(weights).items():
-            np.testing.assert_allclose(values, plain[label], rtol=2**-22, err_msg=label)
+            rtol, atol = (2**-11, 2**-25) if ".k_b_proj." in label else (2**-22, 0)
+            np.testing.assert_allclose(values, plain[label], rtol, atol, err_msg=label)
 
 
 Change = Callable[[dict[str, np.ndarray]], object]  # of the tensors of a folder
