@@ -178,7 +178,9 @@ class GatedMLP:
 class Experts:
     """A mixture of experts: each token has a weighted sum of the results of `top_k` of `count` gated networks.
 
-    The router's logits become scores; the experts with the largest scores are chosen, and weigh by their scores.
+    The router's logits become scores; the experts with the largest scores are chosen, and weigh by their scores. With
+    groups, the best ones of these are chosen first, by their experts' largest score, or, of sigmoid scores, by the sum
+    of the two largest.
     """
 
     count: int
@@ -195,7 +197,14 @@ class Experts:
     shared_gate: bool = False  # the shared network's result is multiplied by σ of a product with the input
     factors: bool = False  # the weight of each expert is multiplied by a number of its own
     own_norms: bool = False  # router, experts and shared network have norms of their own, and so have their results
+    groups: int = 1  # of neighbouring experts, as many in each
+    top_groups: int = 1  # how many groups experts are chosen from
     latent: int = 0  # size of the experts' inputs and results, with a product before and one after them; 0: E
+
+    @property
+    def best_of_group(self) -> int:
+        """How many of a group's largest scores are the group's, together."""
+        return 2 if self.scoring == "sigmoid" else 1
 
 
 Ffn = GatedMLP | Experts

@@ -79,9 +79,6 @@ def latent_decoder(fields: Fields, family: str, **experts_settings: Any) -> Mode
     """
     if not fields.flag("rope_interleave", True):
         raise fields.refuse("rope_interleave", "but pairs of RoPE that are no neighbours are not supported")
-    is_greedy = fields.text("topk_method", "") == "greedy"  # over all experts, whatever their groups
-    if fields.integer("n_group", 1) > fields.integer("topk_group", 1) and not is_greedy:
-        raise fields.refuse("n_group", "but experts that are chosen by groups are not supported")
     own, rotated, value, latent = (
         fields.integer(key, maximum=MAX_DIM)
         for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
@@ -89,14 +86,19 @@ def latent_decoder(fields: Fields, family: str, **experts_settings: Any) -> Mode
     if latent % 2:
         raise fields.refuse("kv_lora_rank", "but a latent vector needs an even number of channels")
     query_latent = fields.integer("q_lora_rank", maximum=MAX_DIM) if fields.has("q_lora_rank") else 0
+    settings: dict[str, Any] = {**_groups(fields), **experts_settings}
     shared = fields.integer("n_shared_experts", 0, minimum=0) * fields.integer("moe_intermediate_size")
     expert_ffn = experts(
         fields,
         renormalize=fields.flag("norm_topk_prob", False),
         scale=fields.positive("routed_scaling_factor", 1.0),
         shared=GatedMLP(shared) if shared else None,
-        **experts_settings,
+        **settings,
     )
+    if expert_ffn.count % expert_ffn.groups or expert_ffn.count // expert_ffn.groups < expert_ffn.best_of_group:
+        raise fields.refuse("n_group", f"which does not divide {expert_ffn.count} experts into groups")
+    if expert_ffn.top_k > expert_ffn.count // expert_ffn.groups * expert_ffn.top_groups:
+        raise fields.refuse("topk_group", f"but {expert_ffn.top_k} experts are chosen, more than these groups have")
     ffns = dense_first(fields, fields.integer("first_k_dense_replace", 0, minimum=0), expert_ffn)
     kept = {"num_key_value_heads": fields.integer("num_attention_heads"), "head_dim": rotated}
     config = decoder(fields.with_values(kept), family, bias=None, ffns=ffns)
@@ -116,6 +118,14 @@ def latent_decoder(fields: Fields, family: str, **experts_settings: Any) -> Mode
         )
 
     return config.with_attention(latent_attention)
+
+
+def _groups(fields: Fields) -> dict[str, int]:
+    """`Experts.groups` and `Experts.top_groups`; none where experts are chosen among all, whatever their groups."""
+    groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    if fields.text("topk_method", "") == "greedy" or groups <= top_groups:
+        return {}
+    return {"groups": groups, "top_groups": top_groups}
 
 
 def _stretch(rope: RopeConfig | None) -> float:

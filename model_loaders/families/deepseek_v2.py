@@ -1,4 +1,4 @@
-"""DeepSeek V2-Lite: latent attention, experts chosen by softmax, and shared ones; on the CPU alone."""
+"""DeepSeek V2 and V2-Lite: latent attention, experts chosen by softmax, and shared ones; on the CPU alone."""
 
 from __future__ import annotations
 
@@ -15,5 +15,4 @@ tensors = latent_tensors
 def configure(fields: Fields) -> ModelConfig:
     if fields.text("scoring_func", "softmax") == "sigmoid":  # V3, which has the same name in GGUF files
         return latent_decoder(fields, "deepseek_v2", scoring="sigmoid", choice_bias=True)
-    fields = fields.with_defaults({"topk_method": "greedy", "routed_scaling_factor": 1.0})
     return latent_decoder(fields, "deepseek_v2")

@@ -1,4 +1,4 @@
-"""Kimi K2, GLM-4.7-Flash and DeepSeek V3's form: DeepSeek V2 whose experts have sigmoid scores and no groups."""
+"""DeepSeek V3 and R1, Kimi K2, GLM-4.7-Flash: DeepSeek V2 whose experts have sigmoid scores and a bias to choose by."""
 
 from __future__ import annotations
 

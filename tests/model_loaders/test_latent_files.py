@@ -51,6 +51,8 @@ def as_gguf(
     changes = {
         "leading_dense_block_count": sum(isinstance(layer.ffn, GatedMLP) for layer in config.layers),
         "expert_gating_func": {"softmax": 1, "sigmoid": 2}[experts.scoring],
+        "expert_group_count": experts.groups,
+        "expert_group_used_count": experts.top_groups,
     }
     if rope.kind == "yarn":
         changes |= {"rope__scaling__type": "yarn", "rope__scaling__factor": rope.factor}
@@ -123,7 +125,9 @@ def test_keys_of_heads_are_turned_also_where_they_are_quantized(tmp_path: Path) 
     [
         ({"rope_interleave": False}, "rope_interleave"),
         ({"kv_lora_rank": 23}, "kv_lora_rank.*even"),
-        ({"n_group": 4, "topk_group": 2}, "n_group.*by groups"),
+        ({"n_group": 3, "topk_group": 2}, "n_group.*divide 8 experts"),
+        ({"n_group": 8, "topk_group": 4}, "n_group.*divide 8 experts"),  # a group's score is that of two experts
+        ({"n_group": 4, "topk_group": 1}, "topk_group.*3 experts"),
         ({"qk_nope_head_dim": 0}, "qk_nope_head_dim"),
     ],
 )

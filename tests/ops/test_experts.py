@@ -74,6 +74,27 @@ def test_the_experts_of_a_row_are_those_of_numpy(ops: Any, rng: np.random.Genera
         check_choice(ops, rule, hard_logits(rng, count), *numbers)
 
 
+@backends(NUMPY, *SOME)
+def test_experts_are_chosen_from_the_best_groups(ops: Any, rng: np.random.Generator) -> None:
+    for scoring, groups, top_groups in (("softmax", 4, 2), ("softmax", 40, 7), ("sigmoid", 8, 4), ("sigmoid", 5, 1)):
+        rule = Experts(80, 5, 1, scoring=scoring, renormalize=True, groups=groups, top_groups=top_groups)
+        logits, bias = 3 * normal(rng, 20, 80), normal(rng, 80) if scoring == "sigmoid" else None
+        ids, weights = on_host(
+            ops, ops.route(ops.to_device(logits), rule, None if bias is None else ops.to_device(bias))
+        )
+        wide = logits.astype(np.float64)
+        scores = 1 / (1 + np.exp(-wide)) if bias is not None else np.exp(wide) / np.exp(wide).sum(1, keepdims=True)
+        for row, chosen, weight in zip(scores, ids, weights, strict=True):
+            ranks = row if bias is None else row + bias
+            by_group = ranks.reshape(groups, -1)
+            largest = [sum(sorted(group)[-2:]) if scoring == "sigmoid" else max(group) for group in by_group]
+            best = np.argsort(largest)[-top_groups:]
+            allowed = [expert for expert in range(80) if expert // (80 // groups) in best]
+            expected = sorted(allowed, key=lambda expert: -ranks[expert])[:5]
+            assert chosen.tolist() == expected
+            np.testing.assert_allclose(weight, row[expected] / row[expected].sum(), rtol=1e-5)
+
+
 @backends(CUDA)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_experts_of_a_row_on_a_gpu_are_those_of_numpy(ops: Any, rng: np.random.Generator, rule: Experts) -> None:

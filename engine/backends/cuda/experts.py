@@ -68,6 +68,7 @@ class ExpertOps(LinearOps):
         return self.stack(format, [matrix for expert in experts for matrix in expert])
 
     def route(self, logits: Array, rule: Experts, bias: Array | None = None, factors: Array | None = None) -> Routing:
+        assert rule.groups == 1  # only models with latent attention have groups, and these have no kernels
         rows, count = logits.shape
         ids = self._device.empty((rows, rule.top_k), np.int32)
         weights = self._device.empty((rows, rule.top_k), np.float32)

@@ -23,6 +23,8 @@ class ExpertOps:
         else:
             scores = 1 / (1 + np.exp(-logits))
         ranks = scores if bias is None else scores + bias
+        if rule.groups > 1:
+            ranks = _in_best_groups(ranks, rule)
         ids = np.argsort(-ranks, axis=1, kind="stable")[:, : rule.top_k].astype(np.int32)
         weights = np.take_along_axis(scores, ids, axis=1)
         if rule.renormalize:
@@ -59,6 +61,16 @@ class ExpertOps:
     @quiet
     def gate(self, x: np.ndarray, logits: np.ndarray) -> None:
         x /= np.repeat(1 + np.exp(-logits), x.shape[1] // logits.shape[1], axis=1)
+
+
+def _in_best_groups(ranks: np.ndarray, rule: Experts) -> np.ndarray:
+    """ranks (T, count), −inf outside of each row's best groups."""
+    by_group = ranks.reshape(len(ranks), rule.groups, -1)
+    best = np.sort(by_group, axis=2)[:, :, -rule.best_of_group :].sum(axis=2)
+    chosen = np.argsort(-best, axis=1, kind="stable")[:, : rule.top_groups, None]
+    masked = np.full_like(by_group, -np.inf)
+    np.put_along_axis(masked, chosen, np.take_along_axis(by_group, chosen, axis=1), axis=1)
+    return masked.reshape(ranks.shape)
 
 
 def _product(x: np.ndarray, w: ExpertLinear, expert: int) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
@@ -24,10 +25,12 @@ class Choice:
     has_bias: bool
     renormalizes: bool
     has_factors: bool = False
+    best_of_group: int = 0  # 0: there are no groups
 
     @property
     def name(self) -> str:
         rest = f"{'_normed' * self.renormalizes}{'_factors' * self.has_factors}"
+        rest += f"_groups{self.best_of_group}" if self.best_of_group else ""
         return f"route_{self.scoring}{'_biased' * self.has_bias}{rest}"
 
 
@@ -41,6 +44,8 @@ class RouteArguments(NamedTuple):
     top_k: Int64
     scale: Float32
     factors: Pointer
+    groups: Int64
+    top_groups: Int64
 
 
 @cache
@@ -49,11 +54,11 @@ def route(spec: Choice) -> Kernel[RouteArguments]:
 
     logits (rows, count) float32; stride: bytes from row to row. bias (count,): added to the scores to choose by.
     factors (count,): multiply the weights of each expert. ids (rows, top_k) int32, weights (rows, top_k) float32. If a
-    logit is not finite, the weights of its row are NaN.
+    logit is not finite, the weights of its row are NaN. groups, top_groups: see `Experts`.
     """
 
     def emit(e: Emitter, args: RouteArguments, begin: Value, end: Value, scratch: Value) -> None:
-        scores, ranks = scratch, scratch + 4 * MOST_EXPERTS
+        scores, ranks, group_scores = (scratch + 4 * MOST_EXPERTS * i for i in range(3))
         with e.loop(begin, end) as row:
             logits = args.logits + row * args.stride
             ids, weights = (address + row * args.top_k * 4 for address in (args.ids, args.weights))
@@ -61,6 +66,8 @@ def route(spec: Choice) -> Kernel[RouteArguments]:
             is_finite = top >= 0
             highest = e.load(logits + e.imax(top, 0).sext(I64) * 4, F32)
             _scores(e, spec, args, logits, highest, (scores, ranks))
+            if spec.best_of_group:
+                _keep_best_groups(e, spec, args, ranks, group_scores)
             total = e.variable(e.constant(F32, 0.0))
             with e.loop(0, args.top_k) as number:
                 expert = e.imax(best(e, ranks, args.count), 0)
@@ -77,7 +84,26 @@ def route(spec: Choice) -> Kernel[RouteArguments]:
             with e.loop(0, args.top_k) as number:
                 e.store(e.load(weights + number * 4, F32) * factor, weights + number * 4)
 
-    return Kernel(spec.name, emit, RouteArguments, scratch=8 * MOST_EXPERTS)
+    return Kernel(spec.name, emit, RouteArguments, scratch=12 * MOST_EXPERTS)
+
+
+def _keep_best_groups(e: Emitter, spec: Choice, args: RouteArguments, ranks: Value, group_scores: Value) -> None:
+    """Make the ranks of experts outside of the best groups the least number. group_scores: memory for a number of each
+    group."""
+    lowest, size = e.constant(F32, LOWEST), args.count // args.groups
+    with e.loop(0, args.groups) as group:
+        first, taken = ranks + group * size * 4, []
+        for _ in range(spec.best_of_group):
+            place = first + e.imax(best(e, first, size), 0).sext(I64) * 4
+            taken.append((place, e.load(place, F32)))
+            e.store(lowest, place)
+        for place, score in taken:
+            e.store(score, place)
+        e.store(reduce(operator.add, (score for _, score in taken)), group_scores + group * 4)
+    with e.loop(0, args.top_groups):
+        e.store(lowest, group_scores + e.imax(best(e, group_scores, args.groups), 0).sext(I64) * 4)
+    with e.loop(0, args.count) as expert, e.when(e.load(group_scores + expert // size * 4, F32) > lowest):
+        e.store(lowest, ranks + expert * 4)
 
 
 def _scores(

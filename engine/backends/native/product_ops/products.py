@@ -178,8 +178,11 @@ class ExpertOps(KernelOps):
             top_k=rule.top_k,
             scale=rule.scale,
             factors=factors,
+            groups=rule.groups,
+            top_groups=rule.top_groups,
         )
-        choice = Choice(rule.scoring, bias is not None, rule.renormalize, factors is not None)
+        best_of_group = rule.best_of_group if rule.groups > 1 else 0
+        choice = Choice(rule.scoring, bias is not None, rule.renormalize, factors is not None, best_of_group)
         self._launch(route(choice), len(logits), arguments)
         return routing
 
