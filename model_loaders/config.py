@@ -10,8 +10,8 @@ from typing import Any, Literal
 # relu_squared: relu(up)², gelu: up · Φ(up), and plain_gelu_tanh, the same by tanh, of networks without a gate.
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared", "gelu", "plain_gelu_tanh"]
 # RMSNorm of q and k before RoPE: of each head, with weights (D,) or without; or of all heads, with weights (H·D,) and
-# (K·D,).
-QKNorm = Literal["head", "unweighted", "all"] | None
+# (K·D,). Or after it, of each head with weights (D,).
+QKNorm = Literal["head", "unweighted", "all", "after_rope"] | None
 # RMSNorm of the inputs of mixer and ffn, of their outputs, or of both; or LayerNorm of the sums of input and output.
 Norms = Literal["before", "after", "both", "sums"]
 

@@ -74,6 +74,7 @@ class Transformer:
         self.ops = ops
         self.config = config
         self.store = store
+        self.weights = weights
         self.tap: PromptTap | None = None  # called in prompts of one span, never in steps, which may be recorded
         self.mtp: MtpLayer | None = None
         self._ropes, self._spans = RopeTables(config), StepSpans(store)
@@ -89,7 +90,6 @@ class Transformer:
             numbers = [layer for layer in stage.layers if layer in config.attentions]
             transforms = [self._transform_of(layer, config.attentions[layer]) for layer in numbers]
             self._transforms |= zip(numbers, stage.ops.prepare(transforms), strict=True)
-        self.weights = weights
         self._make_layers(weights)
 
     def _make_layers(self, weights: ModelWeights) -> None:
@@ -112,6 +112,12 @@ class Transformer:
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone
         scales = stored.scales(attention.heads)  # (H + 2K, D)
+        if attention.qk_norm == "after_rope":
+            w, ops, ones = self.weights.layers[layer].mixer, self.ops.layer_ops(layer), np.ones(attention.head_dim)
+            counts = attention.heads, attention.kv_heads, attention.kv_heads
+            rows = [ops.to_host(w.q_norm), ops.to_host(w.k_norm), ones]
+            weights = np.repeat(rows, counts, axis=0).astype(np.float32)
+            scales = weights if scales is None else scales * weights
         return HeadTransform(
             0 if alone else attention.kv_heads,
             scales[: attention.heads] if scales is not None and alone else scales,

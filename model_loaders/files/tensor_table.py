@@ -309,9 +309,9 @@ def _attention_shapes(e: int, mixer: Attention) -> tuple[_Shapes, set[str]]:
     }
     if mixer.output_gate:
         shapes["output_gate"] = _one(h if mixer.gate_by_head else h * d, e)
-    if mixer.qk_norm in ("head", "all"):
+    if mixer.qk_norm in ("head", "all", "after_rope"):
         for slot, number in (("q_norm", h), ("k_norm", k)):
-            number = 1 if mixer.qk_norm == "head" else number
+            number = number if mixer.qk_norm == "all" else 1
             shapes[slot] = [((number * d,), number)]
         if mixer.shares_kv:
             del shapes["k_norm"]
