@@ -190,6 +190,9 @@ class Layer:
     ffn: Ffn | None
     norms: Norms = "before"
     scaled: bool = False  # the residual stream is multiplied by a weight at the end
+    parallel: bool = (
+        False  # the network reads what the mixer reads, normed by the same norm, and not the mixer's result
+    )
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,7 @@ class ModelConfig:
     max_context: int  # tokens
     norm_eps: float
     post_norm_eps: float | None = None  # for norms after a mixer or network; None: norm_eps
+    centred: bool = False  # norms of the residual stream subtract its mean: they are LayerNorms without biases
     tied_head: bool = False  # the output head is the embedding
     embedding_scale: float = 1.0  # factor of embeddings, not of the head
     rounded_scale: bool = False  # `embedding_scale` is rounded to the type of the embeddings in the file

@@ -114,9 +114,9 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
             "attention.key_length": attention.head_dim,
             "attention.value_length": attention.head_dim,
             "rope.dimension_count": attention.rotated,
-            "attention.layer_norm_rms_epsilon": config.norm_eps,
+            f"attention.layer_norm_{'' if config.centred else 'rms_'}epsilon": config.norm_eps,
         }
-    whole = next((mixer for mixer in config.attentions.values() if mixer.window is None), attention)
+    whole = next((mixer for mixer in config.attentions.values() if mixer.window is None and mixer.rope), attention)
     if whole.rope is not None:
         keys["rope.freq_base"] = whole.rope.theta
         if whole.rope.kind == "yarn":

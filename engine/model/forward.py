@@ -99,8 +99,8 @@ class Transformer:
         eps = Eps(self.config.norm_eps, self.config.norm_eps if after is None else after)
         layer_ops, cache, transform = self.ops.layer_ops, self.store.cache, self._transforms.get
         self._layers = [
-            decoder_layer(layer_ops(number), layer, eps, w, cache(number), transform(number), number)
-            for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
+            decoder_layer(layer_ops(number), self.config, eps, w, cache(number), transform(number), number)
+            for number, w in enumerate(weights.layers)
         ]
         self._batch_graphs = BatchGraphs(self.ops, self._layers, self._choice, self.config.hidden_size, self._embed)
         if self.config.mtp:
@@ -237,6 +237,8 @@ class Transformer:
     def final_states(self, hidden: Array) -> np.ndarray:
         """Norm hidden states (T, E) in place, as for the head, and return them as float32 on the host. Raises
         EngineError if they are not finite."""
+        if self.config.centred:
+            self.ops.centre(hidden)
         self.ops.rms_norm(hidden, (self.weights.norm, self.config.norm_eps))
         states: np.ndarray = self.ops.to_host(hidden)
         if not np.isfinite(states).all():
@@ -389,7 +391,9 @@ class Transformer:
         return x, self.weights.layer_inputs.of(ops, ids, x, scale, eps)
 
     def _head(self, hidden: Array) -> Array:
-        """hidden (T, E) → logits (T, V)."""
+        """hidden (T, E), which loses its mean if norms subtract it → logits (T, V)."""
+        if self.config.centred:
+            self.ops.centre(hidden)
         logits = self.ops.linear(hidden, self.weights.head, self._head_fusion)
         if self.config.logit_softcap is not None:
             self.ops.softcap(logits, self.config.logit_softcap)

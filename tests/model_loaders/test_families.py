@@ -386,6 +386,7 @@ SOME = (
     "minimax_m2_partial",
     "mistral3_with_images",
     "hunyuan_v1_dense_alpha_tied",
+    "cohere2_windows_tied",
     "gemma4_shared_kv",
     "phi3_longrope_partial",
     "gpt_oss_mxfp4",
@@ -445,10 +446,12 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
     elif config.family == "mistral3":
         changes |= {"attention__temperature_scale": 0.25, "rope__scaling__yarn_log_multiplier": of_rope.mscale_all_dim}
         changes["rope__scaling__yarn_beta_fast"] = of_rope.beta_fast
-    elif config.attention.window and config.family in (*IN_LLAMA, "phi3", "gpt_oss"):
+    elif config.attention.window and config.family in (*IN_LLAMA, "phi3", "gpt_oss", "cohere2"):
         changes["attention__sliding_window"] = config.attention.window
     else:  # windows of upper layers have no key
         expected = expected.with_attention(lambda mixer: replace(mixer, window=None))
+    if config.centred:
+        changes["logit_scale"] = config.logit_scale
     if config.family in ("glm4_moe", "lfm2_moe"):
         changes["leading_dense_block_count"] = sum(isinstance(layer.ffn, GatedMLP) for layer in config.layers)
     arch = architecture(config)

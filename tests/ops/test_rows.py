@@ -58,6 +58,17 @@ def test_rms_norm(ops: Any, rng: np.random.Generator, rows: int) -> None:
             ops.rms_norm(on_device[:, 8:20], norm)
 
 
+@backend_cases("ops rows", [(backend, rows) for backend in EVERY for rows in (1, 5, 70)])
+def test_rows_lose_their_mean(ops: Any, rng: np.random.Generator, rows: int) -> None:
+    """In columns of each row: the others stay. A recorded step may have the op."""
+    x = 5 + normal(rng, rows, 56)
+    on_device = ops.to_device(x.copy())
+    ops.centre(on_device[:, 8:35])
+    part = x[:, 8:35].astype(np.float64)
+    x[:, 8:35] = part - part.mean(1, keepdims=True)
+    assert np.abs(ops.to_host(on_device) - x).max() <= 27 * EPS32 * 5
+
+
 def columns(x: Any) -> Any:
     return x[:, 2:-30]
 

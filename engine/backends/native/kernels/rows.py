@@ -73,6 +73,40 @@ def norm_rows(*, adds: bool) -> Kernel[NormArguments]:
     return Kernel(f"norm_rows{'_add' * adds}", emit, NormArguments)
 
 
+class CentreArguments(NamedTuple):
+    x: Pointer
+    columns: Int64
+    stride: Int64
+
+
+@cache
+def centre_rows() -> Kernel[CentreArguments]:
+    """x − mean of rows of x, in place; one unit per row. stride: bytes from row to row."""
+
+    def emit(e: Emitter, args: CentreArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as row:
+            _centre(e, args.x + row * args.stride, args.columns)
+
+    return Kernel("centre_rows", emit, CentreArguments)
+
+
+def _centre(e: Emitter, x_row: Value, columns: Value) -> None:
+    total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
+
+    def add(offset: Value, kind: Type) -> None:
+        partial = total if kind == _F16 else rest
+        partial.set(partial.get() + e.load(x_row + offset, kind))
+
+    for_each_column(e, columns, add)
+    mean = (e.sum_lanes(total.get()) + rest.get()) / columns.trunc(I32).to_float()
+
+    def subtract(offset: Value, kind: Type) -> None:
+        value = e.load(x_row + offset, kind)
+        e.store(value - e.const_like(mean, value), x_row + offset)
+
+    for_each_column(e, columns, subtract)
+
+
 class LayerNormArguments(NamedTuple):
     x: Pointer
     weight: Pointer
@@ -92,20 +126,7 @@ def layer_norm_rows() -> Kernel[LayerNormArguments]:
     def emit(e: Emitter, args: LayerNormArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
             x_row = args.x + row * args.stride
-            total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
-
-            def add(offset: Value, kind: Type) -> None:
-                partial = total if kind == _F16 else rest
-                partial.set(partial.get() + e.load(x_row + offset, kind))
-
-            for_each_column(e, args.columns, add)
-            mean = (e.sum_lanes(total.get()) + rest.get()) / args.columns.trunc(I32).to_float()
-
-            def centre(offset: Value, kind: Type) -> None:
-                value = e.load(x_row + offset, kind)
-                e.store(value - e.const_like(mean, value), x_row + offset)
-
-            for_each_column(e, args.columns, centre)
+            _centre(e, x_row, args.columns)
             factor = inverse_rms(e, x_row, args.columns, args.eps)
 
             def write(offset: Value, kind: Type) -> None:
