@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 # swiglu_clamped: with g = min(gate, 7), g · σ(1.702 g) · (clip(up, −7, 7) + 1).
-# relu_squared: relu(up)², gelu: up · Φ(up), and plain_gelu_tanh, the same by tanh, of networks without a gate.
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared", "gelu", "plain_gelu_tanh"]
+# gated_gelu: gate · Φ(gate) · up, and gelu_tanh, the same by tanh. relu_squared: relu(up)², gelu: up · Φ(up), and
+# plain_gelu_tanh, the same by tanh, of networks without a gate.
+Activation = Literal["silu", "gelu_tanh", "gated_gelu", "swiglu_clamped", "relu_squared", "gelu", "plain_gelu_tanh"]
 # RMSNorm of q and k before RoPE: of each head, with weights (D,) or without; or of all heads, with weights (H·D,) and
 # (K·D,). Or after it, of each head with weights (D,).
 QKNorm = Literal["head", "unweighted", "all", "after_rope"] | None
@@ -233,6 +234,7 @@ class ModelConfig:
     token_types: int = 0  # rows of a table of types of tokens: of a text, or of the first of a pair, the first is added
     dense: tuple[Dense, ...] = ()  # applied to pooled states, one after another
     scores_pairs: bool = False  # a head gives a pair of texts a number, how relevant the second is for the first
+    pooled_pairs: bool = False  # it reads the mean of the pair's states, not the first one
     mtp: bool = False  # the last of `layers` is no part of the model: it guesses the token after the next one
 
     @property
@@ -244,6 +246,11 @@ class ModelConfig:
     def is_encoder(self) -> bool:
         """Whether its tokens see later ones, so that it gives texts a vector and generates none."""
         return any(not attention.is_causal for attention in self.attentions.values())
+
+    @property
+    def norms_inputs(self) -> bool:
+        """Whether a norm with weights follows the embeddings, as in encoders whose norms are LayerNorms."""
+        return self.is_encoder and (self.centred or self.layers[0].norms == "sums")
 
     @property
     def has_sections(self) -> bool:

@@ -106,7 +106,7 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         keys["nextn_predict_layers"] = 1
     if config.is_encoder:
         keys["pooling_type"] = int(gguf.PoolingType.MEAN)
-    if config.layers[0].norms == "sums":
+    if config.norms_inputs:
         keys |= {"attention.layer_norm_epsilon": config.norm_eps, "attention.causal": False}
         keys["token_type_count"] = config.token_types
     else:

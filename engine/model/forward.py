@@ -32,7 +32,7 @@ from polarlm.engine.model.decoder import (
     stages,
 )
 from polarlm.engine.model.layers import Eps
-from polarlm.engine.model.layers.encoder import EncoderInputs
+from polarlm.engine.model.layers.encoder import EncoderInputs, PairHead
 from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.layers.mtp import MtpLayer
@@ -62,7 +62,7 @@ class ModelWeights:
     host_bytes: int = 0  # bytes of experts in the memory of a GPU's host
     encoder_inputs: EncoderInputs | None = None  # None for a model that adds nothing to its embeddings
     dense: Sequence[Linear] = ()  # see `ModelConfig.dense`
-    pair_head: tuple[Linear, Linear] | None = None  # (E, E) and (1, E), see `ModelConfig.scores_pairs`
+    pair_head: PairHead | None = None  # see `ModelConfig.scores_pairs`
     why_damaged: Callable[[], str | None] | None = None  # says what else than the model's files may be damaged
     images: ImageReader | None = None  # None for a model that reads no images
 

@@ -122,9 +122,10 @@ Slots = Mapping[str, tuple[TensorSpec, ...]]
 @dataclass(frozen=True)
 class TensorTable:
     """`top` has the slots embedding, norm (the last one) and, unless tied to the embedding, head; with embeddings of
-    layers also layer_embedding, layer_projection and layer_projection_norm. Where sums are normed, it has
-    embedding_norm instead of norm, and positions and token_types if there are such tables. The products after
-    pooling are dense_0, dense_1, …; a head that scores pairs of texts has score_dense and score.
+    layers also layer_embedding, layer_projection and layer_projection_norm. Encoders with LayerNorms have
+    embedding_norm, where sums are normed instead of norm, and positions and token_types if there are such tables. The
+    products after pooling are dense_0, dense_1, …; a head that scores pairs of texts has score_dense and score, with
+    score_norm between them where norms have no biases.
 
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
     attention_post_norm; or, if it is a short convolution, conv_norm, conv_in (B, C, x), conv, conv_out, conv_post_norm;
@@ -164,20 +165,23 @@ def tensor_table(
     """
     e = config.hidden_size
     top = slots_of("embedding", "model.embed_tokens", "token_embd", (config.vocab_size, e))
-    if config.layers[0].norms == "sums":
-        top |= slots_of("embedding_norm", "model.embedding_norm", "token_embd_norm", (e,), has_bias=True)
+    if config.norms_inputs:
+        has_bias = not config.centred
+        top |= slots_of("embedding_norm", "model.embedding_norm", "token_embd_norm", (e,), has_bias=has_bias)
         if config.positions:
             top |= slots_of("positions", "model.positions", "position_embd", (config.positions, e))
         if config.token_types:
             top |= slots_of("token_types", "model.token_types", "token_types", (config.token_types, e))
-    else:
+    if config.layers[0].norms != "sums":
         top["norm"] = (TensorSpec(f"{last_norm[0]}.weight", f"{last_norm[1]}.weight", (e,), offset=norm_offset),)
     for number, dense in enumerate(config.dense):
         ggml = f"dense_{number + 2}"  # llama.cpp counts the modules before them
         shape = dense.outputs, dense.inputs
         top |= slots_of(f"dense_{number}", f"model.dense.{number}", ggml, shape, has_bias=dense.bias)
     if config.scores_pairs:
-        top |= slots_of("score_dense", "model.score_dense", "cls", (e, e), has_bias=True)
+        top |= slots_of("score_dense", "model.score_dense", "cls", (e, e), has_bias=not config.centred)
+        if config.centred:
+            top |= slots_of("score_norm", "model.score_norm", "cls.norm", (e,))
         top |= slots_of("score", "model.score", "cls.output", (1, e), has_bias=True)
     if not config.tied_head:
         top |= slots_of("head", "lm_head", "output", (config.vocab_size, e))

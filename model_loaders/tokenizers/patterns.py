@@ -64,7 +64,7 @@ _EXPRESSIONS: dict[str, tuple[str, ...]] = {
         (_LLAMA3,),
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2"), (_QWEN2,)),
-    **dict.fromkeys(("gpt-2", "a.x-4.0", "gigachat", "mellum", "olmo", "phi-2", "trillion"), (_GPT2,)),
+    **dict.fromkeys(("gpt-2", "a.x-4.0", "gigachat", "mellum", "modern-bert", "olmo", "phi-2", "trillion"), (_GPT2,)),
     **dict.fromkeys(("smollm", "codeshell", "minerva-7b", "refact", "starcoder", "command-r"), (r"\p{N}", _GPT2)),
     "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),

@@ -212,6 +212,21 @@ def test_gemma3_with_the_older_keys() -> None:
     assert got.attention.scale == 1 / 16
 
 
+def test_modernbert_with_the_newer_keys() -> None:
+    values = json.loads((ENCODERS / "modernbert" / "config.json").read_text())
+    config = read_as(values)
+    assert windows_of(config) == (None, 12, 12, None)
+    newer = {key: value for key, value in values.items() if not key.startswith(("global_", "local_rope"))}
+    newer["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows_of(config)]
+    thetas = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
+    newer["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
+    assert read_as(newer) == config
+    assert read_as({**values, "hidden_activation": "silu"}).ffn.activation == "silu"  # Granite's
+    for key, value in (("norm_bias", True), ("classifier_pooling", "max"), ("classifier_activation", "relu")):
+        with pytest.raises(LoadError, match=f"{key} is"):
+            read_as({**values, key: value})
+
+
 def test_a_gemma2_without_a_key_has_the_caps_of_released_ones_and_null_is_no_cap() -> None:
     values = written("gemma2_capped_tied")
     del values["attn_logit_softcapping"], values["final_logit_softcapping"]

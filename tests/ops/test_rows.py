@@ -123,7 +123,8 @@ def test_elementwise_ops(ops: Any, rng: np.random.Generator, name: str) -> None:
         expected = wanted
     actual = ops.to_host(on_device if made is None else made)
     if name in WHOLE or name == "softcap":
-        atol = 6e-6 if name == "softcap" else 1e-6
+        # The formula of Φ is exact to 7.5e-8, which a gate and what it multiplies, up to about 16 each, make more of.
+        atol = 6e-6 if name == "softcap" or name.endswith("gated_gelu") else 1e-6
         np.testing.assert_allclose(actual, expected, rtol=16 * EPS32, atol=atol)
     else:
         np.testing.assert_array_equal(actual, expected)

@@ -175,11 +175,11 @@ def gate(activation: str) -> Kernel[GateArguments]:
 def apply_gate(e: Emitter, activation: str, x: Value, up: Value) -> Value:
     """activation(x) * up = x / (1 + e^u) * up, with u = -x (SiLU), u = -√(8/π) · (x + 0.044715 x³) (GELU by tanh), or
     u = -1.702 x for x up to 7 and (up between ±7) + 1 instead of up (clamped SwiGLU); or relu(x) * up; or
-    Φ(x) * up (GELU). In networks without a gate x and up are the same."""
+    Φ(x) * up (GELU), or x * Φ(x) * up (GELU of a gate). In networks without a gate x and up are the same."""
     if activation == "relu_squared":
         return e.fmax(x, 0.0) * up
-    if activation == "gelu":
-        return _normal_share(e, x) * up
+    if activation in ("gelu", "gated_gelu"):
+        return _normal_share(e, x) * (up if activation == "gelu" else x * up)
     if activation == "swiglu_clamped":
         x = _at_most(e, x, 7.0)
         up = -_at_most(e, -_at_most(e, up, 7.0), 7.0) + 1.0
