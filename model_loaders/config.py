@@ -176,6 +176,7 @@ class Experts:
     shared: GatedMLP | None = None  # computed for every token, and added
     shared_gate: bool = False  # the shared network's result is multiplied by σ of a product with the input
     factors: bool = False  # the weight of each expert is multiplied by a number of its own
+    sum_bias: bool = False  # in encoders: a bias is added to the sum of the experts' results
     own_norms: bool = False  # router, experts and shared network have norms of their own, and so have their results
     latent: int = 0  # size of the experts' inputs and results, with a product before and one after them; 0: E
 

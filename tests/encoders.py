@@ -14,10 +14,11 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from polarlm.model_loaders import load_weights
+from polarlm.model_loaders.config import Experts
 from polarlm.model_loaders.families import tensors
 from scripts.make_random_model import add_value, metadata
 from tests.conftest import ENCODERS
-from tests.model_loaders.checkpoints import finish
+from tests.model_loaders.checkpoints import finish, joined_experts
 from tests.weights import pack
 
 VOCABULARY = 96
@@ -134,7 +135,8 @@ def make_gguf(
     unigram: with an XLM-R vocabulary, not BERT's. leave_out: a tensor that the file lacks.
     """
     config, source, _ = load_weights(_fixture(name))
-    arch = _ARCHITECTURES.get(config.family, "bert")
+    has_experts = any(isinstance(layer.ffn, Experts) for layer in config.layers)
+    arch = _ARCHITECTURES.get(config.family, "bert") + "-moe" * has_experts
     writer = gguf.GGUFWriter(path, arch)
     values = {**metadata(config), "pooling_type": pooling}
     if arch == "gemma-embedding":  # with the pattern of windows, which the converter leaves out
@@ -147,6 +149,8 @@ def make_gguf(
         values["attention.sliding_window_pattern"] = windows.index(None, 1) if None in windows[1:] else len(windows)
         values["rope.freq_base_swa"] = config.attentions[1].rope.theta
         values["hidden_activation"] = "gelu"
+    if has_experts:
+        values["moe_every_n_layers"] = 2
     for key, value in values.items():
         if value is not None:
             add_value(writer, f"{arch}.{key}", value)
@@ -158,8 +162,9 @@ def make_gguf(
         _write_word_piece(writer)
     for key, value in changes.items():
         writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
+    written: dict[str, np.ndarray] = {}
     for spec in tensors(config).specs():
-        if spec.gguf == leave_out:
+        if spec.gguf == leave_out or spec.gguf.endswith("exps.bias"):  # which the converter leaves out
             continue
         values = np.empty(source.shape(spec.name), np.float32)
         source.read_into(spec.name, values)
@@ -168,7 +173,9 @@ def make_gguf(
         if values.ndim == 2 and dtype != "F32":
             writer.add_tensor(spec.gguf, pack(values, dtype.lower()), raw_dtype=gguf.GGMLQuantizationType[dtype])
         else:
-            writer.add_tensor(spec.gguf, values)
+            written[spec.gguf] = values
+    for label, values in joined_experts(written).items():
+        writer.add_tensor(label, values)
     source.close()
     finish(writer)
     return path

@@ -1,11 +1,9 @@
 """Hunyuan dense: Llama with norms of queries and keys after RoPE, whose base grows with a factor alpha."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
-from polarlm.model_loaders.config import Attention, ModelConfig
+from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
@@ -25,13 +23,10 @@ def configure(fields: Fields) -> ModelConfig:
     fields.require("use_qk_norm", True)
     section, alpha = fields.section("rope_parameters") or fields.section("rope_scaling"), 1.0
     if section is not None and section.has("alpha") and "dynamic" in map(section.value, ("rope_type", "type")):
-        alpha = section.positive("alpha")
-        section = section.with_values({"rope_type": "default"})
+        section, alpha = section.with_values({"rope_type": "default"}), section.positive("alpha")
     rope = rope_config(fields, fields.integer("max_position_embeddings"), section=section)
-
-    def stretched(attention: Attention) -> Attention:
-        """NTK-aware RoPE: the slowest pair of channels turns alpha times slower, the fastest as before."""
-        power = attention.head_dim / max(1, attention.head_dim - 2)
-        return replace(attention, rope=replace(rope, theta=rope.theta * alpha**power))
-
-    return decoder(fields, "hunyuan_v1_dense", rope=rope, bias=None, qk_norm="after_rope").with_attention(stretched)
+    config = decoder(fields, "hunyuan_v1_dense", rope=rope, bias=None, qk_norm="after_rope")
+    # NTK-aware RoPE: the slowest pair of channels turns alpha times slower, the fastest as before.
+    power = config.attention.head_dim / max(1, config.attention.head_dim - 2)
+    rope = replace(rope, theta=rope.theta * alpha**power)
+    return config.with_attention(lambda attention: replace(attention, rope=rope))

@@ -29,7 +29,7 @@ from polarlm.model_loaders.config import (
 Names = Mapping[str, tuple[tuple[str, str], ...]]
 _OF_EXPERTS = ("experts_gate_up", "experts_down")
 _WHOLE_NAMES = (
-    *("sink_scores", "choice_bias", "expert_factors", "router_norm", "layer_scale"),
+    *("sink_scores", "choice_bias", "expert_factors", "router_norm", "layer_scale", "sum_bias"),
     *("delta_decay", "delta_dt_bias", "mamba_decay", "mamba_dt_bias", "mamba_skip"),
 )
 _CONVOLUTIONS = ("conv", "delta_conv", "mamba_conv")
@@ -134,8 +134,8 @@ class TensorTable:
     mamba_decay, mamba_dt_bias, mamba_skip, mamba_out_norm, mamba_out. With a network it has ffn_norm, gate_up (up alone
     if there is no gate), down, ffn_post_norm. A mixture of experts has, instead of gate_up and down, router,
     choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then all tensors of the next),
-    expert_factors, shared_gate, shared_gate_up, shared_down, and latent_in and latent_out around the experts if they
-    have inputs of another size; and with norms of their own router_norm, experts_norm, experts_post_norm,
+    expert_factors, sum_bias, shared_gate, shared_gate_up, shared_down, and latent_in and latent_out around the experts
+    if they have inputs of another size; and with norms of their own router_norm, experts_norm, experts_post_norm,
     shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate, layer_out, layer_post_norm.
     The layer of `ModelConfig.mtp` has mtp_embedding_norm, mtp_hidden_norm, mtp_in (for an embedding and a hidden state,
     side by side) and mtp_norm. Biases are in slots with names that end with "_bias", such as qkv_bias. A slot that a
@@ -338,6 +338,8 @@ def _ffn_shapes(e: int, ffn: Ffn) -> tuple[_Shapes, set[str]]:
         shapes["choice_bias"] = _one(ffn.count)
     if ffn.latent:
         shapes |= {"latent_in": _one(inputs, e), "latent_out": _one(e, inputs)}
+    if ffn.sum_bias:
+        shapes["sum_bias"] = _one(e)
     if ffn.factors:
         shapes["expert_factors"] = _one(ffn.count)
     if ffn.own_norms:

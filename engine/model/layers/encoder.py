@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from polarlm.engine.backends.kv import HeadRule, PreparedTransform
 from polarlm.engine.backends.ops import Array, EncoderOps, Fusion, Ops
 from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, norm_of, slot
-from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
-from polarlm.engine.model.layers.kinds import LayerWeights
+from polarlm.engine.model.layers.experts import ExpertsWeights
+from polarlm.engine.model.layers.kinds import FFNS, LayerWeights
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders import config
 
@@ -52,8 +52,8 @@ class EncoderLayer:
     ) -> None:
         """centred: see `ModelConfig`."""
         assert isinstance(layer.mixer, config.Attention)
-        assert isinstance(layer.ffn, config.GatedMLP)
-        assert isinstance(weights.ffn, GatedMLPWeights)
+        assert layer.ffn is not None
+        assert weights.ffn is not None
         self._ops, self._encoder_ops, self._shape, self._centred = ops, encoder_ops, layer.mixer, centred
         w, post_norm = weights.mixer, norm_of(weights.mixer.post_norm, eps.after)
         self._heads = HeadRule(transform, None if w.q_norm is None else (w.q_norm, w.k_norm, eps.before))
@@ -64,7 +64,8 @@ class EncoderLayer:
         self._centres_first = centred and w.norm is not None
         self._qkv = Projection(ops, w.qkv, Fusion(norm_of(w.norm, eps.before)))
         self._out = OutputProjection(ops, w.out, post_norm)
-        self._network = GatedMLP(ops, layer.ffn, eps, network)
+        self._network = FFNS[type(layer.ffn)](ops, layer.ffn, eps, network)
+        self._sum_bias = network.sum_bias if isinstance(network, ExpertsWeights) else None
 
     def compute(self, x: Array, rope: tuple[Array, ...], lengths: Sequence[int]) -> None:
         """Compute the layer for x (T, E), the rows of texts of these lengths, in place. rope: cos and sin (T, D/2)."""
@@ -82,5 +83,7 @@ class EncoderLayer:
         if self._centred:
             self._ops.centre(x)
         self._network.add(x, LayerInputs())
+        if self._sum_bias is not None:
+            x += self._sum_bias
         if self._sum_norms is not None:
             encoder_ops.layer_norm(x, self._sum_norms[1])
