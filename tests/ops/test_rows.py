@@ -60,7 +60,7 @@ def test_rms_norm(ops: Any, rng: np.random.Generator, rows: int) -> None:
 
 @backend_cases("ops rows", [(backend, rows) for backend in EVERY for rows in (1, 5, 70)])
 def test_rows_lose_their_mean(ops: Any, rng: np.random.Generator, rows: int) -> None:
-    """In columns of each row: the others stay. A recorded step may have the op."""
+    """In columns of each row: the others stay."""
     x = 5 + normal(rng, rows, 56)
     on_device = ops.to_device(x.copy())
     ops.centre(on_device[:, 8:35])
