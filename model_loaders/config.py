@@ -192,9 +192,7 @@ class Layer:
     ffn: Ffn | None
     norms: Norms = "before"
     scaled: bool = False  # the residual stream is multiplied by a weight at the end
-    parallel: bool = (
-        False  # the network reads what the mixer reads, normed by the same norm, and not the mixer's result
-    )
+    parallel: bool = False  # the network reads what the mixer reads, by the same norm, and not the mixer's result
 
 
 @dataclass(frozen=True)

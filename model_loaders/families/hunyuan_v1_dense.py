@@ -26,7 +26,8 @@ def configure(fields: Fields) -> ModelConfig:
         section, alpha = section.with_values({"rope_type": "default"}), section.positive("alpha")
     rope = rope_config(fields, fields.integer("max_position_embeddings"), section=section)
     config = decoder(fields, "hunyuan_v1_dense", rope=rope, bias=None, qk_norm="after_rope")
-    # NTK-aware RoPE: the slowest pair of channels turns alpha times slower, the fastest as before.
+    # NTK-aware RoPE: the slowest pair of channels turns alpha times slower, the fastest as before. The norms after it
+    # undo a factor of cos and sin.
     power = config.attention.head_dim / max(1, config.attention.head_dim - 2)
-    rope = replace(rope, theta=rope.theta * alpha**power)
+    rope = replace(rope, theta=rope.theta * alpha**power, attention_factor=1.0)
     return config.with_attention(lambda attention: replace(attention, rope=rope))

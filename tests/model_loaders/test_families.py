@@ -212,6 +212,15 @@ def test_gemma3_with_the_older_keys() -> None:
     assert got.attention.scale == 1 / 16
 
 
+def test_the_norms_of_hunyuan_undo_a_factor_of_its_rope() -> None:
+    """Equal logits in transformers, whose yarn multiplies cosines and sines by 1.139 here."""
+    values = written("hunyuan_v1_dense_alpha_tied")
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    frequencies, factor = rope_frequencies(rope_of(read_as({**values, "rope_scaling": yarn})), 16)
+    assert factor == 1
+    np.testing.assert_array_equal(frequencies, rope_frequencies(rope_of(configured(rope_scaling=yarn)), 16)[0])
+
+
 def test_modernbert_with_the_newer_keys() -> None:
     values = json.loads((ENCODERS / "modernbert" / "config.json").read_text())
     config = read_as(values)
