@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 # swiglu_clamped: with g = min(gate, 7), g · σ(1.702 g) · (clip(up, −7, 7) + 1).
-# relu_squared: relu(up)², gelu: up · Φ(up), and plain_gelu_tanh, the same by tanh, of networks without a gate.
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared", "gelu", "plain_gelu_tanh"]
+# gated_gelu: gate · Φ(gate) · up, and gelu_tanh, the same by tanh. relu_squared: relu(up)², gelu: up · Φ(up), and
+# plain_gelu_tanh, the same by tanh, of networks without a gate.
+Activation = Literal["silu", "gelu_tanh", "gated_gelu", "swiglu_clamped", "relu_squared", "gelu", "plain_gelu_tanh"]
 # RMSNorm of q and k before RoPE: of each head, with weights (D,) or without; or of all heads, with weights (H·D,) and
-# (K·D,).
-QKNorm = Literal["head", "unweighted", "all"] | None
+# (K·D,). Or after it, of each head with weights (D,).
+QKNorm = Literal["head", "unweighted", "all", "after_rope"] | None
 # RMSNorm of the inputs of mixer and ffn, of their outputs, or of both; or LayerNorm of the sums of input and output.
 Norms = Literal["before", "after", "both", "sums"]
 
@@ -196,6 +197,7 @@ class Experts:
     shared: GatedMLP | None = None  # computed for every token, and added
     shared_gate: bool = False  # the shared network's result is multiplied by σ of a product with the input
     factors: bool = False  # the weight of each expert is multiplied by a number of its own
+    sum_bias: bool = False  # in encoders: a bias is added to the sum of the experts' results
     own_norms: bool = False  # router, experts and shared network have norms of their own, and so have their results
     groups: int = 1  # of neighbouring experts, as many in each
     top_groups: int = 1  # how many groups experts are chosen from
@@ -218,6 +220,7 @@ class Layer:
     ffn: Ffn | None
     norms: Norms = "before"
     scaled: bool = False  # the residual stream is multiplied by a weight at the end
+    parallel: bool = False  # the network reads what the mixer reads, by the same norm, and not the mixer's result
 
 
 @dataclass(frozen=True)
@@ -245,6 +248,7 @@ class ModelConfig:
     max_context: int  # tokens
     norm_eps: float
     post_norm_eps: float | None = None  # for norms after a mixer or network; None: norm_eps
+    centred: bool = False  # norms of the residual stream subtract its mean: they are LayerNorms without biases
     tied_head: bool = False  # the output head is the embedding
     embedding_scale: float = 1.0  # factor of embeddings, not of the head
     rounded_scale: bool = False  # `embedding_scale` is rounded to the type of the embeddings in the file
@@ -257,6 +261,7 @@ class ModelConfig:
     token_types: int = 0  # rows of a table of types of tokens: of a text, or of the first of a pair, the first is added
     dense: tuple[Dense, ...] = ()  # applied to pooled states, one after another
     scores_pairs: bool = False  # a head gives a pair of texts a number, how relevant the second is for the first
+    pooled_pairs: bool = False  # it reads the mean of the pair's states, not the first one
     mtp: bool = False  # the last of `layers` is no part of the model: it guesses the token after the next one
 
     @property
@@ -268,6 +273,11 @@ class ModelConfig:
     def is_encoder(self) -> bool:
         """Whether its tokens see later ones, so that it gives texts a vector and generates none."""
         return any(not attention.is_causal for attention in self.attentions.values())
+
+    @property
+    def norms_inputs(self) -> bool:
+        """Whether a norm with weights follows the embeddings, as in encoders whose norms are LayerNorms."""
+        return self.is_encoder and (self.centred or self.layers[0].norms == "sums")
 
     @property
     def has_sections(self) -> bool:

@@ -115,9 +115,11 @@ def make_reranker(folder: Path) -> None:
     generator, arrays = torch.Generator().manual_seed(SEED), {}
     for number, (first, second) in enumerate(PAIRS):
         ids = torch.randint(2, config.vocab_size, (1, first + second), generator=generator)
-        types = torch.tensor([[0] * first + [config.type_vocab_size - 1] * second])
+        kinds = getattr(config, "type_vocab_size", 1)
+        types = torch.tensor([[0] * first + [kinds - 1] * second])
+        further = {"token_type_ids": types} if hasattr(config, "type_vocab_size") else {}
         with torch.no_grad():
-            score = stored(ids, attention_mask=torch.ones_like(ids), token_type_ids=types).logits[0]
+            score = stored(ids, attention_mask=torch.ones_like(ids), **further).logits[0]
         arrays |= {f"ids{number}": ids[0].numpy(), f"types{number}": types[0].numpy(), f"score{number}": score.numpy()}
     np.savez(folder / "reference.npz", **arrays)
     print(f"{folder.name}: scores {[round(float(arrays[f'score{number}'][0]), 3) for number in range(len(PAIRS))]}")

@@ -115,7 +115,7 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         keys["nextn_predict_layers"] = 1
     if config.is_encoder:
         keys["pooling_type"] = int(gguf.PoolingType.MEAN)
-    if config.layers[0].norms == "sums":
+    if config.norms_inputs:
         keys |= {"attention.layer_norm_epsilon": config.norm_eps, "attention.causal": False}
         keys["token_type_count"] = config.token_types
     else:
@@ -123,7 +123,7 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
             "attention.key_length": attention.head_dim,
             "attention.value_length": attention.head_dim,
             "rope.dimension_count": attention.rotated,
-            "attention.layer_norm_rms_epsilon": config.norm_eps,
+            f"attention.layer_norm_{'' if config.centred else 'rms_'}epsilon": config.norm_eps,
         }
     if isinstance(attention, LatentAttention):
         keys |= {
@@ -135,7 +135,7 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         }
         if attention.rope is not None and attention.rope.mscale_all_dim:
             keys["rope.scaling.yarn_log_multiplier"] = 0.1 * attention.rope.mscale_all_dim
-    whole = next((mixer for mixer in config.attentions.values() if mixer.window is None), attention)
+    whole = next((mixer for mixer in config.attentions.values() if mixer.window is None and mixer.rope), attention)
     if whole.rope is not None:
         keys["rope.freq_base"] = whole.rope.theta
         if whole.rope.kind == "yarn":

@@ -14,10 +14,11 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from polarlm.model_loaders import load_weights
+from polarlm.model_loaders.config import Experts
 from polarlm.model_loaders.families import tensors
 from scripts.make_random_model import add_value, metadata
 from tests.conftest import ENCODERS
-from tests.model_loaders.checkpoints import finish
+from tests.model_loaders.checkpoints import finish, joined_experts
 from tests.weights import pack
 
 VOCABULARY = 96
@@ -72,9 +73,12 @@ def make_gemma(folder: Path) -> Path:
 def make_reranker(folder: Path, name: str) -> Path:
     """A cross-encoder as a folder of transformers."""
     make_folder(folder, f"rerankers/{name}", None)
-    if name == "xlm_roberta":
-        (folder / "tokenizer.json").write_text(unigram_json(), encoding="utf-8")
+    if name in (others := {"xlm_roberta": unigram_json, "modernbert": bpe_json}):
+        (folder / "tokenizer.json").write_text(others[name](), encoding="utf-8")
     return folder
+
+
+_ARCHITECTURES = {"nomic_bert": "nomic-bert", "gemma3": "gemma-embedding", "modernbert": "modern-bert"}
 
 
 def _fixture(name: str) -> Path:
@@ -101,6 +105,21 @@ def unigram_json() -> str:
     return library.to_str()
 
 
+_MERGES = [("r", "a"), ("ra", "i"), ("rai", "n"), ("Ġ", "rain"), ("rain", "s"), ("Ġrain", "s")]
+_BYTES = [*CONTROL, "Ġ", *map(chr, range(39, 123)), *map("".join, _MERGES)]
+
+
+def bpe_json() -> str:
+    """ModernBERT's tokenizer, with some of the bytes."""
+    library = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(_BYTES)}, _MERGES))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
+    )
+    library.add_special_tokens(list(CONTROL))
+    return library.to_str()
+
+
 def make_gguf(
     path: Path,
     name: str,
@@ -116,24 +135,36 @@ def make_gguf(
     unigram: with an XLM-R vocabulary, not BERT's. leave_out: a tensor that the file lacks.
     """
     config, source, _ = load_weights(_fixture(name))
-    arch = {"nomic_bert": "nomic-bert", "gemma3": "gemma-embedding"}.get(config.family, "bert")
+    has_experts = any(isinstance(layer.ffn, Experts) for layer in config.layers)
+    arch = _ARCHITECTURES.get(config.family, "bert") + "-moe" * has_experts
     writer = gguf.GGUFWriter(path, arch)
     values = {**metadata(config), "pooling_type": pooling}
     if arch == "gemma-embedding":  # with the pattern of windows, which the converter leaves out
         values["attention.sliding_window_pattern"] = 2
         for number, dense in enumerate(config.dense, 2):
             writer.add_dense_features_dims(f"dense_{number}", dense.inputs, dense.outputs)
+    if arch == "modern-bert":
+        windows = [attention.window for attention in config.attentions.values()]
+        values["attention.sliding_window"] = windows[1]
+        values["attention.sliding_window_pattern"] = windows.index(None, 1) if None in windows[1:] else len(windows)
+        values["rope.freq_base_swa"] = config.attentions[1].rope.theta
+        values["hidden_activation"] = "gelu"
+    if has_experts:
+        values["moe_every_n_layers"] = 2
     for key, value in values.items():
         if value is not None:
             add_value(writer, f"{arch}.{key}", value)
-    if unigram:
+    if arch == "modern-bert":
+        _write_bpe(writer)
+    elif unigram:
         _write_unigram(writer)
     else:
         _write_word_piece(writer)
     for key, value in changes.items():
         writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
+    written: dict[str, np.ndarray] = {}
     for spec in tensors(config).specs():
-        if spec.gguf == leave_out:
+        if spec.gguf == leave_out or spec.gguf.endswith("exps.bias"):  # which the converter leaves out
             continue
         values = np.empty(source.shape(spec.name), np.float32)
         source.read_into(spec.name, values)
@@ -142,7 +173,9 @@ def make_gguf(
         if values.ndim == 2 and dtype != "F32":
             writer.add_tensor(spec.gguf, pack(values, dtype.lower()), raw_dtype=gguf.GGMLQuantizationType[dtype])
         else:
-            writer.add_tensor(spec.gguf, values)
+            written[spec.gguf] = values
+    for label, values in joined_experts(written).items():
+        writer.add_tensor(label, values)
     source.close()
     finish(writer)
     return path
@@ -157,6 +190,20 @@ def _write_word_piece(writer: gguf.GGUFWriter) -> None:
     writer.add_unk_token_id(1)
     writer.add_bos_token_id(CLS)
     writer.add_sep_token_id(SEP)
+
+
+def _write_bpe(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("modern-bert")
+    writer.add_token_list(_BYTES)
+    writer.add_token_types([3 if one in CONTROL else 1 for one in _BYTES])
+    writer.add_token_merges([" ".join(one) for one in _MERGES])
+    writer.add_bos_token_id(CLS)
+    writer.add_eos_token_id(SEP)
+    writer.add_sep_token_id(SEP)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(True)
+    writer.add_add_sep_token(True)
 
 
 def _write_unigram(writer: gguf.GGUFWriter) -> None:

@@ -70,7 +70,7 @@ def test_the_pooling_is_that_of_the_files(tmp_path: Path, engine: Engine) -> Non
             assert np.abs(other.embed(ids).vector - pooled(states, pooling)).max() <= CLOSE
 
 
-@pytest.mark.parametrize("name", ["bert_f32", "xlm_roberta", "nomic_bert"])
+@pytest.mark.parametrize("name", ["bert_f32", "xlm_roberta", "nomic_bert", "modernbert"])
 def test_a_gguf_file_gives_the_same_vectors(tmp_path: Path, name: str) -> None:
     with Engine.load(make_gguf(tmp_path / "model.gguf", name), device="cpu") as loaded:
         for ids, states in reference(name):

@@ -32,7 +32,11 @@ def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma2_capped_tied", "lfm2_tied", "lfm3_gated_tied", "gpt_oss_mxfp4", "glm4_moe_qk_norm", "glm4_moe_lite"]
+    "name",
+    [
+        *("gemma2_capped_tied", "lfm2_tied", "lfm3_gated_tied", "gpt_oss_mxfp4", "glm4_moe_qk_norm"),
+        *("cohere2_windows_tied", "hunyuan_v1_dense_alpha_tied", "glm4_moe_lite"),
+    ],
 )
 def test_models_with_other_layers_find_prefixes_and_sessions_and_drafts(name: str, tmp_path: Path) -> None:
     """An answer after a stored prefix equals the answer of another engine after a session, with drafts."""

@@ -35,7 +35,7 @@ KINDS = {
     "inputs of products": ("quantize", "interleave", "matrices", "narrow"),
     "weights of products": ("dequantize_kernel", "repack"),
     "embedding": ("dequantize_", "embed"),
-    "norms": ("norm_rows", "layer_norm", "rms_norm"),
+    "norms": ("norm_rows", "layer_norm", "rms_norm", "centre"),
     "RoPE, heads": ("heads_", "to_slot", "transform_heads", "place_kv", "append_kv", "rotate", "copy_full"),
     "attention": ("attention_", "prompt_", "text_", "merge_", "prefill_", "naive_", "decode_attention", "decode_two"),
     "decoding": ("decode_", "to_matrices_"),

@@ -15,6 +15,10 @@ __device__ __forceinline__ float gelu_tanh(float gate, float up) {
     return gate / (1.0f + __expf(-1.5957691f * gate * (1.0f + 0.044715f * gate * gate))) * up;
 }
 
+__device__ __forceinline__ float gated_gelu(float gate, float up) {
+    return 0.5f * gate * (1.0f + erff(0.70710678f * gate)) * up;
+}
+
 // For networks without a gate, whose gate and up are the same; NaN stays.
 __device__ __forceinline__ float relu_squared(float gate, float up) { return (gate < 0.0f ? 0.0f : gate) * up; }
 __device__ __forceinline__ float gelu(float gate, float up) { return 0.5f * gate * (1.0f + erff(0.70710678f * up)); }

@@ -315,6 +315,9 @@ class ComputeOps(Protocol):
         norm: weight (n,) and eps. x may be a slice of columns of a wider array.
         """
 
+    def centre(self, x: Array) -> None:
+        """x − mean of each row of x (T, n), in place. An RMS norm of the result is a LayerNorm without a bias of x."""
+
     def softcap(self, x: Array, cap: float) -> None:
         """cap · tanh(x / cap) of x (T, n), in place; NaN for an infinity, which is an error that the cap would hide."""
 

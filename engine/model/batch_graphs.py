@@ -100,6 +100,6 @@ class BatchGraphs:
             pass
         of_layer = distinct[self._choice.index[last]]
         rows.begin(last, x)
-        projected = layer.mixer.project(x, of_layer)
+        projected = layer.project(x, of_layer)
         self._ops.run_between_graphs(*self._groups[self._store.group_of(last)].append_call(), is_last=True)
         return (x, projected) if added is None else (x, projected, added)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from polarlm.engine.backends.kv import Spans
 from polarlm.engine.backends.ops import Array, Ops, Result, Routing, SamplerInputs
 from polarlm.engine.model.adapters import row_adapters
-from polarlm.engine.model.layers import Eps, LayerInputs
+from polarlm.engine.model.layers import Eps, LayerInputs, Tap
 from polarlm.engine.model.layers.experts import Experts
 from polarlm.engine.model.layers.gated_mlp import GatedMLP
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights, Mixer
@@ -127,19 +127,23 @@ def run_graph(ops: Ops, key: str, function: Callable[[Inputs], Result], inputs: 
 
 
 def decoder_layer(
-    ops: Ops, layer: config.Layer, eps: Eps, weights: LayerWeights, cache: Any, transform: Any, number: int
+    ops: Ops, model: config.ModelConfig, eps: Eps, weights: LayerWeights, cache: Any, transform: Any, number: int
 ) -> DecoderLayer:
-    """Return the objects that compute `layer`, of this number. cache, transform: as a `Mixer` takes them."""
-    embedding = None
+    """Return the objects that compute the layer of this number. cache, transform: as a `Mixer` takes them."""
+    layer, embedding, ffn = model.layers[number], None, weights.ffn
+    if layer.parallel and ffn is not None:
+        ffn = replace(ffn, norm=weights.mixer.norm)
     if weights.embedding is not None:
         assert layer.ffn is not None
         embedding = LayerEmbedding(ops, layer.ffn.activation, number, eps, weights.embedding)
     return DecoderLayer(
         ops,
         MIXERS[type(layer.mixer)](ops, layer.mixer, eps, weights.mixer, cache, transform),
-        None if layer.ffn is None else FFNS[type(layer.ffn)](ops, layer.ffn, eps, weights.ffn),
+        None if layer.ffn is None else FFNS[type(layer.ffn)](ops, layer.ffn, eps, ffn),
         weights.scale,
         embedding,
+        model.centred,
+        layer.parallel,
     )
 
 
@@ -170,7 +174,7 @@ class Rows:
 
     def project(self, number: int, layer: DecoderLayer, x: Array, chunk: Chunk, inputs: LayerInputs) -> Any:
         """Call `Mixer.project` of a layer for the rows of a chunk of x (T, E), and return its result."""
-        return layer.mixer.project(x[chunk.rows], inputs)
+        return layer.project(x[chunk.rows], inputs)
 
 
 class DecoderLayer(NamedTuple):
@@ -181,11 +185,27 @@ class DecoderLayer(NamedTuple):
     ffn: GatedMLP | Experts | None
     scale: Array | None = None  # (1,)
     embedding: LayerEmbedding | None = None
+    centred: bool = False  # see `ModelConfig`
+    parallel: bool = False  # see `config.Layer`
+
+    def project(self, x: Array, inputs: LayerInputs, tap: Tap | None = None) -> Any:
+        """Call `Mixer.project` for rows x (T, E), which lose their mean if norms subtract it."""
+        if self.centred:
+            self.ops.centre(x)
+        return self.mixer.project(x, inputs, tap)
 
     def complete(self, x: Array, projected: Any, inputs: LayerInputs) -> None:
-        """Compute all that follows `Mixer.project`, for rows x (T, E), in place."""
+        """Compute all that follows `project`, for rows x (T, E), in place."""
+        if self.parallel:
+            assert isinstance(self.ffn, GatedMLP)
+            inner = self.ffn.project(x, inputs)  # before x changes
+            self.mixer.mix(x, projected, inputs)
+            self.ffn.down.add(x, inner, inputs.adapters)
+            return
         self.mixer.mix(x, projected, inputs)
         if self.ffn is not None:
+            if self.centred:
+                self.ops.centre(x)
             self.ffn.add(x, inputs)
         if self.embedding is not None:
             self.embedding.add(x, inputs)
@@ -328,7 +348,7 @@ class PromptRows(Rows):
     def project(self, number: int, layer: DecoderLayer, x: Array, chunk: Chunk, inputs: LayerInputs) -> Any:
         rows, tap = chunk.rows, self._tap and partial(self._tap, number, self._spans[0].start + chunk.rows.start)
         mixed = x[rows] if self._mtp_input is None or number != self.last else self._mtp_input(x, rows)
-        projected = layer.mixer.project(mixed, inputs, tap)
+        projected = layer.project(mixed, inputs, tap)
         if rows.stop == self._count:
             self._store.seal(number, *self._spans)
             for span in self._round_trips:

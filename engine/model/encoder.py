@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadTransform
-from polarlm.engine.backends.ops import Array
+from polarlm.engine.backends.ops import PLAIN, Array, Fusion
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import ModelWeights, Transformer, table_rows
 from polarlm.engine.model.layers import Eps
@@ -36,15 +36,25 @@ class Encoder(Transformer):
         for number, layer in enumerate(self._encoder_layers):
             layer.compute(x, self._ropes.layer_table(number, ropes), lengths)
         if self.weights.norm is not None:
+            if self.config.centred:
+                self.ops.centre(x)
             self.ops.rms_norm(x, (self.weights.norm, self.config.norm_eps))
         return x
 
     def relevance(self, hidden: Array) -> float:
-        """Return the logit that the second text of a pair is relevant for the first. hidden (1, E): its first state."""
-        head = self.weights.pair_head
+        """Return the logit that the second text of a pair is relevant for the first. hidden (T, E): the pair's."""
+        ops, head = self.ops, self.weights.pair_head
         assert head is not None
-        inner = np.tanh(self.final_states(self.ops.linear(hidden, head[0])))
-        return float(self.final_states(self.ops.linear(self.ops.to_device(inner), head[1]))[0, 0])
+        pooled = hidden[:1]
+        if self.config.pooled_pairs:
+            pooled = ops.to_device(self.final_states(hidden).mean(axis=0, keepdims=True))
+        inner = ops.linear(pooled, head.dense, PLAIN if head.norm is None else Fusion(activation="gelu"))
+        if head.norm is None:
+            inner = ops.to_device(np.tanh(self.final_states(inner)))
+        else:
+            ops.centre(inner)
+            ops.rms_norm(inner, (head.norm, self.config.norm_eps))
+        return float(self.final_states(ops.linear(inner, head.score))[0, 0])
 
     def final_states(self, hidden: Array) -> np.ndarray:
         states: np.ndarray = self.ops.to_host(hidden)
@@ -65,7 +75,11 @@ class Encoder(Transformer):
             if table is not None:
                 with np.errstate(invalid="ignore", over="ignore"):  # damaged weights are found at the end
                     x += ops.embed(table, ops.to_device(table_rows(table, at)))
-        ops.encoder_ops.layer_norm(x, (inputs.norm, inputs.norm_bias, self.config.norm_eps))
+        if inputs.norm_bias is None:
+            ops.centre(x)
+            ops.rms_norm(x, (inputs.norm, self.config.norm_eps))
+        else:
+            ops.encoder_ops.layer_norm(x, (inputs.norm, inputs.norm_bias, self.config.norm_eps))
         return x
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
@@ -75,6 +89,6 @@ class Encoder(Transformer):
         encoder_ops, eps = self.ops.encoder_ops, Eps(self.config.norm_eps, self.config.norm_eps)
         assert encoder_ops is not None
         self._encoder_layers = [
-            EncoderLayer(self.ops, encoder_ops, layer, eps, w, self._transforms[number])
+            EncoderLayer(self.ops, encoder_ops, layer, eps, w, self._transforms[number], centred=self.config.centred)
             for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]

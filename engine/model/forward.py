@@ -32,7 +32,7 @@ from polarlm.engine.model.decoder import (
     stages,
 )
 from polarlm.engine.model.layers import Eps
-from polarlm.engine.model.layers.encoder import EncoderInputs
+from polarlm.engine.model.layers.encoder import EncoderInputs, PairHead
 from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.layers.mtp import MtpLayer
@@ -62,7 +62,7 @@ class ModelWeights:
     host_bytes: int = 0  # bytes of experts in the memory of a GPU's host
     encoder_inputs: EncoderInputs | None = None  # None for a model that adds nothing to its embeddings
     dense: Sequence[Linear] = ()  # see `ModelConfig.dense`
-    pair_head: tuple[Linear, Linear] | None = None  # (E, E) and (1, E), see `ModelConfig.scores_pairs`
+    pair_head: PairHead | None = None  # see `ModelConfig.scores_pairs`
     why_damaged: Callable[[], str | None] | None = None  # says what else than the model's files may be damaged
     images: ImageReader | None = None  # None for a model that reads no images
 
@@ -74,6 +74,7 @@ class Transformer:
         self.ops = ops
         self.config = config
         self.store = store
+        self.weights = weights
         self.tap: PromptTap | None = None  # called in prompts of one span, never in steps, which may be recorded
         self.mtp: MtpLayer | None = None
         self._ropes, self._spans = RopeTables(config), StepSpans(store)
@@ -89,7 +90,6 @@ class Transformer:
             numbers = [layer for layer in stage.layers if layer in config.attentions]
             transforms = [self._transform_of(layer, config.attentions[layer]) for layer in numbers]
             self._transforms |= zip(numbers, stage.ops.prepare(transforms), strict=True)
-        self.weights = weights
         self._make_layers(weights)
 
     def _make_layers(self, weights: ModelWeights) -> None:
@@ -99,8 +99,8 @@ class Transformer:
         eps = Eps(self.config.norm_eps, self.config.norm_eps if after is None else after)
         layer_ops, cache, transform = self.ops.layer_ops, self.store.cache, self._transforms.get
         self._layers = [
-            decoder_layer(layer_ops(number), layer, eps, w, cache(number), transform(number), number)
-            for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
+            decoder_layer(layer_ops(number), self.config, eps, w, cache(number), transform(number), number)
+            for number, w in enumerate(weights.layers)
         ]
         self._batch_graphs = BatchGraphs(self.ops, self._layers, self._choice, self.config.hidden_size, self._embed)
         if self.config.mtp:
@@ -112,6 +112,12 @@ class Transformer:
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone
         scales = stored.scales(attention.heads)  # (H + 2K, D)
+        if attention.qk_norm == "after_rope":
+            w, ops, ones = self.weights.layers[layer].mixer, self.ops.layer_ops(layer), np.ones(attention.head_dim)
+            counts = attention.heads, attention.kv_heads, attention.kv_heads
+            rows = [ops.to_host(w.q_norm), ops.to_host(w.k_norm), ones]
+            weights = np.repeat(rows, counts, axis=0).astype(np.float32)
+            scales = weights if scales is None else scales * weights
         return HeadTransform(
             0 if alone else attention.kv_heads,
             scales[: attention.heads] if scales is not None and alone else scales,
@@ -232,6 +238,8 @@ class Transformer:
     def final_states(self, hidden: Array) -> np.ndarray:
         """Norm hidden states (T, E) in place, as for the head, and return them as float32 on the host. Raises
         EngineError if they are not finite."""
+        if self.config.centred:
+            self.ops.centre(hidden)
         self.ops.rms_norm(hidden, (self.weights.norm, self.config.norm_eps))
         states: np.ndarray = self.ops.to_host(hidden)
         if not np.isfinite(states).all():
@@ -384,7 +392,9 @@ class Transformer:
         return x, self.weights.layer_inputs.of(ops, ids, x, scale, eps)
 
     def _head(self, hidden: Array) -> Array:
-        """hidden (T, E) → logits (T, V)."""
+        """hidden (T, E), which loses its mean if norms subtract it → logits (T, V)."""
+        if self.config.centred:
+            self.ops.centre(hidden)
         logits = self.ops.linear(hidden, self.weights.head, self._head_fusion)
         if self.config.logit_softcap is not None:
             self.ops.softcap(logits, self.config.logit_softcap)

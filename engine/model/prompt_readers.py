@@ -82,7 +82,7 @@ class PairRelevance(Ranking):
     def read(self, model: Transformer, hidden: Array, first: int) -> None:
         assert isinstance(model, Encoder)
         if first == 0:
-            self._score = sigmoid(model.relevance(hidden[:1]))
+            self._score = sigmoid(model.relevance(hidden))
 
 
 class Pooling:

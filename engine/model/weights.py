@@ -15,7 +15,7 @@ from polarlm.engine.backends.ops import Array, ExpertCache, KeptTiles, Ops
 from polarlm.engine.model import vision_encoders
 from polarlm.engine.model.adapters import LoadedAdapter, deltas
 from polarlm.engine.model.forward import ModelWeights
-from polarlm.engine.model.layers.encoder import EncoderInputs
+from polarlm.engine.model.layers.encoder import EncoderInputs, PairHead
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights, MtpWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
 from polarlm.engine.model.vision_encoders import ImageReader
@@ -254,10 +254,7 @@ def load_weights(
     host_bytes = 0 if host_reader is None else host_reader.bytes
     encoder_inputs = top_reader.weights(EncoderInputs) if "embedding_norm" in top else None
     dense = [last_reader.linear(top[f"dense_{i}"], top.get(f"dense_{i}_bias", ())) for i in range(len(config.dense))]
-    pair_head = None
-    if config.scores_pairs:
-        score_dense, score = (read.linear(top[slot], top[f"{slot}_bias"]) for slot in ("score_dense", "score"))
-        pair_head = score_dense, score
+    pair_head = top_reader.weights(PairHead) if config.scores_pairs else None
     ops.wait()  # on a GPU, an overlapped launch may read weights before their upload has finished
     nbytes = sum(one.bytes for one in readers.values())
     return ModelWeights(

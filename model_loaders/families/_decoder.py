@@ -195,3 +195,19 @@ def typed_windows(fields: Fields, usual: Iterable[bool]) -> tuple[int | None, ..
     window = fields.integer("sliding_window")
     attending(fields, kinds, ("sliding_attention", "full_attention"), ())
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def typed_ropes(fields: Fields, theta: float, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """RoPE of layers without and with a window, from `rope_parameters`, or from `rope_theta` and
+    `rope_local_base_freq`. theta, local_theta: where the keys are absent."""
+    context, by_type = fields.integer("max_position_embeddings"), fields.section("rope_parameters")
+    local_theta = fields.number("rope_local_base_freq", local_theta, minimum=2.0)
+    if by_type is None or not by_type.sections():
+        return rope_config(fields, context, theta=theta), RopeConfig(theta=local_theta)
+    full, local = (
+        by_type.section(kind) or Fields({}, by_type.where) for kind in ("full_attention", "sliding_attention")
+    )
+    return (
+        rope_config(fields, context, section=full, theta=theta),
+        rope_config(Fields({"rope_theta": local_theta}, fields.where), context, section=local),
+    )

@@ -22,6 +22,7 @@ NAMES: Names = {
 _CLASSIFIER = "ForSequenceClassification"
 _EMBEDDINGS = {
     "word_embeddings": "model.embed_tokens",
+    "tok_embeddings": "model.embed_tokens",
     "position_embeddings": "model.positions",
     "token_type_embeddings": "model.token_types",
     "LayerNorm": "model.embedding_norm",
@@ -42,6 +43,7 @@ def prefixes(base: str, *, layers: str = "encoder.layer", norm: str = "embedding
     for prefix in (base, ""):
         renames |= {f"{prefix}embeddings.{theirs}.": f"{ours}." for theirs, ours in _EMBEDDINGS.items()}
         renames |= {f"{prefix}{norm}.": "model.embedding_norm.", f"{prefix}{layers}.": "model.layers."}
+        renames[f"{prefix}final_norm."] = "model.norm."
     return renames
 
 

@@ -15,8 +15,8 @@ _IMAGES = (
 )
 _PROJECTOR = "the part of a model that reads images: give the model's own GGUF file, and this one as mmproj"
 _ENCODER = (
-    "which has an encoder of a kind that is not supported: use a decoder-only model, or for embeddings BERT, XLM-R or "
-    "nomic-embed"
+    "which has an encoder of a kind that is not supported: use a decoder-only model, or for embeddings BERT, "
+    "ModernBERT, XLM-R or nomic-embed"
 )
 _WORDS = {  # in a model type or a GGUF architecture, without "_" and "-"; the first match counts
     _IMAGES: ("vl", "vision", "llava", "mllama", "paligemma", "idefics", "gemma3n", "phi4mm", "smolvlm"),

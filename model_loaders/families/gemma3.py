@@ -10,8 +10,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from polarlm.model_loaders.config import ModelConfig, RopeConfig
-from polarlm.model_loaders.families._decoder import IMAGE_PREFIXES, PROJECTIONS, QK_NORMS, layer_count, typed_windows
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families._decoder import (
+    IMAGE_PREFIXES,
+    PROJECTIONS,
+    QK_NORMS,
+    layer_count,
+    typed_ropes,
+    typed_windows,
+)
 from polarlm.model_loaders.families._gemma import (
     DEFAULTS,
     LOCAL_THETA,
@@ -24,7 +31,6 @@ from polarlm.model_loaders.families._gemma import (
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import tensor_table
-from polarlm.model_loaders.rope import rope_config
 
 MODEL_TYPES = ("gemma3", "gemma3_text")
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel")
@@ -67,7 +73,7 @@ def configure(fields: Fields) -> ModelConfig:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.number(key, 0.0):
             raise fields.refuse(key, "but soft caps are supported for Gemma 2 alone: no released Gemma 3 has them")
-    rope, local = _ropes(fields)
+    rope, local = typed_ropes(fields, THETA, LOCAL_THETA)
     pattern = fields.integer("sliding_window_pattern", PATTERN)
     windows = typed_windows(fields, ((layer + 1) % pattern > 0 for layer in range(layer_count(fields))))
     config = gemma(
@@ -82,18 +88,3 @@ def configure(fields: Fields) -> ModelConfig:
     if fields.flag("use_bidirectional_attention", False):
         return replace(config.with_attention(lambda attention: replace(attention, is_causal=False)), tied_head=True)
     return config.with_attention(lambda attention: replace(attention, images_whole=True))
-
-
-def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
-    """RoPE of layers without and with a window, from the new or the old keys."""
-    context, by_type = fields.integer("max_position_embeddings"), fields.section("rope_parameters")
-    theta = fields.number("rope_local_base_freq", LOCAL_THETA, minimum=2.0)
-    if by_type is None or not by_type.sections():
-        return rope_config(fields, context, theta=THETA), RopeConfig(theta=theta)
-    full, local = (
-        by_type.section(kind) or Fields({}, by_type.where) for kind in ("full_attention", "sliding_attention")
-    )
-    return (
-        rope_config(fields, context, section=full, theta=THETA),
-        rope_config(Fields({"rope_theta": theta}, fields.where), context, section=local),
-    )

@@ -168,7 +168,7 @@ def _said_by_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]
     """Values that files say by the tensors that they have. shapes: by the tensors' names."""
     keys_alone = (name for name in shapes if name.endswith(".attn_k.weight"))
     return {
-        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "attention_bias": any(f"blk.0.attn_{one}.bias" in shapes for one in ("q", "qkv")),
         "mlp_bias": "blk.0.ffn_up.bias" in shapes,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
         "attention_k_eq_v": any(name.replace("attn_k", "attn_v") not in shapes for name in keys_alone),

@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from polarlm.model_loaders.config import Experts, ModelConfig
+from polarlm.model_loaders.config import Experts, ModelConfig, is_gated
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.tensors import PLAIN, StoredTensor
@@ -128,20 +128,23 @@ def split_layers(
 ) -> dict[str, StoredTensor]:
     """The tensors of a model whose files have the matrices of a layer's experts one after another in two tensors.
 
-    prefix: what their names have in common after a layer's number. gate_up, down: the rest of the name of a tensor, and
-    the names of the matrices that an expert has there, one after another. experts: what the names of an expert's
-    matrices have between `prefix` and its number. They may be transposed. Raises LoadError for a tensor of another
-    shape or type.
+    Both may be matrices, with the experts' rows one after another. prefix: what their names have in common after a
+    layer's number. gate_up, down: the rest of the name of a tensor, and the names of the matrices that an expert has
+    there, one after another. experts: what the names of an expert's matrices have between `prefix` and its number.
+    They may be transposed. Raises LoadError for a tensor of another shape or type.
     """
-    ffn, size, tensors = config.ffn, config.hidden_size, dict(file_tensors)
-    if not isinstance(ffn, Experts):
-        return tensors
-    for layer in range(len(config.layers)):
+    size, tensors = config.hidden_size, dict(file_tensors)
+    for layer, ffn in enumerate(one.ffn for one in config.layers):
+        if not isinstance(ffn, Experts):
+            continue
         layer_prefix = f"model.layers.{layer}.{prefix}"
-        for (label, names), (rows, columns) in ((gate_up, (2 * ffn.size, size)), (down, (size, ffn.size))):
+        up = ffn.size * (1 + is_gated(ffn.activation))
+        for (label, names), (rows, columns) in ((gate_up, (up, size)), (down, (size, ffn.size))):
             whole = tensors.pop(layer_prefix + label, None)
             if whole is None:
                 continue
+            if len(whole.shape) == 2:
+                whole = replace(whole, shape=(ffn.count, whole.shape[0] // ffn.count, whole.shape[1]))
             transposed = whole.shape == (ffn.count, columns, rows) and rows != columns
             if not transposed:
                 _check(whole, (ffn.count, rows, columns), PLAIN)

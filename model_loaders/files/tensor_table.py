@@ -31,7 +31,7 @@ Names = Mapping[str, tuple[tuple[str, str], ...]]
 _OF_EXPERTS = ("experts_gate_up", "experts_down")
 _OF_HEADS = ("latent_keys", "latent_values")  # a matrix of each head
 _WHOLE_NAMES = (
-    *("sink_scores", "choice_bias", "expert_factors", "router_norm", "layer_scale"),
+    *("sink_scores", "choice_bias", "expert_factors", "router_norm", "layer_scale", "sum_bias"),
     *("delta_decay", "delta_dt_bias", "mamba_decay", "mamba_dt_bias", "mamba_skip"),
 )
 _CONVOLUTIONS = ("conv", "delta_conv", "mamba_conv")
@@ -131,9 +131,10 @@ Slots = Mapping[str, tuple[TensorSpec, ...]]
 @dataclass(frozen=True)
 class TensorTable:
     """`top` has the slots embedding, norm (the last one) and, unless tied to the embedding, head; with embeddings of
-    layers also layer_embedding, layer_projection and layer_projection_norm. Where sums are normed, it has
-    embedding_norm instead of norm, and positions and token_types if there are such tables. The products after
-    pooling are dense_0, dense_1, …; a head that scores pairs of texts has score_dense and score.
+    layers also layer_embedding, layer_projection and layer_projection_norm. Encoders with LayerNorms have
+    embedding_norm, where sums are normed instead of norm, and positions and token_types if there are such tables. The
+    products after pooling are dense_0, dense_1, …; a head that scores pairs of texts has score_dense and score, with
+    score_norm between them where norms have no biases.
 
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
     attention_post_norm; or, if it is latent attention, attention_norm, q_down and q_latent_norm if queries are made of
@@ -144,8 +145,8 @@ class TensorTable:
     mamba_decay, mamba_dt_bias, mamba_skip, mamba_out_norm, mamba_out. With a network it has ffn_norm, gate_up (up alone
     if there is no gate), down, ffn_post_norm. A mixture of experts has, instead of gate_up and down, router,
     choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then all tensors of the next),
-    expert_factors, shared_gate, shared_gate_up, shared_down, and latent_in and latent_out around the experts if they
-    have inputs of another size; and with norms of their own router_norm, experts_norm, experts_post_norm,
+    expert_factors, sum_bias, shared_gate, shared_gate_up, shared_down, and latent_in and latent_out around the experts
+    if they have inputs of another size; and with norms of their own router_norm, experts_norm, experts_post_norm,
     shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate, layer_out, layer_post_norm.
     The layer of `ModelConfig.mtp` has mtp_embedding_norm, mtp_hidden_norm, mtp_in (for an embedding and a hidden state,
     side by side) and mtp_norm. Biases are in slots with names that end with "_bias", such as qkv_bias. A slot that a
@@ -175,20 +176,23 @@ def tensor_table(
     """
     e = config.hidden_size
     top = slots_of("embedding", "model.embed_tokens", "token_embd", (config.vocab_size, e))
-    if config.layers[0].norms == "sums":
-        top |= slots_of("embedding_norm", "model.embedding_norm", "token_embd_norm", (e,), has_bias=True)
+    if config.norms_inputs:
+        has_bias = not config.centred
+        top |= slots_of("embedding_norm", "model.embedding_norm", "token_embd_norm", (e,), has_bias=has_bias)
         if config.positions:
             top |= slots_of("positions", "model.positions", "position_embd", (config.positions, e))
         if config.token_types:
             top |= slots_of("token_types", "model.token_types", "token_types", (config.token_types, e))
-    else:
+    if config.layers[0].norms != "sums":
         top["norm"] = (TensorSpec(f"{last_norm[0]}.weight", f"{last_norm[1]}.weight", (e,), offset=norm_offset),)
     for number, dense in enumerate(config.dense):
         ggml = f"dense_{number + 2}"  # llama.cpp counts the modules before them
         shape = dense.outputs, dense.inputs
         top |= slots_of(f"dense_{number}", f"model.dense.{number}", ggml, shape, has_bias=dense.bias)
     if config.scores_pairs:
-        top |= slots_of("score_dense", "model.score_dense", "cls", (e, e), has_bias=True)
+        top |= slots_of("score_dense", "model.score_dense", "cls", (e, e), has_bias=not config.centred)
+        if config.centred:
+            top |= slots_of("score_norm", "model.score_norm", "cls.norm", (e,))
         top |= slots_of("score", "model.score", "cls.output", (1, e), has_bias=True)
     if not config.tied_head:
         top |= slots_of("head", "lm_head", "output", (config.vocab_size, e))
@@ -322,9 +326,9 @@ def _attention_shapes(e: int, mixer: Attention) -> tuple[_Shapes, set[str]]:
     }
     if mixer.output_gate:
         shapes["output_gate"] = _one(h if mixer.gate_by_head else h * d, e)
-    if mixer.qk_norm in ("head", "all"):
+    if mixer.qk_norm in ("head", "all", "after_rope"):
         for slot, number in (("q_norm", h), ("k_norm", k)):
-            number = 1 if mixer.qk_norm == "head" else number
+            number = number if mixer.qk_norm == "all" else 1
             shapes[slot] = [((number * d,), number)]
         if mixer.shares_kv:
             del shapes["k_norm"]
@@ -364,6 +368,8 @@ def _ffn_shapes(e: int, ffn: Ffn) -> tuple[_Shapes, set[str]]:
         shapes["choice_bias"] = _one(ffn.count)
     if ffn.latent:
         shapes |= {"latent_in": _one(inputs, e), "latent_out": _one(e, inputs)}
+    if ffn.sum_bias:
+        shapes["sum_bias"] = _one(e)
     if ffn.factors:
         shapes["expert_factors"] = _one(ffn.count)
     if ffn.own_norms:

@@ -98,7 +98,8 @@ class _Vocabulary:
         ends |= {self.special_ids[name] for name in _END_NAMES if name in self.special_ids}
         ends |= {i for name, i in self.known_ids.items() if name in known_names.CODE_ENDS and self.types[i] in _ADDED}
         end = self.special_ids.get("eos") if self.metadata.get("tokenizer.ggml.add_eos_token", closes) is True else None
-        pair = None if end is None else Pair((end, end), second_type=False)  # as XLM-R, whose separator is the end
+        times = 1 if end == self.control.get("[SEP]") else 2  # as ModernBERT, and as XLM-R
+        pair = None if end is None else Pair((end,) * times, second_type=False)
         bos = self.special_ids.get("bos", self.control.get("<bos>"))
         return SpecialIds(bos if wants else None, frozenset(ends), end, pair)
 

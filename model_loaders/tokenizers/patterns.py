@@ -44,6 +44,13 @@ _CASED = (
 _EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _MARKS = r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 
+# DeepSeek V3's, which Hunyuan has: after digits, Chinese and Japanese, a mark goes with the ASCII letters behind it.
+_KANJI_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_DEEPSEEK3 = (
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 # GGUF's name of a pre-tokenizer (`tokenizer.ggml.pre`) of a supported architecture → its expressions. Each splits the
 # pieces of the previous one into its matches and the text between them.
 _EXPRESSIONS: dict[str, tuple[str, ...]] = {
@@ -57,12 +64,13 @@ _EXPRESSIONS: dict[str, tuple[str, ...]] = {
         (_LLAMA3,),
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2"), (_QWEN2,)),
-    **dict.fromkeys(("gpt-2", "a.x-4.0", "gigachat", "mellum", "olmo", "phi-2", "trillion"), (_GPT2,)),
-    **dict.fromkeys(("smollm", "codeshell", "minerva-7b", "refact", "starcoder"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("gpt-2", "a.x-4.0", "gigachat", "mellum", "modern-bert", "olmo", "phi-2", "trillion"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "codeshell", "minerva-7b", "refact", "starcoder", "command-r"), (r"\p{N}", _GPT2)),
     "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
     "deepseek-llm": (r"[\r\n]", rf"\s?[{_CASED}]+", _MARKS, r"\s+$", _EAST_ASIAN, r"\p{N}+"),
+    "hunyuan-dense": (r"\p{N}{1,3}", _KANJI_AND_KANA, _DEEPSEEK3),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"),
 }
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral", "lfm2", "tekken"}

@@ -195,6 +195,13 @@ CONFIGS = {
     "gated": GATED,
     "embeddings of layers": replace(GEMMA, family="gemma4", layer_embedding=256),
     "odd": ODD,
+    "side by side": replace(
+        LLAMA,
+        family="cohere",
+        layers=tuple(replace(one, parallel=True) for one in LLAMA.layers),
+        tied_head=True,
+        centred=True,
+    ),
     "norms behind": GEMMA,
     "experts and a shared network": SHARED,
     "experts": WIDE,

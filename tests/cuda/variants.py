@@ -421,6 +421,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "prefill_attention": _prefill_attention(),
     "repack": _all("repack", WEIGHT=_PACKED),
     "layer_norm": _all("layer_norm"),
+    "centre": _all("centre"),
     "clip": _all("clip"),
     "text_attention": _all("text_attention", HEAD_DIM=(64, 72, 80), GROUP=(1,), WARPS=(4,)),
     "rms_norm": _all("rms_norm", ADD=(0, 1)),

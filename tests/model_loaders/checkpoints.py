@@ -125,7 +125,16 @@ def as_gguf(path: Path, arch: str, config: ModelConfig, tensors: dict[str, np.nd
     """The model as llama.cpp's converter writes it, in F32; tensors with ggml's names are not changed."""
     writer, written = gguf_header(path, arch, config, **changes), {}
     for name, tensor in tensors.items():
-        is_interleaved = arch in ("llama", "smollm3", "granite", "granitemoe", "mistral3", "ernie4_5")
+        is_interleaved = arch in (
+            "llama",
+            "smollm3",
+            "granite",
+            "granitemoe",
+            "mistral3",
+            "ernie4_5",
+            "command-r",
+            "cohere2",
+        )
         if is_interleaved and ".q_proj." in name:
             tensor = interleaved(tensor, config.attention.heads)
         if is_interleaved and ".k_proj." in name:

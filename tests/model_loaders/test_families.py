@@ -212,6 +212,30 @@ def test_gemma3_with_the_older_keys() -> None:
     assert got.attention.scale == 1 / 16
 
 
+def test_the_norms_of_hunyuan_undo_a_factor_of_its_rope() -> None:
+    """Equal logits in transformers, whose yarn multiplies cosines and sines by 1.139 here."""
+    values = written("hunyuan_v1_dense_alpha_tied")
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    frequencies, factor = rope_frequencies(rope_of(read_as({**values, "rope_scaling": yarn})), 16)
+    assert factor == 1
+    np.testing.assert_array_equal(frequencies, rope_frequencies(rope_of(configured(rope_scaling=yarn)), 16)[0])
+
+
+def test_modernbert_with_the_newer_keys() -> None:
+    values = json.loads((ENCODERS / "modernbert" / "config.json").read_text())
+    config = read_as(values)
+    assert windows_of(config) == (None, 12, 12, None)
+    newer = {key: value for key, value in values.items() if not key.startswith(("global_", "local_rope"))}
+    newer["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows_of(config)]
+    thetas = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
+    newer["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
+    assert read_as(newer) == config
+    assert read_as({**values, "hidden_activation": "silu"}).ffn.activation == "silu"  # Granite's
+    for key, value in (("norm_bias", True), ("classifier_pooling", "max"), ("classifier_activation", "relu")):
+        with pytest.raises(LoadError, match=f"{key} is"):
+            read_as({**values, key: value})
+
+
 def test_a_gemma2_without_a_key_has_the_caps_of_released_ones_and_null_is_no_cap() -> None:
     values = written("gemma2_capped_tied")
     del values["attn_logit_softcapping"], values["final_logit_softcapping"]
@@ -386,6 +410,8 @@ SOME = (
     "granite_moe",
     "minimax_m2_partial",
     "mistral3_with_images",
+    "hunyuan_v1_dense_alpha_tied",
+    "cohere2_windows_tied",
     "gemma4_shared_kv",
     "phi3_longrope_partial",
     "gpt_oss_mxfp4",
@@ -418,6 +444,8 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
     if of_rope.kind == "longrope":
         changes |= longrope(of_rope, written)
         expected = with_rope(expected, replace(of_rope, attention_factor=0.75))
+    if config.family == "hunyuan_v1_dense":  # the base that alpha makes is no whole number
+        expected = with_rope(expected, replace(of_rope, theta=float(np.float32(of_rope.theta))))
     if of_rope.sections:
         changes["rope__dimension_sections"] = [*of_rope.sections, 0]
     if config.family == "gemma2":
@@ -443,10 +471,12 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
     elif config.family == "mistral3":
         changes |= {"attention__temperature_scale": 0.25, "rope__scaling__yarn_log_multiplier": of_rope.mscale_all_dim}
         changes["rope__scaling__yarn_beta_fast"] = of_rope.beta_fast
-    elif config.attention.window and config.family in (*IN_LLAMA, "phi3", "gpt_oss"):
+    elif config.attention.window and config.family in (*IN_LLAMA, "phi3", "gpt_oss", "cohere2"):
         changes["attention__sliding_window"] = config.attention.window
     else:  # windows of upper layers have no key
         expected = expected.with_attention(lambda mixer: replace(mixer, window=None))
+    if config.centred:
+        changes["logit_scale"] = config.logit_scale
     if config.family in ("glm4_moe", "lfm2_moe"):
         changes["leading_dense_block_count"] = sum(isinstance(layer.ffn, GatedMLP) for layer in config.layers)
     arch = architecture(config)

@@ -479,6 +479,8 @@ CUTS = [  # as the expressions of the published tokenizers do; 4,000 random text
     ("lfm2", "it's 1234 a", ["it", "'s", " ", "123", "4", " a"]),
     ("glm4", "it's 1234 a", ["it", "'s", " ", "123", "4", " a"]),
     # A word begins at any script's capitals; llama.cpp considers the case of ASCII letters only.
+    ("hunyuan-dense", "x_id=1234 春がn\u0303o!\n", ["x", "_id", "=", "123", "4", " ", "春が", "n\u0303o", "!\n"]),
+    ("command-r", "it's 12!\n x", ["it", "'s", " ", "1", "2", "!", "\n", " x"]),
     ("tekken", "ÉcoleÉLÈVE жЖ", ["École", "ÉLÈVE", " ж", "Ж"]),
 ]
 

@@ -185,6 +185,10 @@ class LinearOps(DeviceOps):
         config = LaunchConfig({"ACTIVATION": activation, **result_type(y)}, threads)
         self._launch("activate_mul", (-(-half // (8 * threads)), rows), config, y, gate_up, half)
 
+    def centre(self, x: Array) -> None:
+        rows, n = x.shape
+        self._launch("centre", (rows,), LaunchConfig({}, threads_for(n)), x, n, row_stride(x))
+
     def softcap(self, x: Array, cap: float) -> None:
         (rows, n), threads = x.shape, threads_for(x.shape[1])
         self._launch("softcap", (-(-n // threads), rows), LaunchConfig({}, threads), x, n, row_stride(x), float(cap))

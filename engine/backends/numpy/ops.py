@@ -181,6 +181,10 @@ class NumpyOps(ExpertOps, RecurrentOps):
         else:
             residual += y
 
+    def centre(self, x: np.ndarray) -> None:
+        x -= x.mean(axis=-1, keepdims=True)
+
+    @quiet
     def softcap(self, x: np.ndarray, cap: float) -> None:
         softcap(x, cap)
 
@@ -372,7 +376,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     @quiet
     def layer_norm(self, x: np.ndarray, norm: tuple[np.ndarray, np.ndarray, float]) -> None:
         weight, bias, eps = norm
-        x -= x.mean(axis=-1, keepdims=True)
+        self.centre(x)
         variance = np.vecdot(x, x)[..., None] / np.float32(x.shape[-1])
         x *= 1 / np.sqrt(variance + np.float32(eps))
         x *= weight

@@ -115,6 +115,14 @@ def gelu(up: np.ndarray) -> np.ndarray:
     return tail
 
 
+def gated_gelu_mul(gate_up: np.ndarray) -> np.ndarray:
+    """gate_up (T, 2F) = [gate | up] → gelu(gate) * up (T, F), as in `gelu`."""
+    half = gate_up.shape[-1] // 2
+    y = gelu(gate_up[..., :half])
+    y *= gate_up[..., half:]
+    return y
+
+
 def _times_sigmoid(gate: np.ndarray, exponent: np.ndarray, up: np.ndarray | np.float32) -> np.ndarray:
     """gate / (1 + e^exponent) * up, in the memory of `exponent`."""
     # exp overflows to inf above 88, where the quotient is 0 = gate / inf.
@@ -133,5 +141,6 @@ ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "swiglu_clamped": swiglu_clamped_mul,
     "relu_squared": relu_squared,
     "gelu": gelu,
+    "gated_gelu": gated_gelu_mul,
     "plain_gelu_tanh": plain_gelu_tanh,
 }

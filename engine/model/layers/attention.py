@@ -57,7 +57,7 @@ class Attention:
     def _qk_norms(self) -> Norms:
         """The norms of each query and key; None if there are none, or if all heads are normed together."""
         w, shape = self._weights, self.shape
-        if shape.qk_norm == "unweighted":
+        if shape.qk_norm in ("unweighted", "after_rope"):  # RoPE keeps lengths: weights after it are in the transform
             ones = self._ops.to_device(np.ones(shape.head_dim, np.float32))
             return ones, ones, self._eps
         if w.q_norm is None or (shape.qk_norm == "all" and not shape.shares_kv):

@@ -25,6 +25,8 @@ class ExpertsWeights:
     shared_gate_up: Linear | None = slot("shared_gate_up", "linear")  # (2S, E), S: the shared network's size
     shared_down: Linear | None = slot("shared_down", "linear")  # (E, S)
     post_norm: Array | None = slot("ffn_post_norm")  # (E,): norms the result before it is added to the residual
+    post_norm_bias: Array | None = slot("ffn_post_norm_bias", default=None)  # (E,)
+    sum_bias: Array | None = slot("sum_bias", default=None)  # (E,)
     factors: Array | None = slot("expert_factors", default=None)  # (count,)
     # Norms (E,) of the inputs of router and experts, and of the results of experts and shared network before they are
     # added; without them, `norm` also serves the router and the experts.

@@ -28,8 +28,12 @@ class GatedMLP:
     def __init__(self, ops: Ops, shape: config.GatedMLP, eps: Eps, weights: GatedMLPWeights):
         fusion = Fusion(norm_of(weights.norm, eps.before), shape.activation, weights.down)
         self._gate_up = Projection(ops, weights.gate_up, fusion)
-        self._down = OutputProjection(ops, weights.down, norm_of(weights.post_norm, eps.after))
+        self.down = OutputProjection(ops, weights.down, norm_of(weights.post_norm, eps.after))
+
+    def project(self, x: Array, inputs: LayerInputs) -> Array:
+        """Return the input of the last projection for rows x (T, E): (T, F)."""
+        return self._gate_up(x, inputs.adapters)
 
     def add(self, x: Array, inputs: LayerInputs) -> None:
         """Add the network's result to x (T, E), in place."""
-        self._down.add(x, self._gate_up(x, inputs.adapters), inputs.adapters)
+        self.down.add(x, self.project(x, inputs), inputs.adapters)

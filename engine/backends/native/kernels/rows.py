@@ -73,6 +73,40 @@ def norm_rows(*, adds: bool) -> Kernel[NormArguments]:
     return Kernel(f"norm_rows{'_add' * adds}", emit, NormArguments)
 
 
+class CentreArguments(NamedTuple):
+    x: Pointer
+    columns: Int64
+    stride: Int64
+
+
+@cache
+def centre_rows() -> Kernel[CentreArguments]:
+    """x − mean of rows of x, in place; one unit per row. stride: bytes from row to row."""
+
+    def emit(e: Emitter, args: CentreArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as row:
+            _centre(e, args.x + row * args.stride, args.columns)
+
+    return Kernel("centre_rows", emit, CentreArguments)
+
+
+def _centre(e: Emitter, x_row: Value, columns: Value) -> None:
+    total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
+
+    def add(offset: Value, kind: Type) -> None:
+        partial = total if kind == _F16 else rest
+        partial.set(partial.get() + e.load(x_row + offset, kind))
+
+    for_each_column(e, columns, add)
+    mean = (e.sum_lanes(total.get()) + rest.get()) / columns.trunc(I32).to_float()
+
+    def subtract(offset: Value, kind: Type) -> None:
+        value = e.load(x_row + offset, kind)
+        e.store(value - e.const_like(mean, value), x_row + offset)
+
+    for_each_column(e, columns, subtract)
+
+
 class LayerNormArguments(NamedTuple):
     x: Pointer
     weight: Pointer
@@ -92,20 +126,7 @@ def layer_norm_rows() -> Kernel[LayerNormArguments]:
     def emit(e: Emitter, args: LayerNormArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
             x_row = args.x + row * args.stride
-            total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
-
-            def add(offset: Value, kind: Type) -> None:
-                partial = total if kind == _F16 else rest
-                partial.set(partial.get() + e.load(x_row + offset, kind))
-
-            for_each_column(e, args.columns, add)
-            mean = (e.sum_lanes(total.get()) + rest.get()) / args.columns.trunc(I32).to_float()
-
-            def centre(offset: Value, kind: Type) -> None:
-                value = e.load(x_row + offset, kind)
-                e.store(value - e.const_like(mean, value), x_row + offset)
-
-            for_each_column(e, args.columns, centre)
+            _centre(e, x_row, args.columns)
             factor = inverse_rms(e, x_row, args.columns, args.eps)
 
             def write(offset: Value, kind: Type) -> None:
@@ -154,11 +175,11 @@ def gate(activation: str) -> Kernel[GateArguments]:
 def apply_gate(e: Emitter, activation: str, x: Value, up: Value) -> Value:
     """activation(x) * up = x / (1 + e^u) * up, with u = -x (SiLU), u = -√(8/π) · (x + 0.044715 x³) (GELU by tanh), or
     u = -1.702 x for x up to 7 and (up between ±7) + 1 instead of up (clamped SwiGLU); or relu(x) * up; or
-    Φ(x) * up (GELU). In networks without a gate x and up are the same."""
+    Φ(x) * up (GELU), or x * Φ(x) * up (GELU of a gate). In networks without a gate x and up are the same."""
     if activation == "relu_squared":
         return e.fmax(x, 0.0) * up
-    if activation == "gelu":
-        return _normal_share(e, x) * up
+    if activation in ("gelu", "gated_gelu"):
+        return _normal_share(e, x) * (up if activation == "gelu" else x * up)
     if activation == "swiglu_clamped":
         x = _at_most(e, x, 7.0)
         up = -_at_most(e, -_at_most(e, up, 7.0), 7.0) + 1.0

@@ -25,9 +25,11 @@ from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, expert_tiling, tiling
 from polarlm.engine.backends.native.kernels.rows import (
     ROW_PIECE,
+    CentreArguments,
     ChangeArguments,
     NormArguments,
     RowGateArguments,
+    centre_rows,
     change_rows,
     gate,
     gate_arguments,
@@ -93,6 +95,9 @@ class LinearOps(LoadOps):
             eps=eps,
         )
         self._launch(norm_rows(adds=residual is not None), len(x), arguments)
+
+    def centre(self, x: np.ndarray) -> None:
+        self._launch(centre_rows(), len(x), CentreArguments(x, x.shape[1], x.strides[0]))
 
     def softcap(self, x: np.ndarray, cap: float) -> None:
         self._change("softcap", x, np.array([cap], np.float32))
