@@ -66,7 +66,7 @@ def test_estimates_for_a_real_model_are_within_a_factor_of_three() -> None:
     prefill_logits(model, ids)
     for index, estimated in enumerate(variances(OPS, config, weights)):
         k, v = model.store.cache(index).full(KVLocation(None, 0))
-        for side, variance in zip((k[:, 16:127], v[:, 16:127]), estimated, strict=True):
+        for side, variance in zip((k[:, 16:127], v[:, 16:127]), estimated[:2], strict=True):
             ratio = np.sqrt(variance.mean(axis=1) / np.square(side).mean(axis=(1, 2)))
             assert (ratio < 3).all()
             assert (ratio > 1 / 3).all()
