@@ -30,6 +30,20 @@ SHARED: Names = {  # Qwen's shared network
     ),
     "shared_down": (("mlp.shared_expert.down_proj", "ffn_down_shexp"),),
 }
+SHARED_BESIDE: Names = {  # a choice bias, and a shared network without a gate, as GLM and DeepSeek have them
+    "choice_bias": (("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),),
+    "shared_gate_up": (
+        ("mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
+        ("mlp.shared_experts.up_proj", "ffn_up_shexp"),
+    ),
+    "shared_down": (("mlp.shared_experts.down_proj", "ffn_down_shexp"),),
+}
+MTP: Names = {  # of the layer that predicts several tokens, in the same families
+    "mtp_embedding_norm": (("enorm", "nextn.enorm"),),
+    "mtp_hidden_norm": (("hnorm", "nextn.hnorm"),),
+    "mtp_in": (("eh_proj", "nextn.eh_proj"),),
+    "mtp_norm": (("shared_head.norm", "nextn.shared_head_norm"),),
+}
 SHARED_GGUF_KEYS = {**GGUF_KEYS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 take_apart_joined = partial(
     split_layers, prefix="mlp.experts.", gate_up=("gate_up_proj", (GATE, UP)), down=(DOWN, (DOWN,))

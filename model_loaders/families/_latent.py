@@ -9,7 +9,7 @@ from typing import Any
 
 from polarlm.model_loaders.config import Attention, GatedMLP, LatentAttention, ModelConfig, RopeConfig
 from polarlm.model_loaders.families._decoder import MAX_DIM, PRE_NORMS, PROJECTIONS, decoder, dense_first
-from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, experts
+from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, MTP, SHARED_BESIDE, experts
 from polarlm.model_loaders.families._gguf import LOG_MULTIPLIER, GgufLayout, without_last
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Names, TensorSpec, TensorTable, tensor_table
@@ -21,14 +21,6 @@ ATTENTION: Names = {
     "kv_norm": (("self_attn.kv_a_layernorm", "attn_kv_a_norm"),),
     "latent_keys": (("self_attn.k_b_proj.{}", "attn_k_b"),),
     "latent_values": (("self_attn.v_b_proj.{}", "attn_v_b"),),
-}
-SHARED_EXPERTS: Names = {
-    "choice_bias": (("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),),
-    "shared_gate_up": (
-        ("mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
-        ("mlp.shared_experts.up_proj", "ffn_up_shexp"),
-    ),
-    "shared_down": (("mlp.shared_experts.down_proj", "ffn_down_shexp"),),
 }
 _SIGMOID = 2  # llama.cpp's number of this scoring
 
@@ -139,7 +131,7 @@ def latent_tensors(config: ModelConfig) -> TensorTable:
     """The tensors of a decoder with latent attention, whose heads' matrices many files have in one tensor."""
     plain = {"out": PROJECTIONS["out"], "gate_up": PROJECTIONS["gate_up"], "down": PROJECTIONS["down"]}
     theirs, ggml = ("q_b_proj", "attn_q_b") if _attention(config).query_latent else ("q_proj", "attn_q")
-    names = {**PRE_NORMS, **ATTENTION, **plain, **EXPERTS, **SHARED_EXPERTS}
+    names = {**PRE_NORMS, **ATTENTION, **plain, **EXPERTS, **SHARED_BESIDE, **MTP}
     table = tensor_table(config, {**names, "q_up": ((f"self_attn.{theirs}", ggml),)})
     layers = []
     for number, (slots, layer) in enumerate(zip(table.layers, config.layers, strict=True)):

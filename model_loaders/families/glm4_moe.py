@@ -9,7 +9,7 @@ from functools import partial
 
 from polarlm.model_loaders.config import GatedMLP, ModelConfig
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, QK_NORMS, decoder, dense_first
-from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, sigmoid_experts
+from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, MTP, SHARED_BESIDE, sigmoid_experts
 from polarlm.model_loaders.families._gguf import GgufLayout, without_last
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import tensor_table
@@ -34,16 +34,8 @@ _NAMES = {
     **QK_NORMS,
     **PROJECTIONS,
     **EXPERTS,
-    "choice_bias": (("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),),
-    "shared_gate_up": (
-        ("mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
-        ("mlp.shared_experts.up_proj", "ffn_up_shexp"),
-    ),
-    "shared_down": (("mlp.shared_experts.down_proj", "ffn_down_shexp"),),
-    "mtp_embedding_norm": (("enorm", "nextn.enorm"),),
-    "mtp_hidden_norm": (("hnorm", "nextn.hnorm"),),
-    "mtp_in": (("eh_proj", "nextn.eh_proj"),),
-    "mtp_norm": (("shared_head.norm", "nextn.shared_head_norm"),),
+    **SHARED_BESIDE,
+    **MTP,
 }
 tensors = partial(tensor_table, names=_NAMES)
 

@@ -96,6 +96,7 @@ OF_TYPES = [
     ("qwen3_5_moe_with_images", "f16"),
     ("glm4_moe_qk_norm", "polarquant"),
     ("nemotron_h_latent", "balanced"),
+    ("deepseek_v3_yarn", "balanced"),
 ]
 
 
