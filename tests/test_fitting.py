@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from polarlm.engine import Engine, SamplingParams
-from polarlm.engine.loading import assembly, fitting, kept_arrays
+from polarlm.engine.loading import assembly, encoding, fitting, kept_arrays
 from polarlm.engine.loading.encoding import LayerEncodings
 from polarlm.engine.loading.kept_arrays import digest_key, read, write
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
+from tests.tiny import VOCABULARY, make_model
 
 PROMPT = list(range(5, 25))
 
@@ -125,3 +126,26 @@ def test_the_files_used_least_recently_are_removed(cache: Path, monkeypatch: pyt
     assert [read("some", key) is not None for key in keys] == [True, False, True, True]
     assert (cache / "some-notes.txt").exists()
     assert not said
+
+
+def test_errors_of_latent_vectors_cost_as_keys_and_as_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By KL to full precision: codes that are chosen by what errors of keys cost alone are worse."""
+    path, ids = make_model(tmp_path, "glm4_moe_lite"), np.random.default_rng(0).integers(5, VOCABULARY, 250).tolist()
+
+    def logits(cache_type: str) -> np.ndarray:
+        monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / f"cache {len(FITTED)}"))
+        with Engine.load(path, device="cpu", ctx_size=256, block_size=32, cache_type=cache_type) as engine:
+            found = engine.score(ids, logits=True, every_token_coded=True).logits
+        return found.astype(np.float64)
+
+    exact, both = logits("f16"), logits("ring3")
+    monkeypatch.setattr(encoding, "_of_same_size", lambda second, other: 0)
+    keys_alone = logits("ring3")
+    chances = np.exp(exact) / np.exp(exact).sum(axis=1, keepdims=True)
+
+    def median_kl(other: np.ndarray) -> float:
+        shift = exact - other
+        normed = shift - np.log(np.exp(exact).sum(axis=1) / np.exp(other).sum(axis=1))[:, None]
+        return float(np.median((chances * normed).sum(axis=1)))
+
+    assert 0 < median_kl(both) < 0.75 * median_kl(keys_alone)
