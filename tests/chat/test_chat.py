@@ -330,7 +330,7 @@ def test_parameters_are_set_by_any_of_their_names(chat, engine):
 def test_parameters_that_nobody_set_have_the_models_values(chat, engine):
     engine.model.generation = GenerationDefaults({"top_k": 20}, greedy=True, max_tokens=300, banned=(7,))
     err = chat(lines="/set\n")[2]
-    assert "predict 300, temp 0, top-k 20, top-p 0.95, min-p 0.05, top-nsigma -1, " in err
+    assert "predict 300, temp 0, top-k 20, top-p 0.95, min-p 0.05, top-n-sigma -1, " in err
     assert ", repeat-penalty 1, " in err
 
 
