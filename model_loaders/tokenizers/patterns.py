@@ -70,7 +70,7 @@ _EXPRESSIONS: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
     "deepseek-llm": (r"[\r\n]", rf"\s?[{_CASED}]+", _MARKS, r"\s+$", _EAST_ASIAN, r"\p{N}+"),
-    "hunyuan-dense": (r"\p{N}{1,3}", _KANJI_AND_KANA, _DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), (r"\p{N}{1,3}", _KANJI_AND_KANA, _DEEPSEEK3)),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"),
 }
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral", "lfm2", "tekken"}
@@ -80,9 +80,12 @@ PRE_TOKENIZERS = sorted(_EXPRESSIONS)
 
 def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer | None:
     """The pre-tokenizer that GGUF calls `name`, with the byte alphabet as its last step; None if it is not known."""
-    if name not in _EXPRESSIONS:
-        return None
-    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in _EXPRESSIONS[name]]
+    return by_expressions(*_EXPRESSIONS[name]) if name in _EXPRESSIONS else None
+
+
+def by_expressions(*expressions: str) -> pre_tokenizers.PreTokenizer:
+    """The pre-tokenizer that cuts by these expressions. Raises ValueError for one that is none."""
+    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
     return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tokenizers
 from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import PreTokenizer
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import patterns
@@ -45,21 +46,22 @@ def load(file: Path, content: bytes, settings: FolderSettings) -> LibraryTokeniz
         control = control or _special_tokens(1 + max(ranks.values()))
         special = for_folder(settings, control, control.get, adds_bos=True, default_bos=control.get(_SPECIAL_NAMES[0]))
         size = 1 + max(*ranks.values(), *control.values())
-        return LibraryTokenizer(_library(ranks), control, special, byte_level=True, vocab_size=size)
+        library = bpe_of_ranks(ranks, 0, patterns.pre_tokenizer("llama3"))
+        return LibraryTokenizer(library, control, special, byte_level=True, vocab_size=size)
     except ValueError as error:
         raise LoadError(f"{file} is a damaged tiktoken vocabulary ({error}): download it again.") from error
 
 
-def _library(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
+def bpe_of_ranks(ranks: dict[bytes, int], first: int, pre_tokenizer: PreTokenizer | None) -> tokenizers.Tokenizer:
     """The library's object for a byte-level BPE that is given by ranks alone: any two tokens that make a third are
-    merged, in the order of the ranks of what they make."""
+    merged, in the order of the ranks of what they make. first: the id of rank 0."""
     spellings = {token: "".join(map(SPELLING.__getitem__, token)) for token in ranks}
     cuts = ((token[:at], token[at:], rank) for token, rank in ranks.items() for at in range(1, len(token)))
     merges = [(rank, ranks[a], ranks[b], a, b) for a, b, rank in cuts if a in ranks and b in ranks]
-    ids = {spellings[token]: rank for token, rank in ranks.items()}
+    ids = {spellings[token]: first + rank for token, rank in ranks.items()}
     pairs = [(spellings[a], spellings[b]) for *_, a, b in sorted(merges)]
     library = tokenizers.Tokenizer(BPE(ids, pairs, ignore_merges=True))
-    library.pre_tokenizer = patterns.pre_tokenizer("llama3")
+    library.pre_tokenizer = pre_tokenizer
     return library
 
 
