@@ -143,7 +143,12 @@ class Request:
         max_tokens = most_tokens(params, model.generation)
         max_tokens = room if max_tokens < 0 else min(max_tokens, room)
         request = cls(
-            TokenSequence(tuple(ids), max_tokens, text_from=image_positions.images[-1].stop if image_positions else 0),
+            TokenSequence(
+                tuple(ids),
+                max_tokens,
+                text_from=image_positions.images[-1].stop if image_positions else 0,
+                priority=options.priority,
+            ),
             params,
             sampling,
             model.tokenizer,

@@ -1,4 +1,5 @@
-"""Scheduler: chooses the next unit of work, first come, first served. It handles ids, counts and states, no arrays.
+"""Scheduler: chooses the next unit of work, by priority, then first come, first served. It handles ids, counts and
+states, no arrays.
 
     submit → waiting ─ admit ─▶ prefilling (one at a time) ─ prefilled ─▶ running ─ remove
                 ▲                    │                           │
@@ -13,8 +14,8 @@ took beyond the median, and minus the time that the next one will take beyond it
 that starts within the budget may exceed it. A batch of prompts that has the step of the running sequences, too, is due
 again at once.
 
-When blocks run out, the youngest sequence is preempted: it gives up its blocks and waits. The oldest always runs, so
-every sequence becomes the oldest eventually, and finishes.
+When blocks run out, the last sequence in this order is preempted: it gives up its blocks and waits. The first always
+runs, so every sequence becomes the first eventually, and finishes, unless others of a better priority keep coming.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class TokenSequence:
     finish_reason: str | None = None
     arrival: int = -1  # counts submissions
     text_from: int = 0  # from here on there are tokens alone: the end of the last image
+    priority: int = 0  # the least is served first
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)
@@ -63,8 +65,8 @@ class TokenSequence:
 class Unit:
     """A unit of work: a part of a sequence's prefill, or a step of all running sequences.
 
-    sequences: oldest first. A unit of prefill is for the first one; prompts of the others may join it, and steps of
-    the sequences that run.
+    sequences: in the order of service. A unit of prefill is for the first one; prompts of the others may join it, and
+    steps of the sequences that run.
     """
 
     is_prefill: bool
@@ -80,9 +82,9 @@ class Scheduler:
         self.parallel = parallel
         self._block_size = block_size
         self._arrivals = 0
-        self._waiting: list[TokenSequence] = []  # by arrival
+        self._waiting: list[TokenSequence] = []  # in the order of service
         self._prefilling: TokenSequence | None = None
-        self._running: list[TokenSequence] = []  # by arrival
+        self._running: list[TokenSequence] = []  # in the order of service
         self._out_of_room = False  # admit no sequence until another is removed
         self._prefill_ahead = 0.0  # seconds that prefill has had beyond its share, while steps waited for it
         self._prefill_since = 0.0  # seconds that prefill has had since the last step
@@ -95,7 +97,7 @@ class Scheduler:
     def submit(self, sequence: TokenSequence) -> None:
         sequence.arrival = self._arrivals
         self._arrivals += 1
-        self._waiting.append(sequence)
+        bisect.insort(self._waiting, sequence, key=_place)
 
     @property
     def running(self) -> int:
@@ -184,26 +186,27 @@ class Scheduler:
         """Let a sequence take part in steps: its prompt is in the store, but for `missing` tokens."""
         self._prefilling = None
         self._joining += missing
-        bisect.insort(self._running, sequence, key=_arrival)
+        bisect.insort(self._running, sequence, key=_place)
 
     def requeue(self, sequence: TokenSequence) -> bool:
         """Let a sequence wait until another is removed and frees blocks. False if no sequence runs."""
         if sequence is self._prefilling:
             self._prefilling = None
-            bisect.insort(self._waiting, sequence, key=_arrival)
+            bisect.insort(self._waiting, sequence, key=_place)
         self._out_of_room = bool(self._running)
         return self._out_of_room
 
     def preempt(self) -> TokenSequence | None:
-        """Preempt the youngest sequence and return it. It waits until another is removed. None if only one computes."""
+        """Preempt the last sequence in the order of service and return it. It waits until another is removed. None if
+        only one computes."""
         computing = [*self._running, *([self._prefilling] if self._prefilling else [])]
         if len(computing) < 2:
             return None
-        youngest = max(computing, key=_arrival)
-        self.remove(youngest)
-        bisect.insort(self._waiting, youngest, key=_arrival)
+        last = max(computing, key=_place)
+        self.remove(last)
+        bisect.insort(self._waiting, last, key=_place)
         self._out_of_room = True
-        return youngest
+        return last
 
     def remove(self, sequence: TokenSequence) -> None:
         """Remove a finished or cancelled sequence, so that another may be admitted."""
@@ -215,5 +218,6 @@ class Scheduler:
                 group.remove(sequence)
 
 
-def _arrival(sequence: TokenSequence) -> int:
-    return sequence.arrival
+def _place(sequence: TokenSequence) -> tuple[int, int]:
+    """What sequences are served in the order of."""
+    return sequence.priority, sequence.arrival

@@ -92,6 +92,7 @@ def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools |
         parse_special=flag("parse_special", body.get("parse_special", parse_special)),
         cache_prompt=flag("cache_prompt", body.get("cache_prompt", True)),
         cache_salt=read_salt(body.get("cache_salt")),
+        priority=count("priority", body.get("priority", 0), -(2**31), 2**31 - 1),
         pack=text("pack", body["pack"]) if body.get("pack") is not None else "",
         tools=() if tools is None else tools.all,
         template_variables=_template_variables(body.get("chat_template_kwargs"), body.get("reasoning_effort")),

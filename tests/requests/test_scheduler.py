@@ -154,6 +154,19 @@ def test_a_requeued_sequence_waits_until_another_is_removed() -> None:
     assert not scheduler.requeue(first)  # no running sequence could free blocks
 
 
+def test_requests_of_the_least_priority_are_served_first_and_lose_their_room_last() -> None:
+    scheduler = Scheduler(3)
+    new = {priority: TokenSequence((1,), -1, priority=priority) for priority in (0, 5, -2, 1)}
+    for sequence in new.values():
+        scheduler.submit(sequence)
+    unit = scheduler.schedule()
+    assert unit == Unit(True, (new[-2], new[0], new[1]))
+    for sequence in unit.sequences:
+        scheduler.admit(sequence)
+        scheduler.prefilled(sequence)
+    assert [scheduler.preempt(), scheduler.preempt(), scheduler.preempt()] == [new[1], new[0], None]
+
+
 @dataclass
 class Job:
     """A request of a simulated engine: prompt units of blocks, then a block every `pace` tokens."""
@@ -162,6 +175,7 @@ class Job:
     tokens: int
     arrives: int
     cancelled: int | None
+    priority: int
     held: list[int] = field(default_factory=list)
     done: int = 0
 
@@ -173,6 +187,7 @@ JOBS = st.lists(
         tokens=st.integers(1, 12),
         arrives=st.integers(0, 40),
         cancelled=st.none() | st.integers(0, 60),
+        priority=st.sampled_from([0, 0, 0, 1, -7]),
     ),
     min_size=1,
     max_size=12,
@@ -183,7 +198,8 @@ PACE = 3  # tokens in a block
 @given(JOBS, st.integers(1, 4))
 @settings(max_examples=60)
 def test_every_request_finishes(jobs: list[Job], most: int) -> None:
-    """Random arrivals, lengths and cancellations: all finish, no block leaks, the oldest is never preempted."""
+    """Random arrivals, lengths, priorities and cancellations: all finish, no block leaks, and the oldest of the best
+    priority is never preempted."""
     allocator = BlockAllocator(max(job.prompt + job.tokens // PACE + 1 for job in jobs))
     scheduler, alive = Scheduler(most), dict[TokenSequence, Job]()
     time, pending = 0, sorted(jobs, key=lambda job: job.arrives)
@@ -210,17 +226,17 @@ def test_every_request_finishes(jobs: list[Job], most: int) -> None:
             scheduler.prefilled(sequence)
 
     def step(unit: Unit) -> None:
-        oldest = min(alive, key=lambda one: one.arrival)
+        first = min(alive, key=lambda one: (one.priority, one.arrival))
         for sequence in unit.sequences:
             job = alive[sequence]
             while job.held and len(job.held) < job.prompt + (job.done + 1) // PACE:
                 try:
                     job.held += allocator.allocate(1)
                 except OutOfBlocks:
-                    youngest = scheduler.preempt()
-                    assert youngest is not None, "a request fits alone"
-                    assert youngest is not oldest
-                    give_back(alive[youngest])
+                    preempted = scheduler.preempt()
+                    assert preempted is not None, "a request fits alone"
+                    assert preempted is not first
+                    give_back(alive[preempted])
             if job.held:
                 job.done += 1
             if job.done == job.tokens:
@@ -229,7 +245,7 @@ def test_every_request_finishes(jobs: list[Job], most: int) -> None:
     budget = 100 + 50 * sum(job.prompt + job.tokens for job in jobs)
     while pending or alive:
         while pending and pending[0].arrives <= time:
-            sequence = TokenSequence((1,), -1)
+            sequence = TokenSequence((1,), -1, priority=pending[0].priority)
             alive[sequence] = pending.pop(0)
             scheduler.submit(sequence)
         for sequence in [one for one, job in alive.items() if job.cancelled is not None and job.cancelled <= time]:

@@ -44,6 +44,7 @@ CHAT: dict[str, Any] = {
     "return_progress": False,
     "sse_ping_interval": 5,
     "cache_salt": "a",
+    "priority": 3,
     "lora": [],
 }
 VALID: dict[str, dict[str, Any]] = {
