@@ -58,7 +58,7 @@ Options = PromptOptions | None
 
 
 class Engine(Completions):
-    """A loaded model with its KV store. May be shared by threads; requests are served by priority, then in order of arrival."""
+    """A loaded model with its KV store. May be shared by threads; requests are served by priority, then by arrival."""
 
     def __init__(
         self,
