@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from polarlm.engine.cli.flags import FlagError
@@ -15,6 +16,7 @@ from polarlm.engine.errors import counted
 FLAG = "--api-key-file"
 _WORD = re.compile(r"[!-~]+")  # what fits in an HTTP header
 _LONGEST_NAME = 64
+_LIMIT = re.compile(r"(requests|tokens)=([1-9][0-9]{0,11})")  # a minute
 _SHORTEST = 8  # characters of a key with a name: a shorter one is a name, and the key would go to the log
 _LOG = logging.getLogger(__name__)
 
@@ -33,10 +35,11 @@ class Keys:
         self._config_keys = {} if key is None else {key.encode(): ""}
         self._file = None if file is None else Path(file).expanduser()
         self._file_keys: dict[bytes, str] = {}
+        self._limits: dict[str, dict[str, int]] = {}
         self._file_state: tuple[int, ...] | None = None  # the file's state when it was read
         if self._file is not None:
             self._file_state = _state(self._file)
-            self._file_keys = _read(self._file)
+            self._file_keys, self._limits = _read(self._file)
             if not self._file_keys:
                 raise FlagError(f"{FLAG} {file}: has no key; write one on each line, as in anna KEY")
 
@@ -54,6 +57,14 @@ class Keys:
                 name_found = name
         return name_found
 
+    def limits_of(self, name: str) -> Mapping[str, int]:
+        """The limits of a name's keys for a minute: of "requests" and of "tokens", where its lines have one."""
+        return self._limits.get(name, {})
+
+    @property
+    def have_limits(self) -> bool:
+        return bool(self._limits)
+
     def warning(self) -> str | None:
         """A sentence about a file that other users of this machine may read; None if there is none."""
         if self._file is None or os.name != "posix" or not self._file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
@@ -67,7 +78,7 @@ class Keys:
         try:
             if (now := _state(self._file)) != self._file_state:
                 self._file_state = now
-                self._file_keys = _read(self._file)
+                self._file_keys, self._limits = _read(self._file)
                 _LOG.warning("%s has changed, and has %s now", self._file, counted(len(self._file_keys), "valid key"))
         except FlagError as error:
             _LOG.warning("%s; the keys that were read before stay valid", error)
@@ -82,8 +93,8 @@ def _state(file: Path) -> tuple[int, ...]:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _read(file: Path) -> dict[bytes, str]:
-    """Key → name, of each line. Raises FlagError, which names no key."""
+def _read(file: Path) -> tuple[dict[bytes, str], dict[str, dict[str, int]]]:
+    """Key → name, of each line, and name → limits. Raises FlagError, which names no key."""
     at = f"{FLAG} {file}"
     try:
         if not file.is_file():  # a pipe would wait for its writer
@@ -94,18 +105,23 @@ def _read(file: Path) -> dict[bytes, str]:
     except UnicodeDecodeError:
         raise FlagError(f"{at}: is no text in UTF-8") from None
     keys: dict[bytes, str] = {}
+    limits: dict[str, dict[str, int]] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        name, key = words if len(words) == 2 else ("", words[0])
-        if len(words) > 2 or not all(map(is_key, words)) or len(name) > _LONGEST_NAME:
+        name, key = words[:2] if len(words) > 1 else ("", words[0])
+        found = [_LIMIT.fullmatch(word) for word in words[2:]]
+        if not all(map(is_key, words)) or len(name) > _LONGEST_NAME or None in found:
             problem = f"is neither a key nor a name, of at most {_LONGEST_NAME} characters, and a key, in ASCII"
+            problem += ", with limits as in requests=60 tokens=100000" if len(words) > 2 else ""
         elif name and len(key) < _SHORTEST:
             problem = f"has a key of fewer than {_SHORTEST} characters; a name goes before its key"
         elif keys.setdefault(key.encode(), name) != name:
             problem = "has a key that has another name above"
         else:
+            if found:
+                limits.setdefault(name, {}).update({one[1]: int(one[2]) for one in found if one is not None})
             continue
         raise FlagError(f"{at}: line {number} {problem}")
-    return keys
+    return keys, limits

@@ -38,6 +38,7 @@ _ENGINE_STATUS = {
 }
 _REFUSED_STATUS = {
     "busy": 429,
+    "rate_limited": 429,
     "timeout": 504,
     "internal": 500,
     "sessions_off": 501,

@@ -24,6 +24,7 @@ from polarlm.server.reading.parameters import ModelInfo
 from polarlm.server.running import journal, refusals
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.job import Job, Worker
+from polarlm.server.running.quotas import Quotas
 from polarlm.server.running.readers import Readers, has_images
 from polarlm.server.running.refusals import Refusal, for_clients
 from polarlm.server.running.sessions import SavedSession, SessionFolder
@@ -61,7 +62,7 @@ class Driver:
         model, special, tells_cached = engine.model, config.parse_special, not config.hide_cached_tokens
         self.model_info = ModelInfo(model, model.name, special, tells_cached, engine.context, engine.reads_images)
         self._sessions = sessions
-        self._totals = Totals()
+        self._totals, self._quotas = Totals(), Quotas(config.keys.limits_of)
         self.room = engine.config.parallel + config.max_queue  # answers that may wait or be computed at the same time
         self._answers = _Queue(self.room)
         self._transfers = _Queue(1 + config.max_queue)  # apart: a disk that hangs delays only sessions
@@ -147,7 +148,7 @@ class Driver:
                     yield Chunk("", (), prompt_tokens=ticket.prompt_tokens)
                 while not is_last:
                     item = await self._next(job)
-                    self._totals.count(item, job)
+                    self._count(item, job)
                     job.entry.count(item)
                     is_last = item.finish_reason is not None
                     job.outcome = item.finish_reason or job.outcome
@@ -187,7 +188,7 @@ class Driver:
                 chunks: list[list[Chunk]] = [[] for _ in part]
                 while not all(each and each[-1].finish_reason is not None for each in chunks):
                     number, chunk = await self._next(job)
-                    self._totals.count(chunk, job)
+                    self._count(chunk, job)
                     chunks[number].append(chunk)
                 results += await self._in_thread(lambda: list(map(write_all, chunks)), self._readers.pool_for(""))  # noqa: B023
             job.outcome = outcome
@@ -200,6 +201,10 @@ class Driver:
         except Exception as error:
             raise for_clients(error) from None
 
+    def _count(self, chunk: Chunk, job: Job) -> None:
+        self._totals.count(chunk, job)
+        self._quotas.charge(job.entry.key, len(chunk.token_ids))
+
     @contextmanager
     def _job(self, queue: _Queue) -> Iterator[Job]:
         """Yields a job in `queue`, which ends after --request-seconds. Raises Refusal."""
@@ -210,6 +215,12 @@ class Driver:
             job.entry.outcome = refusal.code
             self._totals.requests[refusal.code] += 1
             raise refusal
+        try:
+            self._quotas.begin(job.entry.key)
+        except Refusal as refusal:
+            job.entry.outcome = refusal.code
+            self._totals.requests[refusal.code] += 1
+            raise
         queue.jobs.add(job)
         self._idle.clear()
         timeout = Refusal("timeout", f"The request took longer than {limit} seconds, the limit of this server")
@@ -261,6 +272,7 @@ class Driver:
                 await self._next(job)
             raise
         self._totals.prompt_tokens += ticket.prompt_tokens
+        self._quotas.charge(job.entry.key, ticket.prompt_tokens)
         job.entry.prompt_tokens += ticket.prompt_tokens
         return ticket
 

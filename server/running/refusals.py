@@ -15,8 +15,8 @@ _COMPILED_SECONDS = 2  # least time in which the waiting constraints may be comp
 class Refusal(Exception):
     """The server refuses a request or ends it early. The message is a sentence for the client.
 
-    `code` is stable: "busy" (try again after `retry_after` seconds), "closing", "timeout", "internal",
-    "sessions_off" (the server has no folder for sessions), "unknown_session", "model_not_found",
+    `code` is stable: "busy" and "rate_limited" (try again after `retry_after` seconds), "closing", "timeout",
+    "internal", "sessions_off" (the server has no folder for sessions), "unknown_session", "model_not_found",
     "model_not_loaded", "model_ended" (its process; the next request starts it again).
     """
 

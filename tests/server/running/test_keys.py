@@ -43,6 +43,11 @@ WRONG = [
     ("anna secret-0123456789 more", "line 1 is neither a key nor a name"),
     ("# ok\nanna sécret-0123456789", "line 2 is neither"),
     (f"{'a' * 65} secret-0123456789", "line 1 is neither"),
+    (
+        "anna secret-0123456789 requests=0",
+        "line 1 is neither a key nor a name, of at most 64 characters, and a key, in",
+    ),
+    ("anna secret-0123456789 tokens=5k", "line 1 is neither a key nor a name, of at most 64 characters, and a key, in"),
     ("secret-0123456789 anna", "line 1 has a key of fewer than 8 characters; a name goes before its key"),
     ("anna secret-0123456789\nben secret-0123456789", "line 2 has a key that has another name above"),
     ("# nothing\n", "has no key"),
