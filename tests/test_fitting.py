@@ -139,7 +139,7 @@ def test_errors_of_latent_vectors_cost_as_keys_and_as_values(tmp_path: Path, mon
         return found.astype(np.float64)
 
     exact, both = logits("f16"), logits("ring3")
-    monkeypatch.setattr(encoding, "_of_same_size", lambda second, other: 0)
+    monkeypatch.setattr(encoding, "_scaled_second", lambda second, other: 0)
     keys_alone = logits("ring3")
     chances = np.exp(exact) / np.exp(exact).sum(axis=1, keepdims=True)
 

@@ -37,7 +37,7 @@ def layer_scale(
 ) -> Scale:
     """Return the scale of a layer with keys and values of this size. is_centred: whether blocks of keys are stored
     without their mean; then they are smoothed, if there are statistics."""
-    is_smooth = is_centred and encoding.smoothing and size.varies
+    is_smooth = is_centred and encoding.smoothing and size.by_channel
     return scale(size, smoothing(statistics) if statistics is not None and is_smooth else None)
 
 
@@ -79,7 +79,7 @@ def encode_layers(
     return list(conditioning), list(metrics)
 
 
-def _of_same_size(second: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _scaled_second(second: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Return second (K, D, D) with the traces of `other`. Where values are keys, an error costs as one of a key and as
     one of a value, which count the same: with a third or three times the share of values KL was about as low, and up to
     twice as high without."""
@@ -101,7 +101,7 @@ def _metrics(
         scales = np.concatenate([one.scale.keys for one in conditioning if one.scale is not None])
         second = all_heads("query_second")
         if layer.codec_v is None:
-            second = second + _of_same_size(all_heads("output_second"), second)
+            second = second + _scaled_second(all_heads("output_second"), second)
         k = key_metric(second, all_heads("query_mean"), scales, conditioning[0].key_rotation, rounding)
     if layer.codec_v is not None and layer.codec_v.takes_metric and (rounding := layer.codec_v.rounding) is not None:
         tokens = np.stack([one.token_correlation for one in statistics]) if encoding.token_feedback else None

@@ -29,12 +29,12 @@ _MOST_OCTAVES = 64  # so that a scale, its inverse, and their products with plau
 
 
 class Variances(NamedTuple):
-    """Expected squares of a layer's keys and values, (K, D) float64. varies: whether channels may have scales of their
-    own; not if values are keys."""
+    """Expected squares of a layer's keys and values, (K, D) float64. by_channel: whether channels may have scales of
+    their own; not if values are keys."""
 
     keys: np.ndarray
     values: np.ndarray
-    varies: bool = True
+    by_channel: bool = True
 
 
 def variances(
@@ -85,7 +85,7 @@ def _variances(
 ) -> Variances:
     if isinstance(w, LatentAttentionWeights):
         keys = latent_attention.variances(ops, w, inputs)
-        return Variances(keys, keys, varies=False)
+        return Variances(keys, keys, by_channel=False)
     shape = 2, attention.kv_heads, attention.head_dim
     rows = slice(attention.heads * attention.head_dim, None)
     heads = ops.rows(w.qkv, rows).reshape(-1, attention.head_dim, len(inputs))

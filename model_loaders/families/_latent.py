@@ -158,4 +158,4 @@ def _head_part(spec: TensorSpec, head: int, mixer: LatentAttention, side: int, l
     part = whole.as_parts(tuple(sizes), 2 * head + side).row_parts
     assert part is not None
     parts = replace(part, gguf=f"blk.{layer}.attn_kv_b.weight")
-    return replace(spec, row_parts=parts, turned=side == 0)
+    return replace(spec, row_parts=parts, is_transposed=side == 0)

@@ -67,7 +67,7 @@ class TensorSpec:
     factor: a number that all files leave to be multiplied with the values. flat: files have the values in an array of
     more dimensions, the last ones of which are read as one. copy_of: the name of the tensor that stands for this
     one, which files lack; empty if they have it. negated_exp: Hugging Face's files have x of the value −exp(x).
-    row_parts: how to make this tensor of a file that lacks it. turned: these rows are its columns.
+    row_parts: how to make this tensor of a file that lacks it. is_transposed: these rows are its columns.
     """
 
     name: str  # Hugging Face's
@@ -81,7 +81,7 @@ class TensorSpec:
     flat: bool = False
     negated_exp: bool = False
     row_parts: RowParts | None = None
-    turned: bool = False
+    is_transposed: bool = False
 
     def as_parts(self, sizes: tuple[int, ...], *parts: int, source: str = "") -> TensorSpec:
         """The spec of a tensor that consists of parts of another; see `RowParts`. source: the other one's name, if that

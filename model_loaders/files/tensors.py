@@ -33,7 +33,7 @@ class StoredTensor:
     factor: float = 1.0  # a number to multiply every value by
     added: float = 0.0  # a number to add to every value afterwards
     negated_exp: bool = False  # every value x becomes −exp(x)
-    turned: StoredTensor | None = None  # whose rows are this tensor's columns
+    transpose_of: StoredTensor | None = None  # whose rows are this tensor's columns
 
     @property
     def columns(self) -> int:
@@ -53,16 +53,16 @@ class StoredTensor:
         in_file = rows if self.file_rows is None else self.file_rows[rows]
         return replace(self, shape=(len(rows), *self.shape[1:]), file_rows=in_file)
 
-    def turn(self) -> StoredTensor:
+    def transpose(self) -> StoredTensor:
         """The tensor whose rows are the columns of this one, a matrix. Blocks of several values become halves."""
         dtype = self.dtype if self.dtype in PLAIN else "F16"
         place = self.source, self.label, self.shape[::-1], dtype, self.offset
-        return StoredTensor(*place, None, self.factor, self.added, self.negated_exp, turned=self)
+        return StoredTensor(*place, None, self.factor, self.added, self.negated_exp, transpose_of=self)
 
     def raw(self, rows: slice) -> np.ndarray:
         """The bytes of existing rows, start to stop: uint8 (rows, bytes of a row), C-contiguous."""
-        if self.turned is not None:
-            return self._columns(self.turned)[rows]
+        if self.transpose_of is not None:
+            return self._columns(self.transpose_of)[rows]
         return self._in_order(rows, self._file_bytes)
 
     def values(self, rows: slice) -> np.ndarray:
@@ -82,18 +82,18 @@ class StoredTensor:
 
     def expect(self) -> None:
         """Lets the system read all rows into memory now, since they will be read soon."""
-        if self.turned is None:
+        if self.transpose_of is None:
             self.source.expect(self.offset, self.nbytes)
         else:
-            self.turned.expect()
+            self.transpose_of.expect()
 
-    def _columns(self, turned: StoredTensor) -> np.ndarray:
+    def _columns(self, other: StoredTensor) -> np.ndarray:
         """The bytes of all columns of a tensor, in this one's type: uint8 (columns, bytes of one), C-contiguous."""
-        rows = slice(0, turned.shape[0])
-        if turned.dtype in PLAIN:
-            values = turned.raw(rows).view("<u4" if turned.dtype == "F32" else "<u2")
+        rows = slice(0, other.shape[0])
+        if other.dtype in PLAIN:
+            values = other.raw(rows).view("<u4" if other.dtype == "F32" else "<u2")
         else:
-            values = turned.values(rows).astype("<f2")
+            values = other.values(rows).astype("<f2")
         return np.ascontiguousarray(values.T).view(np.uint8)
 
     def _file_bytes(self, start: int, stop: int) -> np.ndarray:

@@ -127,8 +127,8 @@ def _make_tensor(spec: TensorSpec, tensors: Mapping[str, StoredTensor]) -> Store
         # One that cannot be divided stays whole, and is then refused for its shape.
         is_whole = whole.shape[0] % sum(spec.row_parts.sizes) != 0
         tensor = whole if is_whole else whole.with_rows(spec.row_parts.rows(whole.shape[0]))
-        if spec.turned and not is_whole:
-            tensor = tensor.turn()
+        if spec.is_transposed and not is_whole:
+            tensor = tensor.transpose()
     if tensor is None or not spec.flat:
         return tensor
     dims = len(spec.shape) - 1

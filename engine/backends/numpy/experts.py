@@ -24,7 +24,7 @@ class ExpertOps:
             scores = 1 / (1 + np.exp(-logits))
         ranks = scores if bias is None else scores + bias
         if rule.groups > 1:
-            ranks = _in_best_groups(ranks, rule)
+            ranks = _best_groups_only(ranks, rule)
         ids = np.argsort(-ranks, axis=1, kind="stable")[:, : rule.top_k].astype(np.int32)
         weights = np.take_along_axis(scores, ids, axis=1)
         if rule.renormalize:
@@ -63,7 +63,7 @@ class ExpertOps:
         x /= np.repeat(1 + np.exp(-logits), x.shape[1] // logits.shape[1], axis=1)
 
 
-def _in_best_groups(ranks: np.ndarray, rule: Experts) -> np.ndarray:
+def _best_groups_only(ranks: np.ndarray, rule: Experts) -> np.ndarray:
     """ranks (T, count), −inf outside of each row's best groups."""
     by_group = ranks.reshape(len(ranks), rule.groups, -1)
     best = np.sort(by_group, axis=2)[:, :, -rule.best_of_group :].sum(axis=2)

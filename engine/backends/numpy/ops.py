@@ -224,13 +224,13 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return y.swapaxes(0, 1).reshape(-1, outputs)
 
     def join_latents(self, absorbed: np.ndarray, rotated: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        tokens, latent, turned = len(kv), absorbed.shape[1], rotated.shape[1]
-        halves = np.empty((tokens, len(absorbed) // tokens + 1, 2, (latent + turned) // 2), np.float32)
-        halves[:, :-1, :, : turned // 2] = rotated.reshape(tokens, -1, 2, turned // 2)
-        halves[:, :-1, :, turned // 2 :] = absorbed.reshape(tokens, -1, 2, latent // 2)
-        halves[:, -1, :, : turned // 2] = kv[:, latent:].reshape(tokens, 2, turned // 2)
-        halves[:, -1, :, turned // 2 :] = kv[:, :latent].reshape(tokens, 2, latent // 2)
-        return halves.reshape(tokens, -1, latent + turned)
+        tokens, latent, size = len(kv), absorbed.shape[1], rotated.shape[1]
+        halves = np.empty((tokens, len(absorbed) // tokens + 1, 2, (latent + size) // 2), np.float32)
+        halves[:, :-1, :, : size // 2] = rotated.reshape(tokens, -1, 2, size // 2)
+        halves[:, :-1, :, size // 2 :] = absorbed.reshape(tokens, -1, 2, latent // 2)
+        halves[:, -1, :, : size // 2] = kv[:, latent:].reshape(tokens, 2, size // 2)
+        halves[:, -1, :, size // 2 :] = kv[:, :latent].reshape(tokens, 2, latent // 2)
+        return halves.reshape(tokens, -1, latent + size)
 
     def take_latents(self, x: np.ndarray, latent: int) -> np.ndarray:
         halves = x.reshape(-1, 2, x.shape[-1] // 2)

@@ -59,9 +59,9 @@ class PreparedTransform(HeadTransform):
 
 class HeadOps(KernelOps):
     def join_latents(self, absorbed: np.ndarray, rotated: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        heads, (latent, turned) = len(absorbed) // len(kv), (absorbed.shape[1], rotated.shape[1])
-        joined = self._launch.empty((len(kv), heads + 1, latent + turned))
-        arguments = JoinArguments(absorbed, rotated, kv, joined, heads, latent, turned, rotated.strides[0])
+        heads, (latent, size) = len(absorbed) // len(kv), (absorbed.shape[1], rotated.shape[1])
+        joined = self._launch.empty((len(kv), heads + 1, latent + size))
+        arguments = JoinArguments(absorbed, rotated, kv, joined, heads, latent, size, rotated.strides[0])
         self._launch(join_latents(), len(kv) * (heads + 1), arguments)
         return joined
 

@@ -72,7 +72,7 @@ class Tiles(ABC):
 
 class KeyTiles(Tiles):
     query_bytes: int  # bytes of a prepared query: a multiple of 64
-    turned: ValueTiles | None = None  # of the same codes, which `emit_turn` makes; None: they are decoded to be values
+    value_tiles: ValueTiles | None = None  # of the same codes, for keys that are values; None: they are decoded
 
     @abstractmethod
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
@@ -86,8 +86,8 @@ class KeyTiles(Tiles):
         prefetches at once stall the core.
         """
 
-    def emit_turn(self, e: Emitter, block: Value, out: Value) -> None:
-        """Write a tile of keys as one of `turned` to `out`: where keys are values, both are read in their own order."""
+    def emit_value_tile(self, e: Emitter, block: Value, out: Value) -> None:
+        """Write a tile of keys as one of `value_tiles` to `out`."""
         raise NotImplementedError
 
 

@@ -143,8 +143,8 @@ class JoinArguments(NamedTuple):
     kv: Pointer
     joined: Pointer
     heads: Int64
-    latent: Int64
-    turned: Int64
+    latent_size: Int64
+    rotated_size: Int64
     rotated_stride: Int64
 
 
@@ -152,21 +152,25 @@ class JoinArguments(NamedTuple):
 def join_latents() -> Kernel[JoinArguments]:
     """See `Ops.join_latents`; one unit per row and head of the result, of H queries and a key.
 
-    latent, turned: L and R. rotated_stride: bytes from row to row of `rotated`.
+    latent_size, rotated_size: L and R. rotated_stride: bytes from row to row of `rotated`.
     """
 
     def emit(e: Emitter, args: JoinArguments, begin: Value, end: Value, scratch: Value) -> None:
-        columns, half_latent, half_turned = args.latent + args.turned, args.latent // 2, args.turned // 2
+        columns, half_latent, half_rotated = (
+            args.latent_size + args.rotated_size,
+            args.latent_size // 2,
+            args.rotated_size // 2,
+        )
         with e.loop(begin, end) as unit:
             row, head = unit // (args.heads + 1), unit % (args.heads + 1)
             kv, query = args.kv + row * columns * 4, row * args.heads + head
             is_query = head < args.heads
-            latent = e.select(is_query, args.absorbed + query * args.latent * 4, kv)
-            turned = e.select(is_query, args.rotated + query * args.rotated_stride, kv + args.latent * 4)
+            latent = e.select(is_query, args.absorbed + query * args.latent_size * 4, kv)
+            rotated = e.select(is_query, args.rotated + query * args.rotated_stride, kv + args.latent_size * 4)
             for side in range(2):
                 target = args.joined + unit * columns * 4 + columns * (2 * side)
-                _copy(e, turned + half_turned * (4 * side), target, half_turned)
-                _copy(e, latent + half_latent * (4 * side), target + half_turned * 4, half_latent)
+                _copy(e, rotated + half_rotated * (4 * side), target, half_rotated)
+                _copy(e, latent + half_latent * (4 * side), target + half_rotated * 4, half_latent)
 
     return Kernel("join_latents", emit, JoinArguments)
 

@@ -143,7 +143,7 @@ class TableKeys(_TableTiles, KeyTiles):
         self.query_bytes = -(-(self._factor_at + 8) // 64) * 64
         super().__init__(codec, points, block_size, head_dim)
         if self._codes % 16 == 0 and 4 * self._groups % self._packing.run == 0:
-            self.turned = TableValues(codec, points, block_size, head_dim)
+            self.value_tiles = TableValues(codec, points, block_size, head_dim)
 
     def _codes_section(self, stream: Stream) -> Section:
         cuts = (self._groups, 16), (self._codes // 4, 4)
@@ -154,13 +154,13 @@ class TableKeys(_TableTiles, KeyTiles):
         address = codes + number // self._groups * (4 * row) + number % self._groups * 64
         return self._four_bytes([e.load(address, _I16, row * i) for i in range(4)])
 
-    def emit_turn(self, e: Emitter, block: Value, out: Value) -> None:
+    def emit_value_tile(self, e: Emitter, block: Value, out: Value) -> None:
         """Of 16 codes, the vectors of 4 codes of 16 tokens become vectors of 4 tokens and 16 codes: 4 bytes of 4 lanes
         are transposed in each vector, then quarters of 4 vectors."""
         packing, count = self._packing, 4 * self._groups  # vectors of 16 codes of all tokens
         bytes_order = [16 * quarter + 4 * b + k for quarter in range(4) for k in range(4) for b in range(4)]
 
-        def turn(vectors: list[Value]) -> list[Value]:
+        def transpose(vectors: list[Value]) -> list[Value]:
             """vectors[i]: codes 4i to 4i + 3 of 16 tokens → vectors of 16 codes, of 4 tokens each."""
             words = [e.shuffle(x, x, bytes_order).bits(_I16) for x in vectors]
             halves = [
@@ -179,12 +179,12 @@ class TableKeys(_TableTiles, KeyTiles):
                 for first in range(0, count, packing.run)
                 for code in packing.emit(e, block + offset + packing.nbytes(first), packing.run)
             ]
-            turned: list[list[Value]] = []
+            out_codes: list[list[Value]] = []
             for group in range(self._groups):
                 parts = zip(*(codes[quad * self._groups + group] for quad in range(4)), strict=True)  # low, high
-                turned += map(list, zip(*(turn(list(part)) for part in parts), strict=True))
+                out_codes += map(list, zip(*(transpose(list(part)) for part in parts), strict=True))
             for first in range(0, count, packing.run):
-                packing.emit_pack(e, turned[first : first + packing.run], out + offset + packing.nbytes(first))
+                packing.emit_pack(e, out_codes[first : first + packing.run], out + offset + packing.nbytes(first))
         for at in range(self._norms_at, self.nbytes, 64):
             e.store(e.load(block, _I16, at), out, at)
 
