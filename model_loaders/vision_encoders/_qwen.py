@@ -16,8 +16,9 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, slots_of
 from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
+from polarlm.model_loaders.vision_encoders._vit import CHANNELS, colours
 
-FRAMES, _CHANNELS = 2, 3
+FRAMES = 2
 PREFIXES = {"model.visual.": "visual."}
 PATCHES = "visual.patch_embed.proj.weight"
 _MAX_SIZE, _MAX_RATIO = 2**20, 200
@@ -43,7 +44,7 @@ class QwenVisionEncoder(VisionEncoder):
 
     @property
     def patch_values(self) -> int:
-        return _CHANNELS * FRAMES * self.patch**2
+        return CHANNELS * FRAMES * self.patch**2
 
 
 def settings(
@@ -62,10 +63,6 @@ def settings(
         preprocessor.integer(key, size.integer(key, size.integer(other, default)))
         for (key, other), default in zip(bounds, pixels, strict=True)
     )
-    colours = preprocessor.with_defaults({"image_mean": mean, "image_std": std})
-    values = colours.numbers("image_mean", minimum=0.0), colours.numbers("image_std")
-    if {len(one) for one in values} != {_CHANNELS}:
-        raise colours.refuse("image_mean", f"but it and image_std must have {_CHANNELS} numbers each")
     return {
         "outputs": fields.integer("out_hidden_size", maximum=_MAX_SIZE),
         "before": "<|vision_start|>",
@@ -79,8 +76,7 @@ def settings(
         "merge": fields.integer("spatial_merge_size", 2, maximum=16),
         "eps": 1e-6,
         "pixels": (least, max(least, most)),
-        "mean": values[0],
-        "std": values[1],
+        **colours(preprocessor, mean=mean, std=std),
     }
 
 
@@ -129,7 +125,7 @@ class _Frames(StoredTensor):
     def raw(self, rows: slice) -> np.ndarray:
         count = rows.stop - rows.start
         halves = [
-            replace(one, shape=(one.shape[0], self.columns // FRAMES)).raw(rows).reshape(count, _CHANNELS, -1)
+            replace(one, shape=(one.shape[0], self.columns // FRAMES)).raw(rows).reshape(count, CHANNELS, -1)
             for one in self.frames
         ]
         return np.stack(halves, axis=2).reshape(count, self.row_bytes)

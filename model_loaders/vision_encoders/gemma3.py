@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec, TensorTable, slots_of
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.vision_encoders import ImageShape, _gemma
+from polarlm.model_loaders.vision_encoders import ImageShape, _vit
 
 MODEL_TYPES = ("gemma3",)
 PREFIXES = {
@@ -20,12 +20,12 @@ _PATCHES, _PROJECTION = "vision_tower.embeddings.patch_embedding", "multi_modal_
 
 
 @dataclass(frozen=True)
-class Gemma3VisionEncoder(_gemma.GemmaVisionEncoder):
+class Gemma3VisionEncoder(_vit.PatchVisionEncoder):
     side: int  # patches along a side of an image
 
 
 def configure(fields: Fields, preprocessor: Fields) -> Gemma3VisionEncoder:
-    vision, outputs = _gemma.parts_of(fields)
+    vision, outputs = _vit.parts_of(fields)
     encoder, rows = _vision_encoder(vision, preprocessor, outputs), fields.integer("mm_tokens_per_image", 256)
     merge = encoder.side // math.isqrt(rows)
     if not merge or encoder.side**2 != rows * merge**2:
@@ -34,7 +34,7 @@ def configure(fields: Fields, preprocessor: Fields) -> Gemma3VisionEncoder:
 
 
 def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma3VisionEncoder:
-    vision = fields.with_file_keys(_gemma.KEYS)
+    vision = fields.with_file_keys(_vit.KEYS)
     return _vision_encoder(vision, vision, shapes.get("mm.input_projection.weight", (0,))[-1])
 
 
@@ -45,7 +45,7 @@ def _vision_encoder(vision: Fields, preprocessor: Fields, outputs: int) -> Gemma
     vision.require("hidden_act", "gelu_pytorch_tanh")
     for key in ("image_mean", "image_std"):
         preprocessor.require(key, [0.5] * 3)
-    settings = _gemma.settings(vision, merge=4, eps="layer_norm_eps")
+    settings = _vit.settings(vision, merge=4, eps="layer_norm_eps")
     if settings["hidden_size"] % settings["heads"]:
         raise vision.refuse("hidden_size", f"which is not a multiple of {settings['heads']} heads")
     return Gemma3VisionEncoder(
@@ -96,7 +96,7 @@ def _layer(encoder: Gemma3VisionEncoder, number: int) -> Slots:
 
 def take_apart(encoder: Gemma3VisionEncoder, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """Patches with zeros after their values; older files of llama.cpp's have the names of up and down swapped."""
-    tensors = _gemma.with_padded_patches(encoder, file_tensors, f"{_PATCHES}.weight")
+    tensors = _vit.with_padded_patches(encoder, file_tensors, f"{_PATCHES}.weight")
     c, f = encoder.hidden_size, encoder.ffn_size
     for number in range(encoder.layers):
         up, down = (f"vision_tower.encoder.layers.{number}.mlp.fc{i}" for i in (1, 2))

@@ -1,5 +1,5 @@
-"""What Gemma's vision encoders have in common: patches of an image, of which the mean of merge × merge becomes a
-row."""
+"""What vision encoders of Gemma's, Mistral's and Liquid's have in common: an image is cut into patches, of which
+merge × merge become a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.vision_encoders import VisionEncoder
 from polarlm.model_loaders.vision_encoders._padded import SIDE, pad
 
-_MAX_SIZE = 2**20
+_MAX_SIZE, CHANNELS = 2**20, 3
+CLIP = {"mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]}  # of its pixels
 KEYS = {  # of mmproj files, by the names of config.json
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -25,10 +26,10 @@ KEYS = {  # of mmproj files, by the names of config.json
 }
 
 
-class GemmaVisionEncoder(VisionEncoder):
+class PatchVisionEncoder(VisionEncoder):
     @property
     def patch_values(self) -> int:
-        return 3 * self.patch**2
+        return CHANNELS * self.patch**2
 
     @property
     def padded_size(self) -> int:
@@ -36,8 +37,17 @@ class GemmaVisionEncoder(VisionEncoder):
         return -(-self.patch_values // SIDE) * SIDE
 
 
+def colours(preprocessor: Fields, *, mean: list[float], std: list[float]) -> dict[str, Any]:
+    """`mean` and `std` of pixels between 0 and 1, tuples of three numbers. mean, std: defaults."""
+    fields = preprocessor.with_defaults({"image_mean": mean, "image_std": std})
+    values = {"mean": fields.numbers("image_mean", minimum=0.0), "std": fields.numbers("image_std")}
+    if {len(one) for one in values.values()} != {CHANNELS}:
+        raise fields.refuse("image_mean", f"but it and image_std must have {CHANNELS} numbers each")
+    return values
+
+
 def settings(vision: Fields, *, merge: int, eps: str) -> dict[str, Any]:
-    """Fields of a `GemmaVisionEncoder`. merge: the default. eps: its key."""
+    """Fields of a `PatchVisionEncoder`. merge: the default. eps: its key."""
     return {
         "layers": vision.integer("num_hidden_layers", maximum=4096),
         "hidden_size": vision.integer("hidden_size", maximum=_MAX_SIZE),
@@ -57,7 +67,7 @@ def parts_of(fields: Fields) -> tuple[Fields, int]:
 
 
 def with_padded_patches(
-    encoder: GemmaVisionEncoder, tensors: Mapping[str, StoredTensor], name: str
+    encoder: PatchVisionEncoder, tensors: Mapping[str, StoredTensor], name: str
 ) -> dict[str, StoredTensor]:
     """`tensors`, in which the matrix of patches has zeros after its rows."""
     patches = tensors.get(name)
