@@ -9,11 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import Slots, slots_of
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.vision_encoders import VisionEncoder
+from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
 from polarlm.model_loaders.vision_encoders._padded import SIDE, pad
 
-_MAX_SIZE, CHANNELS = 2**20, 3
+_MAX_SIZE, _MAX_RATIO, CHANNELS = 2**20, 200, 3
+SIGLIP_PREFIXES = {
+    **{f"{prefix}vision_tower.{old}": "vision_tower." for prefix in ("model.", "") for old in ("vision_model.", "")},
+    "model.multi_modal_projector.": "multi_modal_projector.",
+}
 CLIP = {"mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]}  # of its pixels
 KEYS = {  # of mmproj files, by the names of config.json
     "num_hidden_layers": "block_count",
@@ -77,4 +82,38 @@ def with_padded_patches(
     return {
         **tensors,
         name: pad(flat, (encoder.hidden_size, encoder.padded_size)) if encoder.padded_size > flat.columns else flat,
+    }
+
+
+def fit_area(encoder: VisionEncoder, bounds: tuple[int, int], width: int, height: int) -> ImageShape:
+    """Both sides become multiples of a row's pixels, and their product stays within `bounds`; otherwise the image keeps
+    its shape as far as it can. One that is extremely long is taken for less long."""
+    side, (least, most) = encoder.patch * encoder.merge, bounds
+    width, height = max(width, -(-height // _MAX_RATIO)), max(height, -(-width // _MAX_RATIO))
+    across, down = (round(pixels / side) * side for pixels in (width, height))
+    if across * down > most:
+        shrink = math.sqrt(width * height / most)
+        across, down = (max(side, math.floor(pixels / shrink / side) * side) for pixels in (width, height))
+    elif across * down < least:
+        grow = math.sqrt(least / (width * height))
+        across, down = (math.ceil(pixels * grow / side) * side for pixels in (width, height))
+    grid = down // side, across // side
+    return ImageShape(across, down, grid[0] * grid[1], grid)
+
+
+def plain_layer(encoder: VisionEncoder, number: int) -> Slots:
+    """The tensors of a layer of SigLIP."""
+    theirs, ggml = f"vision_tower.encoder.layers.{number}", f"v.blk.{number}"
+    c, f = encoder.hidden_size, encoder.ffn_size
+    qkv = [
+        slots_of("qkv", f"{theirs}.self_attn.{part}_proj", f"{ggml}.attn_{part}", (c, c), has_bias=True)
+        for part in "qkv"
+    ]
+    return {
+        **slots_of("norm", f"{theirs}.layer_norm1", f"{ggml}.ln1", (c,), has_bias=True),
+        **{slot: tuple(spec for part in qkv for spec in part[slot]) for slot in qkv[0]},
+        **slots_of("out", f"{theirs}.self_attn.out_proj", f"{ggml}.attn_out", (c, c), has_bias=True),
+        **slots_of("ffn_norm", f"{theirs}.layer_norm2", f"{ggml}.ln2", (c,), has_bias=True),
+        **slots_of("up", f"{theirs}.mlp.fc1", f"{ggml}.ffn_up", (f, c), has_bias=True),
+        **slots_of("down", f"{theirs}.mlp.fc2", f"{ggml}.ffn_down", (c, f), has_bias=True),
     }

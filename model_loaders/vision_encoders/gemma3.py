@@ -12,10 +12,7 @@ from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.vision_encoders import ImageShape, _vit
 
 MODEL_TYPES = ("gemma3",)
-PREFIXES = {
-    **{f"{prefix}vision_tower.{old}": "vision_tower." for prefix in ("model.", "") for old in ("vision_model.", "")},
-    "model.multi_modal_projector.": "multi_modal_projector.",
-}
+PREFIXES = _vit.SIGLIP_PREFIXES
 _PATCHES, _PROJECTION = "vision_tower.embeddings.patch_embedding", "multi_modal_projector.mm_input_projection_weight"
 
 
@@ -74,24 +71,7 @@ def tensors(encoder: Gemma3VisionEncoder) -> TensorTable:
         "rows_norm": (TensorSpec(norm, "mm.soft_emb_norm.weight", (c,), offset=1.0),),
         "projection": (TensorSpec(_PROJECTION, "mm.input_projection.weight", (c, encoder.outputs)),),
     }
-    return TensorTable(top, tuple(_layer(encoder, number) for number in range(encoder.layers)))
-
-
-def _layer(encoder: Gemma3VisionEncoder, number: int) -> Slots:
-    theirs, ggml = f"vision_tower.encoder.layers.{number}", f"v.blk.{number}"
-    c, f = encoder.hidden_size, encoder.ffn_size
-    qkv = [
-        slots_of("qkv", f"{theirs}.self_attn.{part}_proj", f"{ggml}.attn_{part}", (c, c), has_bias=True)
-        for part in "qkv"
-    ]
-    return {
-        **slots_of("norm", f"{theirs}.layer_norm1", f"{ggml}.ln1", (c,), has_bias=True),
-        **{slot: tuple(spec for part in qkv for spec in part[slot]) for slot in qkv[0]},
-        **slots_of("out", f"{theirs}.self_attn.out_proj", f"{ggml}.attn_out", (c, c), has_bias=True),
-        **slots_of("ffn_norm", f"{theirs}.layer_norm2", f"{ggml}.ln2", (c,), has_bias=True),
-        **slots_of("up", f"{theirs}.mlp.fc1", f"{ggml}.ffn_up", (f, c), has_bias=True),
-        **slots_of("down", f"{theirs}.mlp.fc2", f"{ggml}.ffn_down", (c, f), has_bias=True),
-    }
+    return TensorTable(top, tuple(_vit.plain_layer(encoder, number) for number in range(encoder.layers)))
 
 
 def take_apart(encoder: Gemma3VisionEncoder, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:

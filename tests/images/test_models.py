@@ -138,7 +138,7 @@ def said(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": kinds[type(part)], kinds[type(part)]: part} for part in parts]}
 
 
-KINDS = ["qwen3_vl_deepstack_tied", "qwen3_5_moe_with_images", "gemma3_with_images", "mistral3_lines"]
+KINDS = ["qwen3_vl_deepstack_tied", "qwen3_5_moe_with_images", "gemma3_with_images", "mistral3_lines", "lfm2_vl_tied"]
 
 
 @pytest.fixture(params=KINDS)

@@ -18,7 +18,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.weights import load_vision_encoder
 from polarlm.model_loaders import LoadError, load, load_weights, vision_encoders
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.vision_encoders import gemma3, gemma4, pixtral, qwen2_5_vl, qwen3_vl
+from polarlm.model_loaders.vision_encoders import gemma3, gemma4, lfm2_vl, pixtral, qwen2_5_vl, qwen3_vl
 from polarlm.model_loaders.vision_encoders._qwen import QwenVisionEncoder
 from polarlm.model_loaders.vision_encoders.qwen2_5_vl import WindowVisionEncoder
 from tests.model.test_vision_encoders import finished, read_vision_encoder
@@ -27,20 +27,20 @@ from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, interleaved
 WINDOWS, DEEP = "qwen2_5_vl_windows", "qwen3_vl_deepstack_tied"
 ARCHITECTURES = {WINDOWS: "qwen2vl", DEEP: "qwen3vl"}
 PROJECTORS = {WINDOWS: "qwen2.5vl_merger", DEEP: "qwen3vl_merger"}
-# Width and height of an image, and what transformers makes of it in Qwen2.5-VL, in Qwen3-VL and in Pixtral;
+# Width and height of an image, and what transformers makes of it in Qwen2.5-VL, Qwen3-VL, Pixtral and LFM2-VL;
 SIZES = [
-    ((1, 1), (56, 56), (256, 256), (28, 28)),
-    ((1, 200), (28, 812), (32, 3648), (28, 224)),
-    ((13, 7), (84, 56), (352, 192), (28, 28)),
-    ((42, 14), (112, 56), (448, 160), (56, 28)),
-    ((70, 98), (56, 112), (224, 320), (84, 112)),  # halves are rounded to even numbers
-    ((256, 255), (252, 252), (256, 256), (280, 280)),
-    ((640, 480), (644, 476), (640, 480), (644, 504)),
-    ((1000, 17), (1008, 28), (1984, 64), (1008, 28)),
-    ((3000, 2000), (2996, 1988), (3008, 1984), (1540, 1036)),
-    ((4096, 4096), (3584, 3584), (4096, 4096), (1540, 1540)),
-    ((5000, 4001), (4004, 3192), (4576, 3648), (1540, 1232)),
-    ((10000, 60), (9996, 56), (9984, 64), (1540, 28)),
+    ((1, 1), (56, 56), (256, 256), (28, 28), (256, 256)),
+    ((1, 200), (28, 812), (32, 3648), (28, 224), (32, 3648)),
+    ((13, 7), (84, 56), (352, 192), (28, 28), (352, 192)),
+    ((42, 14), (112, 56), (448, 160), (56, 28), (448, 160)),
+    ((70, 98), (56, 112), (224, 320), (84, 112), (224, 320)),  # halves are rounded to even numbers
+    ((256, 255), (252, 252), (256, 256), (280, 280), (256, 256)),
+    ((640, 480), (644, 476), (640, 480), (644, 504), (576, 416)),
+    ((1000, 17), (1008, 28), (1984, 64), (1008, 28), (1984, 64)),
+    ((3000, 2000), (2996, 1988), (3008, 1984), (1540, 1036), (608, 416)),
+    ((4096, 4096), (3584, 3584), (4096, 4096), (1540, 1540), (512, 512)),
+    ((5000, 4001), (4004, 3192), (4576, 3648), (1540, 1232), (544, 448)),
+    ((10000, 60), (9996, 56), (9984, 64), (1540, 28), (6592, 32)),
 ]
 # and in Gemma 4 with at most 280 and at most 70 rows.
 GEMMAS_SIZES = [
@@ -71,7 +71,8 @@ def test_images_get_the_sizes_that_transformers_gives_them() -> None:
     small, large = (gemma_encoder(gemma4, {"max_soft_tokens": rows}, {}) for rows in (70, 280))
     square = gemma_encoder(gemma3, {}, {}, patch_size=14)
     lines = gemma_encoder(pixtral, {}, {}, patch_size=14, image_size=1540)
-    for sizes, of in ((SIZES, (qwen_encoder(qwen2_5_vl), deep, lines)), (GEMMAS_SIZES, (large, small))):
+    whole = gemma_encoder(lfm2_vl, {}, {}, patch_size=16)
+    for sizes, of in ((SIZES, (qwen_encoder(qwen2_5_vl), deep, lines, whole)), (GEMMAS_SIZES, (large, small))):
         for image, *wanted in sizes:
             for vision_encoder, size in zip(of, wanted, strict=True):
                 shape, side = vision_encoders.fit(vision_encoder, *image), vision_encoder.merge * vision_encoder.patch
@@ -127,6 +128,10 @@ PLAIN: dict[str, Any] = {"deepstack_visual_indexes": []}
         (
             lambda: gemma_encoder(pixtral, {}, {}, patch_size=14, hidden_size=36),
             "hidden_size is 36, which is not a multiple of 4 for each of 2 heads",
+        ),
+        (
+            lambda: gemma_encoder(lfm2_vl, {}, {}, patch_size=16, num_patches=200),
+            "num_patches is 200, which is not a square",
         ),
         (
             lambda: gemma_encoder(pixtral, {}, {"multimodal_projector_bias": True}, patch_size=14),
@@ -223,7 +228,7 @@ def test_a_folder_of_a_model_for_images_has_its_vision_encoder() -> None:
     assert model.vision_encoder.whole == (1,)
 
 
-KINDS = {"gemma3": "gemma3", "gemma4": "gemma4v", "pixtral": "pixtral"}  # llama.cpp's names
+KINDS = {"gemma3": "gemma3", "gemma4": "gemma4v", "lfm2_vl": "lfm2", "pixtral": "pixtral"}  # llama.cpp's names
 
 
 def write_plain(path: Path, name: str, *, is_swapped: bool) -> Path:
@@ -251,7 +256,7 @@ def write_plain(path: Path, name: str, *, is_swapped: bool) -> Path:
         label = labels.get(key.removeprefix("model."))
         if label is None:
             continue
-        if label == "v.patch_embd.weight" and vision_encoder.kind == "gemma4":
+        if label == "v.patch_embd.weight" and vision_encoder.kind in ("gemma4", "lfm2_vl"):
             x = np.ascontiguousarray(x.reshape(-1, vision_encoder.patch, vision_encoder.patch, 3).transpose(0, 3, 1, 2))
         if vision_encoder.kind == "pixtral" and label.endswith(("attn_q.weight", "attn_k.weight")):
             x = interleaved(x, vision_encoder.heads)
@@ -270,6 +275,8 @@ def write_plain(path: Path, name: str, *, is_swapped: bool) -> Path:
         ("gemma4_images_whole", False),
         ("gemma4_images_clipped", False),
         ("mistral3_lines", False),
+        ("lfm2_vl_tied", False),
+        ("lfm2_vl_plain_rows", False),
     ],
 )
 def test_a_file_of_llama_cpp_gives_the_same_rows(name: str, tmp_path: Path, is_swapped: bool) -> None:

@@ -134,8 +134,8 @@ def qwen_patches(encoder: QwenVisionEncoder, pixels: np.ndarray, shape: ImageSha
     return x.reshape(-1, 3, 1, side**2).repeat(FRAMES, axis=2).reshape(-1, encoder.patch_values)
 
 
-def qwen_places(encoder: QwenVisionEncoder, shape: ImageShape) -> np.ndarray:
-    """The row and the column of each patch in the image, (2, P)."""
+def merged_places(encoder: VisionEncoder, shape: ImageShape) -> np.ndarray:
+    """The row and the column of each patch in the image, (2, P); the patches of a row follow each other."""
     (down, right), merge = shape.grid, encoder.merge
     grid = np.indices((down * merge, right * merge)).reshape(2, down, merge, right, merge)
     return grid.transpose(0, 1, 3, 2, 4).reshape(2, -1)

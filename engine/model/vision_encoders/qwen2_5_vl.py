@@ -11,7 +11,7 @@ from polarlm.engine.backends.ops import Array, Fusion
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
 from polarlm.engine.model.vision_encoders._patches import GatedLayer as LayerWeights
-from polarlm.engine.model.vision_encoders._patches import PatchReader, qwen_patches, qwen_places
+from polarlm.engine.model.vision_encoders._patches import PatchReader, merged_places, qwen_patches
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.vision_encoders import ImageShape
 from polarlm.model_loaders.vision_encoders.qwen2_5_vl import WindowVisionEncoder
@@ -32,7 +32,7 @@ class Reader(PatchReader[WindowVisionEncoder, Weights, LayerWeights]):
         """Rows are computed in the order of windows."""
         ops, encoder, w = self._ops, self.encoder, self._weights
         order, windows = self._windows(shape)
-        values, where = qwen_patches(encoder, pixels, shape), qwen_places(encoder, shape)
+        values, where = qwen_patches(encoder, pixels, shape), merged_places(encoder, shape)
         x = ops.linear(ops.to_device(values[order]), w.patches)
         rope = self._rope(*where[:, order], dim=encoder.hidden_size // encoder.heads)
         for number, layer in enumerate(self._layers):
