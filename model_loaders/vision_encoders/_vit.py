@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polarlm.model_loaders.fields import Fields
@@ -31,7 +31,11 @@ KEYS = {  # of mmproj files, by the names of config.json
 }
 
 
+@dataclass(frozen=True)
 class PatchVisionEncoder(VisionEncoder):
+    mean: tuple[float, ...] = field(default=(0.5,) * 3, kw_only=True)  # of a pixel, between 0 and 1
+    std: tuple[float, ...] = field(default=(0.5,) * 3, kw_only=True)
+
     @property
     def patch_values(self) -> int:
         return CHANNELS * self.patch**2
@@ -51,12 +55,16 @@ def colours(preprocessor: Fields, *, mean: list[float], std: list[float]) -> dic
     return values
 
 
-def settings(vision: Fields, *, merge: int, eps: str) -> dict[str, Any]:
-    """Fields of a `PatchVisionEncoder`. merge: the default. eps: its key."""
+def settings(vision: Fields, *, merge: int, eps: str, unit: int | None = None) -> dict[str, Any]:
+    """Fields of a `PatchVisionEncoder`. merge: the default. eps: its key. unit: heads share `hidden_size`, in multiples
+    of so many channels; None: they have a size of their own."""
+    hidden_size, heads = (vision.integer(key, maximum=_MAX_SIZE) for key in ("hidden_size", "num_attention_heads"))
+    if unit is not None and hidden_size % (unit * heads):
+        raise vision.refuse("hidden_size", f"which is not a multiple of {unit} for each of {heads} heads")
     return {
         "layers": vision.integer("num_hidden_layers", maximum=4096),
-        "hidden_size": vision.integer("hidden_size", maximum=_MAX_SIZE),
-        "heads": vision.integer("num_attention_heads", maximum=_MAX_SIZE),
+        "hidden_size": hidden_size,
+        "heads": heads,
         "ffn_size": vision.integer("intermediate_size", maximum=_MAX_SIZE),
         "patch": vision.integer("patch_size", 16, maximum=256),
         "merge": vision.integer("pooling_kernel_size", merge, maximum=64),

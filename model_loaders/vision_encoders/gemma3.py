@@ -42,9 +42,7 @@ def _vision_encoder(vision: Fields, preprocessor: Fields, outputs: int) -> Gemma
     vision.require("hidden_act", "gelu_pytorch_tanh")
     for key in ("image_mean", "image_std"):
         preprocessor.require(key, [0.5] * 3)
-    settings = _vit.settings(vision, merge=4, eps="layer_norm_eps")
-    if settings["hidden_size"] % settings["heads"]:
-        raise vision.refuse("hidden_size", f"which is not a multiple of {settings['heads']} heads")
+    settings = _vit.settings(vision, merge=4, eps="layer_norm_eps", unit=1)
     return Gemma3VisionEncoder(
         kind="gemma3",
         outputs=outputs,

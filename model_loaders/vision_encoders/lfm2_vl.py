@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorTable, slots_of
-from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.vision_encoders import ImageShape, _vit
 
 MODEL_TYPES = ("lfm2_vl", "lfm2")
 PREFIXES = _vit.SIGLIP_PREFIXES
 _EMBEDDINGS, _PROJECTOR = "vision_tower.embeddings", "multi_modal_projector"
+take_apart = partial(_vit.with_padded_patches, name=f"{_EMBEDDINGS}.patch_embedding.weight")
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,6 @@ class Lfm2VlVisionEncoder(_vit.PatchVisionEncoder):
     projected: int  # channels between the last two products
     norms_rows: bool
     channels_first: bool  # of the values of a patch
-    mean: tuple[float, ...]  # of a pixel, between 0 and 1
-    std: tuple[float, ...]
 
 
 def configure(fields: Fields, preprocessor: Fields) -> Lfm2VlVisionEncoder:
@@ -54,9 +53,7 @@ PROJECTORS = {"lfm2": _from_mmproj}
 
 def _vision_encoder(vision: Fields, preprocessor: Fields, outputs: int, *, channels_first: bool) -> Lfm2VlVisionEncoder:
     vision.require("hidden_act", "gelu_pytorch_tanh")
-    settings = _vit.settings(vision, merge=2, eps="layer_norm_eps")
-    if settings["hidden_size"] % settings["heads"]:
-        raise vision.refuse("hidden_size", f"which is not a multiple of {settings['heads']} heads")
+    settings = _vit.settings(vision, merge=2, eps="layer_norm_eps", unit=1)
     positions, half = vision.integer("num_patches", 256), [0.5] * 3
     if (side := math.isqrt(positions)) ** 2 != positions:
         raise vision.refuse("num_patches", "which is not a square")
@@ -95,7 +92,3 @@ def tensors(encoder: Lfm2VlVisionEncoder) -> TensorTable:
     if encoder.norms_rows:
         top = {**top, **slots_of("rows_norm", f"{_PROJECTOR}.layer_norm", "mm.input_norm", (merged,), has_bias=True)}
     return TensorTable(top, tuple(_vit.plain_layer(encoder, number) for number in range(encoder.layers)))
-
-
-def take_apart(encoder: Lfm2VlVisionEncoder, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    return _vit.with_padded_patches(encoder, file_tensors, f"{_EMBEDDINGS}.patch_embedding.weight")

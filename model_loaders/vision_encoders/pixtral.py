@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from polarlm.model_loaders.config import Attention
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec, TensorTable, slots_of
-from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.vision_encoders import ImageShape, _vit
 
 MODEL_TYPES = ("mistral3",)
@@ -20,6 +20,7 @@ TEXT_FAMILIES = (("llama", 131_072),)  # of Mistral Small 3
 PREFIXES = {f"model.{part}.": f"{part}." for part in ("vision_tower", "multi_modal_projector")}
 INTERLEAVED = True
 _PATCHES, _PROJECTOR = "vision_tower.patch_conv", "multi_modal_projector"
+take_apart = partial(_vit.with_padded_patches, name=f"{_PATCHES}.weight")
 _KEYS = {**_vit.KEYS, "pooling_kernel_size": "spatial_merge_size"}
 
 
@@ -29,8 +30,6 @@ class PixtralVisionEncoder(_vit.PatchVisionEncoder):
     theta: float
     longest: int  # pixels along a side, at most
     rows_eps: float  # of the norm before patches become rows
-    mean: tuple[float, ...]  # of a pixel, between 0 and 1
-    std: tuple[float, ...]
 
 
 def configure(fields: Fields, preprocessor: Fields) -> PixtralVisionEncoder:
@@ -54,11 +53,8 @@ PROJECTORS = {"pixtral": _from_mmproj}
 
 def _vision_encoder(vision: Fields, preprocessor: Fields, outputs: int, rows_eps: float) -> PixtralVisionEncoder:
     vision.require("hidden_act", "silu")
-    settings = _vit.settings(vision.with_defaults({"rms_norm_eps": 1e-5}), merge=2, eps="rms_norm_eps")
-    dim, rest = divmod(settings["hidden_size"], settings["heads"])
-    if rest or dim % 4:
-        raise vision.refuse("hidden_size", f"which is not a multiple of 4 for each of {settings['heads']} heads")
-    vision.require("head_dim", dim)
+    settings = _vit.settings(vision.with_defaults({"rms_norm_eps": 1e-5}), merge=2, eps="rms_norm_eps", unit=4)
+    vision.require("head_dim", settings["hidden_size"] // settings["heads"])
     size = preprocessor.section("size") or preprocessor
     return PixtralVisionEncoder(
         kind="pixtral",
@@ -113,7 +109,3 @@ def _layer(encoder: PixtralVisionEncoder, number: int) -> Slots:
         "gate_up": (gate, up),
         **slots_of("down", f"{theirs}.feed_forward.down_proj", f"{ggml}.ffn_down", (c, f)),
     }
-
-
-def take_apart(encoder: PixtralVisionEncoder, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    return _vit.with_padded_patches(encoder, file_tensors, f"{_PATCHES}.weight")

@@ -102,22 +102,18 @@ class PatchReader(Generic[AnyVisionEncoder, W, L]):
         return y
 
 
-def normal(pixels: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """pixels uint8 (height, width, 3) → float32, by the mean and the standard deviation of each colour."""
-    return (pixels - 255 * np.array(mean, np.float32)) / (255 * np.array(std, np.float32))
+def _normal(encoder: PatchVisionEncoder | QwenVisionEncoder, pixels: np.ndarray) -> np.ndarray:
+    """pixels uint8 (height, width, 3) → float32: each colour less its mean, over its standard deviation."""
+    mean, std = np.array(encoder.mean), np.array(encoder.std)
+    return pixels * np.float32(1 / (255 * std)) - np.float32(mean / std)
 
 
-def cut_patches(encoder: PatchVisionEncoder, values: np.ndarray, *, channels_first: bool) -> np.ndarray:
-    """values (height, width, 3) of pixels → patches (P, 3 · patch²), with zeros after their values."""
-    height, width, side = *values.shape[:2], encoder.patch
-    x = values.reshape(height // side, side, width // side, side, 3)
+def cut_patches(encoder: PatchVisionEncoder, pixels: np.ndarray, *, channels_first: bool) -> np.ndarray:
+    """pixels uint8 (height, width, 3) → patches (P, 3 · patch²), with zeros after their values."""
+    height, width, side = *pixels.shape[:2], encoder.patch
+    x = _normal(encoder, pixels).reshape(height // side, side, width // side, side, 3)
     x = x.transpose(0, 2, *((4, 1, 3) if channels_first else (1, 3, 4))).reshape(-1, encoder.patch_values)
     return np.pad(x, ((0, 0), (0, encoder.padded_size - x.shape[1])))
-
-
-def gemma_patches(encoder: PatchVisionEncoder, pixels: np.ndarray, *, channels_first: bool) -> np.ndarray:
-    """`cut_patches` of pixels from −1 to 1."""
-    return cut_patches(encoder, pixels * np.float32(2 / 255) - 1, channels_first=channels_first)
 
 
 def gemma_means(ops: Ops, x: Array, encoder: PatchVisionEncoder, shape: ImageShape) -> np.ndarray:
@@ -129,8 +125,7 @@ def gemma_means(ops: Ops, x: Array, encoder: PatchVisionEncoder, shape: ImageSha
 def qwen_patches(encoder: QwenVisionEncoder, pixels: np.ndarray, shape: ImageShape) -> np.ndarray:
     """pixels uint8 (height, width, 3) → patches (P, 6 · patch²) float32: channels, and in them two frames."""
     (down, right), merge, side = shape.grid, encoder.merge, encoder.patch
-    x = normal(pixels, encoder.mean, encoder.std)
-    x = x.reshape(down, merge, side, right, merge, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    x = _normal(encoder, pixels).reshape(down, merge, side, right, merge, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
     return x.reshape(-1, 3, 1, side**2).repeat(FRAMES, axis=2).reshape(-1, encoder.patch_values)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from polarlm.engine.backends.ops import Array, Fusion
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
-from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches, merged_places, normal
+from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches, merged_places
 from polarlm.engine.model.vision_encoders._patches import PlainLayer as LayerWeights
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.vision_encoders import ImageShape
@@ -41,8 +41,7 @@ class Reader(PatchReader[Lfm2VlVisionEncoder, Weights, LayerWeights]):
         positions = ops.rows(w.positions).reshape(side, side, -1)
         positions = np.einsum("yi,ijc->yjc", _resizing(side, down), positions)
         x = ops.to_device(np.einsum("xj,yjc->yxc", _resizing(side, right), positions)[rows, columns])
-        values = normal(pixels, encoder.mean, encoder.std)
-        patches = cut_patches(encoder, values, channels_first=encoder.channels_first)[rows * right + columns]
+        patches = cut_patches(encoder, pixels, channels_first=encoder.channels_first)[rows * right + columns]
         ops.linear(ops.to_device(patches), w.patches, residual=x)
         for layer in self._layers:
             self._add_layer(x, layer, None)

@@ -11,7 +11,7 @@ from polarlm.engine.backends.ops import Array, Fusion
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
 from polarlm.engine.model.vision_encoders._patches import GatedLayer as LayerWeights
-from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches, normal
+from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.vision_encoders import ImageShape
 from polarlm.model_loaders.vision_encoders.pixtral import PixtralVisionEncoder
@@ -32,8 +32,7 @@ class Weights:
 class Reader(PatchReader[PixtralVisionEncoder, Weights, LayerWeights]):
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, encoder, w, (down, right), merge = self._ops, self.encoder, self._weights, shape.grid, self.encoder.merge
-        patches = cut_patches(encoder, normal(pixels, encoder.mean, encoder.std), channels_first=True)
-        x = ops.linear(ops.to_device(patches), w.patches)
+        x = ops.linear(ops.to_device(cut_patches(encoder, pixels, channels_first=True)), w.patches)
         ops.rms_norm(x, (w.norm, encoder.eps))
         rows, columns = np.indices((down * merge, right * merge)).reshape(2, -1)
         dim = encoder.hidden_size // encoder.heads
