@@ -169,7 +169,7 @@ def load_vision_encoder(
         return encoder, weights
     if where.is_dir():
         return vision_encoder_of(where)
-    for file in _projectors(where) if reads_images(config.family) else ():
+    for file in _projectors(where) if reads_images(config) else ():
         pair = usable(partial(open_mmproj, file))
         if pair is not None and belongs(pair[0], config):
             return pair

@@ -83,23 +83,29 @@ class ReadPrompt:
             elif piece not in self.images or self._vision_encoder is None:  # a text that looks like a mark
                 last += f"{_MARK}{piece}{_MARK}"
             else:
-                texts += [last + self._vision_encoder.before, self.images[piece].ids]
+                image, last = self.images[piece], last + self._vision_encoder.before
+                among = dict(image.shape.texts)
+                for part in image.shape.parts():
+                    texts += [last + among.get(part.start, ""), image.ids[part.start : part.stop]]
+                    last = ""
                 last = self._vision_encoder.after
         return [*texts, last]
 
     def place_images(self, ids: Sequence[int], *, sections: bool) -> tuple[ImagePositions | None, list[PlacedImage]]:
         """Return where the images are in the prompt's ids. sections: see `ImagePositions.from_grids`."""
-        by_first = {image.ids[0]: image for image in self.images.values()}
+        by_first = {
+            image.ids[part.start]: (image, part) for image in self.images.values() for part in image.shape.parts()
+        }
         placed_images: list[PlacedImage] = []
         end = 0
         for at in np.flatnonzero(np.asarray(ids) >= IMAGE_IDS).tolist() if by_first else ():
             if at >= end:
-                image = by_first[ids[at]]
-                placed_images.append(PlacedImage(at, image.shape, image.pixels))
-                end = at + image.shape.rows
+                image, part = by_first[ids[at]]
+                placed_images.append(PlacedImage(at, image.shape, image.pixels, part))
+                end = at + len(part)
         if not placed_images:
             return None, []
-        ranges = [range(one.first, one.first + one.shape.rows) for one in placed_images]
+        ranges = [range(one.first, one.first + len(one.part)) for one in placed_images]
         grids = [one.shape.grid for one in placed_images]
         return ImagePositions.from_grids(ranges, grids, sections=sections), placed_images
 

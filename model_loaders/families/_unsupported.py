@@ -10,8 +10,8 @@ _HYBRID = (
     "model with attention in all layers"
 )
 _IMAGES = (
-    "a model for images or sound of a kind that is not supported: use Qwen3.5, Qwen3-VL, Qwen2.5-VL, or a text-only "
-    "model"
+    "a model for images or sound of a kind that is not supported: use Qwen3.5, Qwen3-VL, Mistral Small 3.2, or a "
+    "text-only model"
 )
 _PROJECTOR = "the part of a model that reads images: give the model's own GGUF file, and this one as mmproj"
 _ENCODER = (

@@ -1,4 +1,4 @@
-"""LFM2: short convolutions in most layers, attention in the others; each head of q and k is normalized."""
+"""LFM2 and LFM2-VL: short convolutions in most layers, attention in the others; each head of q and k is normalized."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ from collections.abc import Mapping
 from functools import partial
 
 from polarlm.model_loaders.config import GatedMLP, ModelConfig, ShortConv
-from polarlm.model_loaders.families._decoder import MAX_SIZE, PROJECTIONS, attending, decoder, layer_count, with_mixer
+from polarlm.model_loaders.families._decoder import (
+    IMAGE_PREFIXES,
+    MAX_SIZE,
+    PROJECTIONS,
+    attending,
+    decoder,
+    layer_count,
+    with_mixer,
+)
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import tensor_table
 
-ARCHITECTURES = ("Lfm2ForCausalLM",)
+MODEL_TYPES = ("lfm2", "lfm2_vl")
+ARCHITECTURES = ("Lfm2ForCausalLM", "Lfm2VlForConditionalGeneration")
+PREFIXES = IMAGE_PREFIXES
 _CONV, _ATTENTION = "conv", "full_attention"
 _NORM = ("operator_norm", "attn_norm")
 NAMES = {
@@ -46,7 +56,8 @@ tensors = partial(tensor_table, names=NAMES, last_norm=LAST_NORM)
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = with_defaults(fields)
+    fields = with_defaults(fields.section("text_config") or fields)
+    fields.require("model_type", "lfm2")
     ffns = [_network(fields)] * layer_count(fields)
     return with_convolutions(fields, decoder(fields, "lfm2", qk_norm="head", ffns=ffns))
 

@@ -1,7 +1,4 @@
-"""Mistral Small 3, Ministral 3, Devstral and Magistral: Mistral; in Ministral 3 queries grow with their positions.
-
-Of models for images it loads the text part.
-"""
+"""Mistral Small 3, Ministral 3, Devstral and Magistral: Mistral; in Ministral 3 queries grow with their positions."""
 
 from __future__ import annotations
 

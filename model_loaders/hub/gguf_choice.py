@@ -88,7 +88,7 @@ class GgufChoice:
 
     def projector(self, model: GgufContent, config: ModelConfig | None) -> tuple[RepositoryFile, ...]:
         """The file with the part of a model that reads images, wherever it lies; none without one of a known kind."""
-        if config is not None and not reads_images(config.family):
+        if config is not None and not reads_images(config):
             return ()
         contents = projectors(self._contents_read(), model)
         if config is None:

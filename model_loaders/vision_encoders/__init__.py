@@ -10,6 +10,8 @@ TensorTable`: its tensors; the names in a folder's files, and llama.cpp's in an 
 prefixes of tensor names in some folders → the table's prefixes; - optionally `PROJECTORS`: the values of
 `clip.projector_type` in mmproj files → `read(fields, shapes) -> VisionEncoder`. The
   fields are the file's metadata, without "clip.vision."; the shapes are of its tensors, by their names;
+- optionally `TEXT_FAMILIES`: families, and sizes of their vocabularies, of decoders in files of llama.cpp's;
+- optionally `INTERLEAVED`: whether RoPE's pairs are neighbouring channels in files of llama.cpp's;
 - optionally `take_apart(encoder, stored)`: the table's tensors, found in the tensors of files, by the table's names.
 
 Modules that begin with an underscore are helpers. What a vision encoder computes is in
@@ -23,6 +25,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -46,13 +49,20 @@ _CLIP, _OF_IMAGES = "clip.", "clip.vision."
 class ImageShape(NamedTuple):
     """What an image becomes: the size in pixels that it is scaled to, and its rows of a prompt, row-major.
 
-    grid: (height, width) of the rows, whose product is `rows`.
+    grid: (height, width) of the rows, whose product is `rows`. texts: what stands among them: before which row, and
+    the names of control tokens.
     """
 
     width: int
     height: int
     rows: int
     grid: tuple[int, int]
+    texts: tuple[tuple[int, str], ...] = ()
+
+    def parts(self) -> list[range]:
+        """The rows between texts."""
+        edges = [0, *(row for row, _ in self.texts if row), self.rows]
+        return [range(*pair) for pair in pairwise(edges)]
 
 
 @dataclass(frozen=True)
@@ -96,20 +106,20 @@ def tensors(encoder: VisionEncoder) -> TensorTable:
     return table
 
 
-def reads_images(family: str) -> bool:
-    """Whether models of a family may have a vision encoder of a known kind."""
-    return any(family in one.MODEL_TYPES for one in _modules())
+def reads_images(config: ModelConfig) -> bool:
+    """Whether a model may have a vision encoder of a known kind."""
+    return any(_decodes(config, one) for one in _modules())
 
 
 def belongs(encoder: VisionEncoder, config: ModelConfig) -> bool:
     """Whether a vision encoder's rows can stand among the embeddings of a model."""
-    return config.family in _module(encoder.kind).MODEL_TYPES and encoder.outputs == config.hidden_size
+    return _decodes(config, _module(encoder.kind)) and encoder.outputs == config.hidden_size
 
 
 def may_belong(metadata: Mapping[str, object], config: ModelConfig) -> bool:
     """Whether an mmproj file with this metadata holds a vision encoder of a known kind for models of this family."""
     kinds = [one for one in _modules() if _kind_of(metadata) in getattr(one, "PROJECTORS", {})]
-    return any(config.family in one.MODEL_TYPES for one in kinds)
+    return any(_decodes(config, one) for one in kinds)
 
 
 def outputs_of(metadata: Mapping[str, object]) -> object:
@@ -168,6 +178,12 @@ def open_mmproj(path: Path) -> tuple[VisionEncoder, StoredWeights]:
         raise
 
 
+def _decodes(config: ModelConfig, module: ModuleType) -> bool:
+    """Whether models of this family may be the decoder of a kind of vision encoders."""
+    of_text = getattr(module, "TEXT_FAMILIES", ())
+    return config.family in module.MODEL_TYPES or (config.family, config.vocab_size) in of_text
+
+
 def _kind_of(metadata: Mapping[str, object]) -> object:
     return metadata.get(f"{_OF_IMAGES}projector_type", metadata.get(f"{_CLIP}projector_type"))
 
@@ -187,13 +203,13 @@ def _fit_weights(
     encoder: VisionEncoder, weights: StoredWeights, *, is_gguf: bool
 ) -> tuple[VisionEncoder, StoredWeights]:
     """The vision encoder with its digest, and the weights of exactly its tensors. Raises LoadError."""
-    take_apart = getattr(_module(encoder.kind), "take_apart", lambda encoder, tensors: tensors)
+    module = _module(encoder.kind)
+    take_apart = getattr(module, "take_apart", lambda encoder, tensors: tensors)
+    interleaved = is_gguf and getattr(module, "INTERLEAVED", False)
     whole = StoredWeights(weights.where, take_apart(encoder, weights.tensors), weights.open_files)
     specs = [*tensors(encoder).specs()]
     file_tensors: dict[str, StoredTensor] = complete(whole, specs, "the part that reads images", is_gguf=is_gguf)
-    tensors_of_encoder = {
-        spec.name: arrange(file_tensors[spec.name], spec, interleaved=False, is_gguf=is_gguf) for spec in specs
-    }
+    tensors_of_encoder = {spec.name: arrange(file_tensors[spec.name], spec, interleaved, is_gguf) for spec in specs}
     digest = hashlib.sha256()
     for name, tensor in tensors_of_encoder.items():
         rows = min(tensor.shape[0], -(-_SAMPLE // tensor.row_bytes))

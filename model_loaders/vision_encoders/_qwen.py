@@ -5,7 +5,6 @@ The patches of an image are in the order of the rows that they become: those of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +15,12 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, slots_of
 from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
+from polarlm.model_loaders.vision_encoders._vit import CHANNELS, colours, fit_area
 
-FRAMES, _CHANNELS = 2, 3
+FRAMES = 2
 PREFIXES = {"model.visual.": "visual."}
 PATCHES = "visual.patch_embed.proj.weight"
-_MAX_SIZE, _MAX_RATIO = 2**20, 200
+_MAX_SIZE = 2**20
 _KEYS = {  # of mmproj files, by the names of config.json
     "depth": "block_count",
     "hidden_size": "embedding_length",
@@ -43,7 +43,7 @@ class QwenVisionEncoder(VisionEncoder):
 
     @property
     def patch_values(self) -> int:
-        return _CHANNELS * FRAMES * self.patch**2
+        return CHANNELS * FRAMES * self.patch**2
 
 
 def settings(
@@ -62,10 +62,6 @@ def settings(
         preprocessor.integer(key, size.integer(key, size.integer(other, default)))
         for (key, other), default in zip(bounds, pixels, strict=True)
     )
-    colours = preprocessor.with_defaults({"image_mean": mean, "image_std": std})
-    values = colours.numbers("image_mean", minimum=0.0), colours.numbers("image_std")
-    if {len(one) for one in values} != {_CHANNELS}:
-        raise colours.refuse("image_mean", f"but it and image_std must have {_CHANNELS} numbers each")
     return {
         "outputs": fields.integer("out_hidden_size", maximum=_MAX_SIZE),
         "before": "<|vision_start|>",
@@ -79,8 +75,7 @@ def settings(
         "merge": fields.integer("spatial_merge_size", 2, maximum=16),
         "eps": 1e-6,
         "pixels": (least, max(least, most)),
-        "mean": values[0],
-        "std": values[1],
+        **colours(preprocessor, mean=mean, std=std),
     }
 
 
@@ -91,19 +86,7 @@ def fields_of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> F
 
 
 def fit(encoder: QwenVisionEncoder, width: int, height: int) -> ImageShape:
-    """Both sides become multiples of a row's pixels, and their product stays within `encoder.pixels`; otherwise the
-    image keeps its shape as far as it can. One that is extremely long is taken for less long."""
-    side, (least, most) = encoder.patch * encoder.merge, encoder.pixels
-    width, height = max(width, -(-height // _MAX_RATIO)), max(height, -(-width // _MAX_RATIO))
-    across, down = (round(pixels / side) * side for pixels in (width, height))
-    if across * down > most:
-        shrink = math.sqrt(width * height / most)
-        across, down = (max(side, math.floor(pixels / shrink / side) * side) for pixels in (width, height))
-    elif across * down < least:
-        grow = math.sqrt(least / (width * height))
-        across, down = (math.ceil(pixels * grow / side) * side for pixels in (width, height))
-    grid = down // side, across // side
-    return ImageShape(across, down, grid[0] * grid[1], grid)
+    return fit_area(encoder, encoder.pixels, width, height)
 
 
 def patches_slot(encoder: QwenVisionEncoder, *, has_bias: bool) -> Slots:
@@ -129,7 +112,7 @@ class _Frames(StoredTensor):
     def raw(self, rows: slice) -> np.ndarray:
         count = rows.stop - rows.start
         halves = [
-            replace(one, shape=(one.shape[0], self.columns // FRAMES)).raw(rows).reshape(count, _CHANNELS, -1)
+            replace(one, shape=(one.shape[0], self.columns // FRAMES)).raw(rows).reshape(count, CHANNELS, -1)
             for one in self.frames
         ]
         return np.stack(halves, axis=2).reshape(count, self.row_bytes)

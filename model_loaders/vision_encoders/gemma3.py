@@ -9,23 +9,20 @@ from dataclasses import dataclass, replace
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec, TensorTable, slots_of
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.vision_encoders import ImageShape, _gemma
+from polarlm.model_loaders.vision_encoders import ImageShape, _vit
 
 MODEL_TYPES = ("gemma3",)
-PREFIXES = {
-    **{f"{prefix}vision_tower.{old}": "vision_tower." for prefix in ("model.", "") for old in ("vision_model.", "")},
-    "model.multi_modal_projector.": "multi_modal_projector.",
-}
+PREFIXES = _vit.SIGLIP_PREFIXES
 _PATCHES, _PROJECTION = "vision_tower.embeddings.patch_embedding", "multi_modal_projector.mm_input_projection_weight"
 
 
 @dataclass(frozen=True)
-class Gemma3VisionEncoder(_gemma.GemmaVisionEncoder):
+class Gemma3VisionEncoder(_vit.PatchVisionEncoder):
     side: int  # patches along a side of an image
 
 
 def configure(fields: Fields, preprocessor: Fields) -> Gemma3VisionEncoder:
-    vision, outputs = _gemma.parts_of(fields)
+    vision, outputs = _vit.parts_of(fields)
     encoder, rows = _vision_encoder(vision, preprocessor, outputs), fields.integer("mm_tokens_per_image", 256)
     merge = encoder.side // math.isqrt(rows)
     if not merge or encoder.side**2 != rows * merge**2:
@@ -34,7 +31,7 @@ def configure(fields: Fields, preprocessor: Fields) -> Gemma3VisionEncoder:
 
 
 def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma3VisionEncoder:
-    vision = fields.with_file_keys(_gemma.KEYS)
+    vision = fields.with_file_keys(_vit.KEYS)
     return _vision_encoder(vision, vision, shapes.get("mm.input_projection.weight", (0,))[-1])
 
 
@@ -45,9 +42,7 @@ def _vision_encoder(vision: Fields, preprocessor: Fields, outputs: int) -> Gemma
     vision.require("hidden_act", "gelu_pytorch_tanh")
     for key in ("image_mean", "image_std"):
         preprocessor.require(key, [0.5] * 3)
-    settings = _gemma.settings(vision, merge=4, eps="layer_norm_eps")
-    if settings["hidden_size"] % settings["heads"]:
-        raise vision.refuse("hidden_size", f"which is not a multiple of {settings['heads']} heads")
+    settings = _vit.settings(vision, merge=4, eps="layer_norm_eps", unit=1)
     return Gemma3VisionEncoder(
         kind="gemma3",
         outputs=outputs,
@@ -74,29 +69,12 @@ def tensors(encoder: Gemma3VisionEncoder) -> TensorTable:
         "rows_norm": (TensorSpec(norm, "mm.soft_emb_norm.weight", (c,), offset=1.0),),
         "projection": (TensorSpec(_PROJECTION, "mm.input_projection.weight", (c, encoder.outputs)),),
     }
-    return TensorTable(top, tuple(_layer(encoder, number) for number in range(encoder.layers)))
-
-
-def _layer(encoder: Gemma3VisionEncoder, number: int) -> Slots:
-    theirs, ggml = f"vision_tower.encoder.layers.{number}", f"v.blk.{number}"
-    c, f = encoder.hidden_size, encoder.ffn_size
-    qkv = [
-        slots_of("qkv", f"{theirs}.self_attn.{part}_proj", f"{ggml}.attn_{part}", (c, c), has_bias=True)
-        for part in "qkv"
-    ]
-    return {
-        **slots_of("norm", f"{theirs}.layer_norm1", f"{ggml}.ln1", (c,), has_bias=True),
-        **{slot: tuple(spec for part in qkv for spec in part[slot]) for slot in qkv[0]},
-        **slots_of("out", f"{theirs}.self_attn.out_proj", f"{ggml}.attn_out", (c, c), has_bias=True),
-        **slots_of("ffn_norm", f"{theirs}.layer_norm2", f"{ggml}.ln2", (c,), has_bias=True),
-        **slots_of("up", f"{theirs}.mlp.fc1", f"{ggml}.ffn_up", (f, c), has_bias=True),
-        **slots_of("down", f"{theirs}.mlp.fc2", f"{ggml}.ffn_down", (c, f), has_bias=True),
-    }
+    return TensorTable(top, tuple(_vit.plain_layer(encoder, number) for number in range(encoder.layers)))
 
 
 def take_apart(encoder: Gemma3VisionEncoder, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """Patches with zeros after their values; older files of llama.cpp's have the names of up and down swapped."""
-    tensors = _gemma.with_padded_patches(encoder, file_tensors, f"{_PATCHES}.weight")
+    tensors = _vit.with_padded_patches(encoder, file_tensors, f"{_PATCHES}.weight")
     c, f = encoder.hidden_size, encoder.ffn_size
     for number in range(encoder.layers):
         up, down = (f"vision_tower.encoder.layers.{number}.mlp.fc{i}" for i in (1, 2))

@@ -14,7 +14,7 @@ from polarlm.model_loaders.config import Attention
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec, TensorTable, slots_of
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.vision_encoders import ImageShape, _gemma
+from polarlm.model_loaders.vision_encoders import ImageShape, _vit
 
 MODEL_TYPES = ("gemma4",)
 PREFIXES = {f"model.{part}.": f"{part}." for part in ("vision_tower", "embed_vision")}
@@ -29,7 +29,7 @@ _POSITIONS = "vision_tower.patch_embedder.position_embedding_table"
 
 
 @dataclass(frozen=True)
-class Gemma4VisionEncoder(_gemma.GemmaVisionEncoder):
+class Gemma4VisionEncoder(_vit.PatchVisionEncoder):
     head_dim: int  # D
     theta: float
     positions: int  # along a side
@@ -40,7 +40,7 @@ class Gemma4VisionEncoder(_gemma.GemmaVisionEncoder):
 
 
 def configure(fields: Fields, preprocessor: Fields) -> Gemma4VisionEncoder:
-    return _vision_encoder(*_gemma.parts_of(fields), preprocessor, channels_first=False)
+    return _vision_encoder(*_vit.parts_of(fields), preprocessor, channels_first=False)
 
 
 def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma4VisionEncoder:
@@ -50,7 +50,7 @@ def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma
         "standardize": "v.std_bias" in shapes,
         "use_clipped_linears": "v.blk.0.attn_q.input_min" in shapes,
     }
-    vision = fields.with_file_keys(_gemma.KEYS).with_values(fields_of_tensors)
+    vision = fields.with_file_keys(_vit.KEYS).with_values(fields_of_tensors)
     return _vision_encoder(vision, shapes.get("mm.input_projection.weight", (0,))[0], vision, channels_first=True)
 
 
@@ -59,7 +59,7 @@ PROJECTORS = {"gemma4v": _from_mmproj}
 
 def _vision_encoder(vision: Fields, outputs: int, preprocessor: Fields, *, channels_first: bool) -> Gemma4VisionEncoder:
     vision.require("hidden_activation", "gelu_pytorch_tanh")
-    settings = _gemma.settings(vision, merge=3, eps="rms_norm_eps")
+    settings = _vit.settings(vision, merge=3, eps="rms_norm_eps")
     vision.require("num_key_value_heads", settings["heads"])
     head_dim, positions = vision.integer("head_dim"), vision.integer("position_embedding_size", 10 * 1024)
     if head_dim % 4:
@@ -139,7 +139,7 @@ def _layer(encoder: Gemma4VisionEncoder, number: int) -> Slots:
 def take_apart(encoder: Gemma4VisionEncoder, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """The positions of columns and of rows are one matrix."""
     tensors, positions = (
-        _gemma.with_padded_patches(encoder, file_tensors, f"{_PATCHES}.weight"),
+        _vit.with_padded_patches(encoder, file_tensors, f"{_PATCHES}.weight"),
         file_tensors.get(_POSITIONS),
     )
     if positions is not None and positions.shape == (2, encoder.positions, encoder.hidden_size):

@@ -10,6 +10,7 @@ from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec, TensorTa
 from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.vision_encoders import VisionEncoder, _qwen
 from polarlm.model_loaders.vision_encoders._padded import SIDE, pad
+from polarlm.model_loaders.vision_encoders._vit import CLIP
 
 MODEL_TYPES = ("qwen2_5_vl",)
 PREFIXES = _qwen.PREFIXES
@@ -49,8 +50,7 @@ def _vision_encoder(vision: Fields, preprocessor: Fields, whole: tuple[int, ...]
         preprocessor,
         patch=14,
         pixels=(56 * 56, 28 * 28 * 16384),
-        mean=[0.48145466, 0.4578275, 0.40821073],
-        std=[0.26862954, 0.26130258, 0.27577711],
+        **CLIP,
     )
     window = vision.integer("window_size", 112) // (settings["patch"] * settings["merge"])
     return WindowVisionEncoder(kind="qwen2_5_vl", **settings, window=max(1, window), whole=whole)

@@ -140,6 +140,21 @@ def test_a_text_with_marks_is_cut_at_images_of_the_prompt_alone(reader: Images) 
     assert positions.images == (range(2, 17), range(18, 33))
 
 
+def test_texts_among_rows_cut_an_image_into_parts(reader: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part of an image is placed by itself, in whatever order the prompt has the images."""
+    monkeypatch.setattr(images, "fit", lambda *size: halved(*size)._replace(texts=((0, "<tile>"), (6, "<|>"))))
+    read = reader.read(user_message(file_of(picture())))
+    ids = only(read).ids
+    assert read.cut(read.prompt[0]["content"]) == ["<before><tile>", ids[:6], "<|>", ids[6:], "<after>"]
+    positions, parts = read.place_images([1, *ids[:6], 7, *ids[6:], *ids[:6], 7, *ids[6:]], sections=False)
+    assert [(one.first, one.part) for one in parts] == [
+        *((1, range(6)), (8, range(6, 15))),
+        *((17, range(6)), (24, range(6, 15))),
+    ]
+    assert positions is not None
+    assert positions.images == (range(1, 7), range(8, 17), range(17, 23), range(24, 33))
+
+
 def test_an_image_takes_at_most_half_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "fit", halved)
     reader = reading_of(context=64)

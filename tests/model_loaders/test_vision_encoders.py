@@ -18,29 +18,29 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.weights import load_vision_encoder
 from polarlm.model_loaders import LoadError, load, load_weights, vision_encoders
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.vision_encoders import gemma3, gemma4, qwen2_5_vl, qwen3_vl
+from polarlm.model_loaders.vision_encoders import gemma3, gemma4, lfm2_vl, pixtral, qwen2_5_vl, qwen3_vl
 from polarlm.model_loaders.vision_encoders._qwen import QwenVisionEncoder
 from polarlm.model_loaders.vision_encoders.qwen2_5_vl import WindowVisionEncoder
 from tests.model.test_vision_encoders import finished, read_vision_encoder
-from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, read_all
+from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, interleaved, read_all
 
 WINDOWS, DEEP = "qwen2_5_vl_windows", "qwen3_vl_deepstack_tied"
 ARCHITECTURES = {WINDOWS: "qwen2vl", DEEP: "qwen3vl"}
 PROJECTORS = {WINDOWS: "qwen2.5vl_merger", DEEP: "qwen3vl_merger"}
-# Width and height of an image, and what transformers makes of it in Qwen2.5-VL and in Qwen3-VL;
+# Width and height of an image, and what transformers makes of it in Qwen2.5-VL, Qwen3-VL, Pixtral and LFM2-VL;
 SIZES = [
-    ((1, 1), (56, 56), (256, 256)),
-    ((1, 200), (28, 812), (32, 3648)),
-    ((13, 7), (84, 56), (352, 192)),
-    ((42, 14), (112, 56), (448, 160)),
-    ((70, 98), (56, 112), (224, 320)),  # halves are rounded to even numbers
-    ((256, 255), (252, 252), (256, 256)),
-    ((640, 480), (644, 476), (640, 480)),
-    ((1000, 17), (1008, 28), (1984, 64)),
-    ((3000, 2000), (2996, 1988), (3008, 1984)),
-    ((4096, 4096), (3584, 3584), (4096, 4096)),
-    ((5000, 4001), (4004, 3192), (4576, 3648)),
-    ((10000, 60), (9996, 56), (9984, 64)),
+    ((1, 1), (56, 56), (256, 256), (28, 28), (256, 256)),
+    ((1, 200), (28, 812), (32, 3648), (28, 224), (32, 3648)),
+    ((13, 7), (84, 56), (352, 192), (28, 28), (352, 192)),
+    ((42, 14), (112, 56), (448, 160), (56, 28), (448, 160)),
+    ((70, 98), (56, 112), (224, 320), (84, 112), (224, 320)),  # halves are rounded to even numbers
+    ((256, 255), (252, 252), (256, 256), (280, 280), (256, 256)),
+    ((640, 480), (644, 476), (640, 480), (644, 504), (576, 416)),
+    ((1000, 17), (1008, 28), (1984, 64), (1008, 28), (1984, 64)),
+    ((3000, 2000), (2996, 1988), (3008, 1984), (1540, 1036), (608, 416)),
+    ((4096, 4096), (3584, 3584), (4096, 4096), (1540, 1540), (512, 512)),
+    ((5000, 4001), (4004, 3192), (4576, 3648), (1540, 1232), (544, 448)),
+    ((10000, 60), (9996, 56), (9984, 64), (1540, 28), (6592, 32)),
 ]
 # and in Gemma 4 with at most 280 and at most 70 rows.
 GEMMAS_SIZES = [
@@ -70,13 +70,15 @@ def test_images_get_the_sizes_that_transformers_gives_them() -> None:
     deep = qwen_encoder(qwen3_vl, deepstack_visual_indexes=[])
     small, large = (gemma_encoder(gemma4, {"max_soft_tokens": rows}, {}) for rows in (70, 280))
     square = gemma_encoder(gemma3, {}, {}, patch_size=14)
-    for sizes, of in ((SIZES, (qwen_encoder(qwen2_5_vl), deep)), (GEMMAS_SIZES, (large, small))):
+    lines = gemma_encoder(pixtral, {}, {}, patch_size=14, image_size=1540)
+    whole = gemma_encoder(lfm2_vl, {}, {}, patch_size=16)
+    for sizes, of in ((SIZES, (qwen_encoder(qwen2_5_vl), deep, lines, whole)), (GEMMAS_SIZES, (large, small))):
         for image, *wanted in sizes:
             for vision_encoder, size in zip(of, wanted, strict=True):
                 shape, side = vision_encoders.fit(vision_encoder, *image), vision_encoder.merge * vision_encoder.patch
                 assert (shape.width, shape.height) == size
                 assert shape.rows == shape.grid[0] * shape.grid[1] == size[0] * size[1] // side**2
-            assert vision_encoders.fit(square, *image) == (896, 896, 256, (16, 16))
+            assert vision_encoders.fit(square, *image) == (896, 896, 256, (16, 16), ())
     shape = vision_encoders.fit(deep, 10**6, 1)  # transformers refuses what is 200 times as long as wide
     assert deep.pixels[0] <= shape.width * shape.height <= deep.pixels[1]
 
@@ -87,7 +89,10 @@ def test_a_folder_without_the_tensors_or_of_another_kind_has_no_vision_encoder(t
     weights = load_file(folder / "model.safetensors")
     save_file({name: x for name, x in weights.items() if "visual" not in name}, folder / "model.safetensors")
     assert vision_encoders.vision_encoder_of(folder) is None
-    assert vision_encoders.vision_encoder_of(MODELS / "mistral3_with_images") is None
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "model_type": "llava"}))
+    assert vision_encoders.vision_encoder_of(folder) is None
+    (folder / "config.json").write_text(json.dumps(fields))
     del weights["model.visual.blocks.1.norm2.bias"]
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(LoadError, match=r"lacks the tensor visual.blocks.1.norm2.bias, which the part that reads"):
@@ -119,6 +124,18 @@ PLAIN: dict[str, Any] = {"deepstack_visual_indexes": []}
         (
             lambda: gemma_encoder(gemma3, {}, {}, hidden_size=33, patch_size=14),
             "hidden_size is 33, which is not a multiple",
+        ),
+        (
+            lambda: gemma_encoder(pixtral, {}, {}, patch_size=14, hidden_size=36),
+            "hidden_size is 36, which is not a multiple of 4 for each of 2 heads",
+        ),
+        (
+            lambda: gemma_encoder(lfm2_vl, {}, {}, patch_size=16, num_patches=200),
+            "num_patches is 200, which is not a square",
+        ),
+        (
+            lambda: gemma_encoder(pixtral, {}, {"multimodal_projector_bias": True}, patch_size=14),
+            "multimodal_projector_bias is True, but only False",
         ),
         (
             lambda: gemma_encoder(gemma4, {}, {}, head_dim=18, patch_size=16),
@@ -211,7 +228,10 @@ def test_a_folder_of_a_model_for_images_has_its_vision_encoder() -> None:
     assert model.vision_encoder.whole == (1,)
 
 
-def write_gemmas(path: Path, name: str, *, is_swapped: bool) -> Path:
+KINDS = {"gemma3": "gemma3", "gemma4": "gemma4v", "lfm2_vl": "lfm2", "pixtral": "pixtral"}  # llama.cpp's names
+
+
+def write_plain(path: Path, name: str, *, is_swapped: bool) -> Path:
     """The vision encoder of a fixture as llama.cpp's converter writes it. is_swapped: as an older one did."""
     found = vision_encoders.vision_encoder_of(MODELS / name)
     assert found is not None
@@ -223,18 +243,23 @@ def write_gemmas(path: Path, name: str, *, is_swapped: bool) -> Path:
         "patch_size": vision_encoder.patch,
     }
     numbers |= {"attention.head_count": vision_encoder.heads, "feed_forward_length": vision_encoder.ffn_size}
-    numbers |= {"image_size": 24, "projector.scale_factor": vision_encoder.merge}
+    merge = "spatial_merge_size" if vision_encoder.kind == "pixtral" else "projector.scale_factor"
+    numbers |= {"image_size": 24, merge: vision_encoder.merge}
     for key, number in numbers.items():
         writer.add_uint32(f"clip.vision.{key}", number)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
-    writer.add_string("clip.vision.projector_type", "gemma3" if vision_encoder.kind == "gemma3" else "gemma4v")
+    for key in ("mean", "std"):
+        writer.add_array(f"clip.vision.image_{key}", list(getattr(vision_encoder, key, (0.5,) * 3)))
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", vision_encoder.eps)
+    writer.add_string("clip.vision.projector_type", KINDS[vision_encoder.kind])
     labels = {spec.name: spec.gguf for spec in vision_encoders.tensors(vision_encoder).specs()}
     for key, x in load_file(MODELS / name / "model.safetensors").items():
         label = labels.get(key.removeprefix("model."))
         if label is None:
             continue
-        if label == "v.patch_embd.weight" and vision_encoder.kind == "gemma4":
+        if label == "v.patch_embd.weight" and vision_encoder.kind in ("gemma4", "lfm2_vl"):
             x = np.ascontiguousarray(x.reshape(-1, vision_encoder.patch, vision_encoder.patch, 3).transpose(0, 3, 1, 2))
+        if vision_encoder.kind == "pixtral" and label.endswith(("attn_q.weight", "attn_k.weight")):
+            x = interleaved(x, vision_encoder.heads)
         if is_swapped and ".ffn_" in label:
             label = label.replace("_up", "_").replace("_down", "_up").replace("ffn_.", "ffn_down.")
         writer.add_tensor(label, np.atleast_1d(x.astype(np.float32)) + ("soft_emb_norm" in label))
@@ -249,11 +274,14 @@ def write_gemmas(path: Path, name: str, *, is_swapped: bool) -> Path:
         ("gemma3_with_images", True),
         ("gemma4_images_whole", False),
         ("gemma4_images_clipped", False),
+        ("mistral3_lines", False),
+        ("lfm2_vl_tied", False),
+        ("lfm2_vl_plain_rows", False),
     ],
 )
 def test_a_file_of_llama_cpp_gives_the_same_rows(name: str, tmp_path: Path, is_swapped: bool) -> None:
     vision_encoder, weights = vision_encoders.open_mmproj(
-        write_gemmas(tmp_path / "mmproj.gguf", name, is_swapped=is_swapped)
+        write_plain(tmp_path / "mmproj.gguf", name, is_swapped=is_swapped)
     )
     of_folder = read_vision_encoder(MODELS / name, NumpyOps())
     assert vision_encoder.outputs == of_folder.encoder.outputs
@@ -265,3 +293,17 @@ def test_a_file_of_llama_cpp_gives_the_same_rows(name: str, tmp_path: Path, is_s
     )
     weights.close()
     np.testing.assert_allclose(ours, wanted, atol=1e-5)
+
+
+def test_mistral_small_is_llama_with_its_vocabulary_in_files_of_llama_cpp(tmp_path: Path) -> None:
+    """No other Llama gets an mmproj file of Mistral's that happens to lie beside it."""
+    mmproj = write_plain(tmp_path / "mmproj.gguf", "mistral3_lines", is_swapped=False)
+    vision_encoder, weights = vision_encoders.open_mmproj(mmproj)
+    weights.close()
+    metadata = {"clip.vision.projector_type": "pixtral"}
+    config = replace(load_weights(MODELS / "llama_mha")[0], hidden_size=vision_encoder.outputs)
+    for vocabulary, is_mistral in ((131_072, True), (32_000, False)):
+        model = replace(config, vocab_size=vocabulary)
+        assert vision_encoders.reads_images(model) is is_mistral
+        assert vision_encoders.may_belong(metadata, model) is is_mistral
+        assert vision_encoders.belongs(vision_encoder, model) is is_mistral

@@ -42,11 +42,13 @@ class ImageReader(Protocol):
 
 
 class PlacedImage(NamedTuple):
-    """An image in a prompt: the position of its first row, and its pixels uint8 (height, width, 3)."""
+    """Rows of an image in a prompt: the position of the first, the pixels uint8 (height, width, 3) of the image, and
+    which of its rows they are."""
 
     first: int
     shape: ImageShape
     pixels: np.ndarray
+    part: range
 
 
 class ImagePart(NamedTuple):
@@ -61,16 +63,19 @@ class ImagePart(NamedTuple):
 def read_images(
     reader: ImageReader | None, images: Sequence[PlacedImage], span: Span
 ) -> Generator[int, None, list[ImagePart]]:
-    """Compute the images that a span has rows of. Yields 0, rows of layers that are done, after each layer of a
-    vision encoder."""
-    parts = []
-    for first, shape, pixels in images:
-        begin, end = max(first, span.start), min(first + shape.rows, span.start + span.count)
+    """Compute the images that a span has rows of, once if their parts follow each other. Yields 0, rows of layers that
+    are done, after each layer of a vision encoder."""
+    parts: list[ImagePart] = []
+    computed = None
+    for first, shape, pixels, part in images:
+        begin, end = max(first, span.start), min(first + len(part), span.start + span.count)
         if begin >= end:
             continue
         assert reader is not None
-        rows, added = yield from reader.read(pixels, shape)
-        cut = slice(begin - first, end - first)
+        if pixels is not computed:
+            rows, added = yield from reader.read(pixels, shape)
+            computed = pixels
+        cut = slice(begin - first + part.start, end - first + part.start)
         parts.append(ImagePart(slice(begin - span.start, end - span.start), rows[cut], [(x[cut], w) for x, w in added]))
     return parts
 

@@ -1,5 +1,5 @@
 """What vision encoders share: attention, LayerNorms, RoPE and a plain ViT's layer for patches x (P, C) of an image, and
-how Gemma's and Qwen's cut an image into patches."""
+how they cut an image into patches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import parts
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
-from polarlm.model_loaders.vision_encoders._gemma import GemmaVisionEncoder
 from polarlm.model_loaders.vision_encoders._qwen import FRAMES, QwenVisionEncoder
+from polarlm.model_loaders.vision_encoders._vit import PatchVisionEncoder
 
 AnyVisionEncoder = TypeVar("AnyVisionEncoder", bound=VisionEncoder)
 W = TypeVar("W")  # the weights of a vision encoder
@@ -34,6 +34,18 @@ class PlainLayer:
     ffn_norm: Array = slot("ffn_norm")
     ffn_norm_bias: Array = slot("ffn_norm_bias")
     up: Linear = slot("up", "linear")  # (F, C)
+    down: Linear = slot("down", "linear")  # (C, F)
+
+
+@dataclass(frozen=True)
+class GatedLayer:
+    """The weights of a layer with RMSNorms before attention and before a network with a gate."""
+
+    norm: Array = slot("norm")  # (C,)
+    qkv: Linear = slot("qkv", "linear")  # (3C, C)
+    out: Linear = slot("out", "linear")  # (C, C)
+    ffn_norm: Array = slot("ffn_norm")
+    gate_up: Linear = slot("gate_up", "linear")  # (2F, C)
     down: Linear = slot("down", "linear")  # (C, F)
 
 
@@ -61,6 +73,13 @@ class PatchReader(Generic[AnyVisionEncoder, W, L]):
             y = ops.linear(y, w.up, Fusion(activation="plain_gelu_tanh", consumer=w.down))
             ops.linear(y, w.down, residual=part)
 
+    def _add_gated_layer(self, x: Array, w: GatedLayer, rope: tuple[Array, Array], lengths: Sequence[int]) -> None:
+        """As `_add_layer`, with attention among `lengths` rows each."""
+        ops, eps = self._ops, self.encoder.eps
+        self._attend(x, x, (w.qkv, w.out), rope, lengths, (w.norm, eps))
+        for part in parts(ops, x):
+            ops.linear(ops.linear(part, w.gate_up, Fusion((w.ffn_norm, eps), "silu", w.down)), w.down, residual=part)
+
     def _attend(
         self,
         x: Array,
@@ -83,15 +102,21 @@ class PatchReader(Generic[AnyVisionEncoder, W, L]):
         return y
 
 
-def gemma_patches(encoder: GemmaVisionEncoder, pixels: np.ndarray, *, channels_first: bool) -> np.ndarray:
-    """pixels uint8 (height, width, 3) → patches (P, 3 · patch²) from −1 to 1, with zeros after their values."""
+def _normal(encoder: PatchVisionEncoder | QwenVisionEncoder, pixels: np.ndarray) -> np.ndarray:
+    """pixels uint8 (height, width, 3) → float32: each colour less its mean, over its standard deviation."""
+    mean, std = np.array(encoder.mean), np.array(encoder.std)
+    return pixels * np.float32(1 / (255 * std)) - np.float32(mean / std)
+
+
+def cut_patches(encoder: PatchVisionEncoder, pixels: np.ndarray, *, channels_first: bool) -> np.ndarray:
+    """pixels uint8 (height, width, 3) → patches (P, 3 · patch²), with zeros after their values."""
     height, width, side = *pixels.shape[:2], encoder.patch
-    x = (pixels * np.float32(2 / 255) - 1).reshape(height // side, side, width // side, side, 3)
+    x = _normal(encoder, pixels).reshape(height // side, side, width // side, side, 3)
     x = x.transpose(0, 2, *((4, 1, 3) if channels_first else (1, 3, 4))).reshape(-1, encoder.patch_values)
     return np.pad(x, ((0, 0), (0, encoder.padded_size - x.shape[1])))
 
 
-def gemma_means(ops: Ops, x: Array, encoder: GemmaVisionEncoder, shape: ImageShape) -> np.ndarray:
+def gemma_means(ops: Ops, x: Array, encoder: PatchVisionEncoder, shape: ImageShape) -> np.ndarray:
     """Patches x (P, C) → the means (R, C) of those of a row, on the host."""
     (down, right), merge = shape.grid, encoder.merge
     return ops.to_host(x).reshape(down, merge, right, merge, -1).mean(axis=(1, 3)).reshape(shape.rows, -1)
@@ -100,14 +125,12 @@ def gemma_means(ops: Ops, x: Array, encoder: GemmaVisionEncoder, shape: ImageSha
 def qwen_patches(encoder: QwenVisionEncoder, pixels: np.ndarray, shape: ImageShape) -> np.ndarray:
     """pixels uint8 (height, width, 3) → patches (P, 6 · patch²) float32: channels, and in them two frames."""
     (down, right), merge, side = shape.grid, encoder.merge, encoder.patch
-    std = 255 * np.array(encoder.std, np.float32)
-    x = (pixels - 255 * np.array(encoder.mean, np.float32)) / std
-    x = x.reshape(down, merge, side, right, merge, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    x = _normal(encoder, pixels).reshape(down, merge, side, right, merge, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
     return x.reshape(-1, 3, 1, side**2).repeat(FRAMES, axis=2).reshape(-1, encoder.patch_values)
 
 
-def qwen_places(encoder: QwenVisionEncoder, shape: ImageShape) -> np.ndarray:
-    """The row and the column of each patch in the image, (2, P)."""
+def merged_places(encoder: VisionEncoder, shape: ImageShape) -> np.ndarray:
+    """The row and the column of each patch in the image, (2, P); the patches of a row follow each other."""
     (down, right), merge = shape.grid, encoder.merge
     grid = np.indices((down * merge, right * merge)).reshape(2, down, merge, right, merge)
     return grid.transpose(0, 1, 3, 2, 4).reshape(2, -1)

@@ -10,7 +10,7 @@ import numpy as np
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
-from polarlm.engine.model.vision_encoders._patches import PatchReader, gemma_means, gemma_patches
+from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches, gemma_means
 from polarlm.engine.model.vision_encoders._patches import PlainLayer as LayerWeights
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.vision_encoders import ImageShape
@@ -39,7 +39,7 @@ class Reader(PatchReader[Gemma3VisionEncoder, Weights, LayerWeights]):
 
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, encoder, w = self._ops, self.encoder, self._weights
-        patches = gemma_patches(encoder, pixels, channels_first=True)
+        patches = cut_patches(encoder, pixels, channels_first=True)
         x = ops.embed(w.positions, ops.to_device(np.arange(len(patches))))
         ops.linear(ops.to_device(patches), w.patches, residual=x)
         for layer in self._layers:

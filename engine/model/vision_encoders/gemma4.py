@@ -12,7 +12,7 @@ from polarlm.engine.backends.kv import HeadRule, HeadTransform
 from polarlm.engine.backends.ops import Array, Fusion, Ops
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows, parts
-from polarlm.engine.model.vision_encoders._patches import PatchReader, gemma_means, gemma_patches
+from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches, gemma_means
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.vision_encoders import ImageShape
 from polarlm.model_loaders.vision_encoders.gemma4 import PRODUCTS, Gemma4VisionEncoder
@@ -63,7 +63,7 @@ class Reader(PatchReader[Gemma4VisionEncoder, Weights, LayerWeights]):
         rows, columns = np.indices((down * merge, right * merge)).reshape(2, -1)
         both = (ops.embed(w.positions, ops.to_device(numbers)) for numbers in (columns, encoder.positions + rows))
         x = ops.to_device(sum(map(ops.to_host, both)))
-        patches = gemma_patches(encoder, pixels, channels_first=encoder.channels_first)
+        patches = cut_patches(encoder, pixels, channels_first=encoder.channels_first)
         ops.linear(ops.to_device(patches), w.patches, residual=x)
         rope = self._rope(columns, rows, dim=encoder.head_dim, theta=encoder.theta)
         for number in range(encoder.layers):

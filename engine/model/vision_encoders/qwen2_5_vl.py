@@ -9,8 +9,9 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array, Fusion
 from polarlm.engine.model.layers import slot
-from polarlm.engine.model.vision_encoders import ImageRows, parts
-from polarlm.engine.model.vision_encoders._patches import PatchReader, qwen_patches, qwen_places
+from polarlm.engine.model.vision_encoders import ImageRows
+from polarlm.engine.model.vision_encoders._patches import GatedLayer as LayerWeights
+from polarlm.engine.model.vision_encoders._patches import PatchReader, merged_places, qwen_patches
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.vision_encoders import ImageShape
 from polarlm.model_loaders.vision_encoders.qwen2_5_vl import WindowVisionEncoder
@@ -26,31 +27,17 @@ class Weights:
     second: Linear = slot("merger_out", "linear")  # (E, C · merge²)
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    norm: Array = slot("norm")  # (C,)
-    qkv: Linear = slot("qkv", "linear")  # (3C, C)
-    out: Linear = slot("out", "linear")  # (C, C)
-    ffn_norm: Array = slot("ffn_norm")
-    gate_up: Linear = slot("gate_up", "linear")  # (2F, C)
-    down: Linear = slot("down", "linear")  # (C, F)
-
-
 class Reader(PatchReader[WindowVisionEncoder, Weights, LayerWeights]):
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         """Rows are computed in the order of windows."""
         ops, encoder, w = self._ops, self.encoder, self._weights
         order, windows = self._windows(shape)
-        values, where = qwen_patches(encoder, pixels, shape), qwen_places(encoder, shape)
+        values, where = qwen_patches(encoder, pixels, shape), merged_places(encoder, shape)
         x = ops.linear(ops.to_device(values[order]), w.patches)
         rope = self._rope(*where[:, order], dim=encoder.hidden_size // encoder.heads)
         for number, layer in enumerate(self._layers):
             lengths = [len(x)] if number in encoder.whole else windows
-            self._attend(x, x, (layer.qkv, layer.out), rope, lengths, (layer.norm, encoder.eps))
-            for part in parts(ops, x):
-                fusion = Fusion((layer.ffn_norm, encoder.eps), "silu", layer.down)
-                y = ops.linear(part, layer.gate_up, fusion)
-                ops.linear(y, layer.down, residual=part)
+            self._add_gated_layer(x, layer, rope, lengths)
             yield 0
         ops.rms_norm(x, (w.norm, encoder.eps))
         merged = ops.linear(x.reshape(-1, encoder.merged_channels), w.first, Fusion(activation="gelu"))

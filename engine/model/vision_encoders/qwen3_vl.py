@@ -10,7 +10,7 @@ import numpy as np
 from polarlm.engine.backends.ops import Array, Fusion, Ops
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
-from polarlm.engine.model.vision_encoders._patches import PatchReader, PlainLayer, qwen_patches, qwen_places
+from polarlm.engine.model.vision_encoders._patches import PatchReader, PlainLayer, merged_places, qwen_patches
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.vision_encoders import ImageShape
 from polarlm.model_loaders.vision_encoders.qwen3_vl import DeepStackVisionEncoder
@@ -47,7 +47,7 @@ class Reader(PatchReader[DeepStackVisionEncoder, Weights, LayerWeights]):
 
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, encoder, w = self._ops, self.encoder, self._weights
-        where, added = qwen_places(encoder, shape), []
+        where, added = merged_places(encoder, shape), []
         x = ops.to_device(self._positions_of(where, shape))
         ops.linear(ops.to_device(qwen_patches(encoder, pixels, shape)), w.patches, residual=x)
         rope = self._rope(*where, dim=encoder.hidden_size // encoder.heads)
