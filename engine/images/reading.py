@@ -30,7 +30,7 @@ from polarlm.engine.state.image_positions import IMAGE_IDS, ImagePositions
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed, TookTooLong
 from polarlm.model_loaders.recent import Recent
-from polarlm.model_loaders.vision_encoders import MOST_ROWS, ImageShape, VisionEncoder, fit
+from polarlm.model_loaders.vision_encoders import MOST_ROWS, ImageShape, VisionEncoder, fit, loss
 
 _WORKER = Path(__file__).with_name("worker.py")
 _MOST_PIXELS = 1 << 26  # of a file: 192 MB decoded
@@ -199,6 +199,7 @@ class Images:
             raise EngineError("images need Pillow, which is not installed: pip install 'polarlm[images]'")
         file = {"data": base64.b64encode(data).decode()}
         width, height = decoding.ask(file)["size"]
+        lost = loss(self._vision_encoder, width, height)
         shape = fit(self._vision_encoder, width, height)
         while shape.rows > self._most_rows and max(width, height) > 1:
             shrunk = 0.98 * math.sqrt(self._most_rows / shape.rows)
@@ -215,7 +216,7 @@ class Images:
         hashes = np.frombuffer(hashlib.shake_128(description).digest(8 * shape.rows), np.uint64)
         ids = IMAGE_IDS | (hashes >> np.uint64(3)).astype(np.int64)
         pixels = pixels.reshape(shape.height, shape.width, 3)
-        return PromptImage(shape, tuple(ids.tolist()), pixels, answer["note"])
+        return PromptImage(shape, tuple(ids.tolist()), pixels, "; ".join(filter(None, [answer["note"], lost])))
 
 
 @dataclass

@@ -94,6 +94,12 @@ class VisionEncoder:
         return self.merge**2 * self.hidden_size
 
 
+def loss(encoder: VisionEncoder, width: int, height: int) -> str:
+    """A sentence about what an image of so many pixels loses, which the model's own processor keeps; mostly empty."""
+    sentence: str = getattr(_module(encoder.kind), "loss", lambda *_: "")(encoder, width, height)
+    return sentence
+
+
 def fit(encoder: VisionEncoder, width: int, height: int) -> ImageShape:
     """What an image of so many pixels becomes."""
     shape: ImageShape = _module(encoder.kind).fit(encoder, width, height)

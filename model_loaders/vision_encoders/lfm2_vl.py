@@ -24,6 +24,7 @@ take_apart = partial(_vit.with_padded_patches, name=f"{_EMBEDDINGS}.patch_embedd
 class Lfm2VlVisionEncoder(_vit.PatchVisionEncoder):
     side: int  # positions along a side
     pixels: tuple[int, int]  # least and most of an image
+    most_whole: float  # pixels of an image beyond which the model's own processor cuts it into tiles
     projected: int  # channels between the last two products
     norms_rows: bool
     channels_first: bool  # of the values of a patch
@@ -68,11 +69,23 @@ def _vision_encoder(vision: Fields, preprocessor: Fields, outputs: int, *, chann
         **settings,
         side=side,
         pixels=(least * area, max(least, most) * area),
+        most_whole=(
+            max(least, most) * area * preprocessor.number("max_pixels_tolerance", 2.0)
+            if preprocessor.flag("do_image_splitting", True)
+            else math.inf
+        ),
         projected=vision.integer("projected"),
         norms_rows=vision.flag("norms_rows", True),
         channels_first=channels_first,
         **_vit.colours(preprocessor, mean=half, std=half),
     )
+
+
+def loss(encoder: Lfm2VlVisionEncoder, width: int, height: int) -> str:
+    if width * height <= encoder.most_whole:
+        return ""
+    shape = fit(encoder, width, height)
+    return f"it is read at {shape.width} × {shape.height} pixels, and not in tiles, which its model was trained on, too"
 
 
 def fit(encoder: Lfm2VlVisionEncoder, width: int, height: int) -> ImageShape:

@@ -50,6 +50,19 @@ def halved(vision_encoder: VisionEncoder, width: int, height: int) -> ImageShape
     return ImageShape(4 * grid[1], 4 * grid[0], grid[0] * grid[1], grid)
 
 
+@pytest.fixture(autouse=True)
+def _huge_images_lose_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "loss", lambda _, width, height: "it is huge" if width * height > 10**5 else "")
+
+
+def test_what_an_image_loses_is_told(reader: Any) -> None:
+    warnings: list[str] = []
+    reader.read(user_message(file_of(picture())), warnings.append)
+    assert not warnings
+    reader.read(user_message(file_of(picture(400, 300))), warnings.append)
+    assert warnings == ["messages[0].content[0]: it is huge"]
+
+
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(images, "fit", halved)

@@ -18,7 +18,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.weights import load_vision_encoder
 from polarlm.model_loaders import LoadError, load, load_weights, vision_encoders
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.vision_encoders import gemma3, gemma4, lfm2_vl, pixtral, qwen2_5_vl, qwen3_vl
+from polarlm.model_loaders.vision_encoders import gemma3, gemma4, lfm2_vl, loss, pixtral, qwen2_5_vl, qwen3_vl
 from polarlm.model_loaders.vision_encoders._qwen import QwenVisionEncoder
 from polarlm.model_loaders.vision_encoders.qwen2_5_vl import WindowVisionEncoder
 from tests.model.test_vision_encoders import finished, read_vision_encoder
@@ -72,6 +72,9 @@ def test_images_get_the_sizes_that_transformers_gives_them() -> None:
     square = gemma_encoder(gemma3, {}, {}, patch_size=14)
     lines = gemma_encoder(pixtral, {}, {}, patch_size=14, image_size=1540)
     whole = gemma_encoder(lfm2_vl, {}, {}, patch_size=16)
+    assert not loss(whole, 720, 720)  # tiles are for more than twice the most pixels
+    assert "512 × 512 pixels, and not in tiles" in loss(whole, 730, 730)
+    assert not loss(gemma_encoder(lfm2_vl, {"do_image_splitting": False}, {}, patch_size=16), 730, 730)
     for sizes, of in ((SIZES, (qwen_encoder(qwen2_5_vl), deep, lines, whole)), (GEMMAS_SIZES, (large, small))):
         for image, *wanted in sizes:
             for vision_encoder, size in zip(of, wanted, strict=True):
