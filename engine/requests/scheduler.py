@@ -14,7 +14,8 @@ that starts within the budget may exceed it. A batch of prompts that has the ste
 again at once.
 
 When blocks run out, the youngest sequence is preempted: it gives up its blocks and waits. The oldest always runs, so
-every sequence becomes the oldest eventually, and finishes.
+every sequence becomes the oldest eventually, and finishes. Sequences in the background count as younger than all
+others, and are preempted for one that waits, too.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class TokenSequence:
     ids: list[int] = field(default_factory=list)  # prompt and generated
     finish_reason: str | None = None
     arrival: int = -1  # counts submissions
+    in_background: bool = False  # whether it computes only where no other waits
     text_from: int = 0  # from here on there are tokens alone: the end of the last image
 
     def __post_init__(self) -> None:
@@ -80,9 +82,9 @@ class Scheduler:
         self.parallel = parallel
         self._block_size = block_size
         self._arrivals = 0
-        self._waiting: list[TokenSequence] = []  # by arrival
+        self._waiting: list[TokenSequence] = []  # by `_order`
         self._prefilling: TokenSequence | None = None
-        self._running: list[TokenSequence] = []  # by arrival
+        self._running: list[TokenSequence] = []  # by `_order`
         self._out_of_room = False  # admit no sequence until another is removed
         self._prefill_ahead = 0.0  # seconds that prefill has had beyond its share, while steps waited for it
         self._prefill_since = 0.0  # seconds that prefill has had since the last step
@@ -95,7 +97,7 @@ class Scheduler:
     def submit(self, sequence: TokenSequence) -> None:
         sequence.arrival = self._arrivals
         self._arrivals += 1
-        self._waiting.append(sequence)
+        bisect.insort(self._waiting, sequence, key=_order)
 
     @property
     def running(self) -> int:
@@ -116,7 +118,8 @@ class Scheduler:
     def prefill_follows(self) -> bool:
         """Whether prefill is due after the step under way, if that is a usual one."""
         is_wanted = self._prefilling is not None or self._next_waiting() is not None
-        return is_wanted and self._prefill_ahead <= (self.usual_step or 0.0) * self._share
+        is_due = self._prefill_ahead <= (self.usual_step or 0.0) * self._share
+        return self.hinderer is not None or (is_wanted and is_due)
 
     def schedule(self, *, in_step: bool = False) -> Unit | None:
         """Return the next unit of work; None if there is none. in_step: a step has begun and goes before a prefill."""
@@ -125,7 +128,8 @@ class Scheduler:
             self._prefill_ahead = 0.0
         if candidate is not None and not in_step and (not self._running or self._prefill_is_due):
             room = self.parallel - len(self._running)
-            waiting = (candidate,) if self._prefilling is not None else tuple(self._waiting[:room])
+            others = [one for one in self._waiting[:room] if one.in_background == candidate.in_background]
+            waiting = (candidate,) if self._prefilling is not None else tuple(others)
             return Unit(True, waiting, tuple(self._running))
         self._joining = 0
         return Unit(False, tuple(self._running), fills_a_block=self._step_fills_a_block) if self._running else None
@@ -184,13 +188,13 @@ class Scheduler:
         """Let a sequence take part in steps: its prompt is in the store, but for `missing` tokens."""
         self._prefilling = None
         self._joining += missing
-        bisect.insort(self._running, sequence, key=_arrival)
+        bisect.insort(self._running, sequence, key=_order)
 
     def requeue(self, sequence: TokenSequence) -> bool:
         """Let a sequence wait until another is removed and frees blocks. False if no sequence runs."""
         if sequence is self._prefilling:
             self._prefilling = None
-            bisect.insort(self._waiting, sequence, key=_arrival)
+            bisect.insort(self._waiting, sequence, key=_order)
         self._out_of_room = bool(self._running)
         return self._out_of_room
 
@@ -199,11 +203,25 @@ class Scheduler:
         computing = [*self._running, *([self._prefilling] if self._prefilling else [])]
         if len(computing) < 2:
             return None
-        youngest = max(computing, key=_arrival)
-        self.remove(youngest)
-        bisect.insort(self._waiting, youngest, key=_arrival)
+        youngest = max(computing, key=_order)
+        self.suspend(youngest)
         self._out_of_room = True
         return youngest
+
+    @property
+    def hinderer(self) -> TokenSequence | None:
+        """The sequence in the background that the first waiting one, which is not, waits for; None if there is none."""
+        if not self._waiting or self._waiting[0].in_background:
+            return None
+        if self._prefilling is not None and self._prefilling.in_background:
+            return self._prefilling
+        is_full = self._out_of_room or len(self._running) + self.prefilling >= self.parallel
+        return self._running[-1] if is_full and self._running and self._running[-1].in_background else None
+
+    def suspend(self, sequence: TokenSequence) -> None:
+        """Let a computing sequence wait, so that another may be admitted."""
+        self.remove(sequence)
+        bisect.insort(self._waiting, sequence, key=_order)
 
     def remove(self, sequence: TokenSequence) -> None:
         """Remove a finished or cancelled sequence, so that another may be admitted."""
@@ -215,5 +233,5 @@ class Scheduler:
                 group.remove(sequence)
 
 
-def _arrival(sequence: TokenSequence) -> int:
-    return sequence.arrival
+def _order(sequence: TokenSequence) -> tuple[bool, int]:
+    return sequence.in_background, sequence.arrival

@@ -1,0 +1,54 @@
+"""Requests in the background give way to others, and their answers stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from polarlm.engine import Engine, SamplingParams
+from polarlm.engine.outputs import Chunk
+from tests.tiny import assert_idle
+
+PROMPT = [5 + number * 7 % 90 for number in range(40)]
+OTHER = [9 + number * 11 % 80 for number in range(200)]
+PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(tiny_path: Path) -> Iterator[Engine]:
+    """Computes one request at a time."""
+    settings = {"device": "cpu", "block_size": 8, "cache_type": "f16", "calibration": False}
+    with Engine.load(tiny_path, parallel=1, **settings) as engine:
+        yield engine
+        assert_idle(engine)
+
+
+def text(chunks: list[Chunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+def is_done(chunks: list[Chunk]) -> bool:
+    return bool(chunks) and chunks[-1].finish_reason is not None
+
+
+@pytest.mark.parametrize("units", [1, 2, 9])
+def test_one_that_arrives_is_computed_at_once(engine: Engine, units: int) -> None:
+    """It interrupts an answer of the background, which continues from where it was: after its prompt or later."""
+    expected = [engine.generate(one, PARAMS).text for one in (PROMPT, OTHER)]
+    behind: list[Chunk] = []
+    ahead: list[Chunk] = []
+    engine.submit(PROMPT, PARAMS, into=behind, in_background=True)
+    for _ in range(units):
+        engine.work()
+    engine.submit(OTHER, PARAMS, into=ahead)
+    before = 0
+    while not is_done(ahead):
+        engine.work()
+        before = before or len(behind)
+    assert not is_done(behind)
+    assert len(behind) <= units + 1  # the step that had begun, and no other
+    while not is_done(behind):
+        engine.work()
+    assert [text(behind), text(ahead)] == expected
