@@ -39,9 +39,9 @@ class BatchFolder:
         return self._folder / f"{name}{_LINES}"
 
     def record(self, name: str) -> Record | None:
-        """The record with this id; None if there is none, or no part of a path is an id."""
+        """The record with this id; None if there is none, it is damaged, or this is no id."""
         if _ID.fullmatch(name):
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, ValueError):
                 return dict(json.loads((self._folder / f"{name}.json").read_bytes()))
         return None
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,13 +18,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from polarlm.engine import EngineError
 from polarlm.engine.state.plan import parse_size
 from polarlm.engine.storage.files import lock
 from polarlm.server.config import ServerConfig
-from polarlm.server.http.bodies import read_body
+from polarlm.server.http.bodies import announced_bytes, read_body, too_large
 from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.http.guard import OWNER
 from polarlm.server.http.openai.lines import ENDPOINTS, LineFiles, answer_lines
@@ -32,6 +33,7 @@ from polarlm.server.reading.fields import unknown_fields
 from polarlm.server.reading.values import BadRequest, count, mapping, one_of, text
 from polarlm.server.running import journal
 from polarlm.server.running.batches import BatchFolder, Record
+from polarlm.server.running.refusals import server_closing
 
 _LOG = logging.getLogger(__name__)
 _AT_ONCE = 4  # requests of all batches that are computed, or wait, at the same time
@@ -60,13 +62,13 @@ class Batches:
     def routes(self) -> list[Route]:
         routes: list[tuple[str, Callable[[Request, BatchFolder], Awaitable[Response]], str]] = [
             ("/files", self._upload, "POST"),
-            ("/files", self._list_files, "GET"),
-            ("/files/{id}", self._file, "GET"),
+            ("/files", partial(self._list, kind="file-"), "GET"),
+            ("/files/{id}", partial(self._one, kind="file"), "GET"),
             ("/files/{id}", self._delete, "DELETE"),
             ("/files/{id}/content", self._content, "GET"),
             ("/batches", self._create, "POST"),
-            ("/batches", self._list_batches, "GET"),
-            ("/batches/{id}", self._batch, "GET"),
+            ("/batches", partial(self._list, kind="batch_"), "GET"),
+            ("/batches/{id}", partial(self._one, kind="batch"), "GET"),
             ("/batches/{id}/cancel", self._cancel, "POST"),
         ]
         prefixes = ("/v1", "")
@@ -77,11 +79,11 @@ class Batches:
             if self._root is None:
                 sentence = "This server keeps no files and runs no batches: start it with --batches FOLDER"
                 raise ApiError(501, sentence, "not_supported")
-            folder = BatchFolder(self._root, request.scope.get(OWNER, _ANYONE), self._most)
+            owner = request.scope.get(OWNER, _ANYONE)
             try:
-                return await endpoint(request, folder)
+                return await endpoint(request, await asyncio.to_thread(BatchFolder, self._root, owner, self._most))
             except OSError as error:
-                raise EngineError(f"Files cannot be kept or read now: {error.strerror}", "storage") from None
+                raise _failure(error) from None
 
         return serve
 
@@ -111,28 +113,19 @@ class Batches:
         self._disk.shutdown(wait=False)
         if self._lock is not None:
             self._lock.close()
+            self._lock = None
 
     # -- files -------------------------------------------------------------------------------------------------
 
     async def _upload(self, request: Request, folder: BatchFolder) -> Response:
         """A form with `purpose` "batch" and the `file` → its record."""
-        bytes_read, most = 0, self._most + _ENVELOPE
-
-        async def receive() -> Message:
-            nonlocal bytes_read
-            message = await request.receive()
-            bytes_read += len(message.get("body", b""))
-            if bytes_read > most:
-                raise ApiError(413, f"The request is larger than {most} bytes", "request_too_large", headers=CLOSE)
-            return message
-
+        if (size := announced_bytes(request)) is None or size > self._most + _ENVELOPE:
+            raise too_large(self._most)
         try:
-            form = await asyncio.wait_for(Request(request.scope, receive).form(), self._seconds)
-        except asyncio.TimeoutError:
-            sentence = f"The file did not arrive within {self._seconds} seconds"
-            raise ApiError(408, sentence, "timeout", headers=CLOSE) from None
-        except HTTPException as error:
-            raise BadRequest(None, f"The form cannot be read: {error.detail}") from None
+            form = await asyncio.wait_for(request.form(), self._seconds)
+        except (HTTPException, asyncio.TimeoutError) as error:
+            reason = getattr(error, "detail", f"it takes more than {self._seconds} seconds")
+            raise ApiError(400, f"The form cannot be read: {reason}", "invalid_request", headers=CLOSE) from None
         one_of("purpose", form.get("purpose"), ("batch",))
         upload = form.get("file")
         if not isinstance(upload, UploadFile):
@@ -141,13 +134,23 @@ class Batches:
         await asyncio.to_thread(folder.keep_lines, record, upload.file)
         return warn(JSONResponse(record), unknown_fields(dict(form), ("purpose", "file")))
 
-    async def _list_files(self, request: Request, folder: BatchFolder) -> Response:
-        purpose = request.query_params.get("purpose")
-        records = await asyncio.to_thread(folder.records, "file-")
-        return _page(request, [one for one in records if purpose in (None, one["purpose"])])
+    async def _list(self, request: Request, folder: BatchFolder, kind: str) -> Response:
+        """The newest first: at most `limit` records, after the id `after`, of a `purpose`."""
+        query, usual = request.query_params, 10_000 if kind == "file-" else 20
+        records = [self._now(one) for one in await asyncio.to_thread(folder.records, kind)]
+        records = [one for one in records if query.get("purpose") in (None, one.get("purpose"))]
+        if one_of("order", query.get("order", "desc"), ("desc", "asc")) == "asc":
+            records.reverse()
+        names = [one["id"] for one in records]
+        first = names.index(query["after"]) + 1 if query.get("after") in names else 0
+        end = first + count("limit", query.get("limit", usual), 1, 10_000)
+        ids = dict.fromkeys(("first_id", "last_id"))
+        if part := records[first:end]:
+            ids = {"first_id": part[0]["id"], "last_id": part[-1]["id"]}
+        return JSONResponse({"object": "list", "data": part, **ids, "has_more": end < len(records)})
 
-    async def _file(self, request: Request, folder: BatchFolder) -> Response:
-        return JSONResponse(await self._find(request.path_params["id"], "file", folder))
+    async def _one(self, request: Request, folder: BatchFolder, kind: str) -> Response:
+        return JSONResponse(await self._find(request.path_params["id"], kind, folder))
 
     async def _content(self, request: Request, folder: BatchFolder) -> Response:
         record = await self._find(request.path_params["id"], "file", folder)
@@ -165,7 +168,11 @@ class Batches:
         record = await asyncio.to_thread(folder.record, name)
         if record is None or record["object"] != kind:
             raise ApiError(404, f"There is no {kind} {name!r} of yours", "not_found", field)
-        return self._running[name][0] if name in self._running else record
+        return self._now(record)
+
+    def _now(self, record: Record) -> Record:
+        """The record of a batch that runs, in place of what was last kept of it."""
+        return self._running[record["id"]][0] if record["id"] in self._running else record
 
     # -- batches -----------------------------------------------------------------------------------------------
 
@@ -174,7 +181,7 @@ class Batches:
         source = await self._find(text("input_file_id", body.get("input_file_id")), "file", folder, "input_file_id")
         endpoint = one_of("endpoint", body.get("endpoint"), ENDPOINTS)
         window = one_of("completion_window", body.get("completion_window"), ("24h",))
-        created_at, key = int(time.time()), journal.current()
+        created_at, entry = int(time.time()), journal.current()
         batch = {
             **{"id": _new_id("batch_"), "object": "batch", "endpoint": endpoint, "errors": None},
             **{"input_file_id": source["id"], "completion_window": window, "status": "validating"},
@@ -182,31 +189,25 @@ class Batches:
             **{"created_at": created_at, "expires_at": created_at + _WINDOW},
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": mapping("metadata", body.get("metadata") or {}),
-            "key": key and key.key,
+            "key_name": entry and entry.key,
         }
         await asyncio.to_thread(folder.keep, batch)
         self._begin(folder, batch)
-        return warn(_batch_response(batch), unknown_fields(body, _FIELDS))
-
-    async def _list_batches(self, request: Request, folder: BatchFolder) -> Response:
-        records = await asyncio.to_thread(folder.records, "batch_")
-        batches = [self._running.get(one["id"], (one,))[0] for one in records]
-        return _page(request, [_without_key(one) for one in batches], 20)
-
-    async def _batch(self, request: Request, folder: BatchFolder) -> Response:
-        return _batch_response(await self._find(request.path_params["id"], "batch", folder))
+        return warn(JSONResponse(batch), unknown_fields(body, _FIELDS))
 
     async def _cancel(self, request: Request, folder: BatchFolder) -> Response:
         batch = await self._find(request.path_params["id"], "batch", folder)
         if batch["status"] not in ("validating", "in_progress"):
             raise ApiError(409, f"The batch cannot be cancelled: it is {batch['status']}", "conflict", "id")
-        task = self._running[batch["id"]][1]
+        if batch["id"] not in self._running:
+            raise server_closing()
+        self._running[batch["id"]][1].cancel()  # before its status can change
         await self._enter(folder, batch, "cancelling")
-        task.cancel()
-        return _batch_response(batch)
+        return JSONResponse(batch)
 
     def _begin(self, folder: BatchFolder, batch: Record) -> None:
-        self._running[batch["id"]] = batch, asyncio.create_task(self._run(folder, batch))
+        if self._lock is not None:  # otherwise the next server begins it
+            self._running[batch["id"]] = batch, asyncio.create_task(self._run(folder, batch))
 
     async def _run(self, folder: BatchFolder, batch: Record) -> None:
         """Compute a batch to its end; one that an earlier server has begun, from where it was."""
@@ -221,10 +222,10 @@ class Batches:
                 raise
             await self._finish(folder, batch, files, "cancelled")
         except Exception as error:
-            if not isinstance(error, (EngineError, OSError)):
+            if not isinstance(error, EngineError):
                 _LOG.exception("%s ended with an unexpected error", batch["id"])
-            code, message = getattr(error, "code", "internal"), str(error)
-            batch["errors"] = {"object": "list", "data": [{"code": code, "message": message}]}
+                error = _failure(error)
+            batch["errors"] = {"object": "list", "data": [{"code": error.code, "message": str(error)}]}
             with suppress(OSError):
                 await self._finish(folder, batch, files, "failed")
         finally:
@@ -241,7 +242,7 @@ class Batches:
             await self._enter(folder, batch, "in_progress")
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            scope[journal.KEY], scope[journal.BACKGROUND] = batch["key"], True
+            scope[journal.KEY], scope[journal.BACKGROUND] = batch["key_name"], True
             await self._app(scope, receive, send)
 
         answers = answer_lines(files, app, self._slots, _AT_ONCE, self._disk)
@@ -278,6 +279,11 @@ class Batches:
         return asyncio.get_running_loop().run_in_executor(self._disk, *work)
 
 
+def _failure(error: Exception) -> EngineError:
+    reason = getattr(error, "strerror", None) or type(error).__name__
+    return EngineError(f"Files of batches cannot be read or written now: {reason}", "storage")
+
+
 def _new_id(prefix: str) -> str:
     """An id that is greater than earlier ones."""
     return f"{prefix}{time.time_ns():016x}{secrets.token_hex(4)}"
@@ -290,24 +296,3 @@ def _output_id(batch: Record, kind: str) -> str:
 def _file_record(name: str, size: int, filename: str, purpose: str) -> Record:
     fields = {"id": name, "object": "file", "bytes": size, "created_at": int(time.time())}
     return {**fields, "filename": filename, "purpose": purpose, "status": "processed"}
-
-
-def _without_key(batch: Record) -> Record:
-    return {name: value for name, value in batch.items() if name != "key"}
-
-
-def _batch_response(batch: Record) -> JSONResponse:
-    return JSONResponse(_without_key(batch))
-
-
-def _page(request: Request, records: list[Record], usual: int = 10_000) -> Response:
-    """A part of a list, whose newest is the first: after the id `after`, of at most `limit` records."""
-    query = request.query_params
-    if one_of("order", query.get("order", "desc"), ("desc", "asc")) == "asc":
-        records = records[::-1]
-    names = [one["id"] for one in records]
-    if (after := query.get("after")) in names:
-        records = records[names.index(after) + 1 :]
-    part = records[: count("limit", query.get("limit", usual), 1, 10_000)]
-    ids = {"first_id": part[0]["id"], "last_id": part[-1]["id"]} if part else {"first_id": None, "last_id": None}
-    return JSONResponse({"object": "list", "data": part, **ids, "has_more": len(part) < len(records)})
