@@ -158,7 +158,8 @@ class Batches:
 
     async def _delete(self, request: Request, folder: BatchFolder) -> Response:
         name = (await self._find(request.path_params["id"], "file", folder))["id"]
-        if [batch for batch, _ in self._running.values() if batch["input_file_id"] == name]:
+        running = [batch for batch, _ in self._running.values() if batch["status"] not in _ENDED]
+        if [batch for batch in running if batch["input_file_id"] == name]:
             raise ApiError(409, f"A batch reads {name}: cancel it, or wait for its end", "conflict", "id")
         await asyncio.to_thread(folder.remove, name)
         return JSONResponse({"id": name, "object": "file", "deleted": True})
