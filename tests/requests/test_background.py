@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.engine import Engine, SamplingParams
+from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.outputs import Chunk
+from tests.encoders import make_folder
 from tests.tiny import assert_idle
 
 PROMPT = [5 + number * 7 % 90 for number in range(40)]
@@ -52,3 +53,21 @@ def test_one_that_arrives_is_computed_at_once(engine: Engine, units: int) -> Non
     while not is_done(behind):
         engine.work()
     assert [text(behind), text(ahead)] == expected
+
+
+def test_an_encoder_takes_texts_of_the_background_last(tmp_path: Path) -> None:
+    make_folder(tmp_path / "encoder", "bert_f32")
+    with Engine.load(tmp_path / "encoder", device="cpu") as engine:
+        long = engine.tokenize("the rain falls on a ship " * 4)
+        job = long * (engine.context // len(long)), SamplingParams(max_tokens=0), PromptOptions(pooling="mean")
+        texts: list[list[Chunk]] = [[] for _ in range(1 + 3000 // len(job[0]))]  # more than are computed together
+        for text_chunks in texts:
+            engine.submit(*job, into=text_chunks, in_background=True)
+        ahead: list[Chunk] = []
+        engine.submit(*job, into=ahead)
+        engine.work()
+        assert is_done(ahead)
+        assert not all(map(is_done, texts))
+        while engine.work():
+            pass
+        assert all(map(is_done, texts))

@@ -57,8 +57,11 @@ def test_it_goes_on_after_the_last_line_and_takes_lines_that_were_added(tiny_pat
     assert output.read_bytes().startswith(b"".join(whole[:3]))
     assert sorted(map(str, told(output))) == ["0", "1", "2", "3", "4", "5", "new"]
     before = output.read_bytes()
-    assert run(Path("no model is loaded"), requests, output) == 0  # nothing is left
+    assert run(Path("none"), requests, output) == 0  # nothing is left, and no model is loaded
     assert output.read_bytes() == before
+    requests.write_bytes(written([line(f"other{n}") for n in range(7)]))
+    assert run(tiny_path, requests, output) == 0  # as many lines as it has are not the same lines
+    assert len(told(output)) == 14
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,8 @@ def test_it_goes_on_after_the_last_line_and_takes_lines_that_were_added(tiny_pat
     [
         ("none.jsonl", "out.jsonl", "none.jsonl: No such file or directory"),
         ("in.jsonl", "in.jsonl", "in.jsonl has lines that answer no batch: name another file"),
+        ("in.jsonl", "none/out.jsonl", "none/out.jsonl: No such file or directory"),
+        ("in.jsonl", "notes.txt", "notes.txt has lines that answer no batch"),
         ("in.jsonl", None, "-o: say where the answers are written"),
     ],
 )
@@ -73,10 +78,12 @@ def test_a_wrong_file_is_told_before_a_model_is_loaded(
     tmp_path: Path, requests: str, output: str | None, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in.jsonl").write_bytes(content := written([line("a")]))
+    (tmp_path / "notes.txt").write_text("no line ends here")
     words = [str(tmp_path / requests), "-m", "none", *([] if output is None else ["-o", str(tmp_path / output)])]
     assert batch.main(words) == 2
     assert sentence in capsys.readouterr().err
     assert (tmp_path / "in.jsonl").read_bytes() == content
+    assert (tmp_path / "notes.txt").read_text() == "no line ends here"
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/r
 _LONGEST = 64 << 20  # bytes of a line; what is longer is damaged
 _PASSING = ("busy", "closing")  # codes of refusals after which a request is sent again
 _PAUSE = 1.0  # seconds before that
+_HEAD = b'{"id": "batch_req_'  # of each line of an answer
+_JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Line:
     id: str
     custom_id: str | None
     url: str = ""
-    body: dict[str, Any] = field(default_factory=dict)
+    body: bytes = b""  # JSON
     error: str = ""
 
 
@@ -58,30 +60,22 @@ class LineFiles:
         """Count the requests, and those that have an answer. An answer that was being written when its process ended is
         cut off. Raises EngineError if a file of answers has other lines."""
         self.counts["total"] = sum(1 for _ in _lines_of(self._source))
-        for path in {self.output, self.errors}:
-            if path.exists():
-                self._read_answers(path)
+        for path in filter(Path.exists, {self.output, self.errors}):
+            with path.open("r+b") as file:
+                end = 0
+                for data in file:
+                    if data[: len(_HEAD)] != _HEAD[: len(data)]:
+                        raise EngineError(f"{path.name} has lines that answer no batch: name another file")
+                    if not data.endswith(b"\n"):
+                        file.truncate(end)
+                        break
+                    end += len(data)
+                    answer = json.loads(data)
+                    self._count(answer["id"], (answer["response"] or {}).get("status_code"))
 
-    def _read_answers(self, path: Path) -> None:
-        with path.open("r+b") as file:
-            end = 0
-            for data in file:
-                if not data.endswith(b"\n"):
-                    file.truncate(end)
-                    break
-                end += len(data)
-                try:
-                    answer = read_json(data)
-                    name, response = answer["id"], answer["response"]
-                    has_failed = response is None or response["status_code"] != 200
-                except (BadRequest, KeyError, TypeError):
-                    raise EngineError(f"{path.name} has lines that answer no batch: name another file") from None
-                self._answered.add(name)
-                self.counts["failed" if has_failed else "completed"] += 1
-
-    @property
-    def answered(self) -> int:
-        return len(self._answered)
+    def _count(self, name: str, status: int | None) -> None:
+        self._answered.add(name)
+        self.counts["completed" if status == 200 else "failed"] += 1
 
     def unanswered(self) -> Iterator[Line]:
         """The requests without an answer, in their order."""
@@ -94,18 +88,16 @@ class LineFiles:
     def answer(self, line: Line, response: httpx.Response | None = None, error: tuple[str, str] = ("", "")) -> None:
         """Write the line of an answer. error: a code and a sentence, in place of a response."""
         fields: dict[str, Any] = {"id": line.id, "custom_id": line.custom_id, "response": None, "error": None}
+        status = None if response is None else response.status_code
         if response is None:
             fields["error"] = dict(zip(("code", "message"), error, strict=True))
         else:
-            body = response.json()
-            fields["response"] = {"status_code": response.status_code, "request_id": line.id, "body": body}
-        has_failed = response is None or response.status_code != 200
+            fields["response"] = {"status_code": status, "request_id": line.id, "body": response.json()}
         data = json.dumps(fields).encode() + b"\n"
         self._check_room(len(data))
-        with (self.errors if has_failed else self.output).open("ab") as file:
+        with (self.output if status == 200 else self.errors).open("ab") as file:
             file.write(data)
-        self._answered.add(line.id)
-        self.counts["failed" if has_failed else "completed"] += 1
+        self._count(line.id, status)
 
     def answer_rest(self, error: tuple[str, str]) -> None:
         for line in self.unanswered():
@@ -135,10 +127,12 @@ def _read_line(number: int, data: bytes, urls: Sequence[str], names: set[str]) -
         url, body = one_of("url", fields.get("url"), urls), mapping("body", fields.get("body"))
         if flag("body.stream", body.get("stream") or False):
             raise BadRequest("body.stream", "body.stream is true, and an answer in a file is whole: leave it out")
+        line = Line(_hash(data), custom_id, url, json.dumps(body).encode())
         names.add(custom_id)
-        return Line(_hash(data), custom_id, url, body)
-    except BadRequest as error:
-        return Line(_hash(b"%d %b" % (number, data)), custom_id, error=f"line {number}: {error.message}")
+        return line
+    except (BadRequest, RecursionError) as error:
+        message = f"line {number}: {getattr(error, 'message', 'the request is nested too deeply')}"
+        return Line(_hash(b"%d %b" % (number, data)), custom_id, error=message)
 
 
 def _hash(data: bytes) -> str:
@@ -181,7 +175,7 @@ async def answer_lines(
 
 async def _response(client: httpx.AsyncClient, line: Line) -> httpx.Response:
     while True:
-        response = await client.post(line.url, json=line.body)
+        response = await client.post(line.url, content=line.body, headers=_JSON)
         if response.status_code < 400 or (response.json().get("error") or {}).get("code") not in _PASSING:
             return response
         await asyncio.sleep(_PAUSE)
