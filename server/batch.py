@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> None:
     files = lines.LineFiles(Path(batch.file).expanduser(), output, output)
     try:
         files.open()
+        output.open("ab").close()  # before a model is loaded
         if left := sum(1 for _ in files.unanswered()):
             model = replace(model, weights=model.weights or first_model.remembered_name())
             limits = ServerConfig(max_body=_NO_LIMIT, request_seconds=_NO_LIMIT)
