@@ -71,3 +71,24 @@ def test_an_encoder_takes_texts_of_the_background_last(tmp_path: Path) -> None:
         while engine.work():
             pass
         assert all(map(is_done, texts))
+
+
+def test_one_that_finds_no_blocks_gets_those_of_the_background(tiny_path: Path) -> None:
+    """There is a place beside it, and room for one of the two in the store."""
+    settings = {"device": "cpu", "block_size": 8, "cache_type": "f16", "calibration": False}
+    with Engine.load(tiny_path, parallel=2, kept_sequences=0, **settings) as engine:
+        prompts = [[5 + number * step % 90 for number in range(200)] for step in (7, 11)]
+        expected = [engine.generate(one, PARAMS).text for one in prompts]
+        behind: list[Chunk] = []
+        ahead: list[Chunk] = []
+        engine.submit(prompts[0], PARAMS, into=behind, in_background=True)
+        while not behind:
+            engine.work()
+        engine.submit(prompts[1], PARAMS, into=ahead)
+        while not is_done(ahead):
+            engine.work()
+        assert not is_done(behind)
+        while not is_done(behind):
+            engine.work()
+        assert [text(behind), text(ahead)] == expected
+        assert_idle(engine)
