@@ -118,15 +118,24 @@ class Scheduler:
     def prefill_follows(self) -> bool:
         """Whether prefill is due after the step under way, if that is a usual one."""
         is_wanted = self._prefilling is not None or self._next_waiting() is not None
-        is_due = self._prefill_ahead <= (self.usual_step or 0.0) * self._share
+        is_due = self._prefill_ahead <= (self.usual_step or 0.0) * self._share or not self._competes
         return self.hinderer is not None or (is_wanted and is_due)
+
+    @property
+    def _competes(self) -> bool:
+        """Whether a prefill has to share the time with steps: not with those of the background alone, unless it is one
+        of the background."""
+        candidate = self._prefilling or self._next_waiting()
+        return (
+            candidate is not None and bool(self._running) and self._running[0].in_background <= candidate.in_background
+        )
 
     def schedule(self, *, in_step: bool = False) -> Unit | None:
         """Return the next unit of work; None if there is none. in_step: a step has begun and goes before a prefill."""
         candidate = self._prefilling or self._next_waiting()
-        if candidate is None or not self._running:  # prefill and steps do not compete
+        if not self._competes:
             self._prefill_ahead = 0.0
-        if candidate is not None and not in_step and (not self._running or self._prefill_is_due):
+        if candidate is not None and not in_step and (not self._competes or self._prefill_is_due):
             room = self.parallel - len(self._running)
             others = [one for one in self._waiting[:room] if one.in_background == candidate.in_background]
             waiting = (candidate,) if self._prefilling is not None else tuple(others)

@@ -180,7 +180,6 @@ def test_the_background_gives_way_only_where_another_would_wait_for_it() -> None
         scheduler.admit(sequence)
         scheduler.prefilled(sequence)
     (third,) = background(scheduler, 1)
-    scheduler.record_time(scheduler.schedule(), 1)
     assert scheduler.hinderer is None  # those of the background wait for each other
     (new,) = sequences(1)
     scheduler.submit(new)
@@ -195,6 +194,21 @@ def test_the_background_gives_way_only_where_another_would_wait_for_it() -> None
     scheduler.remove(new)
     scheduler.remove(first)
     assert scheduler.schedule() == Unit(True, (second, third))  # it has kept its place
+
+
+def test_a_prompt_shares_no_time_with_steps_of_the_background() -> None:
+    """Not even if a step has just taken long; a prompt of the background does."""
+    for is_behind in (False, True):
+        scheduler = Scheduler(8)
+        for sequence in background(scheduler, 2):
+            scheduler.admit(sequence)
+            scheduler.prefilled(sequence)
+        for seconds in (1, 1, 1, 100):
+            scheduler.record_time(scheduler.schedule(), seconds)
+        new = background(scheduler, 1) if is_behind else sequences(1)
+        if not is_behind:
+            scheduler.submit(new[0])
+        assert scheduler.schedule().is_prefill is not is_behind
 
 
 def test_a_long_prompt_of_the_background_gives_way_and_so_do_its_blocks() -> None:
