@@ -46,6 +46,11 @@ class Keys:
         """Whether requests need a key."""
         return bool(self._config_keys) or self._file is not None
 
+    def owner_of(self, key_sent: str) -> str:
+        """What the files of a valid key's owner are kept under: the same for all keys of a name."""
+        name = self.name_of(key_sent)
+        return hashlib.sha256((f"name {name}" if name else f"key {key_sent}").encode()).hexdigest()
+
     def name_of(self, key_sent: str) -> str | None:
         """The name of a key that a client has sent, empty if it has none; None if it is not valid."""
         self._reload()
@@ -54,11 +59,6 @@ class Keys:
             if hmac.compare_digest(data, key):  # all are compared, so that no client finds one byte by byte
                 name_found = name
         return name_found
-
-    def owner_of(self, key_sent: str) -> str:
-        """What the files of a valid key's owner are kept under: the same for all keys of a name."""
-        name = self.name_of(key_sent)
-        return hashlib.sha256((f"name {name}" if name else f"key {key_sent}").encode()).hexdigest()
 
     def warning(self) -> str | None:
         """A sentence about a file that other users of this machine may read; None if there is none."""

@@ -40,8 +40,8 @@ class TokenSequence:
     max_tokens: int  # most tokens to generate
     ids: list[int] = field(default_factory=list)  # prompt and generated
     finish_reason: str | None = None
-    arrival: int = -1  # counts submissions
     in_background: bool = False  # whether it computes only where no other waits
+    arrival: int = -1  # counts submissions
     text_from: int = 0  # from here on there are tokens alone: the end of the last image
 
     def __post_init__(self) -> None:
@@ -82,9 +82,9 @@ class Scheduler:
         self.parallel = parallel
         self._block_size = block_size
         self._arrivals = 0
-        self._waiting: list[TokenSequence] = []  # by `_order`
+        self._waiting: list[TokenSequence] = []  # in the order of service
         self._prefilling: TokenSequence | None = None
-        self._running: list[TokenSequence] = []  # by `_order`
+        self._running: list[TokenSequence] = []  # in the order of service
         self._out_of_room = False  # admit no sequence until another is removed
         self._prefill_ahead = 0.0  # seconds that prefill has had beyond its share, while steps waited for it
         self._prefill_since = 0.0  # seconds that prefill has had since the last step
@@ -97,7 +97,7 @@ class Scheduler:
     def submit(self, sequence: TokenSequence) -> None:
         sequence.arrival = self._arrivals
         self._arrivals += 1
-        bisect.insort(self._waiting, sequence, key=_order)
+        bisect.insort(self._waiting, sequence, key=_place)
 
     @property
     def running(self) -> int:
@@ -197,13 +197,13 @@ class Scheduler:
         """Let a sequence take part in steps: its prompt is in the store, but for `missing` tokens."""
         self._prefilling = None
         self._joining += missing
-        bisect.insort(self._running, sequence, key=_order)
+        bisect.insort(self._running, sequence, key=_place)
 
     def requeue(self, sequence: TokenSequence) -> bool:
         """Let a sequence wait until another is removed and frees blocks. False if no sequence runs."""
         if sequence is self._prefilling:
             self._prefilling = None
-            bisect.insort(self._waiting, sequence, key=_order)
+            bisect.insort(self._waiting, sequence, key=_place)
         self._out_of_room = bool(self._running)
         return self._out_of_room
 
@@ -212,10 +212,10 @@ class Scheduler:
         computing = [*self._running, *([self._prefilling] if self._prefilling else [])]
         if len(computing) < 2:
             return None
-        youngest = max(computing, key=_order)
-        self.suspend(youngest)
+        last = max(computing, key=_place)
+        self.suspend(last)
         self._out_of_room = True
-        return youngest
+        return last
 
     @property
     def hinderer(self) -> TokenSequence | None:
@@ -230,7 +230,7 @@ class Scheduler:
     def suspend(self, sequence: TokenSequence) -> None:
         """Let a computing sequence wait, so that another may be admitted."""
         self.remove(sequence)
-        bisect.insort(self._waiting, sequence, key=_order)
+        bisect.insort(self._waiting, sequence, key=_place)
 
     def remove(self, sequence: TokenSequence) -> None:
         """Remove a finished or cancelled sequence, so that another may be admitted."""
@@ -242,5 +242,6 @@ class Scheduler:
                 group.remove(sequence)
 
 
-def _order(sequence: TokenSequence) -> tuple[bool, int]:
+def _place(sequence: TokenSequence) -> tuple[bool, int]:
+    """What sequences are served in the order of."""
     return sequence.in_background, sequence.arrival

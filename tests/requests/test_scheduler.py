@@ -154,92 +154,15 @@ def test_a_requeued_sequence_waits_until_another_is_removed() -> None:
     assert not scheduler.requeue(first)  # no running sequence could free blocks
 
 
-def background(scheduler: Scheduler, count: int) -> list[TokenSequence]:
-    new = [TokenSequence((1,), -1, in_background=True) for _ in range(count)]
-    for sequence in new:
-        scheduler.submit(sequence)
-    return new
-
-
-def test_what_waits_in_the_background_is_admitted_after_all_others() -> None:
-    scheduler = Scheduler(8)
-    behind = background(scheduler, 2)
-    ahead = sequences(2)
-    for sequence in ahead:
-        scheduler.submit(sequence)
-    assert scheduler.schedule() == Unit(True, tuple(ahead))  # prompts of both kinds share no batch
-    for sequence in ahead:
-        scheduler.remove(sequence)
-    assert scheduler.schedule() == Unit(True, tuple(behind))
-
-
-def test_the_background_gives_way_only_where_another_would_wait_for_it() -> None:
-    scheduler = Scheduler(2)
-    first, second = background(scheduler, 2)
-    for sequence in (first, second):
-        scheduler.admit(sequence)
-        scheduler.prefilled(sequence)
-    (third,) = background(scheduler, 1)
-    assert scheduler.hinderer is None  # those of the background wait for each other
-    (new,) = sequences(1)
-    scheduler.submit(new)
-    assert scheduler.hinderer is second
-    assert scheduler.prefill_follows  # so that no step begins ahead with it
-    scheduler.suspend(second)
-    assert scheduler.hinderer is None
-    assert scheduler.schedule() == Unit(True, (new,), (first,))
-    scheduler.admit(new)
-    scheduler.prefilled(new)
-    assert scheduler.schedule() == Unit(False, (new, first))
-    scheduler.remove(new)
-    scheduler.remove(first)
-    assert scheduler.schedule() == Unit(True, (second, third))  # it has kept its place
-
-
-def test_a_prompt_shares_no_time_with_steps_of_the_background() -> None:
-    """Not even if a step has just taken long; a prompt of the background does."""
-    for is_behind in (False, True):
-        scheduler = Scheduler(8)
-        for sequence in background(scheduler, 2):
-            scheduler.admit(sequence)
-            scheduler.prefilled(sequence)
-        for seconds in (1, 1, 1, 100):
-            scheduler.record_time(scheduler.schedule(), seconds)
-        new = background(scheduler, 1) if is_behind else sequences(1)
-        if not is_behind:
-            scheduler.submit(new[0])
-        assert scheduler.schedule().is_prefill is not is_behind
-
-
-def test_a_long_prompt_of_the_background_gives_way_and_so_do_its_blocks() -> None:
-    scheduler = Scheduler(8)
-    (long,) = background(scheduler, 1)
-    scheduler.admit(long)
-    (new,) = sequences(1)
-    scheduler.submit(new)
-    assert scheduler.hinderer is long
-    scheduler.suspend(long)
-    assert scheduler.schedule() == Unit(True, (new,))
-    scheduler.remove(new)
-    scheduler.admit(long)
-    scheduler.prefilled(long)
-    scheduler.submit(new)
-    assert scheduler.hinderer is None  # there is a place beside it,
-    assert scheduler.requeue(new)
-    assert scheduler.hinderer is long  # but there are no blocks
-    scheduler.suspend(long)
-    assert scheduler.schedule() == Unit(True, (new,))
-
-
 @dataclass
 class Job:
     """A request of a simulated engine: prompt units of blocks, then a block every `pace` tokens."""
 
+    in_background: bool
     prompt: int  # blocks
     tokens: int
     arrives: int
     cancelled: int | None
-    in_background: bool
     held: list[int] = field(default_factory=list)
     done: int = 0
 
@@ -247,11 +170,11 @@ class Job:
 JOBS = st.lists(
     st.builds(
         Job,
+        in_background=st.booleans(),
         prompt=st.integers(1, 6),
         tokens=st.integers(1, 12),
         arrives=st.integers(0, 40),
         cancelled=st.none() | st.integers(0, 60),
-        in_background=st.booleans(),
     ),
     min_size=1,
     max_size=12,
@@ -353,3 +276,80 @@ def test_prefill_delays_a_step_by_its_share_and_one_unit_at_most(
             usual = median(steps[-8:])
             room = 1.5 * usual - max(0.0, step - usual)
             delay, longest, allowed = 0.0, 0.0, max(0.0, room)
+
+
+def background(scheduler: Scheduler, count: int) -> list[TokenSequence]:
+    new = [TokenSequence((1,), -1, in_background=True) for _ in range(count)]
+    for sequence in new:
+        scheduler.submit(sequence)
+    return new
+
+
+def test_what_waits_in_the_background_is_admitted_after_all_others() -> None:
+    scheduler = Scheduler(8)
+    behind = background(scheduler, 2)
+    ahead = sequences(2)
+    for sequence in ahead:
+        scheduler.submit(sequence)
+    assert scheduler.schedule() == Unit(True, tuple(ahead))  # prompts of both kinds share no batch
+    for sequence in ahead:
+        scheduler.remove(sequence)
+    assert scheduler.schedule() == Unit(True, tuple(behind))
+
+
+def test_the_background_gives_way_only_where_another_would_wait_for_it() -> None:
+    scheduler = Scheduler(2)
+    first, second = background(scheduler, 2)
+    for sequence in (first, second):
+        scheduler.admit(sequence)
+        scheduler.prefilled(sequence)
+    (third,) = background(scheduler, 1)
+    assert scheduler.hinderer is None  # those of the background wait for each other
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    assert scheduler.hinderer is second
+    assert scheduler.prefill_follows  # so that no step begins ahead with it
+    scheduler.suspend(second)
+    assert scheduler.hinderer is None
+    assert scheduler.schedule() == Unit(True, (new,), (first,))
+    scheduler.admit(new)
+    scheduler.prefilled(new)
+    assert scheduler.schedule() == Unit(False, (new, first))
+    scheduler.remove(new)
+    scheduler.remove(first)
+    assert scheduler.schedule() == Unit(True, (second, third))  # it has kept its place
+
+
+def test_a_prompt_shares_no_time_with_steps_of_the_background() -> None:
+    """Not even if a step has just taken long; a prompt of the background does."""
+    for is_behind in (False, True):
+        scheduler = Scheduler(8)
+        for sequence in background(scheduler, 2):
+            scheduler.admit(sequence)
+            scheduler.prefilled(sequence)
+        for seconds in (1, 1, 1, 100):
+            scheduler.record_time(scheduler.schedule(), seconds)
+        new = background(scheduler, 1) if is_behind else sequences(1)
+        if not is_behind:
+            scheduler.submit(new[0])
+        assert scheduler.schedule().is_prefill is not is_behind
+
+
+def test_a_long_prompt_of_the_background_gives_way_and_so_do_its_blocks() -> None:
+    scheduler = Scheduler(8)
+    (long,) = background(scheduler, 1)
+    scheduler.admit(long)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    assert scheduler.hinderer is long
+    scheduler.suspend(long)
+    assert scheduler.schedule() == Unit(True, (new,))
+    scheduler.remove(new)
+    scheduler.admit(long)
+    scheduler.prefilled(long)
+    scheduler.submit(new)
+    assert scheduler.hinderer is None  # there is a place beside it,
+    assert scheduler.requeue(new)
+    assert scheduler.hinderer is long  # but there are no blocks
+    scheduler.suspend(long)
+    assert scheduler.schedule() == Unit(True, (new,))

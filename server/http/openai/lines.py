@@ -20,8 +20,7 @@ from polarlm.server.reading.values import BadRequest, flag, mapping, one_of, rea
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _LONGEST = 64 << 20  # bytes of a line; what is longer is damaged
-_PASSING = ("busy", "closing")  # codes of refusals after which a request is sent again
-_PAUSE = 1.0  # seconds before that
+_PAUSE = 1.0  # seconds before a request is sent again that the server refused for a while
 _HEAD = b'{"id": "batch_req_'  # of each line of an answer
 _JSON = {"Content-Type": "application/json"}
 
@@ -176,6 +175,7 @@ async def answer_lines(
 async def _response(client: httpx.AsyncClient, line: Line) -> httpx.Response:
     while True:
         response = await client.post(line.url, content=line.body, headers=_JSON)
-        if response.status_code < 400 or (response.json().get("error") or {}).get("code") not in _PASSING:
+        is_closing = response.status_code == 503 and response.json()["error"]["code"] == "closing"
+        if response.status_code != 429 and not is_closing:
             return response
         await asyncio.sleep(_PAUSE)
