@@ -273,11 +273,13 @@ class Engine(Completions):
         progress: bool = False,
         constraint: Constraint | None = None,
         gone: Callable[[], bool] | None = None,
+        in_background: bool = False,
         **settings: Unpack[SamplingKeywords],
     ) -> Ticket:
         """Queue a request. Threads that call `work` append its chunks to `into`, or an exception if it fails.
 
-        gone: returns True once nobody waits for the request. Raises EngineError as `stream` does, and "busy".
+        gone: returns True once nobody waits for the request. in_background: whether it gives way to all requests that
+        are not. Raises EngineError as `stream` does, and "busy".
         """
         with read_until(gone):
             request = self._request(
@@ -286,6 +288,7 @@ class Engine(Completions):
             for _ in self._find(request):
                 if gone is not None and gone():
                     raise EngineError("The request was cancelled before its prompt was read", "cancelled")
+        request.sequence.in_background = in_background
         with self._exclusive():
             self._runner.submit(request)
         cancel, cached = lambda: self._cancel(request.sequence), lambda: request.cached or 0

@@ -31,6 +31,7 @@ from polarlm.model_loaders import first_model
 from polarlm.server.config import CHECKS, GROUPS, HUB, KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.mcp.session import read_mcp_file
 from polarlm.server.running import journal, listening
+from polarlm.server.running.batches import BatchFolder
 from polarlm.server.running.conversations import ConversationStore
 from polarlm.server.running.journal import note
 
@@ -99,6 +100,8 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
         _warn(config, http, listeners * (config.max_connections + listening.BACKLOG))
         if config.conversations is not None:  # here already, before a model is downloaded and read
             ConversationStore(config.conversations, parse_size(config.max_conversations_size)).close()
+        if config.batches is not None:
+            BatchFolder(config.batches, "", 0)
         events = None if config.kv_events is None else stack.enter_context(_kv_events(config))
         early_clients = stack.enter_context(listening.EarlyClients(http))
         with serving.load_driver(model, config) as driver:

@@ -105,6 +105,16 @@ class ServerConfig:
         help="keep the chat page's conversations in this folder too, the same in every browser; without an API key, "
         "only in those on this machine",
     )
+    batches: str | None = setting(
+        None,
+        "--batches",
+        metavar="FOLDER",
+        help="let clients upload files of requests, which are computed while no others wait, and keep them in this "
+        "folder; each key sees its own",
+    )
+    max_batches_size: str = setting(
+        "1G", "--max-batches-size", metavar="SIZE", help="what the files of a key may take in the folder of --batches"
+    )
     mcp_config: str | None = setting(
         None,
         "--mcp-config",
@@ -280,9 +290,9 @@ CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("port", "socket_port"), _PORT),
     **dict.fromkeys(("max_body", "max_connections", "max_tokens", "request_seconds"), _POSITIVE),
     "reasoning_budget": check_that(lambda number: number >= -1, "this needs a number from -1 up"),
-    **dict.fromkeys(("unix", "sessions", "conversations", "api_key_file"), _PATH),
+    **dict.fromkeys(("unix", "sessions", "conversations", "batches", "api_key_file"), _PATH),
     **dict.fromkeys(("mcp_config", "config_file"), _FILE),
-    **dict.fromkeys(("max_sessions_size", "max_conversations_size", "models_memory"), _size),
+    **dict.fromkeys(("max_sessions_size", "max_conversations_size", "max_batches_size", "models_memory"), _size),
     "kv_events": check_that(
         lambda text: re.fullmatch(r"tcp://[^\s/]+:([0-9]{1,5})|ipc://[^\s\0]+", text) is not None,
         "an address is tcp://HOST:PORT, as in tcp://127.0.0.1:5557, or ipc://PATH",

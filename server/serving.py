@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -19,6 +20,7 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
+from polarlm.server.http.openai.lines import LineFiles, answer_lines
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.mcp.session import McpServers
 from polarlm.server.running import journal
@@ -63,24 +65,41 @@ async def serve_engine(
     DeviceLost once all requests have ended if the engine's device works no more."""
     asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
     servers = McpServers(driver.config)
+    app = create_app(driver, driver.config, servers)
+    batches = app.state.batches
     await driver.start()
     try:
-        app = outer(journal.JournalMiddleware(create_app(driver, driver.config, servers)))
-        web = Web(app, driver.config, http)
+        web = Web(outer(journal.JournalMiddleware(app)), driver.config, http)
         listening_servers: list[Web | SocketServer] = [web] if lines is None else [web, SocketServer(driver, lines)]
         early_connections = [] if early_clients is None else early_clients.hand_over()
         for server in listening_servers:
             await server.start()
         await web.adopt(early_connections)
+        batches.start()
         ends, seconds = driver.end_event, _DRAIN_SECONDS
         await serve_until_signal(
-            ends, listening_servers, ready, lambda: asyncio.gather(driver.drain(seconds), servers.close())
+            ends,
+            listening_servers,
+            ready,
+            lambda: asyncio.gather(batches.close(), driver.drain(seconds), servers.close()),
         )
     finally:
+        await batches.close()
         await servers.close()
         await driver.stop()
     if driver.device_lost is not None:
         raise driver.device_lost
+
+
+async def answer_files(driver: Driver, files: LineFiles, say: Callable[[], None]) -> None:
+    """Answer what has no answer yet, without a port. say: called after each answer. Raises OSError and EngineError."""
+    await driver.start()
+    try:
+        count, app = driver.engine.config.parallel, create_app(driver, driver.config)
+        with ThreadPoolExecutor(1) as disk:
+            await answer_lines(files, app, asyncio.Semaphore(count), count, disk, say)
+    finally:
+        await driver.stop()
 
 
 async def serve_until_signal(

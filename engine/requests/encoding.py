@@ -48,10 +48,11 @@ class EncoderRunner(Runner):
                 request.fail(error)
 
     def _oldest(self) -> list[Request]:
-        """Return the first requests that together have at most _ROWS rows, at least one."""
+        """Return the first requests that together have at most _ROWS rows, at least one; those in the background are
+        the last."""
         batch: list[Request] = []
         rows = 0
-        for request in self.requests.values():
+        for request in sorted(self.requests.values(), key=lambda request: request.sequence.in_background):
             rows += len(request.sequence.prompt)
             if batch and rows > _ROWS:
                 break

@@ -65,6 +65,9 @@ class Runner:
     def run_unit(self) -> None:
         """Run the next unit of work, if there is one. An error fails only the requests of that unit; one that the
         device does not survive fails all."""
+        while self._batches.next_step is None and (sequence := self._scheduler.hinderer) is not None:
+            self._scheduler.suspend(sequence)
+            self._give_up(self.requests[sequence])
         # With a step, the time is known that a GPU has spent on chunks of prompts.
         is_late = self._timer.launched and self._scheduler.running
         unit = self._scheduler.schedule(in_step=self._batches.next_step is not None or bool(is_late))
@@ -248,9 +251,13 @@ class Runner:
         """Preempt the youngest request. False if only one request computes."""
         youngest = self._scheduler.preempt()
         if youngest is not None:
-            self._save(self.requests[youngest])
-            self._release(self.requests[youngest])
+            self._give_up(self.requests[youngest])
         return youngest is not None
+
+    def _give_up(self, request: Request) -> None:
+        """Save what the store holds of a request that waits now, and release its blocks."""
+        self._save(request)
+        self._release(request)
 
     def _save(self, request: Request) -> None:
         """Copy what the store holds of a request to the computer's memory: what is computed again is rounded in another

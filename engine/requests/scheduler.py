@@ -16,6 +16,7 @@ again at once.
 
 When blocks run out, the last sequence in this order is preempted: it gives up its blocks and waits. The first always
 runs, so every sequence becomes the first eventually, and finishes, unless others of a better priority keep coming.
+Sequences in the background come after all others, and are preempted for one that waits, too.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class TokenSequence:
     max_tokens: int  # most tokens to generate
     ids: list[int] = field(default_factory=list)  # prompt and generated
     finish_reason: str | None = None
+    in_background: bool = False  # whether it computes only where no other waits
     arrival: int = -1  # counts submissions
     text_from: int = 0  # from here on there are tokens alone: the end of the last image
     priority: int = 0  # the least is served first
@@ -118,16 +120,27 @@ class Scheduler:
     def prefill_follows(self) -> bool:
         """Whether prefill is due after the step under way, if that is a usual one."""
         is_wanted = self._prefilling is not None or self._next_waiting() is not None
-        return is_wanted and self._prefill_ahead <= (self.usual_step or 0.0) * self._share
+        is_due = self._prefill_ahead <= (self.usual_step or 0.0) * self._share or not self._competes
+        return self.hinderer is not None or (is_wanted and is_due)
+
+    @property
+    def _competes(self) -> bool:
+        """Whether a prefill has to share the time with steps: not with those of the background alone, unless it is one
+        of the background."""
+        candidate = self._prefilling or self._next_waiting()
+        return (
+            candidate is not None and bool(self._running) and self._running[0].in_background <= candidate.in_background
+        )
 
     def schedule(self, *, in_step: bool = False) -> Unit | None:
         """Return the next unit of work; None if there is none. in_step: a step has begun and goes before a prefill."""
         candidate = self._prefilling or self._next_waiting()
-        if candidate is None or not self._running:  # prefill and steps do not compete
+        if not self._competes:
             self._prefill_ahead = 0.0
-        if candidate is not None and not in_step and (not self._running or self._prefill_is_due):
+        if candidate is not None and not in_step and (not self._competes or self._prefill_is_due):
             room = self.parallel - len(self._running)
-            waiting = (candidate,) if self._prefilling is not None else tuple(self._waiting[:room])
+            others = [one for one in self._waiting[:room] if one.in_background == candidate.in_background]
+            waiting = (candidate,) if self._prefilling is not None else tuple(others)
             return Unit(True, waiting, tuple(self._running))
         self._joining = 0
         return Unit(False, tuple(self._running), fills_a_block=self._step_fills_a_block) if self._running else None
@@ -203,10 +216,24 @@ class Scheduler:
         if len(computing) < 2:
             return None
         last = max(computing, key=_place)
-        self.remove(last)
-        bisect.insort(self._waiting, last, key=_place)
+        self.suspend(last)
         self._out_of_room = True
         return last
+
+    @property
+    def hinderer(self) -> TokenSequence | None:
+        """The sequence in the background that the first waiting one, which is not, waits for; None if there is none."""
+        if not self._waiting or self._waiting[0].in_background:
+            return None
+        if self._prefilling is not None and self._prefilling.in_background:
+            return self._prefilling
+        is_full = self._out_of_room or len(self._running) + self.prefilling >= self.parallel
+        return self._running[-1] if is_full and self._running and self._running[-1].in_background else None
+
+    def suspend(self, sequence: TokenSequence) -> None:
+        """Let a computing sequence wait, so that another may be admitted."""
+        self.remove(sequence)
+        bisect.insort(self._waiting, sequence, key=_place)
 
     def remove(self, sequence: TokenSequence) -> None:
         """Remove a finished or cancelled sequence, so that another may be admitted."""
@@ -218,6 +245,6 @@ class Scheduler:
                 group.remove(sequence)
 
 
-def _place(sequence: TokenSequence) -> tuple[int, int]:
+def _place(sequence: TokenSequence) -> tuple[bool, int, int]:
     """What sequences are served in the order of."""
-    return sequence.priority, sequence.arrival
+    return sequence.in_background, sequence.priority, sequence.arrival

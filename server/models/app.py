@@ -86,12 +86,16 @@ async def serve(registry: Registry, config: ServerConfig, http: socket.socket, r
     asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
     supervisor, servers = Supervisor(registry, config), McpServers(config)
     proxy = Proxy(supervisor, config, error_shapes())
-    web = Web(journal.JournalMiddleware(create_models_app(supervisor, proxy, config, servers)), config, http)
+    app = create_models_app(supervisor, proxy, config, servers)
+    web, batches = Web(journal.JournalMiddleware(app), config, http), app.state.batches
     try:
         await web.start()
+        batches.start()
         ends = asyncio.Event()
-        await serve_until_signal(ends, [web], ready, lambda: asyncio.gather(supervisor.close(), servers.close()))
+        closing = (batches, supervisor, servers)
+        await serve_until_signal(ends, [web], ready, lambda: asyncio.gather(*(one.close() for one in closing)))
     finally:
+        await batches.close()
         await servers.close()
         await supervisor.close()
         await proxy.close()

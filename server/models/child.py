@@ -41,6 +41,7 @@ from polarlm.server.serving import load_driver, serve_engine
 
 CLIENT = "x-polarlm-client"  # the header with the address of the client that the parent has
 KEY_NAME = "x-polarlm-key"  # the header with the name of the key that it has sent
+BACKGROUND = "x-polarlm-background"  # the header of a batch's request
 _PROGRESS_SECONDS = 0.2  # between two messages about a download
 _LAST_SECONDS = 10.0  # to end in order when the parent is gone
 
@@ -78,6 +79,8 @@ def _with_clients_of_parent(app: ASGIApp) -> ASGIApp:
                 scope["client"] = (host, int(port) if port.isdecimal() else 0)
             elif name == KEY_NAME.encode():
                 scope[journal.KEY] = value.decode("latin-1")
+            elif name == BACKGROUND.encode():
+                scope[journal.BACKGROUND] = True
         await app(scope, receive, send)
 
     return middleware

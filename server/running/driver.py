@@ -65,9 +65,10 @@ class Driver:
         self._totals, self._quotas = Totals(), Quotas(config.keys.limits_of)
         self.room = engine.config.parallel + config.max_queue  # answers that may wait or be computed at the same time
         self._answers = _Queue(self.room)
+        self._background = _Queue(self.room)  # apart: they refuse no others
         self._transfers = _Queue(1 + config.max_queue)  # apart: a disk that hangs delays only sessions
         self._texts = _Queue(_TEXTS + config.max_queue)  # apart: texts generate nothing
-        self._queues = (self._answers, self._transfers, self._texts)
+        self._queues = (self._answers, self._background, self._transfers, self._texts)
         self.is_closing = False  # whether new requests are refused because the server is closing
         self.device_lost: DeviceLost | None = None  # why the engine works no more
         self._readers = Readers(sum(queue.room for queue in self._queues))
@@ -207,8 +208,10 @@ class Driver:
 
     @contextmanager
     def _job(self, queue: _Queue) -> Iterator[Job]:
-        """Yields a job in `queue`, which ends after --request-seconds. Raises Refusal."""
+        """Yields a job in `queue`, which ends after --request-seconds; in the background it may wait longer for others.
+        Raises Refusal."""
         job, limit = Job(self._loop, journal.current()), self.config.request_seconds
+        queue = self._background if job.entry.in_background and queue is self._answers else queue
         if self.is_closing or len(queue.jobs) >= queue.room:
             busy = refusals.busy("The server is busy", self._totals.usual_seconds())
             refusal = refusals.server_closing() if self.is_closing else busy
@@ -225,6 +228,8 @@ class Driver:
         self._idle.clear()
         timeout = Refusal("timeout", f"The request took longer than {limit} seconds, the limit of this server")
         timer = self._loop.call_later(limit, job.end, timeout)
+        if job.entry.in_background:
+            timer.cancel()
         try:
             yield job
         except (Refusal, EngineError) as error:
@@ -256,7 +261,8 @@ class Driver:
 
         def submit() -> Ticket:
             with read_until(lambda: job.closed):
-                ticket = start(into=outbox or job, gone=lambda: job.closed)
+                in_background = bool(job.entry.in_background)
+                ticket = start(into=outbox or job, gone=lambda: job.closed, in_background=in_background)
             job.queued(ticket)
             self._thread.wake()
             return ticket

@@ -20,7 +20,8 @@ from polarlm.engine.requests.request import WARNINGS
 from polarlm.server.running.listening import HEALTH_PATHS
 
 _REQUESTS = logging.getLogger("server.requests")
-KEY = "polarlm.key"  # in an ASGI scope: the name of the key, where another process has checked it
+KEY = "polarlm.key"  # in an ASGI scope: the name of the key, where it was checked before
+BACKGROUND = "polarlm.background"  # in an ASGI scope: True for a request of a batch
 _MOST_PATH = 200  # characters of a path, which clients choose
 # Paths that open pages and monitors poll. Their lines would hide all others, so they are logged only if they fail.
 _MONITOR_ROUTES = {*HEALTH_PATHS, "/stats", "/conversations", "/metrics"}
@@ -38,6 +39,7 @@ class Entry:
     client: str
     route: str
     key: str | None = None  # the name of the key that the client has sent
+    in_background: bool | None = None  # True for a request of a batch, which gives way to others
     adapter: str | None = None
     status: int | None = None  # HTTP status
     outcome: str | None = None
@@ -94,7 +96,7 @@ class JournalMiddleware:
             return
         client = ":".join(map(str, scope.get("client") or ("unknown",)))
         with entry(client, f"{scope['method']} {scope['path']}"[:_MOST_PATH]) as log_entry:
-            log_entry.key = scope.get(KEY)
+            log_entry.key, log_entry.in_background = scope.get(KEY), scope.get(BACKGROUND)
 
             async def send_and_note(message: MutableMapping[str, Any]) -> None:
                 if message["type"] == "http.response.start":

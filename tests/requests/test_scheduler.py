@@ -171,6 +171,7 @@ def test_requests_of_the_least_priority_are_served_first_and_lose_their_room_las
 class Job:
     """A request of a simulated engine: prompt units of blocks, then a block every `pace` tokens."""
 
+    in_background: bool
     prompt: int  # blocks
     tokens: int
     arrives: int
@@ -183,6 +184,7 @@ class Job:
 JOBS = st.lists(
     st.builds(
         Job,
+        in_background=st.booleans(),
         prompt=st.integers(1, 6),
         tokens=st.integers(1, 12),
         arrives=st.integers(0, 40),
@@ -226,7 +228,7 @@ def test_every_request_finishes(jobs: list[Job], most: int) -> None:
             scheduler.prefilled(sequence)
 
     def step(unit: Unit) -> None:
-        first = min(alive, key=lambda one: (one.priority, one.arrival))
+        first = min(alive, key=lambda one: (one.in_background, one.priority, one.arrival))
         for sequence in unit.sequences:
             job = alive[sequence]
             while job.held and len(job.held) < job.prompt + (job.done + 1) // PACE:
@@ -245,11 +247,16 @@ def test_every_request_finishes(jobs: list[Job], most: int) -> None:
     budget = 100 + 50 * sum(job.prompt + job.tokens for job in jobs)
     while pending or alive:
         while pending and pending[0].arrives <= time:
-            sequence = TokenSequence((1,), -1, priority=pending[0].priority)
+            kind = {"in_background": pending[0].in_background, "priority": pending[0].priority}
+            sequence = TokenSequence((1,), -1, **kind)
             alive[sequence] = pending.pop(0)
             scheduler.submit(sequence)
         for sequence in [one for one, job in alive.items() if job.cancelled is not None and job.cancelled <= time]:
             end(sequence)
+        while (hinderer := scheduler.hinderer) is not None:
+            assert hinderer.in_background
+            scheduler.suspend(hinderer)
+            give_back(alive[hinderer])
         unit = scheduler.schedule()
         assert unit is not None or not alive, "a request waits and there is no unit"
         if unit is not None and unit.is_prefill:
@@ -286,3 +293,80 @@ def test_prefill_delays_a_step_by_its_share_and_one_unit_at_most(
             usual = median(steps[-8:])
             room = 1.5 * usual - max(0.0, step - usual)
             delay, longest, allowed = 0.0, 0.0, max(0.0, room)
+
+
+def background(scheduler: Scheduler, count: int) -> list[TokenSequence]:
+    new = [TokenSequence((1,), -1, in_background=True) for _ in range(count)]
+    for sequence in new:
+        scheduler.submit(sequence)
+    return new
+
+
+def test_what_waits_in_the_background_is_admitted_after_all_others() -> None:
+    scheduler = Scheduler(8)
+    behind = background(scheduler, 2)
+    ahead = sequences(2)
+    for sequence in ahead:
+        scheduler.submit(sequence)
+    assert scheduler.schedule() == Unit(True, tuple(ahead))  # prompts of both kinds share no batch
+    for sequence in ahead:
+        scheduler.remove(sequence)
+    assert scheduler.schedule() == Unit(True, tuple(behind))
+
+
+def test_the_background_gives_way_only_where_another_would_wait_for_it() -> None:
+    scheduler = Scheduler(2)
+    first, second = background(scheduler, 2)
+    for sequence in (first, second):
+        scheduler.admit(sequence)
+        scheduler.prefilled(sequence)
+    (third,) = background(scheduler, 1)
+    assert scheduler.hinderer is None  # those of the background wait for each other
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    assert scheduler.hinderer is second
+    assert scheduler.prefill_follows  # so that no step begins ahead with it
+    scheduler.suspend(second)
+    assert scheduler.hinderer is None
+    assert scheduler.schedule() == Unit(True, (new,), (first,))
+    scheduler.admit(new)
+    scheduler.prefilled(new)
+    assert scheduler.schedule() == Unit(False, (new, first))
+    scheduler.remove(new)
+    scheduler.remove(first)
+    assert scheduler.schedule() == Unit(True, (second, third))  # it has kept its place
+
+
+def test_a_prompt_shares_no_time_with_steps_of_the_background() -> None:
+    """Not even if a step has just taken long; a prompt of the background does."""
+    for is_behind in (False, True):
+        scheduler = Scheduler(8)
+        for sequence in background(scheduler, 2):
+            scheduler.admit(sequence)
+            scheduler.prefilled(sequence)
+        for seconds in (1, 1, 1, 100):
+            scheduler.record_time(scheduler.schedule(), seconds)
+        new = background(scheduler, 1) if is_behind else sequences(1)
+        if not is_behind:
+            scheduler.submit(new[0])
+        assert scheduler.schedule().is_prefill is not is_behind
+
+
+def test_a_long_prompt_of_the_background_gives_way_and_so_do_its_blocks() -> None:
+    scheduler = Scheduler(8)
+    (long,) = background(scheduler, 1)
+    scheduler.admit(long)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    assert scheduler.hinderer is long
+    scheduler.suspend(long)
+    assert scheduler.schedule() == Unit(True, (new,))
+    scheduler.remove(new)
+    scheduler.admit(long)
+    scheduler.prefilled(long)
+    scheduler.submit(new)
+    assert scheduler.hinderer is None  # there is a place beside it,
+    assert scheduler.requeue(new)
+    assert scheduler.hinderer is long  # but there are no blocks
+    scheduler.suspend(long)
+    assert scheduler.schedule() == Unit(True, (new,))

@@ -20,7 +20,7 @@ from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.outputs import Chunk, Completion, fold
 from polarlm.engine.requests.request import Ticket
-from polarlm.engine.requests.scheduler import Scheduler
+from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.sampling.sample import NEWEST, NOT_FINITE, Fetch, Sampled, SamplerInput
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle, blocks_left, forget, held, load_tiny, make_model, preemptions
@@ -281,14 +281,15 @@ def request(rng: np.random.Generator) -> Asked:
 
 
 def run(engine: Engine, rng: np.random.Generator, asked: Sequence[Asked]) -> list[list[Any]]:
-    """The chunks of requests that come while others run; some are cancelled."""
+    """The chunks of requests that come while others run; some are cancelled, and most give way to others."""
     outboxes: list[list[Any]] = [[] for _ in asked]
     tickets: list[Ticket] = []
     with ExitStack() as stack:
         if rng.random() < 0.7:  # then not all requests find room at once
             stack.enter_context(blocks_left(engine, 12 + int(rng.integers(3))))
-        for (prompt, params, sets), outbox in zip(asked, outboxes, strict=True):
-            tickets.append(engine.submit(prompt, params, ANEW, into=outbox, constraint=constraint_of(sets)))
+        for number, ((prompt, params, sets), outbox) in enumerate(zip(asked, outboxes, strict=True)):
+            how: dict[str, Any] = {"constraint": constraint_of(sets), "in_background": number % 3 != 2}
+            tickets.append(engine.submit(prompt, params, ANEW, into=outbox, **how))
             for _ in range(rng.integers(12)):
                 engine.work()
             if rng.random() < 0.15:
@@ -297,6 +298,13 @@ def run(engine: Engine, rng: np.random.Generator, asked: Sequence[Asked]) -> lis
             pass
     assert engine._runner._batches.next_step is None
     return outboxes
+
+
+def interruptions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[TokenSequence]:
+    """A list that gets each sequence that waits again, preempted or in the background."""
+    suspended, suspend = list[TokenSequence](), engine._scheduler.suspend
+    monkeypatch.setattr(engine._scheduler, "suspend", lambda one: suspended.append(one) or suspend(one))
+    return suspended
 
 
 def summary(answer: Completion) -> tuple[Any, ...]:
@@ -314,10 +322,11 @@ def test_random_schedules_have_the_answers_of_steps_that_wait(
         rng, ops = np.random.default_rng(number), Ahead()
         asked = [request(rng) for _ in range(8)]
         with load_tiny(tiny_path, ops=ops, **SETTINGS) as engine:
-            preempted = preemptions(engine, monkeypatch)
+            preempted, gave_way = preemptions(engine, monkeypatch), interruptions(engine, monkeypatch)
             outboxes = run(engine, rng, asked)
             assert_idle(engine)
         seen["preempted"] += len(preempted)
+        seen["gave way"] += len(gave_way) - len(preempted)
         for (prompt, params, sets), outbox in zip(asked, outboxes, strict=True):
             wanted = fold(plain.stream(prompt, params, ANEW, constraint=constraint_of(sets)))
             if outbox and outbox[-1].finish_reason is not None:
@@ -331,4 +340,6 @@ def test_random_schedules_have_the_answers_of_steps_that_wait(
         seen["in vain"] += ops.events.count("begins") - ops.events.count("tokens")
         seen["rows"] += ops.events.count("rows")
     assert seen["begun"] > 300
-    assert all(seen[what] > 1 for what in ("stop", "length", "cancelled", "preempted", "in vain", "rows")), seen
+    assert all(
+        seen[what] > 1 for what in ("stop", "length", "cancelled", "preempted", "gave way", "in vain", "rows")
+    ), seen
