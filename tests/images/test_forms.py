@@ -26,6 +26,7 @@ def images() -> Iterator[Images]:
     """Of a vision encoder that takes each image at its own size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "fit", lambda vision_encoder, width, height: ImageShape(width, height, 1, (1, 1)))
+        patch.setattr(reading, "loss", lambda vision_encoder, width, height: "")
         made = reading_of()
         yield made
         made.close()
