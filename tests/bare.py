@@ -51,7 +51,7 @@ def bare_model(
     plan = replace(plan, quantized_blocks=tuple(4 * count for count in plan.quantized_blocks))  # for each sequence
     ops = ops or NumpyOps()
     conditioning = [
-        Conditioning(k.rotation(one.head_dim), v.rotation(one.head_dim))
+        Conditioning(k.rotation(one.head_dim), (v if getattr(one, "codec_v", v) else k).rotation(one.head_dim))
         if isinstance(one, LayerShape | SharedShape)
         else Conditioning()
         for one in layers
