@@ -42,6 +42,10 @@ _EXPERTS_REASON = "which is of an expert, and adapters of experts are not suppor
 _REFUSED_SLOTS = {  # slots whose tensors cannot be changed
     **dict.fromkeys(("experts_gate_up", "experts_down", "latent_in", "latent_out"), _EXPERTS_REASON),
     "router": "which is a router of experts, and adapters of these are not supported",
+    **dict.fromkeys(
+        ("latent_keys", "latent_values"),
+        "which makes keys and values of a latent vector, and adapters of it are not supported",
+    ),
 }
 _FFN_SLOTS = ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")
 
@@ -141,7 +145,8 @@ class _Targets:
             for slot, spec in ((slot, spec) for slot, specs in slots.items() for spec in specs):
                 why = _VOCABULARY_REASON if slots is table.top else _REFUSED_SLOTS.get(slot)
                 if why is not None:
-                    self._refusals |= dict.fromkeys((spec.name, spec.gguf.partition("[")[0]), why)
+                    whole = spec.row_parts and (spec.row_parts.source, spec.row_parts.gguf)
+                    self._refusals |= dict.fromkeys((spec.name, spec.gguf.partition("[")[0], *(whole or ())), why)
                 elif len(spec.shape) == 2 and not spec.flat:
                     self._specs.append((spec, slot, layer))
 

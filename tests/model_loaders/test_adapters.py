@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import deserialize
 from safetensors.numpy import load_file, save_file
 
 from polarlm.model_loaders import LoadError, load_weights
@@ -63,20 +64,45 @@ def test_a_folder_of_peft_has_its_scale(
     assert adapter.dtype == "F32"
 
 
-def test_rows_of_neighbouring_channels_are_ordered_as_the_weights_are(tmp_path: Path) -> None:
+def floats(tensor: dict[str, Any]) -> np.ndarray:
+    """A tensor of a file, with its rows in the order of the file."""
+    if tensor["dtype"] == "F16":
+        return np.frombuffer(tensor["data"], "<f2").reshape(tensor["shape"]).astype(np.float32)
+    assert tensor["dtype"] == "BF16"
+    return (np.frombuffer(tensor["data"], "<u2").astype("<u4") << 16).view("<f4").reshape(tensor["shape"])
+
+
+@pytest.mark.parametrize(
+    ("model", "modules"),
+    [
+        ("ernie4_5_biases", ("q_proj", "k_proj", "v_proj")),
+        ("glm4_moe_lite", ("q_b_proj", "kv_a_proj_with_mqa", "q_a_proj", "o_proj")),
+    ],
+)
+def test_rows_of_neighbouring_channels_are_ordered_as_the_weights_are(
+    model: str, modules: tuple[str, ...], tmp_path: Path
+) -> None:
     """An adapter that adds a model's own weights doubles them."""
-    path = make_model(tmp_path, "ernie4_5_biases")
+    path = make_model(tmp_path, model)
     config, weights, _ = load_weights(path)
-    names = [f"model.layers.0.self_attn.{one}_proj.weight" for one in "qkv"]
+    names = [f"model.layers.0.self_attn.{one}.weight" for one in modules]
     stored = {name: np.empty(weights.shape(name), np.float32) for name in names}
     for name, matrix in stored.items():
         weights.read_into(name, matrix)
     weights.close()
-    of_file = load_file(path / "model.safetensors")
-    changes = {name: (of_file[name].astype(np.float32), np.eye(len(stored[name]), dtype=np.float32)) for name in names}
+    of_file = dict(deserialize((path / "model.safetensors").read_bytes()))
+    changes = {name: (floats(of_file[name]), np.eye(len(stored[name]), dtype=np.float32)) for name in names}
     adapter = read_adapter(write_peft(tmp_path / "a", changes, len(stored[names[0]])), config, is_gguf=False)
     for name in names:
         np.testing.assert_allclose(deltas(adapter)[name] * len(stored[name]) / len(stored[names[0]]), stored[name])
+
+
+def test_matrices_of_latent_vectors_are_refused(tmp_path: Path) -> None:
+    config, weights, _ = load_weights(make_model(tmp_path, "glm4_moe_lite"))
+    weights.close()
+    changes = {"model.layers.1.self_attn.kv_b_proj.weight": (np.ones((2, 32)), np.ones((128, 2)))}
+    with pytest.raises(LoadError, match=r"kv_b_proj, which makes keys and values of a latent vector"):
+        read_adapter(write_peft(tmp_path / "a", changes, 4), config, is_gguf=False)
 
 
 def test_modules_have_alphas_of_their_own(tmp_path: Path, config: ModelConfig, changes: Changes) -> None:
