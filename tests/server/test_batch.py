@@ -24,7 +24,7 @@ def run(model: Path, requests: Path, output: Path, *more: str) -> int:
     return batch.main([str(requests), "-m", str(model), "-o", str(output), *FLAGS, *more])
 
 
-def told(output: Path) -> dict[str | None, Any]:
+def answers_in(output: Path) -> dict[str | None, Any]:
     lines = [json.loads(text) for text in output.read_text().splitlines()]
     assert len({one["id"] for one in lines}) == len(lines)
     return {one["custom_id"]: one for one in lines}
@@ -37,7 +37,7 @@ def test_a_file_is_answered_as_a_server_answers(
     requests.write_bytes(written([line("chat", CHAT), b"{", line("raw", RAW), line("wrong", max_tokens="many")]))
     assert run(tiny_path, requests, output) == 0
     assert capsys.readouterr().out == f"{output}: 2 answers, and 2 requests that failed\n"
-    lines = told(output)
+    lines = answers_in(output)
     assert lines[None]["error"]["message"].startswith("line 2: the request is not JSON")
     assert lines["wrong"]["response"]["status_code"] == 400
     with Engine.load(tiny_path, device="cpu", calibration=False, cache_type="f16") as engine, serving(engine) as server:
@@ -55,13 +55,13 @@ def test_it_goes_on_after_the_last_line_and_takes_lines_that_were_added(tiny_pat
     requests.write_bytes(written([line("new"), *lines]))
     assert run(tiny_path, requests, output) == 0
     assert output.read_bytes().startswith(b"".join(whole[:3]))
-    assert sorted(map(str, told(output))) == ["0", "1", "2", "3", "4", "5", "new"]
+    assert sorted(map(str, answers_in(output))) == ["0", "1", "2", "3", "4", "5", "new"]
     before = output.read_bytes()
     assert run(Path("none"), requests, output) == 0  # nothing is left, and no model is loaded
     assert output.read_bytes() == before
     requests.write_bytes(written([line(f"other{n}") for n in range(7)]))
     assert run(tiny_path, requests, output) == 0  # as many lines as it has are not the same lines
-    assert len(told(output)) == 14
+    assert len(answers_in(output)) == 14
 
 
 @pytest.mark.parametrize(

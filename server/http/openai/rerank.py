@@ -125,11 +125,11 @@ class Scores(Endpoints):
         def write(embedding: Embedding) -> tuple[np.ndarray, int]:
             return embedding.vector.astype(np.float64), embedding.usage.prompt_tokens
 
-        def told(at: int, sentence: str) -> None:
+        def tell(at: int, sentence: str) -> None:
             cuts[at >= begin][at - begin if at >= begin else at] = sentence
 
         outcome, begin = ("ranked", 0) if ranks else ("embedded", len(ones))  # of the second texts' jobs
-        found = await while_connected(request.receive, self._driver.embed_all(jobs, write, outcome, told))
+        found = await while_connected(request.receive, self._driver.embed_all(jobs, write, outcome, tell))
         vectors, tokens = [vector for vector, _ in found], sum(count for _, count in found)
         if ranks:
             scores = [_logit(float(one[0])) if is_raw else float(one[0]) for one in vectors]
@@ -147,8 +147,8 @@ class Scores(Endpoints):
         instruction = text("instruction", body["instruction"]) if "instruction" in body else None
         settings, salt, jobs = _cuts(body), read_salt(body.get("cache_salt")), list[Job]()
         for one, other in zip(ones * (len(others) // len(ones)), others, strict=True):
-            told = partial(lambda at, _, sentence: cuts.update({at: sentence}), len(jobs))
-            jobs += self._driver.engine.rank_jobs(one, [other], instruction, **settings, warn=told)
+            tell = partial(lambda at, _, sentence: cuts.update({at: sentence}), len(jobs))
+            jobs += self._driver.engine.rank_jobs(one, [other], instruction, **settings, warn=tell)
         return [(prompt, params, replace(options, cache_salt=salt)) for prompt, params, options in jobs]
 
     def _single_texts(

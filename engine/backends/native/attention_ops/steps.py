@@ -58,7 +58,7 @@ class AttentionOps(PromptOps):
         (rows, heads, dim), format, arrays = q.shape, cache.format, table.arrays
         parts = self._launch.empty((rows * heads * arrays.most_chunks * partial_bytes(dim),), np.uint8)
         group = heads // format.kv_heads
-        decodes = any(stored.value_tiles is None and stored.key_tiles.value_tiles is None for stored in cache.kinds)
+        decodes = any(stored.value_tiles is None and stored.key_tiles.value_order is None for stored in cache.kinds)
         sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows, decodes=decodes)
         is_capped = rule.softcap is not None
         # The first kind comes last, since it has the short units (chunk 0). The launches overlap.

@@ -15,10 +15,10 @@ import importlib
 import math
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -72,7 +72,11 @@ class Tiles(ABC):
 
 class KeyTiles(Tiles):
     query_bytes: int  # bytes of a prepared query: a multiple of 64
-    value_tiles: ValueTiles | None = None  # of the same codes, for keys that are values; None: they are decoded
+
+    @property
+    def value_order(self) -> ValueOrder | None:
+        """How steps read the same codes as values, where values are keys; None if they decode them."""
+        return None
 
     @abstractmethod
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
@@ -86,10 +90,6 @@ class KeyTiles(Tiles):
         prefetches at once stall the core.
         """
 
-    def emit_value_tile(self, e: Emitter, block: Value, out: Value) -> None:
-        """Write a tile of keys as one of `value_tiles` to `out`."""
-        raise NotImplementedError
-
 
 class ValueTiles(Tiles):
     @abstractmethod
@@ -99,6 +99,16 @@ class ValueTiles(Tiles):
         next_tile: as for `KeyTiles.emit_scores`. weights: N float32 ≥ 0 each, which may be overwritten. The padding
         after the D sums is never read.
         """
+
+
+class ValueOrder(NamedTuple):
+    """The order for values of codes that are stored in the order for keys.
+
+    emit: emit(e, block, out) writes a tile of keys as one of `tiles` to `out`.
+    """
+
+    tiles: ValueTiles
+    emit: Callable[[Emitter, Value, Value], None]
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.native.codecs import KeyTiles, Tiles, ValueTiles, codes_section
+from polarlm.engine.backends.native.codecs import KeyTiles, Tiles, ValueOrder, ValueTiles, codes_section
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.backends.native.codecs.parts.decoding import emit_norms, emit_pack_norms, emit_points
 from polarlm.engine.backends.native.codecs.parts.packing import Packing, pack_bytes
@@ -43,6 +43,7 @@ from polarlm.engine.codecs.parts.pair_codec import PairCodec
 from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.codecs.schema.streams import Stream, codes, join, split
 from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Kernel, Value, Values, vector
+from polarlm.model_loaders.forks import cached_property
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
@@ -142,8 +143,7 @@ class TableKeys(_TableTiles, KeyTiles):
         self._groups, self._factor_at = block_size // 16, -(-head_dim // 16) * 16
         self.query_bytes = -(-(self._factor_at + 8) // 64) * 64
         super().__init__(codec, points, block_size, head_dim)
-        if self._codes % 16 == 0 and 4 * self._groups % self._packing.run == 0:
-            self.value_tiles = TableValues(codec, points, block_size, head_dim)
+        self._made_of = codec, points, block_size, head_dim
 
     def _codes_section(self, stream: Stream) -> Section:
         cuts = (self._groups, 16), (self._codes // 4, 4)
@@ -154,7 +154,13 @@ class TableKeys(_TableTiles, KeyTiles):
         address = codes + number // self._groups * (4 * row) + number % self._groups * 64
         return self._four_bytes([e.load(address, _I16, row * i) for i in range(4)])
 
-    def emit_value_tile(self, e: Emitter, block: Value, out: Value) -> None:
+    @cached_property
+    def value_order(self) -> ValueOrder | None:
+        """None unless 16 codes of all tokens are whole runs of vectors."""
+        are_whole = self._codes % 16 == 0 and 4 * self._groups % self._packing.run == 0
+        return ValueOrder(TableValues(*self._made_of), self._emit_value_tile) if are_whole else None
+
+    def _emit_value_tile(self, e: Emitter, block: Value, out: Value) -> None:
         """Of 16 codes, the vectors of 4 codes of 16 tokens become vectors of 4 tokens and 16 codes: 4 bytes of 4 lanes
         are transposed in each vector, then quarters of 4 vectors."""
         packing, count = self._packing, 4 * self._groups  # vectors of 16 codes of all tokens

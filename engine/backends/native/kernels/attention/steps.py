@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.codecs import MOST_QUERIES
+from polarlm.engine.backends.native.codecs import MOST_QUERIES, ValueOrder
 from polarlm.engine.backends.native.kernels.attention import blocks
 from polarlm.engine.backends.native.kernels.attention.blocks import Query
 from polarlm.engine.backends.native.kernels.attention.partials import (
@@ -246,27 +246,26 @@ class _Body:
         e, spec, args = self.e, self.spec, self.args
         floats = self.scratch + spec.query_tile * self._stride
         nbytes = 4 * spec.block_size * spec.head_dim
-        if spec.keys.value_tiles is not None:
-            self._add_by_value_tile(block, floats, weights, sums)
+        if (order := spec.keys.value_order) is not None:
+            self._add_in_order(order, block, floats, weights, sums)
             return
         decode_keys(e, spec, args, self.head, block, floats, floats + nbytes)
         blocks.add_full_values(e, floats, None, spec.head_dim, e.i64(spec.block_size), weights, sums)
 
-    def _add_by_value_tile(self, block: Value, tile: Value, weights: Values, sums: Values) -> None:
-        """The same from a tile whose codes are in the order of values, at `tile`. A mean is added once."""
-        e, spec, args, value_tiles = self.e, self.spec, self.args, self.spec.keys.value_tiles
-        assert value_tiles is not None
+    def _add_in_order(self, order: ValueOrder, block: Value, tile: Value, weights: Values, sums: Values) -> None:
+        """The same from codes in the order for values, which are written to `tile`. A mean is added once."""
+        e, spec, args = self.e, self.spec, self.args
         totals = []
         for address in weights if spec.mean_bits else ():
             lanes = [e.load(address, _F16, offset) for offset in range(0, 4 * spec.block_size, 64)]
             totals.append(e.sum_lanes(reduce(operator.add, lanes)))
-        spec.keys.emit_value_tile(e, args.keys + self.head * args.key_stride + block * args.key_bytes, tile)
+        order.emit(e, args.keys + self.head * args.key_stride + block * args.key_bytes, tile)
         for first in range(0, len(weights), MOST_QUERIES):
             part = slice(first, first + MOST_QUERIES)
-            value_tiles.emit_values(e, tile, tile, weights[part], sums[part])
+            order.tiles.emit_values(e, tile, tile, weights[part], sums[part])
         if not spec.mean_bits:
             return
-        mean = tile + value_tiles.nbytes
+        mean = tile + order.tiles.nbytes
         emit_mean(e, spec, args, self.head, block, mean)
         for channel, width in pieces(spec.head_dim):
             x = e.load(mean, vector(F32, width), 4 * channel)
