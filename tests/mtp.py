@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from polarlm import Engine
-from polarlm.engine.requests.drafts import MtpDrafter
+from polarlm.engine.requests.drafters.mtp import MtpDrafter
 from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.folder import open_folder
 from tests.requests.drafters import Known, Unpaced

@@ -22,7 +22,7 @@ from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
 from polarlm.engine.cli.commands import note
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.limits import MOST_DRAFTED
-from polarlm.engine.requests.drafts import NGRAM, PromptLookup
+from polarlm.engine.requests.drafters.prompt_lookup import NGRAM, PromptLookup
 
 _TEXT = """The lighthouse stood on the last rock before the open sea. Every evening, when the fishing boats came home, \
 its keeper climbed the one hundred and twelve steps to the lamp, cleaned the glass with a soft cloth, and lit the \

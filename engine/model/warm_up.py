@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.layers.mtp import MtpRow
 from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
@@ -97,7 +98,7 @@ def warm_up_drafts(model: Transformer, rows: int) -> None:
     _step(model, sequence, rows=min(rows, model.store.rows_of_block(sequence)))
     if model.mtp is not None and sequence.hidden is not None:
         span = model.store.open_step(sequence)
-        model.mtp.draft(span, 0, sequence.hidden)
+        model.mtp.draft([MtpRow(span, 0, sequence.hidden)])
         model.store.abort(span)
     model.store.release(sequence)
 

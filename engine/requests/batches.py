@@ -19,7 +19,8 @@ from typing import Any
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import PromptReader, forward_and_read
-from polarlm.engine.requests.drafts import Drafts, StepPlan, StepSeconds
+from polarlm.engine.requests.drafters.drafter import DraftTask, draft_together
+from polarlm.engine.requests.drafts import StepPlan, StepSeconds
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.scheduler import Scheduler, Unit
 from polarlm.engine.sampling.sample import NEWEST, Fetch, Sampled, SamplerInput
@@ -172,28 +173,34 @@ class Batches:
     def open_step(self, requests: Sequence[Request]) -> Batch | None:
         """Open a row for the newest token of each request, oldest first, and for drafted tokens after it. Some requests
         may fail or be preempted for it; None if none is left."""
-        batch, plan = Batch(), StepPlan(len(requests))
+        batch = Batch()
         with self._abort_on_error(batch):
-            for request in requests:
-                try:
-                    guesses = () if request.drafts is None else self._draft(request, request.drafts, plan)
-                except Exception as error:  # the other requests of the step continue
-                    self._model.ops.check()
-                    request.fail(error)
-                    continue
+            for request, guesses in self._draft(requests).items():
                 span = self._open(request, len(guesses))
                 if span is not None:
                     batch.rows.append(_rows(request, span, guesses))
         return batch if batch.rows else None
 
-    def _draft(self, request: Request, drafts: Drafts, plan: StepPlan) -> Sequence[int]:
-        """Return drafted tokens to verify after the newest one, at most as many as fit into the current block."""
-        kv, sequence = request.kv, request.sequence
-        if kv is None:  # it was preempted for this step
-            return ()
-        missing, left = len(sequence.ids) - kv.length, sequence.max_tokens - sequence.generated
-        room = min(self._store.rows_of_block(kv) - missing + 1, left) - 1  # the final token needs no row
-        return drafts.draft(sequence.ids, room, plan)
+    def _draft(self, requests: Sequence[Request]) -> dict[Request, Sequence[int]]:
+        """Return drafted tokens to verify after the newest one of each request, at most as many as fit into its current
+        block. Requests fail whose drafter raises."""
+        plan, drafted, tasks = StepPlan(len(requests)), dict[Request, Sequence[int]](), dict[Request, DraftTask]()
+        for request in requests:
+            drafted[request], kv, sequence = (), request.kv, request.sequence
+            if request.drafts is not None and kv is not None:
+                missing, left = len(sequence.ids) - kv.length, sequence.max_tokens - sequence.generated
+                room = min(self._store.rows_of_block(kv) - missing + 1, left) - 1  # the final token needs no row
+                task = request.drafts.task(sequence.ids, room, plan)
+                if task is not None:
+                    tasks[request] = task
+        for request, result in draft_together(tasks).items():
+            if isinstance(result, Exception):  # the other requests of the step continue
+                self._model.ops.check()
+                request.fail(result)
+                del drafted[request]
+            elif request.drafts is not None:
+                drafted[request] = request.drafts.cut(result)
+        return drafted
 
     def _open(self, request: Request, drafted: int) -> Span | None:
         """Open a span of the tokens that have no K/V yet, the newest one last, and of `drafted` ones after it; None if

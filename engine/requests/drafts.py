@@ -13,18 +13,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from statistics import median
-from typing import Protocol
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS, DRAFTS, MOST_DRAFTED, MTP
+from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS, DRAFTS, MTP
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.params import SamplingParams
-from polarlm.engine.sampling.sample import Sampled, greedy
-from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.requests.drafters.draft_model import ModelDrafter
+from polarlm.engine.requests.drafters.drafter import Drafter, DraftTask
+from polarlm.engine.requests.drafters.mtp import MtpDrafter
+from polarlm.engine.requests.drafters.prompt_lookup import NGRAM, PromptLookup
 from polarlm.engine.state.store import SequenceKV
 
 _RECENT = 5  # latest steps with the same number of rows, whose median is taken
@@ -33,166 +33,7 @@ _STALE = 512  # steps after which a median expires: contexts grow, and requests 
 _ROW = 0.15  # time that each row adds to a step, relative to a step of no row; used until steps are measured
 _DECAY = 0.8  # factor on the counts of accepted tokens at each verified draft
 _MARGIN = 1.02  # least speed-up for which a draft is made
-NGRAM = 4  # newest tokens that ngram-simple looks for
 _PAUSES = 8, 64  # tokens: the first pause of a drafter that does not pay, and the longest
-
-
-class Drafter(Protocol):
-    """Guesses the next tokens of one request. Each call gets all of the request's ids so far."""
-
-    def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        """Return up to `most` tokens that may follow `ids`."""
-
-    def is_ready(self, ids: Sequence[int]) -> bool:
-        """Whether a draft may follow the token that follows `ids`. If so, the next step waits for that token."""
-        return True
-
-    def release(self) -> None:
-        """Free blocks of shared stores, if it holds any: the request ends, or waits."""
-        return
-
-
-class PromptLookup(Drafter):
-    """Drafts the tokens that followed the latest earlier occurrence of the newest `size` tokens in the sequence; a
-    draft that reaches its end repeats itself. An index maps each n-gram to the position after it."""
-
-    def __init__(self, size: int, vocabulary: int, ids: Sequence[int] = ()) -> None:
-        """vocabulary: the number of ids. ids: the prompt, which is indexed here."""
-        self._size, self._vocabulary = size, vocabulary
-        self._modulus = vocabulary**size
-        self._read = 0  # number of indexed ids
-        self._run = 0  # the newest n-gram: its ids are the digits of a number in base `vocabulary`
-        self._places: dict[int, int] = {}  # n-gram → the position after its latest occurrence
-        self._earlier: int | None = None  # the position after the previous occurrence of the newest n-gram
-        self.read(ids)
-
-    def read(self, ids: Sequence[int]) -> None:
-        """Index the new ones of `ids`."""
-        run, places, earlier = self._run, self._places, self._earlier
-        for place in range(self._read, len(ids)):
-            run = (run * self._vocabulary + ids[place]) % self._modulus
-            if place + 1 >= self._size:
-                earlier = places.get(run)
-                places[run] = place + 1
-        self._read, self._run, self._earlier = len(ids), run, earlier
-
-    def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        self.read(ids)
-        if self._earlier is None:
-            return ()
-        following = ids[self._earlier : self._earlier + most]
-        while len(following) < most:
-            following = [*following, *following][:most]
-        return [*takewhile(lambda token: token < self._vocabulary, following)]  # rows of images are no tokens
-
-    def is_ready(self, ids: Sequence[int]) -> bool:
-        self.read(ids)
-        return self._earlier is not None
-
-
-class MtpDrafter(Drafter):
-    """Drafts the most likely tokens of one request; none after a pause, until a step has computed a hidden state.
-
-    Its rows are in a span that is aborted: the step that verifies them opens another one, at the same place.
-    """
-
-    def __init__(self, layer: MtpLayer, vocabulary: int, kv: Callable[[], SequenceKV | None]) -> None:
-        """vocabulary: the number of ids. kv: returns the request's sequence in the engine's store, if it has one."""
-        self._layer, self._vocabulary, self._kv = layer, vocabulary, kv
-
-    def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        kv, guesses = self._kv(), list[int]()
-        if kv is None or kv.hidden is None or kv.length != len(ids) - 1:
-            return ()
-        hidden = kv.hidden
-        try:
-            span = self._layer.store.open_step(kv, most)
-        except OutOfBlocks:
-            return ()
-        try:
-            while len(guesses) < most:
-                row = span.part(len(guesses), 1)
-                token, hidden = self._layer.draft(row, guesses[-1] if guesses else ids[-1], hidden)
-                if not isinstance(token, int):  # it is an error, which the model's own row has too if it is the model's
-                    break
-                if token >= self._vocabulary:  # the head may have rows that are no tokens
-                    break
-                guesses.append(token)
-        finally:
-            self._layer.store.abort(span)
-        return guesses
-
-
-class ModelDrafter(Drafter):
-    """Drafts the most likely tokens of one request, each by a step of a second, smaller model; none if its store has no
-    room.
-
-    K/V of rejected tokens are discarded before the next draft; they are all in the current block, where a draft ends.
-    Layers with a window may then attend to as many tokens fewer: a draft may be worse, but the answer stays the same.
-    """
-
-    def __init__(self, model: Transformer, vocabulary: int) -> None:
-        """model: the draft model, which all requests share. vocabulary: the number of ids."""
-        self._model, self._store = model, model.store
-        self._sampler_input = greedy(vocabulary)
-        self._kv: SequenceKV | None = None
-        self._stored: list[int] = []  # the ids whose K/V are stored
-
-    def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        try:
-            kv = self._common(ids)
-            guesses: list[int] = []
-            token = self._compute(kv, ids[kv.length :])
-            while isinstance(token, int):
-                guesses.append(token)
-                if len(guesses) == most:
-                    break
-                token = self._compute(kv, [token])
-        except OutOfBlocks:
-            self.release()
-            return ()
-        return guesses
-
-    def release(self) -> None:
-        if self._kv is not None:
-            self._store.release(self._kv)
-        self._kv, self._stored = None, []
-
-    def _common(self, ids: Sequence[int]) -> SequenceKV:
-        """Return the K/V of the longest stored prefix of `ids[:-1]`, and discard the K/V of other tokens."""
-        stored, same = self._stored, max(0, len(self._stored) - MOST_DRAFTED)  # earlier tokens were verified
-        while same < min(len(stored), len(ids) - 1) and stored[same] == ids[same]:
-            same += 1
-        if self._kv is not None and same < len(stored):
-            if same < self._store.first_of_block(self._kv):
-                self.release()
-            else:
-                self._store.truncate(self._kv, same)
-                del stored[same:]
-        if self._kv is None:
-            self._kv = self._store.new_sequence()
-        return self._kv
-
-    def _compute(self, kv: SequenceKV, ids: Sequence[int]) -> Sampled:
-        """Compute the rows of `ids`, which follow `kv`, and return the most likely next token. Raises OutOfBlocks."""
-        if len(ids) > MOST_DRAFTED:
-            span = self._store.open(kv, len(ids) - 1)
-            with self._store.abort_on_error([span]):
-                self._model.forward([span], ids[:-1], outputs=1)
-                self._store.commit(span)
-            self._stored += ids[:-1]
-            ids = ids[-1:]
-        sampled: Sampled = -1
-        while ids:
-            room = min(len(ids), self._store.rows_of_block(kv))
-            now = ids[: max(rows for rows in (1, *DRAFT_ROWS) if rows <= room)]  # those that have kernels
-            span = self._store.open_step(kv, len(now))
-            with self._store.abort_on_error([span]):
-                *_, sampled = self._model.step([span], now, [self._sampler_input] * len(now))
-                self._store.commit(span)
-            self._stored += now
-            ids = ids[len(now) :]
-        return sampled
 
 
 class StepSeconds:
@@ -265,20 +106,21 @@ class Drafts:
         """Whether there may be a draft after the token that follows `ids`."""
         return len(ids) + 1 >= self._resumes and self._drafter.is_ready(ids)
 
-    def draft(self, ids: Sequence[int], room: int, plan: StepPlan) -> Sequence[int]:
-        """Return tokens to verify after `ids` in the step `plan`, at most `room`, and add them to `plan`."""
-        if len(ids) < self._resumes or room < self._lengths[0]:
-            return ()
+    def task(self, ids: Sequence[int], room: int, plan: StepPlan) -> DraftTask | None:
+        """Return the draft to make after `ids` for the step `plan`, of at most `room` tokens, and add it to `plan`;
+        None if there is to be none."""
+        if len(ids) < self._resumes or room < self._lengths[0] or not self._drafter.is_ready(ids):
+            return None
         likely = self._right / self._tried
-        length_wanted = self._best(room, plan, likely) or self._lengths[0]
-        drafted = self._drafter.draft(ids, length_wanted)
-        length = next((length for length in reversed(self._lengths) if length <= len(drafted)), 0)
-        if not length:
-            return ()
+        length = self._best(room, plan, likely) or self._lengths[0]
         self._before.rows, self._before.tokens = plan.rows, plan.tokens
         plan.rows += length
         plan.tokens += _expected(length, likely)
-        return drafted[:length]
+        return DraftTask(self._drafter, ids, length)
+
+    def cut(self, drafted: Sequence[int]) -> Sequence[int]:
+        """Return as many of the drafted tokens as a draft may have."""
+        return drafted[: next((length for length in reversed(self._lengths) if length <= len(drafted)), 0)]
 
     def verified(self, ids: Sequence[int], drafted: int, accepted: int) -> None:
         """Record that the first `accepted` of the last draft's `drafted` tokens were right. ids: those after it."""

@@ -9,7 +9,8 @@ import numpy as np
 
 from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
 from polarlm.engine.limits import MOST_DRAFTED
-from polarlm.engine.requests.drafts import Drafter, Drafts, StepPlan, StepSeconds
+from polarlm.engine.requests.drafters.drafter import Drafter, DraftTask
+from polarlm.engine.requests.drafts import Drafts, StepPlan, StepSeconds
 
 ANEW = PromptOptions(cache_prompt=False)
 
@@ -42,10 +43,18 @@ class Unpaced(Drafts):
     def is_ready(self, ids: Sequence[int]) -> bool:
         return True
 
-    def draft(self, ids: Sequence[int], room: int, batch: StepPlan) -> Sequence[int]:
-        given = self._given.draft(ids, min(room, self._length())) if room > 0 else ()
-        self.lengths.append(len(given))
-        return given
+    def task(self, ids: Sequence[int], room: int, plan: StepPlan) -> DraftTask | None:
+        return DraftTask(self._given, ids, min(room, self._length())) if room > 0 else None
+
+    def cut(self, drafted: Sequence[int]) -> Sequence[int]:
+        self.lengths.append(len(drafted))
+        return drafted
+
+
+def draft_alone(drafts: Drafts, ids: Sequence[int], room: int, plan: StepPlan) -> Sequence[int]:
+    """What a request drafts alone."""
+    task = drafts.task(ids, room, plan)
+    return () if task is None else drafts.cut(task.drafter.draft(task.ids, task.most))
 
 
 def drafting(engine: Engine, make: Callable[[Sequence[int]], Drafts | None]) -> None:

@@ -14,7 +14,7 @@ from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.placement.request import PlacementRequest, Sizes, companion_bytes
 from polarlm.engine.outputs import Chunk, fold
-from polarlm.engine.requests.drafts import ModelDrafter
+from polarlm.engine.requests.drafters.draft_model import ModelDrafter
 from tests.random_model import random_model
 from tests.requests.drafters import ANEW, Unpaced, drafting, first_difference, margin, summary
 from tests.requests.test_drafts import plain, prompts
@@ -80,6 +80,41 @@ def test_requests_share_the_draft_model_and_are_preempted(
             place = first_difference(fold(tray).token_ids, answer.token_ids)
             assert place is None or margin(engine, prompt, PARAMS, place) < 0.02
         assert sum(drafts.drafted for drafts in made) > 50
+        assert idle(engine)
+
+
+def test_requests_draft_in_the_same_steps(tiny_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of the draft model has rows of all requests that draft; one that fails is computed anew for
+    each request, and fails those that fail alone."""
+    with load_tiny(tiny_path, model_draft=str(other), cache_type="f16", **SETTINGS) as engine:
+        unpaced(engine)
+        model, asked = engine._parts.draft.model, prompts(4)
+        wanted = [plain(engine, prompt) for prompt in asked]
+        step, rows, bad = model.step, list[int](), list[int]()
+
+        def counted(spans: Any, ids: Any, inputs: Any) -> Any:
+            rows.append(len(spans))
+            if bad and (len(spans) > 1 or spans[0].sequence is sequences[0]):
+                raise MemoryError
+            return step(spans, ids, inputs)
+
+        monkeypatch.setattr(model, "step", counted)
+        for fails in (False, True):
+            made, trays = unpaced(engine), [list[Chunk | Exception]() for _ in asked]
+            forget(engine)
+            for prompt, tray in zip(asked, trays, strict=True):
+                engine.submit(prompt, PARAMS, ANEW, into=tray)
+            while engine.work():
+                if fails and not bad and all(one._given._kv is not None for one in made) and len(made) == 4:
+                    sequences = [one._given._kv for one in made]
+                    bad.append(1)
+            failed = [isinstance(tray[-1], Exception) for tray in trays]
+            assert failed == [fails, False, False, False]
+            for prompt, tray, answer, is_bad in zip(asked, trays, wanted, failed, strict=True):
+                place = None if is_bad else first_difference(fold(tray).token_ids, answer.token_ids)
+                assert place is None or margin(engine, prompt, PARAMS, place) < 0.02
+            if not fails:
+                assert sum(rows) > 2 * len(rows)
         assert idle(engine)
 
 

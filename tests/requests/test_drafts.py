@@ -14,8 +14,9 @@ from polarlm.engine import Completion, Engine, EngineError, SamplingParams
 from polarlm.engine.loading import warm_up
 from polarlm.engine.model.warm_up import warm_up_drafts
 from polarlm.engine.outputs import fold
-from polarlm.engine.requests.drafts import Drafts, PromptLookup, StepPlan, StepSeconds
-from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin, summary
+from polarlm.engine.requests.drafters.prompt_lookup import PromptLookup
+from polarlm.engine.requests.drafts import Drafts, StepPlan, StepSeconds
+from tests.requests.drafters import ANEW, Known, Unpaced, draft_alone, drafting, first_difference, margin, summary
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny, make_model
 
@@ -240,7 +241,7 @@ def paced(
     done, spent = 1, 0.0
     while done < tokens:
         batch = StepPlan(1)
-        guesses = drafts.draft(answer[:done], tokens - done - 1, batch)
+        guesses = draft_alone(drafts, answer[:done], tokens - done - 1, batch)
         assert batch.rows == 1 + len(guesses)
         good = 0
         while good < len(guesses) and guesses[good] == answer[done + good]:
@@ -280,7 +281,7 @@ def test_drafts_stop_where_more_rows_only_cost_and_come_back_where_they_pay() ->
     known._ids[:200] = [4] * 200
     drafts, done, steps = Drafts(known, 15, measured(COSTS)), 1, 0
     while done < 500:
-        guesses = drafts.draft(answer[:done], 15, StepPlan(1))
+        guesses = draft_alone(drafts, answer[:done], 15, StepPlan(1))
         good = len(guesses) if done >= 200 else 0
         done += good + 1
         steps += done >= 280
@@ -310,5 +311,5 @@ def test_lengths_of_drafts_are_few(most: int, lengths: set[int]) -> None:
     seen = set()
     for _ in range(300):
         drafts = Drafts(Known([*range(200)], 1, 500), most, lambda rows: float(rng.random()))
-        seen.add(len(drafts.draft([0], int(rng.integers(0, 16)), StepPlan(1))))
+        seen.add(len(draft_alone(drafts, [0], int(rng.integers(0, 16)), StepPlan(1))))
     assert seen == {0, *lengths}

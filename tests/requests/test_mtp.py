@@ -19,7 +19,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.need import need
 from polarlm.engine.outputs import Chunk, fold
-from polarlm.engine.requests.drafts import MtpDrafter
+from polarlm.engine.requests.drafters.mtp import MtpDrafter
 from polarlm.engine.sampling.sample import greedy
 from scripts.make_random_model import write
 from tests.conftest import TRAINED_HYBRID

@@ -4,8 +4,8 @@ Its rows are made of a token and the hidden state of the token before it, both n
 i of the store, so that the layer is one more of a sequence, with K/V in the same blocks. The hidden state before a row
 that was not computed here, as after a prefix hit, is zeros: guesses get worse, answers stay the same.
 
-Prompts and steps append the layer's K/V. Only drafting computes all of it, a row at a time, each from the hidden state
-of the one before. K/V of drafted rows last until the step that verifies them.
+Prompts and steps append the layer's K/V. Only drafting computes all of it, a row of each sequence at a time, from the
+hidden state of the row before. K/V of drafted rows last until the step that verifies them.
 
 Letters: T rows, E hidden size.
 """
@@ -13,6 +13,7 @@ Letters: T rows, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,14 @@ from polarlm.engine.state.positions import rope_positions
 from polarlm.engine.state.store import Span
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import ModelConfig
+
+
+class MtpRow(NamedTuple):
+    """A row to draft with: where it goes, its token, and the hidden state (E,) float32 of the token before it."""
+
+    span: Span
+    token: int
+    hidden: np.ndarray
 
 
 class MtpLayer:
@@ -105,21 +114,26 @@ class MtpLayer:
             first, end = end, end + span.count
             span.hidden = hidden[first:end]
 
-    def draft(self, span: Span, token: int, hidden: np.ndarray) -> tuple[Sampled, np.ndarray]:
-        """Compute the row `span` of a step, of a token and the hidden state (E,) before it. Return the most likely next
-        token, or the error why there is none, and the row's hidden state (E,)."""
-        embedded = self._ops.to_host(self._embedded(np.array([token], np.int32)))
-        both, sampler = np.concatenate([embedded, hidden[None]], axis=1), self._ops.pack_sampler_inputs(self._greedy)
-        view = self._group.spans([self.store.view(self._number, span, slice(0, 1), span.start)])
-        spans = tuple(view if group is self._group else None for group in self.store.groups)
-        inputs = Inputs(both, self._choice.ropes.tables(rope_positions([span])), spans, sampler=sampler)
-        chosen, logits, states = run_graph(self._ops, "mtp", self._draft, inputs)
-        (sampled,) = self._ops.fetch_tokens(chosen, logits, self._greedy)
-        return sampled, np.array(self._ops.to_host(states)[0])
+    def draft(self, rows: Sequence[MtpRow]) -> list[tuple[Sampled, np.ndarray]]:
+        """Compute one row each of several sequences. Return of each the most likely next token, or the error why there
+        is none, and the row's hidden state (E,)."""
+        embedded = self._ops.to_host(self._embedded(np.array([row.token for row in rows], np.int32)))
+        both, inputs = (
+            np.concatenate([embedded, np.stack([row.hidden for row in rows])], axis=1),
+            self._greedy * len(rows),
+        )
+        spans = [row.span for row in rows]
+        views = [self.store.view(self._number, span, slice(at, at + 1), span.start) for at, span in enumerate(spans)]
+        view, sampler = self._group.spans(views), self._ops.pack_sampler_inputs(inputs)
+        of_groups = tuple(view if group is self._group else None for group in self.store.groups)
+        run = Inputs(both, self._choice.ropes.tables(rope_positions(spans)), of_groups, sampler=sampler)
+        chosen, logits, states = run_graph(self._ops, "mtp", self._draft, run)
+        sampled = self._ops.fetch_tokens(chosen, logits, inputs)
+        return [*zip(sampled, np.array(self._ops.to_host(states)), strict=True)]
 
     def _draft(self, inputs: Inputs) -> tuple[Array, Array, Array]:
-        """One row: an embedding and the hidden state before it, `x` (1, 2E) → tokens (1,), logits (1, V), the hidden
-        state (1, E)."""
+        """Rows of an embedding and the hidden state before it, `x` (T, 2E) → tokens (T,), logits (T, V), hidden states
+        (T, E)."""
         ops, e, both = self._ops, self._size, inputs.x
         ops.rms_norm(both[:, :e], self._embedding_norm)
         ops.rms_norm(both[:, e:], self._hidden_norm)

@@ -1,0 +1,1 @@
+"""Drafters: each file guesses the next tokens of a request in one way."""
