@@ -232,6 +232,12 @@ class EngineConfig(Settings):
         help="with a GPU, keep the experts of the first N layers in the computer's memory, where its CPU multiplies "
         "them; auto: of as many layers as do not fit on the GPU",
     )
+    replayable: bool = setting(
+        False,
+        "--replayable",
+        help="on a CPU, let an answer depend on the model's file, the request, the cache type and the version alone, "
+        "to the bit: not on other requests, cached prefixes, restarts, threads or the CPU; prompts take longer",
+    )
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
     parallel: int = setting(
         8,

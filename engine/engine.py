@@ -9,6 +9,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
+from polarlm.engine import replay
 from polarlm.engine.completions import Completions
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
@@ -36,6 +37,7 @@ from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
+from polarlm.engine.state.cache_types import describe_types
 from polarlm.engine.state.prefix import PrefixCache, Watch, join_salt
 from polarlm.engine.storage import identity, packs, sessions
 from polarlm.engine.storage.packs import Pack
@@ -78,9 +80,10 @@ class Engine(Completions):
         self._parts, self.expert_plan = parts, parts.experts
         self._start_line, self._fit_line = assembly.start_line(parts), assembly.fit_line(parts)
         self._model, self._store = parts.model, parts.model.store
-        self._identity = identity.settings(parts.model, parts.source.name)
+        self._identity = identity.settings(parts.model, parts.source.name, replayable=parts.config.replayable)
         keeps = parts.config.kept_sequences > 0
-        bits = parts.model.ops.input_bits
+        bits, types = parts.model.ops.input_bits, describe_types(parts.config, parts.plan.shape)
+        self.fingerprint = replay.fingerprint(self._identity, types, bits) if parts.config.replayable else ""
         changed_bits = {} if bits == "16" else {"input_bits": bits}
         self._prefixes = PrefixCache(
             self._store,
@@ -96,9 +99,13 @@ class Engine(Completions):
         self._tiers = Tiers(self._access, tiers, files, self._lock, patience) if tiers else None
         self._remote_prefill = open_remote_prefill(parts.config, self._access, self._identity, patience)
         kind = EncoderRunner if isinstance(self._model, Encoder) else Runner
-        self._runner = kind(self._model, self._prefixes, self._scheduler, self._drafting, patience, self._tiers)
+        self._runner = kind(
+            self._model, self._prefixes, self._scheduler, self._drafting, patience, self._tiers, parts.config.replayable
+        )
         self.kept_blocks, self.adapters = parts.disk, parts.adapters  # for servers; requests choose among adapters
-        self._answers = Answers(parts.source, self.context, enabled=keeps, tiers=self._tiers)
+        self._answers = Answers(
+            parts.source, self.context, enabled=keeps and not parts.config.replayable, tiers=self._tiers
+        )
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self.packs = packs.open_packs(parts.config, self._identity, parts.source.vocabulary, self.context)
         self._is_closed = False
@@ -352,6 +359,7 @@ class Engine(Completions):
         if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
         params = replace(params, **settings)
+        params = replay.with_seed(params) if self.config.replayable else params
         warnings: list[str] = []
         if options.pack:
             prompt = self.begin_with_pack(prompt, options)
@@ -371,6 +379,8 @@ class Engine(Completions):
             constraint=limit_reasoning(prompt, params, options, self.model, constraint, warnings.append),
             warnings=warnings,
         )
+        if self.config.replayable:
+            replay.prepare(request, self.adapters, self.fingerprint)
         if options.pack:
             pack = self.load_pack(options.pack) if options.cache_prompt else self.packs[options.pack]
             packs.check_prefix(pack, request.sequence.prompt, self.cache_shape.block_size, warnings.append)

@@ -34,6 +34,7 @@ class EngineKeywords(TypedDict, total=False):
     tile_cache: str | None
     expert_cache: str | None
     cpu_moe: str | None
+    replayable: bool
     block_size: int
     parallel: int
     spec_type: str

@@ -30,6 +30,9 @@ class Usage:
     # Their sum is `cached_tokens`.
     cached_from: Mapping[str, int] = field(default_factory=dict)
     reasoning_tokens: int = 0  # of a server's answer: completion tokens that are reasoning
+    replay_digest: str = (
+        ""  # of `replayable` engines: of what answers, the prompt's ids, the answer's, and its logprobs
+    )
 
     @property
     def from_tiers(self) -> Mapping[str, int]:

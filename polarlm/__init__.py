@@ -71,7 +71,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return import_module("polarlm.engine.cli.flags").release() or "0.0.0"
+        return import_module("polarlm.engine.version").release() or "0.0.0"
     if name not in __all__:
         raise AttributeError(f"module 'polarlm' has no attribute {name!r}")
     return getattr(import_module("polarlm.engine"), name)

@@ -12,6 +12,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("polarlm.engine.chat.__main__", "chat with a model in the terminal"),
     "serve": ("polarlm.server.__main__", "serve a model: a chat page, and OpenAI's, Anthropic's and Ollama's APIs"),
     "batch": ("polarlm.server.batch", "answer a file of requests in the format of OpenAI's batches"),
+    "verify": ("polarlm.server.verify", "compute an answer of serve --replayable again, and compare them"),
     "pull": ("polarlm.pull", "download a model from the Hugging Face hub"),
     "list": ("polarlm.list", "list the models on this machine"),
     "show": ("polarlm.show", "show what a model's files say about it"),

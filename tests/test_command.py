@@ -54,12 +54,12 @@ def test_every_command_takes_a_model_the_same_way() -> None:
         if not any(field.name == "weights" for cls in groups.values() for field in fields(cls)):
             continue
         taking.add(name)
-        before = ["text.txt"] if name in ("quality", "pack", "batch") else []
+        before = ["a", "b"] if name == "verify" else ["text.txt"] if name in ("quality", "pack", "batch") else []
         ways = [("weights", ["a/b"]), ("weights", ["-m", "a/b"]), ("hf_repo", ["-hf", "a/b"])]
         for field, words in ways[1:] if name == "pack" else ways:  # which takes any number of texts
             parsed = parse([*before, *words], groups, prog=name, description="")
             assert [getattr(one, field) for one in parsed if hasattr(one, field)] == ["a/b"], (name, words)
-    assert taking == {"chat", "serve", "batch", "pull", "show", "fit", "pack", "quality", "speed"}
+    assert taking == {"chat", "serve", "batch", "pull", "show", "fit", "pack", "quality", "speed", "verify"}
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "params": {"config", "limits"},
     "outputs": set(),
     "keywords": set(),
+    "version": set(),
     "storage.files": set(),
     "storage.objects": set(),
     "codecs": set(),
@@ -104,7 +105,7 @@ ROOMS: dict[str, set[str]] = {
 ROOMS["loading.kept_arrays"] = {"storage.files", "storage.objects"}
 ROOMS["loading.calibration"] = ROOMS["model"] | {"backends.numpy.blas", "codecs", "loading.kept_arrays", "model"}
 ROOMS["storage.identity"] = {"model", "state"}
-ROOMS["cli.flags"] = {"config", "errors"}
+ROOMS["cli.flags"] = {"config", "errors", "version"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["cli.sources"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
@@ -125,6 +126,7 @@ ROOMS["loading.fitting"] = ROOMS["loading.encoding_file"] | {"loading.encoding_f
 ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
 ROOMS["loading.placement"] = ROOMS["loading.sizes"] | {"backends.select", "loading.sizes"}
 ROOMS["loading.checks"] = {
+    "backends.ops",
     "backends.select",
     "loading.placement",
     "loading.sizes",
@@ -144,6 +146,7 @@ ROOMS["loading.tile_cache"] = ROOMS["model"] | {
 }
 ROOMS["loading.parts"] = ROOMS["loading.placement"] | {"loading.placement", "storage.tiers"}
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
+    "loading.checks",
     "loading.parts",
     "backends.select",
     "loading.placement",
@@ -159,7 +162,9 @@ ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
 ROOMS["vectors"] = {"requests"} | TOLD
 ROOMS["parsing"] = {"requests", "sampling"} | TOLD
 ROOMS["completions"] = {"parsing", "requests", "vectors"} | TOLD
+ROOMS["replay"] = {"model", "requests", "version"} | TOLD
 ROOMS["engine"] = {
+    "replay",
     "completions",
     "loading.assembly",
     "loading.checks",

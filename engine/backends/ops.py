@@ -266,6 +266,10 @@ class MachineOps(Protocol):
         """Let these inputs have what `EngineConfig.input_bits` says; return why it has no effect, or nothing."""
 
     @property
+    def is_replayable(self) -> bool:
+        """Whether rows of steps are the same to the bit beside any others, and at other levels of CPUs."""
+
+    @property
     def inputs(self) -> str:
         """What inputs of these products have, for users; empty if they are floats."""
 

@@ -32,12 +32,12 @@ def use_utf8() -> None:
             stream.reconfigure(errors="replace")
 
 
-def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
-    """Run `work` on a command line and return the exit code: 0; 2, with a sentence, for bad input; 130 after Ctrl-C;
-    the code of `lost_output`. argv: without the program's name; None means the process's own."""
+def run(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
+    """Run `work` on a command line and return the exit code: what it returns; 2, with a sentence, for bad input; 130
+    after Ctrl-C; the code of `lost_output`. argv: without the program's name; None means the process's own."""
     use_utf8()
     try:
-        work(sys.argv[1:] if argv is None else argv)
+        code = work(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except FlagError as error:
         print(f"error: {error}; --help lists the flags", file=sys.stderr)
@@ -49,15 +49,15 @@ def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> in
         note("Stopped")
         return _INTERRUPT_EXIT_CODE
     except OSError as error:
-        if (code := lost_output(error)) is None:
+        if (lost := lost_output(error)) is None:
             raise
-        return code
+        return lost
     else:
-        return 0
+        return code or 0
     return _BAD_REQUEST
 
 
-def command(work: Callable[[Sequence[str]], None]) -> Callable[..., int]:
+def command(work: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
     """`work` as the `main` of a command: see `run`."""
 
     @wraps(work)

@@ -9,7 +9,6 @@ field has other names as well, or `bare`.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import re
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
+from polarlm.engine.version import release
 
 Check = Callable[[Any], "str | None"]
 """Returns what is wrong with a value, as a sentence for the user; None if it is valid."""
@@ -236,14 +236,6 @@ def version() -> str:
     if number := release():
         return f"polarlm {number}"
     return f"polarlm, not installed: the files in {Path(__file__).resolve().parents[2]}"
-
-
-def release() -> str:
-    """The version that is installed; empty for a checkout that is not."""
-    try:
-        return importlib.metadata.version("polarlm")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:

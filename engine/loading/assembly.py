@@ -17,7 +17,7 @@ from polarlm.engine.backends.select import select, with_host, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
-from polarlm.engine.loading import encoding_file
+from polarlm.engine.loading import checks, encoding_file
 from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
 from polarlm.engine.loading.fitting import load_or_fit
 from polarlm.engine.loading.parts import Parts, fit_line, start_line
@@ -205,6 +205,8 @@ class _Loader:
         if not source.config.is_encoder:
             ops.reserve_workspace(Load(source.config, plan.shape.widest, plan.tokens, config.parallel))
         store = _store(config, FULL_ENCODING, ops, source, weights, plan, self._verbose)
+        if config.replayable:
+            checks.check_replayable(ops, store)
         for clause in store.numpy_fallbacks():
             self._say(f"{clause}.")
         if warm is not None:

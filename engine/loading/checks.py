@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, get_origin, get_type_hints
 
+from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import gpu_numbers
 from polarlm.engine.config import AUTO, EngineConfig
 from polarlm.engine.errors import EngineError
@@ -17,6 +18,7 @@ from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import parse_adapter
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import parse_size
+from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.opening import check_settings
 from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
 
@@ -41,6 +43,7 @@ def settle(
             type_name = getattr(kind, "__name__", kind)
             raise EngineError(f"{name} is {value!r}, but must be of type {type_name}")
     _check_values(config)
+    config = _replayable(config) if config.replayable else config
     if config.hf_repo is not None:
         if config.weights is not None:
             raise _wrong("hf_repo", config, "a path is given as well; leave one of the two out")
@@ -87,6 +90,36 @@ def _check_values(config: EngineConfig) -> None:
     _check_adapters(config)
     weight_format(config)
     cache_types.check_names(config)
+
+
+def _replayable(config: EngineConfig) -> EngineConfig:
+    """Return settings with which answers can be replayed. Raises EngineError for others that have been asked for."""
+    if config.device not in ("auto", "cpu"):
+        raise _wrong("device", config, "replayable=True needs a CPU, whose sums are added in one order; leave it out")
+    if config.input_bits == "bf16":
+        raise _wrong("input_bits", config, "replayable=True needs sums that are exact; choose 16, 8 or auto")
+    if config.prefill_at is not None:
+        raise _wrong("prefill_at", config, "replayable=True computes prompts here; leave one of the two out")
+    if (types := cache_types.preset(config)) is not None:  # whether a block is old would depend on other requests
+        config = replace(config, cache_type="/".join(types.uniform))
+    return replace(
+        config,
+        device="cpu",
+        input_bits="16" if config.input_bits == AUTO else config.input_bits,
+        calibration=config.encoding is not None,  # a machine's own differs by its linear algebra
+        state_type="f32",
+    )
+
+
+def check_replayable(ops: Ops, store: KVStore) -> None:
+    """Raises EngineError if what is loaded computes steps in several ways."""
+    why = next(iter(store.numpy_fallbacks()), "")
+    if not ops.is_replayable:
+        why = "it needs compiled kernels of a CPU with AVX2 or NEON"
+    if [one for layer in store.shape.kv_layers.values() for one in layer.codecs if one.name.startswith("polarquant")]:
+        why = "polarquant has other factors on CPUs with VBMI; choose ring4 or another cache_type"
+    if why:
+        raise EngineError(f"replayable=True cannot be had here: {why}", settings=("replayable",))
 
 
 def _check_adapters(config: EngineConfig) -> None:

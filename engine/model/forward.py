@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadTransform, Norm, PreparedTransform, Spans
-from polarlm.engine.backends.ops import Array, ExpertCache, Fusion, Ops, PeerArray
+from polarlm.engine.backends.ops import STEP_ROWS, Array, ExpertCache, Fusion, Ops, PeerArray
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.batch_graphs import BatchGraphs
@@ -43,7 +43,7 @@ from polarlm.engine.state.image_positions import IMAGE_IDS
 from polarlm.engine.state.kv_blocks import KVBlocks
 from polarlm.engine.state.layer_state import TableVersion
 from polarlm.engine.state.positions import positions, rope_positions
-from polarlm.engine.state.store import KVStore, Span
+from polarlm.engine.state.store import KVStore, SequenceKV, Span
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Attention, LatentAttention, ModelConfig
 
@@ -290,6 +290,12 @@ class Transformer:
             self.mtp.keep(spans, *states)
         return sampled
 
+    def known_rows(self, sequence: SequenceKV) -> int:
+        """Return the most rows of a sequence in a step, if the tokens behind all but the last one are known."""
+        if not self.batch_rows or self.ops.batches_take_steps or self.store.sparse_groups:
+            return self.store.rows_of_block(sequence)
+        return self.store.first_of_block(sequence) + self.store.shape.block_size - sequence.length
+
     def _step_with_known(
         self,
         spans: Sequence[Span],
@@ -300,7 +306,11 @@ class Transformer:
         """`step` without logits (they may be most of a step's memory) after rows whose next token is known."""
         both = [*zip(spans, known, strict=True)]
         wanted = np.concatenate([np.arange(span.count) >= count for span, count in both])
-        parts = [span.part(0, count) for span, count in both if count]  # their rows go first
+        parts = [  # their rows go first
+            span.part(first, min(STEP_ROWS, count - first))
+            for span, count in both
+            for first in range(0, count, STEP_ROWS)
+        ]
         parts += [span.part(count, span.count - count) for span, count in both]
         rows = np.flatnonzero(wanted).tolist()
         inputs = [sampler_inputs[row] for row in rows]

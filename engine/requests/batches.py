@@ -176,33 +176,12 @@ class Batches:
         batch = Batch()
         with self._abort_on_error(batch):
             for request, guesses in self._draft(requests).items():
-                span = self._open(request, len(guesses))
+                span = self._open(request, len(guesses), is_alone=len(requests) == 1)
                 if span is not None:
                     batch.rows.append(_rows(request, span, guesses))
         return batch if batch.rows else None
 
-    def _draft(self, requests: Sequence[Request]) -> dict[Request, Sequence[int]]:
-        """Return drafted tokens to verify after the newest one of each request, at most as many as fit into its current
-        block. Requests fail whose drafter raises."""
-        plan, drafted, tasks = StepPlan(len(requests)), dict[Request, Sequence[int]](), dict[Request, DraftTask]()
-        for request in requests:
-            drafted[request], kv, sequence = (), request.kv, request.sequence
-            if request.drafts is not None and kv is not None:
-                missing, left = len(sequence.ids) - kv.length, sequence.max_tokens - sequence.generated
-                room = min(self._store.rows_of_block(kv) - missing + 1, left) - 1  # the final token needs no row
-                task = request.drafts.task(sequence.ids, room, plan)
-                if task is not None:
-                    tasks[request] = task
-        for request, result in draft_together(tasks).items():
-            if isinstance(result, Exception):  # the other requests of the step continue
-                self._model.ops.check()
-                request.fail(result)
-                del drafted[request]
-            elif request.drafts is not None:
-                drafted[request] = request.drafts.cut(result)
-        return drafted
-
-    def _open(self, request: Request, drafted: int) -> Span | None:
+    def _open(self, request: Request, drafted: int, *, is_alone: bool) -> Span | None:
         """Open a span of the tokens that have no K/V yet, the newest one last, and of `drafted` ones after it; None if
         the request was preempted, or finished because it runs alone and there is no room.
 
@@ -212,8 +191,9 @@ class Batches:
         """
         while request.kv is not None:
             missing = len(request.sequence.ids) - request.kv.length
+            most = self._model.known_rows(request.kv) if is_alone else self._store.rows_of_block(request.kv)
             try:
-                return self._store.open_step(request.kv, min(missing + drafted, self._store.rows_of_block(request.kv)))
+                return self._store.open_step(request.kv, min(missing + drafted, most))
             except OutOfBlocks:
                 if drafted:
                     drafted = 0
@@ -309,8 +289,9 @@ class Batches:
             if rows.span is not None and rows.request.options.pooling is None:
                 self._prefixes.insert(rows.span.sequence, rows.request.sequence.ids)
         if batch.chunks is None:  # which are reported each
-            for request in [rows.request for rows in active if rows.request.wants_progress]:
-                request.report_progress(len(request.sequence.prompt))
+            for request, span in [(rows.request, rows.span) for rows in active if rows.request.wants_progress]:
+                stored = 0 if span is None else span.start + span.count
+                request.report_progress(min(stored, len(request.sequence.prompt)))
         for request in [rows.request for rows in active if rows.is_prompt]:
             self._scheduler.admit(request.sequence)
             if request.kv is not None and request.kv.length == request.sequence.computable:
@@ -319,6 +300,27 @@ class Batches:
             self.prefill = None
             if batch.reader is not None:
                 batch.rows[0].request.outbox.append(batch.reader.chunk())
+
+    def _draft(self, requests: Sequence[Request]) -> dict[Request, Sequence[int]]:
+        """Return drafted tokens to verify after the newest one of each request, at most as many as fit into its current
+        block. Requests fail whose drafter raises."""
+        plan, drafted, tasks = StepPlan(len(requests)), dict[Request, Sequence[int]](), dict[Request, DraftTask]()
+        for request in requests:
+            drafted[request], kv, sequence = (), request.kv, request.sequence
+            if request.drafts is not None and kv is not None:
+                missing, left = len(sequence.ids) - kv.length, sequence.max_tokens - sequence.generated
+                room = min(self._store.rows_of_block(kv) - missing + 1, left) - 1  # the final token needs no row
+                task = request.drafts.task(sequence.ids, room, plan)
+                if task is not None:
+                    tasks[request] = task
+        for request, result in draft_together(tasks).items():
+            if isinstance(result, Exception):  # the other requests of the step continue
+                self._model.ops.check()
+                request.fail(result)
+                del drafted[request]
+            elif request.drafts is not None:
+                drafted[request] = request.drafts.cut(result)
+        return drafted
 
     def _take_verified(self, batch: Batch) -> list[int | None]:
         """Take drafted tokens that are right, and the one after them. Return how many rows of each request are kept;

@@ -31,7 +31,10 @@ class Prefills:
         scheduler: Scheduler,
         batches: Batches,
         requantizer: Requantizer,
+        replayable: bool,
     ) -> None:
+        """replayable: compute prompts as rows of steps, whatever prefix is found: they see its codes as their own."""
+        self._replayable = replayable
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler, self._batches, self._requantizer = scheduler, batches, requantizer
 
@@ -42,6 +45,10 @@ class Prefills:
         request = requests[0]
         missing = self._match(request)
         if missing is None:
+            return None
+        if self._replayable and not self._needs_prefill(request):
+            self._scheduler.admit(request.sequence)
+            self._scheduler.prefilled(request.sequence, missing)
             return None
         if self._joins(request, missing):
             others, takes_steps = self._others(requests[1:], self._room(request)), self._model.ops.batches_take_steps
@@ -96,6 +103,11 @@ class Prefills:
             return kv
         self._prefixes.release(kv, ids)
         return self._prefixes.match_prefix(ids[: request.cached], request.salt)
+
+    def _needs_prefill(self, request: Request) -> bool:
+        """Whether the hidden states of a prompt are wanted, which steps do not keep."""
+        assert request.kv is not None
+        return request.reads_prompt and request.kv.length < len(request.sequence.prompt)
 
     def _fits_in_a_step(self, request: Request) -> bool:
         """Whether what the store lacks of a prompt becomes rows of the request's first step: in the current block they

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -104,6 +106,7 @@ class Request:
     warnings: Sequence[str] = ()  # see `Ticket`
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
     why_damaged: Callable[[], str | None] | None = None  # as in `ModelWeights`
+    fingerprint: str = ""  # of an engine whose answers can be replayed
 
     @classmethod
     def create(
@@ -182,6 +185,7 @@ class Request:
         """Whether the next step may start before this token is known: not with logprobs or Mirostat, whose logits it
         overwrites."""
         self._last_length = len(self.sequence.prompt) + self.sequence.max_tokens  # of the ids
+        self._logprobs: list[TokenLogprob] = []  # of the answer's tokens, if it can be replayed
 
     def reproduces(self, length: int) -> bool:
         """Whether a prefill from a prefix hit of `length` tokens computes what the request's first prefill computed.
@@ -264,6 +268,7 @@ class Request:
             self.finish("stop")
             return
         sequence.ids.append(token)
+        self._logprobs += logprobs if self.fingerprint else ()
         self.sampler.advance()
         complete = False
         if self.constraint is not None:
@@ -327,4 +332,13 @@ class Request:
             drafted_tokens=0 if self.drafts is None else self.drafts.drafted,
             accepted_tokens=0 if self.drafts is None else self.drafts.accepted,
             cached_from=count_sources(self.hit, self.cached or 0),
+            replay_digest=self._replay_digest() if self.fingerprint else "",
         )
+
+    def _replay_digest(self) -> str:
+        """Return a digest of who answers, the prompt's ids, and the answer's ids, log-probabilities and end."""
+        sequence, count = self.sequence, len(self.sequence.prompt)
+        ids = [int(token) for token in sequence.ids]
+        logprobs = [(float(one.logprob), [(int(i), float(value)) for i, value in one.top]) for one in self._logprobs]
+        answer = self.fingerprint, ids[:count], ids[count:], logprobs, sequence.finish_reason
+        return hashlib.sha256(json.dumps(answer).encode()).hexdigest()

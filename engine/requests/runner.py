@@ -45,7 +45,9 @@ class Runner:
         drafting: Drafting,
         patience: Patience,
         tiers: Tiers | None = None,
+        replayable: bool = False,
     ):
+        """replayable: compute prompts as rows of steps."""
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler, self._tiers, self._draft = scheduler, tiers, drafting.model
         self.requests: dict[TokenSequence, Request] = {}
@@ -55,7 +57,7 @@ class Runner:
         self._requantizer = Requantizer(self._store.mixed_precision)
         self._timer = timer = UnitTimer(scheduler)
         self._batches = Batches(model, prefixes, scheduler, patience, timer, self._preempt, drafting.seconds)
-        self._prefills = Prefills(model, prefixes, scheduler, self._batches, self._requantizer)
+        self._prefills = Prefills(model, prefixes, scheduler, self._batches, self._requantizer, replayable)
 
     def submit(self, request: Request) -> None:
         request.why_damaged = self._model.weights.why_damaged

@@ -221,9 +221,10 @@ class KVStore:
         return Span(sequence, start, count, reservations, layers_per_seal=buffers.layers, **fields)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
-        """Open a span of `count` ≤ STEP_ROWS rows of a step, or `rows_of_block` if a group is sparse. If it raises
-        OutOfBlocks, nothing has changed."""
-        assert 1 <= count <= STEP_ROWS
+        """Open a span of `count` rows of a step: STEP_ROWS, or `rows_of_block` if a group is sparse; or without such a
+        group, and if their next tokens are known, up to the end of the block. If it raises OutOfBlocks, nothing has
+        changed."""
+        assert 1 <= count <= max(STEP_ROWS, self.shape.block_size - sequence.length % self.shape.block_size)
         if sequence.table_version is not None and sequence.length + count <= sequence.table_version.end:
             return Span(sequence, sequence.length, count, [], is_step=True)
         reservations = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))

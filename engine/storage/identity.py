@@ -30,7 +30,7 @@ SIDES = {True: "centred", False: "plain"}  # whether blocks of keys are stored w
 _UNNAMED_STATE = "8bit"  # the default, which a session does not name
 
 
-def settings(model: Transformer, name: str) -> dict[str, str]:
+def settings(model: Transformer, name: str, *, replayable: bool = False) -> dict[str, str]:
     """Return the model's name, and all that determines codes except token ids, as text for the header of a session."""
     shape, arrays = model.store.shape, scale_arrays(model.store)
     bits = " ".join(str(layer.mean_bits) for layer in shape.kv_layers.values())
@@ -45,7 +45,8 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
         "block_size": str(shape.block_size),
         "cache_types": " ".join("/".join(one.name for one in layer.codecs) for layer in shape.kv_layers.values())
         + "".join(f" state:{name}" for name in _state_types(shape.layers) if name != _UNNAMED_STATE)
-        + (f" by-age:{shape.kinds[0]}" if shape.has_two_kinds else ""),
+        + (f" by-age:{shape.kinds[0]}" if shape.has_two_kinds else "")
+        + (" replayable" if replayable else ""),
         "conditioning": digest.hexdigest(),
     }
 

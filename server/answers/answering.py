@@ -44,7 +44,8 @@ async def answer(
         """Plan and queue the answer in one call in a thread. An error in a constraint names the request's field."""
         nonlocal plan, ticket
         # Each answer has a seed of its own, so that they differ and can be repeated.
-        seeded_params = params if params.seed < 0 else replace(params, seed=params.seed + index)
+        is_seeded = params.seed >= 0 or driver.engine.config.replayable
+        seeded_params = replace(params, seed=max(0, params.seed) + index) if is_seeded else params
         constraint_warnings: list[str] = []
         plan = _plan(driver.engine, request, seeded_params, constraint_warnings.append)
         if plan.is_begun and not options.continue_final_message:

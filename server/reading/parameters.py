@@ -27,6 +27,7 @@ class ModelInfo:
     tells_cached: bool  # whether clients learn how many tokens of a prompt were cached
     context: int  # tokens of a prompt and its answer together
     reads_images: bool = False
+    fingerprint: str = ""  # see `Engine.fingerprint`
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,9 @@ class Driver:
         self.engine = engine
         self.config = config
         model, special, tells_cached = engine.model, config.parse_special, not config.hide_cached_tokens
-        self.model_info = ModelInfo(model, model.name, special, tells_cached, engine.context, engine.reads_images)
+        self.model_info = ModelInfo(
+            model, model.name, special, tells_cached, engine.context, engine.reads_images, engine.fingerprint
+        )
         self._sessions = sessions
         self._totals, self._quotas = Totals(), Quotas(config.keys.limits_of)
         self.room = engine.config.parallel + config.max_queue  # answers that may wait or be computed at the same time

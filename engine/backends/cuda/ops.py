@@ -181,6 +181,10 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
             raise DeviceLost(f"{self.name} has stopped with an error ({reason}): start this program again") from error
 
     @property
+    def is_replayable(self) -> bool:
+        return False
+
+    @property
     def input_bits(self) -> str:
         return "16" if self.host is None else self.host.input_bits
 

@@ -90,6 +90,10 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
         return "" if is_possible else f"kernels for {level.name} have no fast instructions that multiply {what}"
 
     @property
+    def is_replayable(self) -> bool:
+        return bool(self._launch.level.fuses)  # as `generic` does not
+
+    @property
     def inputs(self) -> str:
         level, bits = self._launch.level, self.input_bits
         limit = f" for codes of up to {level.most_code.bit_length()}, else of 16" if level.most_code < 255 else ""

@@ -93,6 +93,10 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return Threads(blas.threads(), "by the setting threads" if self._is_set else "as BLAS has them")
 
     @property
+    def is_replayable(self) -> bool:
+        return False
+
+    @property
     def input_bits(self) -> str:
         return "16"
 

@@ -13,11 +13,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine import SamplingParams, TokenLogprob, Usage
-from polarlm.engine.cli.flags import release
 from polarlm.engine.params import OPTIONS
 from polarlm.engine.parsing.pieces import Answer, Piece
 from polarlm.engine.requests.prompts import chat_text
 from polarlm.engine.sampling.sample import CHAIN, most_tokens, resolve
+from polarlm.engine.version import release
 from polarlm.model_loaders import Model
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import TOO_LONG, ApiError

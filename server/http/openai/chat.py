@@ -17,7 +17,9 @@ class ChatCompletions(Endpoint):
         logprobs = [
             ChatLogprobs(info.model.tokenizer) for _ in range(0 if request.params.logprobs is None else request.n)
         ]
-        return request, ChatWriter(info.name, request.include_usage, logprobs, info.tells_cached, request.n)
+        return request, ChatWriter(
+            info.name, request.include_usage, logprobs, info.tells_cached, request.n, info.fingerprint
+        )
 
 
 class ChatWriter(ChoicesWriter):

@@ -38,7 +38,7 @@ class Completions(Endpoint):
         tokenizer, count = info.model.tokenizer, 0 if request.params.logprobs is None else request.answers
         logprobs = [TextLogprobs(tokenizer, at_start=echo) for _ in range(count)]
         echoes = [partial(text_of, one.prompt, tokenizer) for one in request.each()] if echo else ()
-        settings = (request.include_usage, logprobs, info.tells_cached, request.n)
+        settings = (request.include_usage, logprobs, info.tells_cached, request.n, info.fingerprint)
         return request, TextWriter(info.name, *settings, echoes=echoes)
 
 

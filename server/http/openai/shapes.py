@@ -30,6 +30,7 @@ class ChoicesWriter(Writer):
     logprobs: Sequence[Logprobs] = ()  # one for each answer, if requested
     tells_cached: bool = True  # whether the usage has the number of cached tokens
     n: int = 1  # answers to each prompt
+    fingerprint: str = ""  # of an engine whose answers can be replayed
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     _start_time: float = field(default_factory=time.monotonic)
@@ -45,7 +46,7 @@ class ChoicesWriter(Writer):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [
-            self._choice(index, self.fields(answer), answer.finish_reason, answer.logprobs)
+            self._choice(index, self.fields(answer), answer.finish_reason, answer.logprobs) | _replay(answer.usage)
             for index, answer in enumerate(answers)
         ]
         return self._object(self.kind, choices) | {"usage": self._usage([answer.usage for answer in answers])}
@@ -64,7 +65,8 @@ class ChoicesWriter(Writer):
         if piece.text or piece.reasoning or piece.call or piece.arguments or piece.logprobs:
             yield self._part(self._choice(index, self.piece_fields(piece, number), tokens=piece.logprobs or None))
         if piece.finish_reason is not None:
-            yield self._part(self._choice(index, self.piece_fields(Piece(), number), piece.finish_reason))
+            last = self._choice(index, self.piece_fields(Piece(), number), piece.finish_reason)
+            yield self._part(last | _replay(piece.usage))
 
     def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
         if self.with_usage:
@@ -84,6 +86,7 @@ class ChoicesWriter(Writer):
             "object": kind,
             "created": self.created,
             "model": self.model,
+            **({"system_fingerprint": self.fingerprint} if self.fingerprint else {}),
             "choices": choices,
         }
 
@@ -96,6 +99,11 @@ class ChoicesWriter(Writer):
     ) -> dict[str, Any]:
         logprobs = self.logprobs[index].write(tokens) if self.logprobs and tokens is not None else None
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _replay(usage: Usage | None) -> dict[str, str]:
+    """The field with the digest of an answer that can be replayed."""
+    return {"replay_digest": usage.replay_digest} if usage is not None and usage.replay_digest else {}
 
 
 def prompt_progress(progress: Progress, start_time: float) -> dict[str, Any]:

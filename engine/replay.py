@@ -1,0 +1,33 @@
+"""What an engine with `replayable` makes of its requests, and what stands for all that its answers depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from polarlm.engine.errors import EngineError
+from polarlm.engine.model.adapters import Adapters
+from polarlm.engine.params import SamplingParams
+from polarlm.engine.requests.request import Request
+from polarlm.engine.version import release
+
+
+def fingerprint(settings: Mapping[str, str], types: str, input_bits: str) -> str:
+    """Return what answers depend on beside their request: the version, the model, the cache types, the bits of inputs,
+    the tokens of a block, and the encoding, with colons between them. settings: of `storage.identity`."""
+    model, encoding = settings["model"][:16], settings["conditioning"][:16]
+    return ":".join((release(), model, types, input_bits, settings["block_size"], encoding))
+
+
+def with_seed(params: SamplingParams) -> SamplingParams:
+    """Return parameters with a seed, which is 0 if they have none."""
+    return replace(params, seed=0) if params.seed < 0 else params
+
+
+def prepare(request: Request, adapters: Adapters, fingerprint: str) -> None:
+    """Let a request be replayable. Raises EngineError if it cannot be."""
+    if request.images:
+        raise EngineError("Images cannot be replayed, and replayable=True is set here: leave them out")
+    request.fingerprint, options = fingerprint, request.options
+    if request.reads_prompt:  # its prompt is no rows of steps, so that nobody else may find it
+        request.salt = adapters.salt(replace(options, cache_salt=f"{options.cache_salt} read"))

@@ -1,0 +1,122 @@
+"""`polarlm verify REQUEST RESPONSE`: computes an answer again, which a server with `--replayable` has given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from polarlm.engine import EngineError
+from polarlm.engine.cli.commands import command
+from polarlm.engine.cli.flags import FlagError, parse
+from polarlm.engine.config import EngineConfig, setting
+from polarlm.engine.loading.checks import settle
+from polarlm.model_loaders import first_model
+from polarlm.server.config import ServerConfig
+
+_NO_LIMIT = 1 << 30  # bytes of a request, and seconds of an answer
+_PATHS = {"chat.completion": "/v1/chat/completions", "text_completion": "/v1/completions"}
+# The parts of `Engine.fingerprint`, and what to do if one differs.
+_PARTS = {
+    "version": "take that version",
+    "model": "name that model's file",
+    "cache type": "choose it by --cache-type",
+    "input bits": "choose them by --input-bits",
+    "block size": "it is a setting of the library alone",
+    "encoding": "take the file that it was loaded with, by --encoding",
+}
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    request: str = setting(MISSING, "REQUEST", help="the JSON that was sent to /v1/chat/completions or /v1/completions")
+    response: str = setting(MISSING, "RESPONSE", help="the JSON that a server with --replayable answered, not streamed")
+
+
+GROUPS: Mapping[str, type] = {"Verify": VerifyConfig, "Model": EngineConfig}
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    """Returns 1 if the answer is another one."""
+    verify, model = parse(
+        argv, GROUPS, prog="polarlm verify", description="Compute an answer of a server with --replayable again."
+    )
+    request, response = _read(verify.request), _read(verify.response)
+    path = _PATHS.get(str(response.get("object")))
+    if path is None:
+        raise FlagError(f"{verify.response}: this is no whole answer of {' or '.join(_PATHS.values())}")
+    if not response.get("system_fingerprint"):
+        raise FlagError(
+            f"{verify.response}: it has no system_fingerprint, as answers of polarlm serve --replayable have"
+        )
+    model = replace(model, weights=model.weights or first_model.remembered_name(), replayable=True)
+    found = _answer(settle(None, model, {}), path, {**request, "stream": False})
+    if why := _difference(found, response):
+        print(f"{verify.response}: {why}")
+        return 1
+    print(f"The same answer: {found['system_fingerprint']}")
+    return 0
+
+
+def _read(name: str) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(name).expanduser().read_bytes())
+    except OSError as error:
+        raise FlagError(f"{name}: {error.strerror}") from None
+    except ValueError as error:
+        raise FlagError(f"{name} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise FlagError(f"{name}: a JSON object is needed")
+    return content
+
+
+def _answer(model: EngineConfig, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer to a request, as a batch of one line. Raises EngineError."""
+    try:
+        serving, lines = (import_module(f"polarlm.server.{name}") for name in ("serving", "http.openai.lines"))
+    except ImportError as error:
+        raise EngineError(f"{error}: this needs more packages: pip install 'polarlm[serve]'") from None
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder, "requests"), Path(folder, "answers")
+        source.write_text(json.dumps({"custom_id": "1", "method": "POST", "url": path, "body": body}))
+        limits = ServerConfig(max_body=_NO_LIMIT, request_seconds=_NO_LIMIT)
+        files = lines.LineFiles(source, output, output)
+        with serving.load_driver(model, limits) as driver:
+            asyncio.run(serving.answer_files(driver, files, lambda: None))
+        answer = json.loads(output.read_bytes())
+    if answer["error"] or answer["response"]["status_code"] != 200:
+        raise EngineError((answer["error"] or answer["response"]["body"]["error"])["message"])
+    return dict(answer["response"]["body"])
+
+
+def _difference(found: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+    """Return a sentence about where a given answer differs from the one found here; None if it does not."""
+    here, there = (str(one["system_fingerprint"]).split(":") for one in (found, given))
+    for (part, advice), ours, theirs in zip(_PARTS.items(), here, there, strict=False):
+        if ours != theirs:
+            return f"it was answered with another {part}, {theirs or 'none'} and not {ours or 'none'}: {advice}"
+    if len(found["choices"]) != len(given["choices"]):
+        return f"it has {len(given['choices'])} choices, and here {len(found['choices'])}"
+    for number, (ours, theirs) in enumerate(zip(found["choices"], given["choices"], strict=True)):
+        if ours["replay_digest"] != theirs.get("replay_digest"):
+            return f"choice {number} is not the answer computed here, which is {_said(ours)!r}"
+        if _said(ours) != _said(theirs) or ours["logprobs"] != theirs.get("logprobs"):
+            return f"choice {number} was changed: its digest is right, and the answer is {_said(ours)!r}"
+    return None
+
+
+def _said(choice: Mapping[str, Any]) -> Any:
+    """The text of a choice, with its reasoning and its calls, whose ids are made up each time."""
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        return choice.get("text")
+    calls = [call.get("function") for call in message.get("tool_calls") or []]
+    return {name: value for name, value in message.items() if name != "tool_calls"} | (
+        {"calls": calls} if calls else {}
+    )

@@ -1,0 +1,201 @@
+"""`replayable`: an answer is the same to the bit beside any other requests, whatever is cached, and after a restart."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.jit.compile import target
+from polarlm.engine.jit.isa import VARIABLE as LEVEL
+from polarlm.engine.outputs import fold
+from tests.backends.native.test_arm_emulated import VARIABLE as ARM
+from tests.test_bare_python import ROOT
+from tests.tiny import VOCABULARY, assert_idle, blocks_left, load_tiny, make_model
+
+SETTINGS: dict[str, Any] = {"block_size": 32, "ctx_size": 256, "replayable": True}
+FAMILIES = [
+    "llama_gqa_linear",
+    "gemma3_tied",
+    "qwen3_5_tied",
+    "deepseek_v3_yarn",
+    "gpt_oss_mxfp4",
+    "nemotron_h_latent",
+    "qwen2_moe_shared",
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request of which there are answers of many schedules."""
+
+    ids: tuple[int, ...]
+    params: SamplingParams
+
+
+def cases(rng: np.random.Generator, count: int) -> list[Case]:
+    """Requests, many of which begin alike; some say what they repeat."""
+    stems = [tuple(rng.integers(5, VOCABULARY, int(rng.integers(1, 120))).tolist()) for _ in range(4)]
+    found = []
+    for _ in range(count):
+        stem = stems[int(rng.integers(len(stems)))]
+        tail = tuple(rng.integers(5, VOCABULARY, int(rng.integers(1, 60))).tolist())
+        ids = (stem[: int(rng.integers(len(stem) + 1))] + tail) * int(rng.choice([1, 1, 2]))
+        params = SamplingParams(
+            temperature=float(rng.choice([0, 0.8, 1.5])),
+            seed=int(rng.integers(1000)),
+            max_tokens=int(rng.integers(1, 40)),
+            logprobs=int(rng.integers(3)) if rng.random() < 0.5 else None,
+            prompt_logprobs=0 if rng.random() < 0.1 else None,
+            ignore_eos=True,
+            spec_type=str(rng.choice(["none", "ngram-simple"])),
+        )
+        found.append(Case(ids[:200], params))
+    return found
+
+
+def content(answer: Completion) -> tuple[object, ...]:
+    return answer.token_ids, answer.text, answer.logprobs, answer.prompt_logprobs, answer.finish_reason
+
+
+def alone(engine: Engine, case: Case) -> tuple[object, ...]:
+    """The answer of an engine that serves nobody else and finds nothing."""
+    plain = replace(case.params, spec_type="none")
+    return content(engine.generate(case.ids, plain, PromptOptions(cache_prompt=False)))
+
+
+def run_schedule(engine: Engine, rng: np.random.Generator, asked: Sequence[Case]) -> Iterator[tuple[int, Any]]:
+    """Submit requests in any order and at any time, cancel some, leave little room, and yield the others' answers."""
+    waiting, trays, cancelled = [*rng.permutation(len(asked))], dict[int, list[Any]](), set[int]()
+    with ExitStack() as rooms:
+        if rng.random() < 0.5:
+            rooms.enter_context(blocks_left(engine, int(rng.integers(8, 24))))
+        tickets = {}
+        while waiting or engine.work():
+            while waiting and rng.random() < 0.5:
+                number = waiting.pop()
+                options = PromptOptions(cache_prompt=bool(rng.random() < 0.8), priority=int(rng.integers(3)))
+                trays[number] = []
+                case = asked[number]
+                tickets[number] = engine.submit(case.ids, case.params, options, into=trays[number])
+            if tickets and rng.random() < 0.02:
+                number = int(rng.choice([*tickets]))
+                tickets.pop(number).cancel()
+                cancelled.add(number)
+            engine.work()
+    for number, tray in trays.items():
+        if number not in cancelled:
+            yield number, content(fold(tray))
+
+
+def check_schedules(path: Path, kept: Path, seed: int, schedules: int, requests: int, **settings: Any) -> int:
+    """Compare the answers of random schedules with those given alone, and return how many were compared."""
+    rng, compared = np.random.default_rng(seed), 0
+    asked = cases(rng, requests)
+    with load_tiny(path, **SETTINGS, **settings) as engine:
+        wanted = [alone(engine, case) for case in asked]
+    for _ in range(schedules):
+        more = {"parallel": int(rng.choice([1, 2, 5, 16])), "threads": int(rng.choice([1, 2, 3]))}
+        if rng.random() < 0.5:  # a later engine begins with what earlier ones have kept
+            more |= {"cache_disk": "64M", "cache_disk_folder": str(kept)}
+        with load_tiny(path, **SETTINGS, **settings, **more) as engine:
+            for _ in range(2):  # the second time, much is cached
+                for number, found in run_schedule(engine, rng, asked):
+                    assert found == wanted[number], f"request {number}, seed {seed}"
+                    compared += 1
+            assert_idle(engine)
+    return compared
+
+
+@pytest.mark.parametrize("model", FAMILIES[:3])
+def test_answers_do_not_depend_on_schedules(tmp_path: Path, model: str) -> None:
+    assert check_schedules(make_model(tmp_path, model), tmp_path / "kept", 1, 1, 12) > 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILIES)
+def test_answers_do_not_depend_on_many_schedules(tmp_path: Path, model: str) -> None:
+    """REPLAYABLE_SCHEDULES says how many, of 64 requests each."""
+    count = int(os.environ.get("REPLAYABLE_SCHEDULES", "4"))
+    seed = int(np.random.default_rng().integers(1 << 31))
+    print(f"seed {seed}")
+    assert check_schedules(make_model(tmp_path, model), tmp_path / "kept", seed, count, 64) > 64
+
+
+def answers_elsewhere(python: str | Path, folder: Path, level: str, *flags: str) -> str:
+    """The digest of another process's answers."""
+    done = subprocess.run(
+        [str(python), "-m", "tests.replay_digest", *flags, str(folder)],
+        cwd=ROOT,
+        env={**os.environ, LEVEL: level, "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILIES)
+def test_answers_do_not_depend_on_the_level_of_the_cpu(tmp_path: Path, model: str) -> None:
+    path, levels = make_model(tmp_path, model), [level.name for level in target.levels()[1:]]
+    assert len({answers_elsewhere(sys.executable, path, level) for level in levels}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILIES[:3])
+def test_answers_do_not_depend_on_the_machine(tmp_path: Path, model: str) -> None:
+    """Of AArch64, whose prompts attend in float32: log-probabilities of prompts are others there."""
+    if not (folder := os.environ.get(ARM)):
+        pytest.skip(f"{ARM} names no folder with an AArch64 Python, for which QEMU is needed")
+    path, ours = make_model(tmp_path, model), target.levels()[-1].name
+    here = answers_elsewhere(sys.executable, path, ours, "--no-prompts")
+    assert here == answers_elsewhere(Path(folder) / "python", path, "neon", "--no-prompts")
+
+
+def test_what_cannot_be_replayed_is_refused(tiny_path: Path) -> None:
+    for settings, why in [
+        ({"device": "cuda"}, "device=cuda: replayable=True needs a CPU"),
+        ({"input_bits": "bf16"}, "sums that are exact"),
+        ({"prefill_at": "http://127.0.0.1:1"}, "computes prompts here"),
+        ({"cache_type": "polarquant"}, "polarquant has other factors"),
+        ({"cache_type": "kivi4"}, "NumPy computes"),
+        ({"ops": NumpyOps()}, "needs compiled kernels"),
+    ]:
+        with pytest.raises(EngineError, match=why):
+            load_tiny(tiny_path, **SETTINGS | settings)
+
+
+def test_images_are_refused_and_sessions_of_others_are_not_read(tmp_path: Path) -> None:
+    from tests.images.test_models import picture  # which imports packages that an emulated machine lacks
+
+    path = make_model(tmp_path, "gemma3_with_images")
+    with load_tiny(
+        path, **SETTINGS | {"replayable": False, "cache_type": "ring4/ring3.5", "calibration": False}
+    ) as one:
+        one.generate([5, 6, 7], max_tokens=2)
+        one.save_session(tmp_path / "session")
+    with load_tiny(path, **SETTINGS) as engine:
+        with pytest.raises(EngineError, match="replayable"):
+            engine.load_session(tmp_path / "session")
+        image = {"type": "image", "image": picture(1)}
+        with pytest.raises(EngineError, match="Images cannot be replayed"):
+            engine.generate([{"role": "user", "content": [image]}], max_tokens=2)
+
+
+def test_requests_without_a_seed_have_the_same_one(tiny_path: Path) -> None:
+    answers = set()
+    for _ in range(2):
+        with load_tiny(tiny_path, **SETTINGS) as engine:
+            answers.add(engine.generate([5, 6, 7], temperature=1.5, max_tokens=20).token_ids)
+    assert len(answers) == 1
