@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.model_loaders import elementary
 from polarlm.model_loaders.config import RopeConfig
 from polarlm.model_loaders.fields import Fields
 
@@ -125,7 +126,7 @@ def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[np.ndarray, flo
     The kinds and their parameters follow transformers' `modeling_rope_utils`: llama3 is Llama 3.1's rule,
     yarn is by Peng et al. 2023 (arXiv:2309.00071), longrope by Ding et al. 2024 (arXiv:2402.13753).
     """
-    frequencies = rope.theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
+    frequencies = elementary.power(rope.theta, -np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
     elif rope.kind == "llama3":
@@ -150,7 +151,7 @@ def _yarn_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
 
     def pair_of(periods: float) -> float:
         """The (fractional) number of the pair that has so many periods within the trained context."""
-        return head_dim * math.log(rope.original_context / (periods * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return head_dim * _log(rope.original_context / (periods * 2 * math.pi)) / (2 * _log(rope.theta))
 
     low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
     if rope.truncate:
@@ -162,14 +163,18 @@ def _yarn_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     return frequencies * (1 - blend + blend / rope.factor)
 
 
+def _log(x: float) -> float:
+    return float(elementary.log(x))
+
+
 def _attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.kind not in ("yarn", "longrope") or rope.factor <= 1:
         return 1.0
-    stretch = math.log(rope.factor)
+    stretch = _log(rope.factor)
     if rope.kind == "longrope":
-        return math.sqrt(1 + stretch / math.log(rope.original_context))
+        return math.sqrt(1 + stretch / _log(rope.original_context))
     if rope.mscale and rope.mscale_all_dim:
         return (0.1 * rope.mscale * stretch + 1.0) / (0.1 * rope.mscale_all_dim * stretch + 1.0)
     return 0.1 * stretch + 1.0

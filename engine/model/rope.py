@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.model_loaders import elementary
 from polarlm.model_loaders.config import Attention, ModelConfig, RopeConfig
 from polarlm.model_loaders.rope import rope_frequencies
 
@@ -42,8 +43,8 @@ def pair_axes(rope: RopeConfig | None, pairs: int) -> np.ndarray | None:
 
 
 class _Turns:
-    """exp(i · position · frequency) · factor for one kind of RoPE: products of two tables' entries, float64, because
-    positions may be large. A position's result does not depend on others.
+    """cos and sin of position · frequency, times a factor, for one kind of RoPE: by two tables' entries, float64,
+    because positions may be large. A position's result does not depend on others.
 
     A table of all positions would be large, and computing a prompt's cosines and sines takes three times as long.
     """
@@ -51,19 +52,25 @@ class _Turns:
     def __init__(self, frequencies: np.ndarray, factors: np.ndarray, axes: np.ndarray | None = None):
         """axes: see `pair_axes`."""
         self._frequencies, self._factors, self._axes = frequencies, factors, axes
-        self._within = np.exp(1j * np.arange(_STRETCH)[:, None] * frequencies)
-        self._starts = np.empty((0, len(frequencies)), np.complex128)  # a row for each stretch, as many as were needed
+        self._within = self._turns(np.arange(_STRETCH))
+        self._starts = np.empty((2, 0, len(frequencies)))  # a row for each stretch, as many as were needed
+
+    def _turns(self, positions: np.ndarray) -> np.ndarray:
+        """Return cos and sin of positions (P,): (2, P, D/2)."""
+        return np.stack(elementary.turns(positions[:, None] * self._frequencies))
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if positions.ndim > 1:
             return self._turn_sections(positions)
         stretches, offsets = np.divmod(positions, _STRETCH)
-        if (count := int(stretches.max(initial=0)) + 1) > len(self._starts):
-            starts = _STRETCH * np.arange(max(count, 2 * len(self._starts)))
-            self._starts = np.exp(1j * starts[:, None] * self._frequencies) * self._factors
-        turns = self._starts[stretches]
-        turns *= self._within[offsets]
-        return turns.real.astype(np.float32), turns.imag.astype(np.float32)
+        if (count := int(stretches.max(initial=0)) + 1) > self._starts.shape[1]:
+            starts = _STRETCH * np.arange(max(count, 2 * self._starts.shape[1]))
+            self._starts = self._turns(starts) * self._factors
+        (cos, sin), (more_cos, more_sin) = self._starts[:, stretches], self._within[:, offsets]
+        return (
+            (cos * more_cos - sin * more_sin).astype(np.float32),
+            (cos * more_sin + sin * more_cos).astype(np.float32),
+        )
 
     def _turn_sections(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """positions (3, T): in time, height and width."""
@@ -94,7 +101,7 @@ class RopeTables:
         if self._growth is None:
             return tuple(turns(positions) for turns in self._turns)
         growth, unit = self._growth
-        factors = (1 + growth * np.log1p(positions // unit))[:, None].astype(np.float32)
+        factors = (1 + growth * elementary.log(1 + positions // unit))[:, None].astype(np.float32)
         return tuple((*turns(positions), factors) for turns in self._turns)
 
     def layer_table(self, layer: int, tables: Sequence[Any]) -> Any:

@@ -17,6 +17,7 @@ from polarlm.engine.errors import EngineError, shown
 from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.params import FALLBACKS, SamplingParams
 from polarlm.engine.sampling.constraints import allowed_bits
+from polarlm.model_loaders import elementary
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.model_loaders.forks import cached_property
 
@@ -155,7 +156,7 @@ class Mirostat:
     def cut(self, probabilities: np.ndarray) -> int:
         """How many tokens are kept: one at least. probabilities: (n,), largest first."""
         with np.errstate(divide="ignore"):
-            return max(1, int(np.count_nonzero(-np.log2(probabilities) <= self.limit)))
+            return max(1, int(np.count_nonzero(-elementary.log(probabilities) <= self.limit * math.log(2))))
 
     def advance(self) -> None:
         self.limit -= self.rate * (self.surprise - self.target)
@@ -237,7 +238,7 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
         if params.typical_p < 1:
             kept[kept] = _typical(candidates[kept], params.typical_p)
         ids, candidates = ids[kept], candidates[kept]
-    probabilities = np.exp(candidates - candidates[0])
+    probabilities = elementary.exp(candidates - candidates[0])
     probabilities /= probabilities.sum()
     count, first = len(ids), 0
     if params.top_p < 1:
@@ -251,13 +252,13 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
     drawn = 0
     if temperature > 0:
         with np.errstate(over="ignore"):  # a temperature close to 0 makes all but the best tokens −inf
-            weights = np.exp((candidates - candidates[0]) / temperature)
+            weights = elementary.exp((candidates - candidates[0]) / temperature)
         if sampler_input.mirostat is not None:
             weights = weights[: sampler_input.mirostat.cut(weights / weights.sum())]
         sums = np.cumsum(weights)
         drawn = int(np.searchsorted(sums, uniform * sums[-1], side="right").clip(max=len(sums) - 1))
         if sampler_input.mirostat is not None:
-            sampler_input.mirostat.surprise = float(np.log2(sums[-1] / weights[drawn]))
+            sampler_input.mirostat.surprise = float(elementary.log(sums[-1] / weights[drawn])) / math.log(2)
     token = ids[first + drawn]
     return int(token if tokens is None else tokens[token])
 
@@ -302,7 +303,7 @@ def _typical(logits: np.ndarray, share: float) -> np.ndarray:
     """Of logits (n,) float64, which are kept: those whose surprise is nearest to the entropy, of more probability than
     `share` together. Equally near ones are kept together."""
     logprobs = log_softmax(logits)
-    probabilities = np.exp(logprobs)
+    probabilities = elementary.exp(logprobs)
     distances = np.abs(logprobs - (probabilities * logprobs).sum())
     order = np.argsort(distances, kind="stable")
     last = int(np.searchsorted(np.cumsum(probabilities[order]), share, side="right").clip(max=len(order) - 1))
@@ -315,7 +316,7 @@ def _dynamic_temperature(logits: np.ndarray, params: Sampling) -> float:
     if len(logits) == 1:
         return params.temperature
     logprobs = log_softmax(logits)
-    entropy = max(0.0, float(-(np.exp(logprobs) * logprobs).sum())) / math.log(len(logits))
+    entropy = max(0.0, float(-(elementary.exp(logprobs) * logprobs).sum())) / float(elementary.log(len(logits)))
     low, high = max(0.0, params.temperature - params.dynatemp_range), params.temperature + params.dynatemp_range
     return low + (high - low) * float(entropy**params.dynatemp_exponent)
 
@@ -327,7 +328,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Log-probabilities (…, V) float64 of logits (…, V) of any magnitude."""
     values = logits.astype(np.float64)
     values -= values.max(axis=-1, keepdims=True)
-    values -= np.log(np.exp(values).sum(axis=-1, keepdims=True))
+    values -= elementary.log(elementary.exp(values).sum(axis=-1, keepdims=True))
     return values
 
 

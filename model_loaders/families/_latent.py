@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from polarlm.model_loaders import elementary
 from polarlm.model_loaders.config import Attention, GatedMLP, LatentAttention, ModelConfig, RopeConfig
 from polarlm.model_loaders.families._decoder import MAX_DIM, PRE_NORMS, PROJECTIONS, decoder, dense_first
 from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, MTP, SHARED_BESIDE, experts
@@ -124,7 +124,7 @@ def _stretch(rope: RopeConfig | None) -> float:
     """The factor of queries and of keys by which yarn sharpens attention over a longer context."""
     if rope is None or rope.kind != "yarn" or rope.factor <= 1:
         return 1.0
-    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1
+    return 0.1 * rope.mscale_all_dim * float(elementary.log(rope.factor)) + 1
 
 
 def latent_tensors(config: ModelConfig) -> TensorTable:

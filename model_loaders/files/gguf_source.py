@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from polarlm.model_loaders import elementary
 from polarlm.model_loaders.config import Attention, LatentAttention, ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
@@ -194,7 +195,7 @@ def _rope_parameters(metadata: Mapping[str, object], arch: str) -> dict[str, obj
     magnitude = metadata.get(prefix + "rope.scaling.attn_factor")
     if kind == "yarn" and isinstance(magnitude, float) and isinstance(factor, float) and factor >= 1:
         # In GGUF this factor multiplies yarn's own; in Hugging Face's files it replaces yarn's own.
-        rope["attention_factor"] = magnitude * (1 + 0.1 * float(np.log(factor)))
+        rope["attention_factor"] = magnitude * (1 + 0.1 * float(elementary.log(factor)))
     return rope
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from polarlm.model_loaders import elementary
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.ggml_types import BY_NAME, size_of
 
@@ -155,7 +156,7 @@ def _convert(tensor: StoredTensor, out: np.ndarray, first: int) -> None:
         rows = slice(first + start, first + start + len(part))
         part[...] = tensor.values(rows)
         if tensor.negated_exp:
-            np.negative(np.exp(part, out=part), out=part)
+            part[...] = -elementary.exp(part)
         if tensor.factor != 1:
             part *= np.float32(tensor.factor)
         if tensor.added:
