@@ -9,6 +9,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
+from polarlm.engine.adapters import AdapterLoading
 from polarlm.engine.completions import Completions
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
@@ -57,7 +58,7 @@ Params = SamplingParams | None  # None: the defaults
 Options = PromptOptions | None
 
 
-class Engine(Completions):
+class Engine(Completions, AdapterLoading):
     """A loaded model with its KV store. May be shared by threads; requests are served by priority, then by arrival."""
 
     def __init__(
@@ -290,7 +291,7 @@ class Engine(Completions):
                     raise EngineError("The request was cancelled before its prompt was read", "cancelled")
         request.sequence.in_background = in_background
         with self._exclusive():
-            self._runner.submit(request)
+            self._submit(request)
         cancel, cached = lambda: self._cancel(request.sequence), lambda: request.cached or 0
         return Ticket(len(request.sequence.prompt), cancel, cached, request.conversation, request.warnings)
 
@@ -404,7 +405,7 @@ class Engine(Completions):
                 while outbox:
                     yield cast(Chunk, outbox.popleft())
             with self._exclusive():
-                self._runner.submit(request)
+                self._submit(request)
             finished = False
             while not finished:
                 with self._lock.hold_unless(outbox) as lock_held:
@@ -436,6 +437,8 @@ class Engine(Completions):
         """What every holder of the lock does first: check the engine, and remove cancelled requests."""
         self._check_open()
         self._runner.sweep()
+        if self.adapters.unloaded:
+            self._drop_unused_adapters()
 
     def _sweep(self) -> None:
         if not self._is_closed and not self._lock.lost:

@@ -84,14 +84,14 @@ def _check_values(config: EngineConfig) -> None:
     if config.tensor_split not in (None, AUTO):
         split_shares(config)
     check_settings(config)
-    _check_adapters(config)
+    check_adapters(config.lora)
     weight_format(config)
     cache_types.check_names(config)
 
 
-def _check_adapters(config: EngineConfig) -> None:
+def check_adapters(lora: Mapping[str, str]) -> None:
     """Raises EngineError for a name that no request could give."""
-    for name, path in config.lora.items():
+    for name, path in lora.items():
         if not isinstance(name, str) or not _ADAPTER_NAME.fullmatch(name):
             raise EngineError(
                 f"lora={name}: give the adapter a name of letters, digits, dots and dashes, as in NAME=PATH",

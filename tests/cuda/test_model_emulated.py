@@ -214,7 +214,8 @@ def test_a_prompt_is_read_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_rows_of_a_step_have_adapters_of_their_own(tmp_path: Path) -> None:
-    """Three requests, one without an adapter: steps are recorded, and their tables are filled up to a bucket."""
+    """Three requests, one without an adapter: steps are recorded, and their tables are filled up to a bucket. The last
+    one's adapter is loaded while the others run, whose next step has begun."""
     (tmp_path / "base").mkdir()
     base = make_model(tmp_path / "base")
     kept: dict[str, Any] = {"device": "cpu", "block_size": N, "cache_type": "f16", "calibration": False}
@@ -226,10 +227,14 @@ def test_rows_of_a_step_have_adapters_of_their_own(tmp_path: Path) -> None:
         with load_tiny(changed_model(tmp_path / f"changed{name}", base, changes, 2), ops=NumpyOps(), **kept) as engine:
             params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=5)
             wanted.append(engine.generate(prompt, params))
+    later = lora.pop("b")
     with load_tiny(base, ops=CudaOps(open_device()), lora=lora, **kept) as engine:
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=5)
         streams = [engine.stream(prompt, params, PromptOptions(lora=name)) for name in ("", *lora)]
-        streamed = [[] for _ in streams]
+        streamed = [[one.logprob for one in next(stream).logprobs] for stream in streams]
+        engine.load_adapter("b", later)
+        streams.append(engine.stream(prompt, params, PromptOptions(lora="b")))
+        streamed.append([])
         for _ in range(5):
             for number, stream in enumerate(streams):
                 streamed[number] += [one.logprob for one in getattr(next(stream, None), "logprobs", ())]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFT_MODEL, MOST_DRAFTED
 from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
 from polarlm.engine.loading.sizes import cache_shape, check_layers, loaded_bytes, weight_format
-from polarlm.engine.model.adapters import LoadedAdapter, delta_bytes
+from polarlm.engine.model.adapters import Loaded, delta_bytes
 from polarlm.engine.model.weights import EXPERT_SLOTS, bytes_of_layers, expert_bytes, weight_bytes
 from polarlm.engine.state.plan import (
     StorePlan,
@@ -162,7 +162,7 @@ class PlacementRequest:
 
 
 def request_from_source(
-    config: EngineConfig, ops: Ops, model: ModelConfig, source: WeightSource, adapters: Sequence[LoadedAdapter] = ()
+    config: EngineConfig, ops: Ops, model: ModelConfig, source: WeightSource, adapters: Loaded = ()
 ) -> PlacementRequest:
     """Return the model of files that are here, with its weights as `config` converts them."""
     adapter_bytes, format = delta_bytes(ops, model, adapters), weight_format(config)
