@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
@@ -21,6 +22,7 @@ from polarlm.engine.requests.prompts import Prompt, read_until
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
 from polarlm.server.reading.parameters import ModelInfo
+from polarlm.server.reading.prompts import adapter_name, with_adapter
 from polarlm.server.running import journal, refusals
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.job import Job, Worker
@@ -69,6 +71,7 @@ class Driver:
         self._transfers = _Queue(1 + config.max_queue)  # apart: a disk that hangs delays only sessions
         self._texts = _Queue(_TEXTS + config.max_queue)  # apart: texts generate nothing
         self._queues = (self._answers, self._background, self._transfers, self._texts)
+        self.default_adapter = PromptOptions()  # `lora` and `lora_scale` of requests that name no adapter
         self.is_closing = False  # whether new requests are refused because the server is closing
         self.device_lost: DeviceLost | None = None  # why the engine works no more
         self._readers = Readers(sum(queue.room for queue in self._queues))
@@ -304,6 +307,24 @@ class Driver:
             return len(self.engine.load_session(file, cache_salt=cache_salt).token_ids)
 
         return await self._run_on_disk("loaded", load)
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        """Call `Engine.load_adapter`. Raises Refusal or EngineError."""
+        await self._run_on_disk("loaded", partial(self.engine.load_adapter, name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Call `Engine.unload_adapter`. Raises Refusal or EngineError."""
+        await self._run_on_disk("removed", partial(self.engine.unload_adapter, name))
+        if self.default_adapter.lora == name:
+            self.default_adapter = PromptOptions()
+
+    def with_adapter(self, options: PromptOptions, body: Mapping[str, Any]) -> PromptOptions:
+        """The options with the adapter that a body names, or else the default one. Raises BadRequest or Refusal."""
+        adapters = self.engine.adapters
+        if (name := adapter_name(body)) in adapters.unloaded:
+            sentence = f"The adapter {name} was unloaded; /v1/models lists what there is"
+            raise Refusal("model_not_found", sentence)
+        return with_adapter(options, body, adapters.scales, adapters.numbers, self.default_adapter)
 
     async def list_sessions(self) -> list[SavedSession]:
         return await self._run_on_disk("listed", self._folder.all)
