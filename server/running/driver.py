@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,12 +19,12 @@ from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions,
 from polarlm.engine.async_engine import EngineThread
 from polarlm.engine.errors import DeviceLost
 from polarlm.engine.outputs import Outbox, Status, embedding
-from polarlm.engine.requests.prompts import Prompt, read_until
+from polarlm.engine.requests.prompts import Prompt, is_chat, read_until
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
 from polarlm.server.reading.parameters import ModelInfo
 from polarlm.server.reading.prompts import adapter_name, with_adapter
-from polarlm.server.running import journal, refusals
+from polarlm.server.running import journal, refusals, tracing
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.job import Job, Worker
 from polarlm.server.running.quotas import Quotas
@@ -82,6 +83,7 @@ class Driver:
         self.end_event = asyncio.Event()  # set when the server is to end
         self._idle = asyncio.Event()
         self._idle.set()
+        tracing.tracer()  # what is missing is said now
         self._thread = EngineThread(self.engine, self._on_failure)
 
     async def drain(self, seconds: float) -> None:
@@ -143,7 +145,12 @@ class Driver:
         with self._job(self._answers) as job:
             job.entry.adapter = options.lora if options and options.lora else None
             start = partial(submit or self.engine.submit, prompt, self._with_limits(params), options, progress=progress)
+            entry, tracer = job.entry, tracing.tracer()
+            if tracer is not None and entry.span is None:
+                attributes = tracing.attributes_of(self.model_info.name, params, options, is_chat=is_chat(prompt))
+                entry.span = tracing.RequestSpan(tracer, entry.trace_headers, attributes)
             ticket = await self._submit(job, prompt, start, compiles=compiles or params.is_constrained)
+            queued, first = time.monotonic(), None
             if warnings is not None:
                 warnings += ticket.warnings
             is_last = False
@@ -154,6 +161,9 @@ class Driver:
                     item = await self._next(job)
                     self._count(item, job)
                     job.entry.count(item)
+                    first = first or job.last_token_time
+                    if item.usage is not None and entry.span is not None:
+                        entry.span.add_answer(queued, first, item.usage, item.finish_reason or "")
                     is_last = item.finish_reason is not None
                     job.outcome = item.finish_reason or job.outcome
                     yield item

@@ -1,0 +1,110 @@
+"""Spans of answers, for OpenTelemetry (`polarlm[tracing]`), where OTEL_EXPORTER_OTLP_ENDPOINT says who collects them.
+
+A request's span is `llm_request`, as of vLLM, with the attributes of OpenTelemetry's conventions for generative models;
+inside it, each answer has `queue`, `prompt` and `steps`. Without the extra nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from polarlm.engine import PromptOptions, SamplingParams
+from polarlm.engine.outputs import Usage
+
+HEADERS = ("traceparent", "tracestate")  # of W3C's Trace Context
+_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_LOG = logging.getLogger(__name__)
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+
+def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Those of HEADERS that a request has; none if traceparent is missing or malformed, as the standard says."""
+    is_valid = _PARENT.fullmatch(headers.get("traceparent", "")) is not None
+    return {name: headers[name] for name in HEADERS if is_valid and name in headers}
+
+
+@cache
+def tracer() -> Any | None:
+    """What makes spans; None if nobody collects them. The variables OTEL_* configure it."""
+    if not any(map(os.environ.get, _ENDPOINTS)):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        _LOG.warning("%s is set, but no spans are sent: install polarlm[tracing]", " or ".join(_ENDPOINTS))
+        return None
+    if os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf") != "http/protobuf":
+        _LOG.warning("OTEL_EXPORTER_OTLP_PROTOCOL has no effect: spans are sent as http/protobuf, usually to port 4318")
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": "polarlm"}).merge(OTELResourceDetector().detect())
+    )
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider.get_tracer("polarlm")
+
+
+class RequestSpan:
+    """The span of a request, which begins now, inside of the one that its headers name."""
+
+    def __init__(self, tracer: Any, headers: Mapping[str, str], attributes: Mapping[str, Any]) -> None:
+        from opentelemetry.trace import SpanKind, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._tracer, propagator = tracer, TraceContextTextMapPropagator()
+        parent = propagator.extract(headers)
+        self._span = tracer.start_span("llm_request", parent, SpanKind.SERVER, attributes=attributes)
+        self._context = set_span_in_context(self._span, parent)
+        self._reasons: list[str] = []
+        self.headers: dict[str, str] = {}
+        """What the response carries."""
+        propagator.inject(self.headers, self._context)
+
+    def add_answer(self, queued: float, first: float | None, usage: Usage, reason: str) -> None:
+        """Add the spans of an answer that has ended. queued, first: when it was queued and its first token came, of
+        `time.monotonic`."""
+        now = time.monotonic()
+        late = time.time_ns() - round(now * 1e9)
+        begun = min(queued + usage.queue_seconds, first or now)
+        for name, start, end in (
+            ("queue", queued, begun),
+            ("prompt", begun, first or now),
+            ("steps", first or now, now),
+        ):
+            span = self._tracer.start_span(name, self._context, start_time=late + round(start * 1e9))
+            span.end(late + round(end * 1e9))
+        self._reasons.append(reason)
+
+    def end(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int, outcome: str | None) -> None:
+        """outcome: of the request, an error unless it is the reason why an answer ended."""
+        usage = {"input_tokens": prompt_tokens, "output_tokens": completion_tokens}
+        usage["cache_read.input_tokens"] = cached_tokens
+        self._span.set_attributes({f"gen_ai.usage.{name}": count for name, count in usage.items()})
+        if self._reasons:
+            self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
+        if outcome is not None and outcome not in self._reasons:
+            from opentelemetry.trace import StatusCode
+
+            self._span.set_status(StatusCode.ERROR, outcome)
+            self._span.set_attribute("error.type", outcome)
+        self._span.end()
+
+
+def attributes_of(
+    model: str, params: SamplingParams, options: PromptOptions | None, *, is_chat: bool
+) -> dict[str, Any]:
+    """The attributes of a request that are known when it begins."""
+    asked = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p")}
+    names = {"operation.name": "chat" if is_chat else "text_completion", "provider.name": "polarlm"}
+    name = options.lora if options and options.lora else model
+    named = {**names, "request.model": name, "response.model": name}
+    return {f"gen_ai.{key}": value for key, value in named.items()} | {
+        f"gen_ai.request.{key}": value for key, value in asked.items() if value is not None
+    }
