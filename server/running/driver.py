@@ -147,8 +147,8 @@ class Driver:
             start = partial(submit or self.engine.submit, prompt, self._with_limits(params), options, progress=progress)
             entry, tracer = job.entry, tracing.tracer()
             if tracer is not None and entry.span is None:
-                attributes = tracing.attributes_of(self.model_info.name, params, options, is_chat=is_chat(prompt))
-                entry.span = tracing.RequestSpan(tracer, entry.trace_headers, attributes)
+                model = entry.adapter or self.model_info.name
+                entry.span = tracing.RequestSpan(tracer, entry.trace_headers, model, is_chat=is_chat(prompt))
             ticket = await self._submit(job, prompt, start, compiles=compiles or params.is_constrained)
             queued, first = time.monotonic(), None
             if warnings is not None:

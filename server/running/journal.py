@@ -88,8 +88,7 @@ def entry(client: str, route: str) -> Iterator[Entry]:
     finally:
         _CURRENT.reset(token)
         if log_entry.span is not None:
-            tokens = log_entry.prompt_tokens, log_entry.cached_tokens, log_entry.completion_tokens
-            log_entry.span.end(*tokens, log_entry.outcome)
+            log_entry.span.end(log_entry.prompt_tokens, log_entry.completion_tokens, log_entry.outcome)
         if not log_entry.silent:
             _REQUESTS.info("request", extra={"line": log_entry.line()})
 

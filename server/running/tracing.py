@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.outputs import Usage
 
 HEADERS = ("traceparent", "tracestate")  # of W3C's Trace Context
@@ -52,59 +51,43 @@ def tracer() -> Any | None:
 
 
 class RequestSpan:
-    """The span of a request, which begins now, inside of the one that its headers name."""
+    """The span of a request, which begins now, inside of the one that its headers name. headers: of its response."""
 
-    def __init__(self, tracer: Any, headers: Mapping[str, str], attributes: Mapping[str, Any]) -> None:
+    def __init__(self, tracer: Any, headers: Mapping[str, str], model: str, *, is_chat: bool) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._tracer, propagator = tracer, TraceContextTextMapPropagator()
-        parent = propagator.extract(headers)
-        self._span = tracer.start_span("llm_request", parent, SpanKind.SERVER, attributes=attributes)
-        self._context = set_span_in_context(self._span, parent)
+        parent = TraceContextTextMapPropagator().extract(headers)
+        self._tracer, self._span = tracer, tracer.start_span("llm_request", parent, SpanKind.SERVER)
+        self._set("operation.name", "chat" if is_chat else "text_completion")
+        self._set("provider.name", "polarlm")
+        self._set("request.model", model)
+        self._context, self.headers = set_span_in_context(self._span, parent), dict[str, str]()
+        TraceContextTextMapPropagator().inject(self.headers, self._context)
         self._reasons: list[str] = []
-        self.headers: dict[str, str] = {}
-        """What the response carries."""
-        propagator.inject(self.headers, self._context)
+
+    def _set(self, name: str, value: Any) -> None:
+        self._span.set_attribute(f"gen_ai.{name}", value)
 
     def add_answer(self, queued: float, first: float | None, usage: Usage, reason: str) -> None:
         """Add the spans of an answer that has ended. queued, first: when it was queued and its first token came, of
         `time.monotonic`."""
-        now = time.monotonic()
-        late = time.time_ns() - round(now * 1e9)
-        begun = min(queued + usage.queue_seconds, first or now)
-        for name, start, end in (
-            ("queue", queued, begun),
-            ("prompt", begun, first or now),
-            ("steps", first or now, now),
-        ):
-            span = self._tracer.start_span(name, self._context, start_time=late + round(start * 1e9))
-            span.end(late + round(end * 1e9))
+        end, since_epoch = time.monotonic(), time.time_ns() - time.monotonic_ns()
+        first = first or end
+        times = [queued, min(queued + usage.queue_seconds, first), first, end]
+        ns = [since_epoch + round(at * 1e9) for at in times]
+        for name, start, stop in zip(("queue", "prompt", "steps"), ns, ns[1:], strict=False):
+            self._tracer.start_span(name, self._context, start_time=start).end(stop)
         self._reasons.append(reason)
 
-    def end(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int, outcome: str | None) -> None:
+    def end(self, prompt_tokens: int, completion_tokens: int, outcome: str | None) -> None:
         """outcome: of the request, an error unless it is the reason why an answer ended."""
-        usage = {"input_tokens": prompt_tokens, "output_tokens": completion_tokens}
-        usage["cache_read.input_tokens"] = cached_tokens
-        self._span.set_attributes({f"gen_ai.usage.{name}": count for name, count in usage.items()})
-        if self._reasons:
-            self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
+        self._set("usage.input_tokens", prompt_tokens)
+        self._set("usage.output_tokens", completion_tokens)
+        self._set("response.finish_reasons", self._reasons)
         if outcome is not None and outcome not in self._reasons:
             from opentelemetry.trace import StatusCode
 
             self._span.set_status(StatusCode.ERROR, outcome)
             self._span.set_attribute("error.type", outcome)
         self._span.end()
-
-
-def attributes_of(
-    model: str, params: SamplingParams, options: PromptOptions | None, *, is_chat: bool
-) -> dict[str, Any]:
-    """The attributes of a request that are known when it begins."""
-    asked = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p")}
-    names = {"operation.name": "chat" if is_chat else "text_completion", "provider.name": "polarlm"}
-    name = options.lora if options and options.lora else model
-    named = {**names, "request.model": name, "response.model": name}
-    return {f"gen_ai.{key}": value for key, value in named.items()} | {
-        f"gen_ai.request.{key}": value for key, value in asked.items() if value is not None
-    }

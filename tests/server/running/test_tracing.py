@@ -71,12 +71,8 @@ def test_a_request_continues_the_trace_of_its_headers(shared: Serving, spans: Ca
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "polarlm",
         "gen_ai.request.model": shared.engine.model.name,
-        "gen_ai.response.model": shared.engine.model.name,
-        "gen_ai.request.max_tokens": 6,
-        "gen_ai.request.temperature": 0,
         "gen_ai.response.finish_reasons": ("length",),
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
-        "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
         "gen_ai.usage.output_tokens": 6,
     }
     assert root.kind.name == "SERVER"
@@ -137,6 +133,7 @@ def test_without_a_collector_the_log_and_the_response_have_the_header(
     response = shared.http.post("/v1/completions", json=BODY, headers={"traceparent": parent, "tracestate": STATE})
     found = (PARENT, STATE) if parent == PARENT else (None, None)
     assert (response.headers.get("traceparent"), response.headers.get("tracestate")) == found
+    eventually(lambda: lines)  # the line is written after the response
     assert lines[0].get("traceparent") == found[0]
     json.dumps(lines)
 
@@ -195,7 +192,7 @@ def test_a_collector_gets_spans(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
         monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
         tracer = new_tracer()
-        tracing.RequestSpan(tracer, {}, {}).end(1, 0, 2, None)
+        tracing.RequestSpan(tracer, {}, "tiny", is_chat=True).end(1, 2, None)
         assert tracer.span_processor.force_flush(10_000)
         collector.shutdown()
     ((path, team, body),) = bodies
