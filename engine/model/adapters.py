@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +21,9 @@ from polarlm.engine.state.store import RowAdapter, Span
 from polarlm.engine.weight_formats import Deltas, ExpertLinear, WeightFormat, get
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.adapters import Adapter, Factors, read_adapter
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.config import MOST_EXPERTS, Experts, ModelConfig
 from polarlm.model_loaders.families import tensors
+from polarlm.model_loaders.files.tensor_table import OF_EXPERTS
 
 _SCALE = re.compile(r"(?P<path>.+):(?P<scale>-?(\d+\.?\d*|\.\d+))")
 _RANKS = 8  # ranks are filled up to a multiple of this, for a GPU's rows of weights
@@ -165,19 +168,28 @@ def row_adapters(spans: Sequence[Span]) -> Routing | None:
     return Routing(numbers.astype(np.int32), scales.astype(np.float32))
 
 
-def deltas(ops: Ops, adapters: Loaded, names: Sequence[str], rows: Sequence[int]) -> Deltas | None:
-    """Load what adapters add to the product of a `Linear` with the tensors `names` of `rows` rows; None if none changes
-    it. An adapter's rank is the sum of the ranks of its changes of these tensors."""
-    rank = _rank(adapters, names)
+def deltas(
+    ops: Ops, adapters: Loaded, names: Sequence[str], rows: Sequence[int], experts: int | None = None
+) -> Deltas | None:
+    """Load what adapters add to the product of a `Linear`, or of an `ExpertLinear` of so many `experts`, with the
+    tensors `names` of `rows` rows; None if none changes it. An adapter's rank is the sum of the ranks of its changes of
+    these tensors, or of an expert's. Raises EngineError for what the device does not compute."""
+    names_of_each = _of_each(names, experts or 1)
+    rank = max(_rank(adapters, one) for one in names_of_each)
     if not rank:
         return None
+    if experts is not None and ops.backend == "cuda":
+        raise EngineError("This adapter is of experts, which is computed on a CPU alone: run the model with device=cpu")
+    if experts is not None and len(adapters) * experts > MOST_EXPERTS:
+        raise EngineError(f"{MOST_EXPERTS // experts} adapters of {experts} experts are the most: unload one")
     all_changes = [_changes(one) for one in adapters]
     columns = next(len(change.a[0]) for changes in all_changes for name in names if (change := changes.get(name)))
-    a = np.zeros((len(adapters), rank, columns), np.float32)
-    b = np.zeros((len(adapters), sum(rows), rank), np.float32)
-    for number, changes in enumerate(all_changes):
+    pairs = [*itertools.product(all_changes, names_of_each)]
+    a = np.zeros((len(pairs), rank, columns), np.float32)
+    b = np.zeros((len(pairs), sum(rows) // (experts or 1), rank), np.float32)
+    for number, (changes, names_of_one) in enumerate(pairs):
         first, begin = 0, 0
-        for name, count in zip(names, rows, strict=True):
+        for name, count in zip(names_of_one, rows, strict=False):
             if (change := changes.get(name)) is not None:
                 a[number, begin : begin + change.rank] = change.a
                 b[number, first : first + count, begin : begin + change.rank] = change.b
@@ -185,21 +197,29 @@ def deltas(ops: Ops, adapters: Loaded, names: Sequence[str], rows: Sequence[int]
             first += count
     format = _format(adapters)
     parts = (ops.load_experts([[_Values(one, format)] for one in each]) for each in (a, b))
-    return Deltas(*(ExpertLinear(len(adapters), part) for part in parts))
+    return Deltas(*(ExpertLinear(len(pairs), part) for part in parts))
 
 
 def delta_bytes(ops: Ops, config: ModelConfig, adapters: Loaded) -> int:
     """Return the bytes of what adapters add to all layers on the device, and of results of the rows of a chunk."""
     if not any(adapters):
         return 0
-    sizes = [
-        (rank, specs[0].shape[1] + sum(spec.shape[0] for spec in specs))
-        for slots in tensors(config).layers
-        for specs in slots.values()
-        if all(len(spec.shape) == 2 for spec in specs) and (rank := _rank(adapters, [spec.name for spec in specs]))
-    ]
-    matrices = ops.matrix_bytes(_format(adapters), sum(rank * width for rank, width in sizes))
-    return len(adapters) * matrices + 4 * ops.prefill_rows * max(rank + width for rank, width in sizes)
+    sizes = list[tuple[int, int, int]]()  # of a product: its rank, inputs and outputs of a row, experts
+    for layer, slots in zip(config.layers, tensors(config).layers, strict=True):
+        for slot, specs in slots.items():
+            experts = layer.ffn.count if slot in OF_EXPERTS and isinstance(layer.ffn, Experts) else 1
+            rank = max(_rank(adapters, one) for one in _of_each([spec.name for spec in specs], experts))
+            if rank and all(len(spec.shape) == 2 for spec in specs):
+                rows = sum(spec.shape[0] for spec in specs) // experts
+                sizes.append((rank, specs[0].shape[1] + rows, experts))
+    matrices = ops.matrix_bytes(_format(adapters), sum(math.prod(size) for size in sizes))
+    return len(adapters) * matrices + 4 * ops.prefill_rows * max(rank + width for rank, width, _ in sizes)
+
+
+def _of_each(names: Sequence[str], experts: int) -> list[Sequence[str]]:
+    """The names of the first expert's tensors, then the next one's."""
+    each = len(names) // experts
+    return [names[first : first + each] for first in range(0, len(names), each)]
 
 
 def _changes(one: LoadedAdapter | None) -> Mapping[str, Factors]:

@@ -24,13 +24,12 @@ from polarlm.engine.weight_formats import Deltas, ExpertLinear, Linear, Matrix, 
 from polarlm.model_loaders.config import Experts, ModelConfig
 from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.ggml_types import size_of
-from polarlm.model_loaders.files.tensor_table import Slots
+from polarlm.model_loaders.files.tensor_table import OF_EXPERTS, Slots
 from polarlm.model_loaders.files.weights import WeightSource
 from polarlm.model_loaders.vision_encoders import VisionEncoder
 from polarlm.model_loaders.vision_encoders import tensors as vision_tensors
 
 _SLAB_VALUES = 1 << 18  # converted at a time: they stay in the CPU's cache
-EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # the matrices of a layer's experts
 T = TypeVar("T")
 
 
@@ -270,10 +269,10 @@ def with_adapters(
         nonlocal nbytes
         changed = {}
         for one in fields(part) if part is not None else ():
-            linear = getattr(part, one.name)
-            if isinstance(linear, Linear):
-                specs = slots[one.metadata["slot"]]
-                added = deltas(layer_ops, adapters, [spec.name for spec in specs], [spec.shape[0] for spec in specs])
+            linear, slot = getattr(part, one.name), one.metadata["slot"]
+            if isinstance(linear, Linear) or slot in OF_EXPERTS:
+                names, rows = [spec.name for spec in slots[slot]], [spec.shape[0] for spec in slots[slot]]
+                added = deltas(layer_ops, adapters, names, rows, linear.count if slot in OF_EXPERTS else None)
                 changed[one.name] = replace(linear, deltas=added)
                 nbytes += _bytes_of(layer_ops, added) - _bytes_of(layer_ops, linear.deltas)
         return replace(part, **changed) if changed else part
@@ -319,7 +318,7 @@ def expert_bytes(
 ) -> list[int]:
     """Return the bytes of each layer's matrices of experts on a device, for the `weight_type` of `load_weights`."""
     return [
-        sum(_bytes(ops, source, spec.name, weight_type) for slot in EXPERT_SLOTS for spec in slots.get(slot, ()))
+        sum(_bytes(ops, source, spec.name, weight_type) for slot in OF_EXPERTS for spec in slots.get(slot, ()))
         for slots in tensors(config).layers
     ]
 
