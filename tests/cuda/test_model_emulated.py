@@ -215,7 +215,7 @@ def test_a_prompt_is_read_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_rows_of_a_step_have_adapters_of_their_own(tmp_path: Path) -> None:
     """Three requests, one without an adapter: steps are recorded, and their tables are filled up to a bucket. The last
-    one's adapter is loaded while the others run, whose next step has begun."""
+    one's adapter is loaded while the others run."""
     (tmp_path / "base").mkdir()
     base = make_model(tmp_path / "base")
     kept: dict[str, Any] = {"device": "cpu", "block_size": N, "cache_type": "f16", "calibration": False}
@@ -240,3 +240,29 @@ def test_rows_of_a_step_have_adapters_of_their_own(tmp_path: Path) -> None:
                 streamed[number] += [one.logprob for one in getattr(next(stream, None), "logprobs", ())]
     for logprobs, one in zip(streamed, wanted, strict=True):
         np.testing.assert_allclose(logprobs, [token.logprob for token in one.logprobs], atol=0.02)
+
+
+@pytest.mark.slow
+def test_adapters_come_and_go_between_steps_that_have_begun(tmp_path: Path) -> None:
+    """A step that has begun for the token before it is computed again, and draws the same."""
+    (tmp_path / "base").mkdir()
+    base = make_model(tmp_path / "base")
+    path = write_peft(tmp_path / "a", random_changes(base, 5, 5, ("q_proj", "down_proj")), 10)
+    kept: dict[str, Any] = {"device": "cpu", "block_size": N, "cache_type": "f16", "calibration": False}
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
+    answers = []
+    for changes in (False, True):
+        with load_tiny(base, ops=CudaOps(open_device()), **kept) as engine:
+            stream, tokens, begun = engine.stream(range(5, 25), params), [], []
+            for number, chunk in enumerate(stream):
+                tokens += chunk.token_ids
+                begun.append(engine._runner._batches.next_step is not None)
+                if changes and number == 2:
+                    engine.load_adapter("a", path)
+                    assert engine._runner._batches.next_step is None
+                if changes and number == 5:
+                    engine.unload_adapter("a")
+            assert begun[2]
+            answers.append(tokens)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 12
