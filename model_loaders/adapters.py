@@ -39,7 +39,7 @@ _OTHER_KINDS = {
     **dict.fromkeys(("lora_bias", ".bias"), "a bias, and biases are not supported"),
 }
 _VOCABULARY_REASON = "and adapters of embeddings and of the output head are not supported"
-_JOINED = re.compile(r"(?P<experts>.*\blayers\.(?P<layer>\d+)\..*\bexperts)(\.base_layer)?")  # of peft, all of a layer
+_JOINED = re.compile(r".*\blayers\.(?P<layer>\d+)\..*\bexperts(\.base_layer)?")  # of peft, all of a layer
 _EXPERTS_REASON = "which is of experts: give their adapter as a folder of peft"
 _REFUSED_SLOTS = {  # slots whose tensors cannot be changed
     **dict.fromkeys(("latent_in", "latent_out"), "which is around experts, and adapters of it are not supported"),

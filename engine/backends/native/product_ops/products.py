@@ -156,11 +156,13 @@ class LinearOps(LoadOps):
 
 
 class _Order(NamedTuple):
-    """The rows of all experts in panels; see `kernels.experts.arrange`. Without adapters, bases is chosen."""
+    """The rows of all experts in panels; see `kernels.experts.arrange`. Without adapters, bases is chosen. scales
+    (T, 1): of the rows' adapters."""
 
     tiling: Tiling
     chosen: np.ndarray
     bases: np.ndarray
+    scales: np.ndarray | None
     sources: np.ndarray
     panel_places: np.ndarray
     places: np.ndarray
@@ -215,52 +217,48 @@ class ExpertOps(KernelOps):
         adapters: Routing | None = None,
     ) -> np.ndarray:
         gate_up, down, fusion = network
-        if gate_up.deltas is down.deltas is None:
-            adapters = None
-        up_changes, down_changes = (
-            self._changes(w.deltas, len(x), norm) if adapters is not None else ()
-            for w, norm in ((gate_up, Fusion(fusion.norm)), (down, PLAIN))
-        )
+        up_changes: Sequence[Multiplication] = ()
+        down_changes: Sequence[Multiplication] = ()
+        numbers = max(0 if w.deltas is None else w.deltas.a.count for w in (gate_up, down))
+        if adapters is None or numbers == 0:
+            adapters, numbers = None, 0
+        else:
+            up_changes = self._changes(gate_up.deltas, len(x), Fusion(fusion.norm))
+            down_changes = self._changes(down.deltas, len(x), PLAIN)
+            fusion = fusion._replace(consumer=None)
         up = Multiplication(self._launch, gate_up, len(x), Fusion(fusion.norm) if up_changes else fusion)
         down_product = Multiplication(self._launch, down, len(x), PLAIN)
         products = (up, down_product, *up_changes, *down_changes)
-        numbers = next((w.deltas.a.count for w in (gate_up, down) if w.deltas is not None), 0)
         order = self._arrange(routing, gate_up.count, products, adapters, numbers)
         self._expect(order.bases, gate_up, down)
         shape = len(order.sources), up.width
         y = bfloat_panels(self._launch, *shape) if up.to_matrices else self._launch.empty(shape)
         up.launch(x, y, order.tiling, order.bases, order.sources)
-        self._add_changes(y, x, up_changes, order, order.sources, adapters)
+        self._add_changes(y, x, up_changes, order, order.sources)
         if fusion.activation is not None and up.activation is None:
             y = self.activate_halves(y, fusion.activation)
         results = self._launch.empty((len(order.panel_places), down_product.width))
         down_product.launch(y, results, order.tiling, order.bases, order.panel_places)
-        self._add_changes(results, y, down_changes, order, order.panel_places, adapters)
+        self._add_changes(results, y, down_changes, order, order.panel_places)
         return self._combine(results, order, routing, residual)
 
-    def _changes(self, deltas: Deltas | None, rows: int, fusion: Fusion) -> tuple[Multiplication, ...]:
+    def _changes(self, deltas: Deltas | None, rows: int, fusion: Fusion) -> Sequence[Multiplication]:
         """The products of what adapters add, the first one with the inputs; none if they add nothing."""
         if deltas is None:
             return ()
         return tuple(Multiplication(self._launch, w, rows, how) for w, how in ((deltas.a, fusion), (deltas.b, PLAIN)))
 
     def _add_changes(
-        self,
-        y: np.ndarray,
-        x: np.ndarray,
-        products: Sequence[Multiplication],
-        order: _Order,
-        sources: np.ndarray,
-        adapters: Routing | None,
+        self, y: np.ndarray, x: np.ndarray, products: Sequence[Multiplication], order: _Order, sources: np.ndarray
     ) -> None:
         """Add what adapters change to y (P, out), the products of x, in which `sources` are the places' rows."""
-        if not products or adapters is None:
+        if not products:
             return
         for product, rows_of_places in zip(products, (sources, order.panel_places), strict=True):
             changes = self._launch.empty((len(sources), product.width))
             product.launch(x, changes, order.tiling, order.chosen, rows_of_places)
             x = changes
-        self._launch(add_changes(), len(y), AddArguments(y, x, order.sources, adapters.weights, y.shape[1]))
+        self._launch(add_changes(), len(y), AddArguments(y, x, order.sources, order.scales, y.shape[1]))
 
     def multiply_heads(self, x: np.ndarray, w: ExpertLinear) -> np.ndarray:
         """As `experts`, with the head of each row as its one expert."""
@@ -318,6 +316,7 @@ class ExpertOps(KernelOps):
             sizes,
             chosen=chosen,
             bases=bases if adapts else chosen,
+            scales=None if adapters is None else adapters.weights,
             sources=self._launch.empty((places,), np.int32),
             panel_places=self._launch.empty((places,), np.int32),
             places=self._launch.empty((rows, top_k), np.int32),
