@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from polarlm.engine import EngineError
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.guard import adapters_folder
 from polarlm.server.http.warnings import warn
 from polarlm.server.reading.fields import unknown_fields
 from polarlm.server.reading.values import BadRequest, text
+from polarlm.server.running import journal
 
 _FIELDS = ("lora_name", "lora_path", "model")
 
@@ -30,7 +33,11 @@ class AdapterChanges(Endpoints):
         """{"lora_name", "lora_path"} → a sentence, as of vLLM. lora_path: in the folder of --adapters-folder."""
         body, folder = await self._body(request), adapters_folder(request, self._driver.config)
         name, path = _text(body, "lora_name"), _inside(folder, _text(body, "lora_path"))
-        await self._driver.load_adapter(name, path)
+        try:
+            await self._driver.load_adapter(name, path)
+        except EngineError as error:  # clients do not learn where the folder is
+            error.args = (str(error).replace(f"{folder}{os.sep}", ""),)
+            raise
         return _success(body, f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
@@ -62,4 +69,6 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _success(body: dict[str, Any], sentence: str) -> Response:
+    if entry := journal.current():
+        entry.adapter = body["lora_name"]
     return warn(PlainTextResponse(sentence), unknown_fields(body, _FIELDS))

@@ -109,6 +109,13 @@ def test_the_name_decides_which_model_answers(running: Front) -> None:
         assert [model.id for model in other.models.list()] == ["big", "small"]
 
 
+def test_adapters_are_not_loaded_while_it_runs(running: Front) -> None:
+    body = {"model": "small", "lora_name": "sql", "lora_path": "sql"}
+    answer = running.http.post("/v1/load_lora_adapter", json=body)
+    assert answer.status_code == 403
+    assert "a server of one model takes" in answer.json()["error"]["message"]
+
+
 def test_a_models_process_continues_the_trace(running: Front) -> None:
     """The span in the response is its own: this process makes none."""
     pytest.importorskip("opentelemetry.sdk")
