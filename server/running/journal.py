@@ -104,7 +104,7 @@ class JournalMiddleware:
         client = ":".join(map(str, scope.get("client") or ("unknown",)))
         with entry(client, f"{scope['method']} {scope['path']}"[:_MOST_PATH]) as log_entry:
             log_entry.key, log_entry.in_background = scope.get(KEY), scope.get(BACKGROUND)
-            sent = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+            sent = scope.get("headers", ())
             log_entry.trace_headers = trace_headers(sent)
             log_entry.traceparent = log_entry.trace_headers.get("traceparent")
 

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -22,10 +22,15 @@ _LOG = logging.getLogger(__name__)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 
-def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Those of HEADERS that a request has; none if traceparent is missing or malformed, as the standard says."""
-    is_valid = _PARENT.fullmatch(headers.get("traceparent", "")) is not None
-    return {name: headers[name] for name in HEADERS if is_valid and name in headers}
+def trace_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Those of HEADERS that a request has; none if traceparent is missing, malformed or there twice, as the standard
+    says. headers: of an ASGI scope."""
+    pairs = [*headers]
+    sent = {
+        name: b",".join(value for key, value in pairs if key == name.encode()).decode("latin-1") for name in HEADERS
+    }
+    is_valid = _PARENT.fullmatch(sent["traceparent"]) is not None
+    return {name: value for name, value in sent.items() if is_valid and value}
 
 
 @cache

@@ -32,7 +32,8 @@ class AdapterChanges(Endpoints):
     async def load(self, request: Request) -> Response:
         """{"lora_name", "lora_path"} → a sentence, as of vLLM. lora_path: in the folder of --adapters-folder."""
         body, folder = await self._body(request), adapters_folder(request, self._driver.config)
-        name, path = _text(body, "lora_name"), _inside(folder, _text(body, "lora_path"))
+        name = text("lora_name", body.get("lora_name"))
+        path = _inside(folder, text("lora_path", body.get("lora_path")))
         try:
             await self._driver.load_adapter(name, path)
         except EngineError as error:  # clients do not learn where the folder is
@@ -43,16 +44,10 @@ class AdapterChanges(Endpoints):
     async def unload(self, request: Request) -> Response:
         """{"lora_name"} → a sentence. Requests that have chosen the adapter end as they would."""
         body, _ = await self._body(request), adapters_folder(request, self._driver.config)
-        if (name := _text(body, "lora_name")) not in self._driver.engine.adapters.by_name:
+        if (name := text("lora_name", body.get("lora_name"))) not in self._driver.engine.adapters.by_name:
             raise ApiError(404, f"There is no adapter called {name}; /v1/models lists them", "not_found", "lora_name")
         await self._driver.unload_adapter(name)
         return _success(body, f"Success: LoRA adapter '{name}' removed successfully.")
-
-
-def _text(body: dict[str, Any], field: str) -> str:
-    if not (value := text(field, body.get(field) or "")):
-        raise BadRequest(field, f"{field} is missing")
-    return value
 
 
 def _inside(folder: Path, name: str) -> Path:

@@ -117,13 +117,13 @@ def test_what_is_wrong_is_said(server: Serving, place: Path) -> None:
     loaded(server, "sql")
     for path, body, status, sentence in (
         (LOAD, {"lora_name": "sql", "lora_path": "tone"}, 400, "The adapter sql is loaded already"),
-        (LOAD, {"lora_path": "tone"}, 400, "lora_name is missing"),
-        (LOAD, {"lora_name": "tone"}, 400, "lora_path is missing"),
+        (LOAD, {"lora_path": "tone"}, 400, "lora_name must be"),
+        (LOAD, {"lora_name": "tone"}, 400, "lora_path must be"),
         (LOAD, {"lora_name": "a b", "lora_path": "tone"}, 400, "give the adapter a name of letters"),
         (LOAD, {"lora_name": "tone", "lora_path": "missing"}, 404, "The folder of adapters has no missing"),
         (LOAD, {"lora_name": "tone", "lora_path": "sql/adapter_config.json"}, 400, "sql/adapter_config.json"),
         (UNLOAD, {"lora_name": "tone"}, 404, "There is no adapter called tone"),
-        (UNLOAD, {}, 400, "lora_name is missing"),
+        (UNLOAD, {}, 400, "lora_name must be"),
     ):
         message = server.refused(path, body, status)["message"]
         assert sentence in message

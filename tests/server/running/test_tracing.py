@@ -136,6 +136,15 @@ def test_without_a_collector_the_log_and_the_response_have_the_header(
     eventually(lambda: lines)  # the line is written after the response
     assert lines[0].get("traceparent") == found[0]
     json.dumps(lines)
+    assert (f"trace {PARENT}" in journal._in_words(lines[0])) == (parent == PARENT)
+
+
+def test_headers_that_are_there_twice(shared: Serving) -> None:
+    """States are joined; of two parents none holds."""
+    for parents, found in (([PARENT], (PARENT, "a=1,b=2")), ([PARENT, PARENT], (None, None))):
+        sent = [*(("traceparent", one) for one in parents), ("tracestate", "a=1"), ("tracestate", "b=2")]
+        headers = shared.http.get("/health", headers=sent).headers
+        assert (headers.get("traceparent"), headers.get("tracestate")) == found
 
 
 def test_nothing_is_imported_without_a_collector() -> None:
