@@ -74,11 +74,11 @@ class Rounded(SameWeights):
             x = read(store(x, self.kind), self.kind)
         return super().linear(x, w, fusion._replace(norm=None), residual)
 
-    def experts(self, x, routing, network, residual=None) -> np.ndarray:
+    def experts(self, x, routing, network, residual=None, adapters=None) -> np.ndarray:
         norm, activation, _ = network.fusion
         x = x if norm is None else rms_norm(x, *norm)
         x = read(store(x, self.kind), self.kind)
-        return super().experts(x, routing, network._replace(fusion=Fusion(activation=activation)), residual)
+        return super().experts(x, routing, network._replace(fusion=Fusion(activation=activation)), residual, adapters)
 
 
 def halves(x: np.ndarray) -> np.ndarray:
