@@ -11,6 +11,7 @@ from polarlm.engine.loading.checks import check_adapters
 from polarlm.engine.model.adapters import Adapters, load_adapter
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.runner import Runner
+from polarlm.engine.state.prefix import salt_adapter
 from polarlm.model_loaders import Model
 
 
@@ -53,8 +54,8 @@ class AdapterLoading:
 
     def _submit(self, request: Request) -> None:
         """Queue a request. Raises EngineError if its adapter has been unloaded since the request was made."""
-        if self.adapters.salt(request.options) != request.salt:
-            name = request.options.lora
+        name = request.options.lora
+        request.adapter, key = self.adapters.choose(name, request.options.lora_scale)
+        if key != salt_adapter(request.salt):
             raise EngineError(f"Another adapter was loaded as {name} while the prompt was read: send it again")
-        request.adapter, _ = self.adapters.choose(request.options.lora, request.options.lora_scale)
         self._runner.submit(request)
