@@ -9,7 +9,6 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
-from polarlm.engine.adapters import AdapterLoading
 from polarlm.engine.completions import Completions
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
@@ -18,6 +17,7 @@ from polarlm.engine.model import score
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.outputs import CacheStats, Chunk, Score, Status
 from polarlm.engine.params import PromptOptions, SamplingParams
+from polarlm.engine.requests.adapters import AdapterLoading
 from polarlm.engine.requests.answers import Answers
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.encoding import EncoderRunner
@@ -437,8 +437,7 @@ class Engine(Completions, AdapterLoading):
         """What every holder of the lock does first: check the engine, and remove cancelled requests."""
         self._check_open()
         self._runner.sweep()
-        if self.adapters.unloaded:
-            self._drop_unused_adapters()
+        self._drop_unused_adapters()
 
     def _sweep(self) -> None:
         if not self._is_closed and not self._lock.lost:

@@ -156,12 +156,10 @@ ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "storage.packs",
     "storage.tiers",
 }
-ROOMS["adapters"] = {"loading.checks", "model", "requests", "state"} | TOLD
 ROOMS["vectors"] = {"requests"} | TOLD
 ROOMS["parsing"] = {"requests", "sampling"} | TOLD
 ROOMS["completions"] = {"parsing", "requests", "vectors"} | TOLD
 ROOMS["engine"] = {
-    "adapters",
     "completions",
     "loading.assembly",
     "loading.checks",

@@ -25,6 +25,7 @@ from polarlm.model_loaders.config import MOST_EXPERTS, Experts, ModelConfig
 from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.tensor_table import OF_EXPERTS
 
+_ADAPTER_NAME = re.compile(r"\w[\w.-]*")
 _SCALE = re.compile(r"(?P<path>.+):(?P<scale>-?(\d+\.?\d*|\.\d+))")
 _RANKS = 8  # ranks are filled up to a multiple of this, for a GPU's rows of weights
 
@@ -154,6 +155,20 @@ def parse_adapter(text: str) -> tuple[str, float]:
     if match is None or Path(text).expanduser().exists():
         return text, 1.0
     return match["path"], float(match["scale"])
+
+
+def check_adapters(lora: Mapping[str, str]) -> None:
+    """Raises EngineError for a name that no request could give."""
+    for name, path in lora.items():
+        if not isinstance(name, str) or not _ADAPTER_NAME.fullmatch(name):
+            raise EngineError(
+                f"lora={name}: give the adapter a name of letters, digits, dots and dashes, as in NAME=PATH",
+                settings=("lora",),
+            )
+        if not isinstance(path, str) or not path:
+            raise EngineError(f"lora={name}: give the path of a folder of peft, or of a GGUF file", settings=("lora",))
+        if parse_adapter(path)[1] == 0:
+            raise EngineError(f"lora={name}: a scale of 0 leaves nothing of the adapter", settings=("lora",))
 
 
 def row_adapters(spans: Sequence[Span]) -> Routing | None:

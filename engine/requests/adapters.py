@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, suppress
 from os import PathLike, fspath
 
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.checks import check_adapters
-from polarlm.engine.model.adapters import Adapters, load_adapter
+from polarlm.engine.model.adapters import Adapters, check_adapters, load_adapter
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.runner import Runner
 from polarlm.engine.state.prefix import salt_adapter
@@ -48,6 +47,8 @@ class AdapterLoading:
         self.adapters = adapters
 
     def _drop_unused_adapters(self) -> None:
+        if not self.adapters.unloaded:
+            return
         used = {one.adapter.number for one in self._runner.requests.values() if one.adapter is not None}
         with suppress(EngineError):  # without memory for the others' matrices it is tried again
             self._set_adapters(self.adapters.drop_unused(used))
