@@ -18,6 +18,7 @@ from polarlm.engine.model import score
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.outputs import CacheStats, Chunk, Score, Status
 from polarlm.engine.params import PromptOptions, SamplingParams
+from polarlm.engine.requests.adapters import AdapterLoading
 from polarlm.engine.requests.answers import Answers
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.encoding import EncoderRunner
@@ -59,7 +60,7 @@ Params = SamplingParams | None  # None: the defaults
 Options = PromptOptions | None
 
 
-class Engine(Completions):
+class Engine(Completions, AdapterLoading):
     """A loaded model with its KV store. May be shared by threads; requests are served by priority, then by arrival."""
 
     def __init__(
@@ -297,7 +298,7 @@ class Engine(Completions):
                     raise EngineError("The request was cancelled before its prompt was read", "cancelled")
         request.sequence.in_background = in_background
         with self._exclusive():
-            self._runner.submit(request)
+            self._submit(request)
         cancel, cached = lambda: self._cancel(request.sequence), lambda: request.cached or 0
         return Ticket(len(request.sequence.prompt), cancel, cached, request.conversation, request.warnings)
 
@@ -414,7 +415,7 @@ class Engine(Completions):
                 while outbox:
                     yield cast(Chunk, outbox.popleft())
             with self._exclusive():
-                self._runner.submit(request)
+                self._submit(request)
             finished = False
             while not finished:
                 with self._lock.hold_unless(outbox) as lock_held:
@@ -446,6 +447,7 @@ class Engine(Completions):
         """What every holder of the lock does first: check the engine, and remove cancelled requests."""
         self._check_open()
         self._runner.sweep()
+        self._drop_unused_adapters()
 
     def _sweep(self) -> None:
         if not self._is_closed and not self._lock.lost:

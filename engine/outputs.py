@@ -17,7 +17,7 @@ BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens and seconds of a request. Seconds are computing time; time in the queue does not count."""
+    """Tokens and seconds of a request. Seconds are computing time, but for those in the queue, which do not count."""
 
     prompt_tokens: int
     cached_tokens: int  # prompt tokens that were found in the KV store
@@ -29,6 +29,7 @@ class Usage:
     # Source → cached tokens: "store", the KV store, or the tier that they were restored from: "ram", "disk", "remote".
     # Their sum is `cached_tokens`.
     cached_from: Mapping[str, int] = field(default_factory=dict)
+    queue_seconds: float = 0.0  # from the request to the first unit of its prompt
     reasoning_tokens: int = 0  # of a server's answer: completion tokens that are reasoning
     replay_digest: str = (
         ""  # of `replayable` engines: of what answers, the prompt's ids, the answer's, and its logprobs

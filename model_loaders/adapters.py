@@ -11,18 +11,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from polarlm.model_loaders.config import Attention, ModelConfig
+from polarlm.model_loaders.config import Attention, Experts, ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.families import gguf_layouts, is_interleaved, table_name, tensors
+from polarlm.model_loaders.families import gguf_layouts, is_interleaved, rows_alternate, table_name, tensors
 from polarlm.model_loaders.fields import Fields, describe
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.safetensors_source import read_header
-from polarlm.model_loaders.files.tensor_table import TensorSpec
+from polarlm.model_loaders.files.tensor_table import OF_EXPERTS, TensorSpec
 from polarlm.model_loaders.files.tensors import READABLE, StoredWeights
 from polarlm.model_loaders.hub.choice import ADAPTER_CONFIG as CONFIG
 from polarlm.model_loaders.hub.choice import ADAPTER_WEIGHTS as WEIGHTS
@@ -38,16 +39,17 @@ _OTHER_KINDS = {
     **dict.fromkeys(("lora_bias", ".bias"), "a bias, and biases are not supported"),
 }
 _VOCABULARY_REASON = "and adapters of embeddings and of the output head are not supported"
-_EXPERTS_REASON = "which is of an expert, and adapters of experts are not supported"
+_JOINED = re.compile(r".*\blayers\.(?P<layer>\d+)\..*\bexperts(\.base_layer)?")  # of peft, all of a layer
+_EXPERTS_REASON = "which is of experts: give their adapter as a folder of peft"
 _REFUSED_SLOTS = {  # slots whose tensors cannot be changed
-    **dict.fromkeys(("experts_gate_up", "experts_down", "latent_in", "latent_out"), _EXPERTS_REASON),
+    **dict.fromkeys(("latent_in", "latent_out"), "which is around experts, and adapters of it are not supported"),
     "router": "which is a router of experts, and adapters of these are not supported",
     **dict.fromkeys(
         ("latent_keys", "latent_values"),
         "which makes keys and values of a latent vector, and adapters of it are not supported",
     ),
 }
-_FFN_SLOTS = ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")
+_FFN_SLOTS = ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate", *OF_EXPERTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,13 +94,14 @@ def read_adapter(path: Path, config: ModelConfig, *, is_gguf: bool) -> Adapter:
         else:
             tensors_stored, scale_of, interleaved = _open_gguf(path, config, files)
             changed_modules = _collect(
-                path, tensors_stored, _GGUF, lambda module: targets.find_gguf(module, interleaved)
+                path, tensors_stored, _GGUF, lambda module, _shape: targets.find_gguf(module, interleaved)
             )
         changes: dict[str, Factors] = {}
         for module, pair, module_targets in changed_modules:
             a, b = (_values(tensors_stored, label) for label in pair)
-            _check_rank(path, module, a, b)
-            b *= np.float32(scale_of(module, len(a)))
+            experts = module_targets[0].joined
+            _check_rank(path, module, a, b, experts)
+            b *= np.float32(scale_of(module, len(a) // experts))
             for target in module_targets:
                 changes[target.spec.name] = target.factors(path, module, a, b)
         dtypes = {tensors_stored.stored_dtype(label) for _, pair, _ in changed_modules for label in pair}
@@ -119,10 +122,15 @@ class _Target:
 
     spec: TensorSpec
     rows: Callable[[int], np.ndarray] | None
+    joined: int = 1  # matrices of experts whose factors the file has in one
+    expert: int = 0  # which of them this is
 
     def factors(self, path: Path, module: str, a: np.ndarray, b: np.ndarray) -> Factors:
         """The change of the tensor, taken from the change of the file's matrix."""
         out, columns = self.spec.shape
+        # Rows of A follow each other by expert, and columns of B by rank: `ParamWrapper.get_delta_factors` of peft.
+        a = a.reshape(self.joined, -1, a.shape[1])[self.expert]
+        b = b.reshape(len(b), -1, self.joined)[..., self.expert]
         try:
             rows = b if self.rows is None else b[self.rows(len(b))]
         except (ValueError, IndexError):
@@ -149,9 +157,14 @@ class _Targets:
                     self._refusals |= dict.fromkeys((spec.name, spec.gguf.partition("[")[0], *(whole or ())), why)
                 elif len(spec.shape) == 2 and not spec.flat:
                     self._specs.append((spec, slot, layer))
+                    if slot in OF_EXPERTS:
+                        self._refusals[spec.gguf.partition("[")[0]] = _EXPERTS_REASON
 
-    def find_module(self, module: str) -> list[_Target]:
-        """The tensors that a module of peft stands for. Raises LoadError if there is none."""
+    def find_module(self, module: str, shape: tuple[int, ...]) -> list[_Target]:
+        """The tensors that a module of peft stands for, whose change is of this shape. Raises LoadError if there is
+        none."""
+        if (match := _JOINED.fullmatch(module)) and (joined := self._find_joined(int(match["layer"]), shape)):
+            return joined
         names = [table_name(self._config, f"{prefix}{module}.weight") for prefix in ("", "model.")]
         for name in names:
             entries = [
@@ -162,6 +175,19 @@ class _Targets:
             if entries:
                 return [self._target(module, *entry) for entry in entries]
         raise self._unchangeable(module, names)
+
+    def _find_joined(self, layer: int, shape: tuple[int, ...]) -> list[_Target]:
+        """The matrices of a layer's experts that have this shape, those of gate and up together."""
+        ffn = self._config.layers[layer].ffn if layer < len(self._config.layers) else None
+        if not isinstance(ffn, Experts):
+            return []
+        for slot in OF_EXPERTS:
+            specs = [spec for spec, at, number in self._specs if (at, number) == (slot, layer)]
+            parts = len(specs) // ffn.count
+            if shape == (parts * specs[0].shape[0], specs[0].shape[1]):
+                rows = [partial(_rows_of_part, part, parts, rows_alternate(self._config)) for part in range(parts)]
+                return [_Target(one, rows[i % parts], ffn.count, i // parts) for i, one in enumerate(specs)]
+        return []
 
     def find_gguf(self, module: str, interleaved: bool) -> list[_Target]:
         """The tensors that a tensor of a GGUF file stands for, without ".weight". Raises LoadError if there is none."""
@@ -195,16 +221,25 @@ class _Targets:
 
     def _unchangeable(self, module: str, names: Sequence[str]) -> LoadError:
         why = next((self._refusals[name] for name in names if name in self._refusals), None)
-        if why is None and ".experts." in module:
-            why = _EXPERTS_REASON
         if why is None:
             why = f"which a {self._config.family} model with {len(self._config.layers)} layers does not have"
             why += ", or does not have as a matrix of its own; choose an adapter of this base model"
         return LoadError(f"{self._path} changes {module}, {why}.")
 
 
+def _rows_of_part(part: int, parts: int, alternate: bool, count: int) -> np.ndarray:
+    """The rows of one of several matrices of equal size among `count` rows, in which they follow each other, or
+    `alternate`."""
+    return np.arange(count).reshape((-1, parts) if alternate else (parts, -1))[
+        (slice(None), part) if alternate else part
+    ]
+
+
 def _collect(
-    path: Path, weights: StoredWeights, pattern: re.Pattern[str], find: Callable[[str], list[_Target]]
+    path: Path,
+    weights: StoredWeights,
+    pattern: re.Pattern[str],
+    find: Callable[[str, tuple[int, ...]], list[_Target]],
 ) -> list[tuple[str, tuple[str, str], list[_Target]]]:
     """For each changed module its name, the labels of its two factors, and what it stands for."""
     pairs: dict[str, dict[str, str]] = {}
@@ -222,7 +257,10 @@ def _collect(
             raise LoadError(
                 f"{path} lacks factor {missing_factors.pop().upper()} of {module}; download the adapter completely."
             )
-    return [(module, (pair["a"], pair["b"]), find(module)) for module, pair in pairs.items()]
+    return [
+        (module, (pair["a"], pair["b"]), find(module, weights.shape(pair["b"])[:1] + weights.shape(pair["a"])[-1:]))
+        for module, pair in pairs.items()
+    ]
 
 
 def _values(weights: StoredWeights, label: str) -> np.ndarray:
@@ -238,14 +276,15 @@ def _values(weights: StoredWeights, label: str) -> np.ndarray:
     return values
 
 
-def _check_rank(path: Path, module: str, a: np.ndarray, b: np.ndarray) -> None:
-    if len(a) != b.shape[1]:
+def _check_rank(path: Path, module: str, a: np.ndarray, b: np.ndarray, experts: int) -> None:
+    """experts: whose factors these are together."""
+    if len(a) != b.shape[1] or len(a) % experts:
         raise LoadError(
             f"{path}: the factors of {module} are {b.shape} and {a.shape}, which cannot be multiplied; download it "
             "again."
         )
-    if not 1 <= len(a) <= MOST_RANK:
-        raise LoadError(f"{path}: the rank of {module} is {len(a)}, but 1 to {MOST_RANK} are supported.")
+    if not 1 <= (rank := len(a) // experts) <= MOST_RANK:
+        raise LoadError(f"{path}: the rank of {module} is {rank}, but 1 to {MOST_RANK} are supported.")
 
 
 # -- peft ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ Activation = Literal["silu", "gelu_tanh", "gated_gelu", "swiglu_clamped", "relu_
 QKNorm = Literal["head", "unweighted", "all", "after_rope"] | None
 # RMSNorm of the inputs of mixer and ffn, of their outputs, or of both; or LayerNorm of the sums of input and output.
 Norms = Literal["before", "after", "both", "sums"]
+MOST_EXPERTS = 4096  # of a layer, whose scores and counters kernels keep in a thread's memory
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,13 @@ class ServerConfig:
         help="keep the chat page's conversations in this folder too, the same in every browser; without an API key, "
         "only in those on this machine",
     )
+    adapters_folder: str | None = setting(
+        None,
+        "--adapters-folder",
+        metavar="FOLDER",
+        help="let clients load adapters (LoRA) from this folder, by name, and unload any, as vLLM does, and set which "
+        "one serves requests that name none, as llama-server does; no web pages",
+    )
     batches: str | None = setting(
         None,
         "--batches",
@@ -283,7 +290,7 @@ _POSITIVE = check_that(lambda count: count >= 1, "this has to be 1 or more")
 _FILE = check_that(lambda text: Path(text).expanduser().is_file(), "there is no such file")
 _PATH = check_that(lambda text: text != "" and "\0" not in text, "this needs a path")
 
-_SINGLE_MODEL_SETTINGS = ("alias", "unix", "socket_port", "share_blocks", "kv_events")
+_SINGLE_MODEL_SETTINGS = ("alias", "unix", "socket_port", "share_blocks", "kv_events", "adapters_folder")
 _MODELS_SETTINGS = ("models_memory", "idle_unload", "pin", "allow_pull")
 
 CHECKS: Mapping[str, Check] = {
@@ -292,6 +299,7 @@ CHECKS: Mapping[str, Check] = {
     "reasoning_budget": check_that(lambda number: number >= -1, "this needs a number from -1 up"),
     **dict.fromkeys(("unix", "sessions", "conversations", "batches", "api_key_file"), _PATH),
     **dict.fromkeys(("mcp_config", "config_file"), _FILE),
+    "adapters_folder": check_that(lambda text: Path(text).expanduser().is_dir(), "there is no such folder"),
     **dict.fromkeys(("max_sessions_size", "max_conversations_size", "max_batches_size", "models_memory"), _size),
     "kv_events": check_that(
         lambda text: re.fullmatch(r"tcp://[^\s/]+:([0-9]{1,5})|ipc://[^\s\0]+", text) is not None,

@@ -188,6 +188,126 @@ def test_wrong_names_are_sentences(engine: Engine, base: Path, adapters: dict[st
             load_tiny(base, lora=lora, **SETTINGS)
 
 
+@pytest.fixture(params=["native", "numpy"])
+def bare(request: pytest.FixtureRequest, base: Path) -> Iterator[Engine]:
+    """An engine that was loaded without adapters."""
+    ops = NumpyOps() if request.param == "numpy" else None
+    with load_tiny(base, ops=ops, weight_type="f32", **SETTINGS) as made:
+        assert made.status().backend == request.param
+        yield made
+
+
+def submitted(engine: Engine, name: str, units: int) -> deque[Any]:
+    """The outbox of a request with this adapter, which runs."""
+    outbox: deque[Any] = deque()
+    engine.submit(PROMPT, params(_MANY), PromptOptions(lora=name), into=outbox)
+    for _ in range(units):
+        engine.work()
+    return outbox
+
+
+def tokens_of(engine: Engine, outbox: deque[Any]) -> list[int]:
+    while engine.work():
+        pass
+    assert outbox[-1].finish_reason == "length"
+    return [token for chunk in outbox for token in chunk.token_ids]
+
+
+def test_adapters_are_loaded_while_requests_run(
+    bare: Engine, adapters: dict[str, Path], changed: Callable[[str], Engine]
+) -> None:
+    """Ranks grow, so matrices of earlier adapters are filled up anew, while their requests run."""
+    wanted = {name: changed(name).generate(PROMPT, params(_MANY)).token_ids for name in ("", *ADAPTERS)}
+    outboxes = {"": submitted(bare, "", 3)}
+    for name, path in adapters.items():
+        bare.load_adapter(name, path)
+        outboxes[name] = submitted(bare, name, 3)
+    assert bare.status().running == len(wanted)
+    for name, outbox in outboxes.items():
+        assert tokens_of(bare, outbox) == list(wanted[name]), name
+    for name in ADAPTERS:
+        assert_alike(answer(bare, name), answer(changed(name), ""), changed(name))
+
+
+def test_an_adapter_that_is_unloaded_ends_its_requests_first(
+    bare: Engine, adapters: dict[str, Path], changed: Callable[[str], Engine]
+) -> None:
+    size = bare._model.weights.bytes
+    bare.load_adapter("five", adapters["five"])
+    bare.load_adapter("one", adapters["one"])
+    assert bare._model.weights.bytes > size
+    running = {name: submitted(bare, name, 3) for name in ("five", "one")}
+    bare.unload_adapter("five")
+    assert [*bare.adapters.by_name] == ["one"]
+    with pytest.raises(EngineError, match="lora is 'five', but there is no adapter of this name; there are one"):
+        answer(bare, "five")
+    with pytest.raises(EngineError, match="lora is 'five'"):
+        bare.unload_adapter("five")
+    bare.load_adapter("large", adapters["large"])  # not in the place of five, which is in use
+    running["large"] = submitted(bare, "large", 3)
+    for name, outbox in running.items():
+        assert tokens_of(bare, outbox) == list(changed(name).generate(PROMPT, params(_MANY)).token_ids), name
+    for name in ("one", "large"):
+        bare.unload_adapter(name)
+    assert bare._model.weights.bytes == size
+    assert_alike(answer(bare, ""), answer(changed(""), ""), changed(""))
+    assert_idle(bare)
+
+
+def test_another_adapter_of_the_same_name_finds_no_blocks(
+    bare: Engine, adapters: dict[str, Path], changed: Callable[[str], Engine]
+) -> None:
+    for path, cached in (("one", 0), ("five", 0), ("one", len(PROMPT) - 1)):
+        bare.load_adapter("sql", adapters[path])
+        usage = bare.generate(PROMPT, params(1), PromptOptions(lora="sql")).usage
+        assert usage.cached_tokens == cached  # of the first one, too, whose numbers are the same
+        assert_alike(answer(bare, "sql"), answer(changed(path), ""), changed(path))
+        bare.unload_adapter("sql")
+
+
+def test_an_adapter_is_chosen_when_the_request_is_queued(
+    bare: Engine, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt is read without the engine's lock: its adapter may be unloaded or replaced meanwhile."""
+
+    def replaced(by: str | None) -> Callable[[Any], Iterator[None]]:
+        def find(_request: Any) -> Iterator[None]:
+            bare.unload_adapter("sql")
+            if by is not None:
+                bare.load_adapter("sql", adapters[by])
+            return iter(())
+
+        return find
+
+    for by, sentence in ((None, "there is no adapter of this name"), ("five", "Another adapter was loaded as sql")):
+        if "sql" not in bare.adapters.by_name:
+            bare.load_adapter("sql", adapters["one"])
+        monkeypatch.setattr(bare, "_find", replaced(by))
+        with pytest.raises(EngineError, match=sentence):
+            answer(bare, "sql")
+    assert not bare.status().waiting
+
+
+def test_what_cannot_be_loaded_leaves_the_engine_as_it_was(
+    bare: Engine, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare.load_adapter("one", adapters["one"])
+    for name, path, sentence in (
+        ("one", adapters["five"], "The adapter one is loaded already"),
+        ("a b", adapters["five"], "give the adapter a name of letters"),
+        ("five", tmp_path / "missing", "does not exist"),
+        ("five", f"{adapters['five']}:0", "a scale of 0"),
+    ):
+        with pytest.raises(EngineError, match=sentence):
+            bare.load_adapter(name, path)
+    monkeypatch.setattr(bare._model.ops, "free_memory", lambda: 1000)
+    with pytest.raises(EngineError, match="no room for another adapter") as caught:
+        bare.load_adapter("five", adapters["five"])
+    assert caught.value.code == "out_of_memory"
+    assert [*bare.adapters.by_name] == ["one"]
+    assert answer(bare, "one").token_ids
+
+
 def test_salts_of_different_pairs_are_different() -> None:
     texts = ["", "a", "\0", "\0a\0", "a\0b", "b"]
     pairs = [(salt, adapter) for salt in texts for adapter in ("", "a", "b 1.0")]

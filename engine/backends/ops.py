@@ -351,10 +351,18 @@ class ComputeOps(Protocol):
         scores the lowest expert is chosen. A row whose logits are not finite has NaN for weights.
         """
 
-    def experts(self, x: Array, routing: Routing, network: ExpertNetwork, residual: Array | None = None) -> Array:
+    def experts(
+        self,
+        x: Array,
+        routing: Routing,
+        network: ExpertNetwork,
+        residual: Array | None = None,
+        adapters: Routing | None = None,
+    ) -> Array:
         """The weighted sum of the results of each row's experts, x (T, in) → (T, out).
 
-        residual: as in `linear`. An expert whose weight is 0 adds nothing to a row, whatever it computes.
+        residual: as in `linear`. An expert whose weight is 0 adds nothing to a row, whatever it computes. adapters:
+        those of the rows, which change the products of experts that have deltas; None if no row has one.
         CUDA: gemv or gemv_packed for each pair of a row and an expert, or, of more pairs than experts, group_pairs and
         gemm_wide for each group of pairs with an expert. add_experts adds the results.
         """

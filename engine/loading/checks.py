@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, get_origin, get_type_hints
@@ -15,14 +14,12 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFT_MODEL, MOST_DRAFTED
 from polarlm.engine.loading.placement.devices import split_shares
 from polarlm.engine.loading.sizes import weight_format
-from polarlm.engine.model.adapters import parse_adapter
+from polarlm.engine.model.adapters import check_adapters
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import parse_size
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.opening import check_settings
 from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
-
-_ADAPTER_NAME = re.compile(r"\w[\w.-]*")
 
 
 def settle(
@@ -87,7 +84,7 @@ def _check_values(config: EngineConfig) -> None:
     if config.tensor_split not in (None, AUTO):
         split_shares(config)
     check_settings(config)
-    _check_adapters(config)
+    check_adapters(config.lora)
     weight_format(config)
     cache_types.check_names(config)
 
@@ -120,20 +117,6 @@ def check_replayable(ops: Ops, store: KVStore) -> None:
         why = "polarquant has other factors on CPUs with VBMI; choose ring4 or another cache_type"
     if why:
         raise EngineError(f"replayable=True cannot be had here: {why}", settings=("replayable",))
-
-
-def _check_adapters(config: EngineConfig) -> None:
-    """Raises EngineError for a name that no request could give."""
-    for name, path in config.lora.items():
-        if not isinstance(name, str) or not _ADAPTER_NAME.fullmatch(name):
-            raise EngineError(
-                f"lora={name}: give the adapter a name of letters, digits, dots and dashes, as in NAME=PATH",
-                settings=("lora",),
-            )
-        if not isinstance(path, str) or not path:
-            raise EngineError(f"lora={name}: give the path of a folder of peft, or of a GGUF file", settings=("lora",))
-        if parse_adapter(path)[1] == 0:
-            raise EngineError(f"lora={name}: a scale of 0 leaves nothing of the adapter", settings=("lora",))
 
 
 def _wrong(setting: str, config: EngineConfig, advice: str) -> EngineError:

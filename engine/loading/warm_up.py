@@ -17,7 +17,7 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.limits import DRAFT_ROWS
 from polarlm.engine.loading.encoding import FULL_ENCODING, NO_ENCODING, encode_layer
 from polarlm.engine.loading.sizes import is_calibrated, weight_format
-from polarlm.engine.model.adapters import LoadedAdapter
+from polarlm.engine.model.adapters import Loaded
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.warm_up import (
@@ -49,7 +49,7 @@ def warm_up_first(
     source: model_loaders.Model,
     shape: CacheShape,
     on_host: int,
-    adapters: Sequence[LoadedAdapter] = (),
+    adapters: Loaded = (),
 ) -> list[Callable[[], None]]:
     """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones.
     on_host, adapters: as in `load_weights`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +20,12 @@ from polarlm.engine.state.prefix import join_salt
 from polarlm.engine.state.store import RowAdapter, Span
 from polarlm.engine.weight_formats import Deltas, ExpertLinear, WeightFormat, get
 from polarlm.model_loaders import hub
-from polarlm.model_loaders.adapters import Adapter, read_adapter
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.adapters import Adapter, Factors, read_adapter
+from polarlm.model_loaders.config import MOST_EXPERTS, Experts, ModelConfig
 from polarlm.model_loaders.families import tensors
+from polarlm.model_loaders.files.tensor_table import OF_EXPERTS
 
+_ADAPTER_NAME = re.compile(r"\w[\w.-]*")
 _SCALE = re.compile(r"(?P<path>.+):(?P<scale>-?(\d+\.?\d*|\.\d+))")
 _RANKS = 8  # ranks are filled up to a multiple of this, for a GPU's rows of weights
 
@@ -38,15 +42,45 @@ class LoadedAdapter:
         return f"{self.adapter.digest} {self.scale * scale!r}"
 
 
+Loaded = Sequence[LoadedAdapter | None]
+"""The adapters that a model computes with, by their numbers, which never change: None is where one was."""
+
+
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters that requests choose among, by their names."""
+    """The adapters that requests choose among, by their names. all: also has those that requests chose before they were
+    unloaded. unloaded: names that requests could give."""
 
     by_name: Mapping[str, LoadedAdapter] = field(default_factory=dict)
+    all: Loaded = ()
+    unloaded: frozenset[str] = frozenset()
+
+    def add(self, name: str, one: LoadedAdapter) -> Adapters:
+        """Return these and another one. Raises EngineError if the name is taken."""
+        if name in self.by_name:
+            raise EngineError(f"The adapter {name} is loaded already: unload it, or give this one another name")
+        number = self.all.index(None) if None in self.all else len(self.all)
+        everyone = (*self.all[:number], one, *self.all[number + 1 :])
+        return Adapters({**self.by_name, name: one}, everyone, self.unloaded - {name})
+
+    def unload(self, name: str) -> Adapters:
+        """Return these, of which requests cannot choose this one any more. Raises EngineError if there is none."""
+        self._check(name)
+        by_name = {other: one for other, one in self.by_name.items() if other != name}
+        return replace(self, by_name=by_name, unloaded=self.unloaded | {name})
+
+    def drop_unused(self, used: Collection[int]) -> Adapters:
+        """Return these without those that are unloaded. used: numbers that requests have."""
+        chosen = [*self.by_name.values()]
+        everyone = [one if one in chosen or number in used else None for number, one in enumerate(self.all)]
+        while everyone and everyone[-1] is None:
+            everyone.pop()
+        return replace(self, all=tuple(everyone))
 
     @property
-    def all(self) -> tuple[LoadedAdapter, ...]:
-        return tuple(self.by_name.values())
+    def numbers(self) -> dict[int, str]:
+        """Their numbers and names."""
+        return {self.all.index(one): name for name, one in self.by_name.items()}
 
     @property
     def scales(self) -> dict[str, float]:
@@ -60,13 +94,17 @@ class Adapters:
     def choose(self, name: str, scale: float) -> tuple[RowAdapter | None, str]:
         """Return the adapter that a request names, times a factor, and what tells its K/V from others, as
         `join_salt` takes it; (None, "") for no name. Raises EngineError for an unknown one."""
-        if name and name not in self.by_name:
-            there = ", ".join(self.by_name) or "none: give some with --lora NAME=PATH"
-            raise EngineError(f"lora is {name!r}, but there is no adapter of this name; there are {there}")
+        if name:
+            self._check(name)
         if not name or scale == 0:
             return None, ""
-        number, adapter = [*self.by_name].index(name), self.by_name[name]
-        return RowAdapter(number, adapter.scale * scale), adapter.key(scale)
+        adapter = self.by_name[name]
+        return RowAdapter(self.all.index(adapter), adapter.scale * scale), adapter.key(scale)
+
+    def _check(self, name: str) -> None:
+        if name not in self.by_name:
+            there = ", ".join(self.by_name) or "none: give some with --lora NAME=PATH"
+            raise EngineError(f"lora is {name!r}, but there is no adapter of this name; there are {there}")
 
     def knows(self, adapter: str) -> bool:
         """Whether an adapter in a salt is one of these."""
@@ -80,24 +118,35 @@ def read_adapters(
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Adapters:
     """Return the adapters that `config` names, for a model and its weights. Raises EngineError."""
-    if config.lora and model.is_encoder:
+    adapters = Adapters()
+    for name, text in config.lora.items():
+        adapters = adapters.add(name, load_adapter(name, text, model, weights, say))
+    return adapters
+
+
+def load_adapter(
+    name: str,
+    text: str,
+    model: ModelConfig,
+    weights: model_loaders.WeightSource,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> LoadedAdapter:
+    """Return the adapter at PATH[:SCALE], for a model and its weights. Raises EngineError."""
+    if model.is_encoder:
         raise EngineError("This is an embedding model, which takes no adapters", settings=("lora",))
     is_gguf = any(file.suffix == ".gguf" for file in weights.files())
-    by_name = {}
-    for name, text in config.lora.items():
-        path, scale = parse_adapter(text)
-        try:
-            where = hub.fetch_adapter(hub.parse(path), say) if path.startswith(hub.PREFIX) else Path(path).expanduser()
-            if not where.exists():
-                sentence = f"lora={name}: {where} does not exist; give a folder of peft, or a GGUF file"
-                raise EngineError(sentence, "model_unavailable", ("lora",))
-            adapter = read_adapter(where, model, is_gguf=is_gguf)
-        except model_loaders.LoadError as error:
-            raise EngineError(str(error), "model_unavailable", ("lora",)) from error
-        by_name[name] = LoadedAdapter(adapter, scale)
-        rank = max(change.rank for change in adapter.changes.values())
-        say(f"Adapter {name}: rank {rank}, {len(adapter.changes)} matrices" + (f", scale {scale:g}" * (scale != 1)))
-    return Adapters(by_name)
+    path, scale = parse_adapter(text)
+    try:
+        where = hub.fetch_adapter(hub.parse(path), say) if path.startswith(hub.PREFIX) else Path(path).expanduser()
+        if not where.exists():
+            sentence = f"lora={name}: {where} does not exist; give a folder of peft, or a GGUF file"
+            raise EngineError(sentence, "model_unavailable", ("lora",))
+        adapter = read_adapter(where, model, is_gguf=is_gguf)
+    except model_loaders.LoadError as error:
+        raise EngineError(str(error), "model_unavailable", ("lora",)) from error
+    rank = max(change.rank for change in adapter.changes.values())
+    say(f"Adapter {name}: rank {rank}, {len(adapter.changes)} matrices" + (f", scale {scale:g}" * (scale != 1)))
+    return LoadedAdapter(adapter, scale)
 
 
 def parse_adapter(text: str) -> tuple[str, float]:
@@ -106,6 +155,20 @@ def parse_adapter(text: str) -> tuple[str, float]:
     if match is None or Path(text).expanduser().exists():
         return text, 1.0
     return match["path"], float(match["scale"])
+
+
+def check_adapters(lora: Mapping[str, str]) -> None:
+    """Raises EngineError for a name that no request could give."""
+    for name, path in lora.items():
+        if not isinstance(name, str) or not _ADAPTER_NAME.fullmatch(name):
+            raise EngineError(
+                f"lora={name}: give the adapter a name of letters, digits, dots and dashes, as in NAME=PATH",
+                settings=("lora",),
+            )
+        if not isinstance(path, str) or not path:
+            raise EngineError(f"lora={name}: give the path of a folder of peft, or of a GGUF file", settings=("lora",))
+        if parse_adapter(path)[1] == 0:
+            raise EngineError(f"lora={name}: a scale of 0 leaves nothing of the adapter", settings=("lora",))
 
 
 def row_adapters(spans: Sequence[Span]) -> Routing | None:
@@ -120,52 +183,74 @@ def row_adapters(spans: Sequence[Span]) -> Routing | None:
     return Routing(numbers.astype(np.int32), scales.astype(np.float32))
 
 
-def deltas(ops: Ops, adapters: Sequence[LoadedAdapter], names: Sequence[str], rows: Sequence[int]) -> Deltas | None:
-    """Load what adapters add to the product of a `Linear` with the tensors `names` of `rows` rows; None if none changes
-    it. An adapter's rank is the sum of the ranks of its changes of these tensors."""
-    rank = _rank(adapters, names)
+def deltas(
+    ops: Ops, adapters: Loaded, names: Sequence[str], rows: Sequence[int], experts: int | None = None
+) -> Deltas | None:
+    """Load what adapters add to the product of a `Linear`, or of an `ExpertLinear` of so many `experts`, with the
+    tensors `names` of `rows` rows; None if none changes it. An adapter's rank is the sum of the ranks of its changes of
+    these tensors, or of an expert's. Raises EngineError for what the device does not compute."""
+    names_of_each = _of_each(names, experts or 1)
+    rank = max(_rank(adapters, one) for one in names_of_each)
     if not rank:
         return None
-    columns = next(len(change.a[0]) for one in adapters for name in names if (change := one.adapter.changes.get(name)))
-    a = np.zeros((len(adapters), rank, columns), np.float32)
-    b = np.zeros((len(adapters), sum(rows), rank), np.float32)
-    for number, one in enumerate(adapters):
+    if experts is not None and ops.backend == "cuda":
+        raise EngineError("This adapter is of experts, which is computed on a CPU alone: run the model with device=cpu")
+    if experts is not None and len(adapters) * experts > MOST_EXPERTS:
+        raise EngineError(f"{MOST_EXPERTS // experts} adapters of {experts} experts are the most: unload one")
+    all_changes = [_changes(one) for one in adapters]
+    columns = next(len(change.a[0]) for changes in all_changes for name in names if (change := changes.get(name)))
+    pairs = [*itertools.product(all_changes, names_of_each)]
+    a = np.zeros((len(pairs), rank, columns), np.float32)
+    b = np.zeros((len(pairs), sum(rows) // (experts or 1), rank), np.float32)
+    for number, (changes, names_of_one) in enumerate(pairs):
         first, begin = 0, 0
-        for name, count in zip(names, rows, strict=True):
-            if (change := one.adapter.changes.get(name)) is not None:
+        for name, count in zip(names_of_one, rows, strict=False):
+            if (change := changes.get(name)) is not None:
                 a[number, begin : begin + change.rank] = change.a
                 b[number, first : first + count, begin : begin + change.rank] = change.b
                 begin += change.rank
             first += count
     format = _format(adapters)
     parts = (ops.load_experts([[_Values(one, format)] for one in each]) for each in (a, b))
-    return Deltas(*(ExpertLinear(len(adapters), part) for part in parts))
+    return Deltas(*(ExpertLinear(len(pairs), part) for part in parts))
 
 
-def delta_bytes(ops: Ops, config: ModelConfig, adapters: Sequence[LoadedAdapter]) -> int:
+def delta_bytes(ops: Ops, config: ModelConfig, adapters: Loaded) -> int:
     """Return the bytes of what adapters add to all layers on the device, and of results of the rows of a chunk."""
-    if not adapters:
+    if not any(adapters):
         return 0
-    sizes = [
-        (rank, specs[0].shape[1] + sum(spec.shape[0] for spec in specs))
-        for slots in tensors(config).layers
-        for specs in slots.values()
-        if all(len(spec.shape) == 2 for spec in specs) and (rank := _rank(adapters, [spec.name for spec in specs]))
-    ]
-    matrices = ops.matrix_bytes(_format(adapters), sum(rank * width for rank, width in sizes))
-    return len(adapters) * matrices + 4 * ops.prefill_rows * max(rank + width for rank, width in sizes)
+    sizes = list[tuple[int, int, int]]()  # of a product: its rank, inputs and outputs of a row, experts
+    for layer, slots in zip(config.layers, tensors(config).layers, strict=True):
+        for slot, specs in slots.items():
+            experts = layer.ffn.count if slot in OF_EXPERTS and isinstance(layer.ffn, Experts) else 1
+            rank = max(_rank(adapters, one) for one in _of_each([spec.name for spec in specs], experts))
+            if rank and all(len(spec.shape) == 2 for spec in specs):
+                rows = sum(spec.shape[0] for spec in specs) // experts
+                sizes.append((rank, specs[0].shape[1] + rows, experts))
+    matrices = ops.matrix_bytes(_format(adapters), sum(math.prod(size) for size in sizes))
+    return len(adapters) * matrices + 4 * ops.prefill_rows * max(rank + width for rank, width, _ in sizes)
 
 
-def _rank(adapters: Sequence[LoadedAdapter], names: Sequence[str]) -> int:
+def _of_each(names: Sequence[str], experts: int) -> list[Sequence[str]]:
+    """The names of the first expert's tensors, then the next one's."""
+    each = len(names) // experts
+    return [names[first : first + each] for first in range(0, len(names), each)]
+
+
+def _changes(one: LoadedAdapter | None) -> Mapping[str, Factors]:
+    return {} if one is None else one.adapter.changes
+
+
+def _rank(adapters: Loaded, names: Sequence[str]) -> int:
     """0 if no adapter changes these tensors."""
-    changes = [one.adapter.changes for one in adapters]
+    changes = map(_changes, adapters)
     most = max((sum(change[name].rank for name in names if name in change) for change in changes), default=0)
     return -(-most // _RANKS) * _RANKS
 
 
-def _format(adapters: Sequence[LoadedAdapter]) -> WeightFormat:
+def _format(adapters: Loaded) -> WeightFormat:
     """16 bits if all files have the same ones."""
-    kinds = {one.adapter.dtype for one in adapters}
+    kinds = {one.adapter.dtype for one in adapters if one is not None}
     return get(kinds.pop().lower() if len(kinds) == 1 else "f32")
 
 

@@ -79,8 +79,6 @@ class Transformer:
         self.mtp: MtpLayer | None = None
         self._ropes, self._spans = RopeTables(config), StepSpans(store)
         self._stages = stages(ops, len(config.layers))
-        self._work = [partial(self._compute_stage, number) for number in range(len(self._stages))]  # known by identity
-        self._work_by_outputs: dict[int, partial[Any]] = {}  # of the last stage
         self._embedding_norm: Norm = None
         if config.embedding_norm:
             ones = self._stages[0].ops.to_device(np.ones(config.hidden_size, np.float32))
@@ -92,7 +90,15 @@ class Transformer:
             self._transforms |= zip(numbers, stage.ops.prepare(transforms), strict=True)
         self._make_layers(weights)
 
+    def replace_weights(self, weights: ModelWeights) -> None:
+        """Compute with these weights, which differ in what adapters add. No step may be under way."""
+        self.weights = weights
+        self.ops.forget()
+        self._make_layers(weights)
+
     def _make_layers(self, weights: ModelWeights) -> None:
+        self._work = [partial(self._compute_stage, number) for number in range(len(self._stages))]  # known by identity
+        self._work_by_outputs: dict[int, partial[Any]] = {}  # of the last stage
         self._head_fusion = Fusion((weights.norm, self.config.norm_eps))
         self._choice = InputChoice(self._ropes, self.store, len(self.config.layers))
         after = self.config.post_norm_eps

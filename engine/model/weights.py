@@ -13,24 +13,23 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array, ExpertCache, KeptTiles, Ops
 from polarlm.engine.model import vision_encoders
-from polarlm.engine.model.adapters import LoadedAdapter, deltas
+from polarlm.engine.model.adapters import Loaded, deltas
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.encoder import EncoderInputs, PairHead
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights, MtpWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
 from polarlm.engine.model.vision_encoders import ImageReader
 from polarlm.engine.state.plan import format_bytes
-from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, WeightFormat, find, get
+from polarlm.engine.weight_formats import Deltas, ExpertLinear, Linear, Matrix, WeightFormat, find, get
 from polarlm.model_loaders.config import Experts, ModelConfig
 from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.ggml_types import size_of
-from polarlm.model_loaders.files.tensor_table import Slots
+from polarlm.model_loaders.files.tensor_table import OF_EXPERTS, Slots
 from polarlm.model_loaders.files.weights import WeightSource
 from polarlm.model_loaders.vision_encoders import VisionEncoder
 from polarlm.model_loaders.vision_encoders import tensors as vision_tensors
 
 _SLAB_VALUES = 1 << 18  # converted at a time: they stay in the CPU's cache
-EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # the matrices of a layer's experts
 T = TypeVar("T")
 
 
@@ -123,10 +122,9 @@ class TensorReader:
         weight_type: WeightFormat | None = None,
         kept: KeptTiles | None = None,
         cache: ExpertCache | None = None,
-        adapters: Sequence[LoadedAdapter] = (),
     ):
         self._ops, self._source, self._progress = ops, source, progress or (lambda nbytes: None)
-        self._weight_type, self._kept, self._cache, self._adapters = weight_type, kept, cache, adapters
+        self._weight_type, self._kept, self._cache = weight_type, kept, cache
         self.bytes = 0
 
     def vector(self, names: Sequence[str], scale: float = 1.0) -> Array:
@@ -163,11 +161,7 @@ class TensorReader:
 
     def linear(self, weights: Sequence[str], biases: Sequence[str] = ()) -> Linear:
         """Load a projection whose output is the concatenation of the outputs of `weights`, with `biases`."""
-        matrices, bias = self.matrices(weights), self.vector(biases) if biases else None
-        changed = deltas(self._ops, self._adapters, weights, [self._source.shape(name)[0] for name in weights])
-        if changed is not None:
-            self._count((*changed.a.parts, *changed.b.parts))
-        return Linear(matrices, bias, changed)
+        return Linear(self.matrices(weights), self.vector(biases) if biases else None)
 
     def experts(self, count: int, weights: Sequence[str], biases: Sequence[str]) -> ExpertLinear:
         """Load a projection of `count` experts. weights, biases: the first expert's, then the next one's."""
@@ -207,7 +201,7 @@ def load_weights(
     kept: KeptTiles | None = None,
     cache: ExpertCache | None = None,
     on_host: int = 0,
-    adapters: Sequence[LoadedAdapter] = (),
+    adapters: Loaded = (),
 ) -> ModelWeights:
     """Load all weights to the device. Matrices are converted to `weight_type`; None keeps the file's format.
 
@@ -220,7 +214,7 @@ def load_weights(
     def reader(layer: int) -> TensorReader:
         layer_ops = ops.layer_ops(layer)
         if layer_ops not in readers:
-            readers[layer_ops] = TensorReader(layer_ops, source, progress, weight_type, kept, cache, adapters)
+            readers[layer_ops] = TensorReader(layer_ops, source, progress, weight_type, kept, cache)
         return readers[layer_ops]
 
     read, last = reader(0), len(config.layers) - 1
@@ -255,11 +249,45 @@ def load_weights(
     encoder_inputs = top_reader.weights(EncoderInputs) if "embedding_norm" in top else None
     dense = [last_reader.linear(top[f"dense_{i}"], top.get(f"dense_{i}_bias", ())) for i in range(len(config.dense))]
     pair_head = top_reader.weights(PairHead) if config.scores_pairs else None
-    ops.wait()  # on a GPU, an overlapped launch may read weights before their upload has finished
     nbytes = sum(one.bytes for one in readers.values())
-    return ModelWeights(
+    weights = ModelWeights(
         embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, encoder_inputs, dense, pair_head
     )
+    weights = with_adapters(ops, config, weights, adapters, numbers) if adapters else weights
+    ops.wait()  # on a GPU, an overlapped launch may read weights before their upload has finished
+    return weights
+
+
+def with_adapters(
+    ops: Ops, config: ModelConfig, weights: ModelWeights, adapters: Loaded, numbers: Sequence[int] | None = None
+) -> ModelWeights:
+    """Return the same weights with what these adapters add to products, and nothing else. numbers: as in
+    `load_weights`."""
+    table, nbytes = tensors(config).layers, weights.bytes
+
+    def change(layer_ops: Ops, part: Any, slots: Slots) -> Any:
+        nonlocal nbytes
+        changed = {}
+        for one in fields(part) if part is not None else ():
+            linear, slot = getattr(part, one.name), one.metadata["slot"]
+            if isinstance(linear, Linear) or slot in OF_EXPERTS:
+                names, rows = [spec.name for spec in slots[slot]], [spec.shape[0] for spec in slots[slot]]
+                added = deltas(layer_ops, adapters, names, rows, linear.count if slot in OF_EXPERTS else None)
+                changed[one.name] = replace(linear, deltas=added)
+                nbytes += _bytes_of(layer_ops, added) - _bytes_of(layer_ops, linear.deltas)
+        return replace(part, **changed) if changed else part
+
+    layers = []
+    for number, layer in zip(range(len(config.layers)) if numbers is None else numbers, weights.layers, strict=True):
+        parts = {name: getattr(layer, name) for name in ("mixer", "ffn", "embedding")}
+        changed = {name: change(ops.layer_ops(number), part, table[number]) for name, part in parts.items()}
+        layers.append(replace(layer, **changed))
+    return replace(weights, layers=layers, bytes=nbytes)
+
+
+def _bytes_of(ops: Ops, added: Deltas | None) -> int:
+    parts = () if added is None else (*added.a.parts, *added.b.parts)
+    return sum(ops.matrix_bytes(part.format, math.prod(part.shape)) for part in parts)
 
 
 def layer_formats(
@@ -290,7 +318,7 @@ def expert_bytes(
 ) -> list[int]:
     """Return the bytes of each layer's matrices of experts on a device, for the `weight_type` of `load_weights`."""
     return [
-        sum(_bytes(ops, source, spec.name, weight_type) for slot in EXPERT_SLOTS for spec in slots.get(slot, ()))
+        sum(_bytes(ops, source, spec.name, weight_type) for slot in OF_EXPERTS for spec in slots.get(slot, ()))
         for slots in tensors(config).layers
     ]
 

@@ -151,6 +151,11 @@ class Batches:
         if self.prefill is not None:
             self._scheduler.admit(self.prefill.active[0].request.sequence)  # which may be preempted now
 
+    def abort_next(self) -> None:
+        """Abort the rows of the step that has begun, which are computed again."""
+        for rows in [] if self.next_step is None else self.next_step.active:
+            self.next_step = self._without(self.next_step, rows.request)
+
     def _without(self, batch: Batch | None, request: Request) -> Batch | None:
         """Abort a request's rows in a batch, and return it; None if no other has rows in it."""
         for rows in [] if batch is None else batch.active:

@@ -60,13 +60,17 @@ class Ticket:
 
 @dataclass
 class Clock:
-    """The compute time of each phase, in seconds."""
+    """The compute time of each phase, in seconds. queue: None until the first unit."""
 
     prefill: float = 0.0
     generation: float = 0.0
+    queue: float | None = None
+    _made: float = field(default_factory=time.perf_counter)
 
     def begin(self, prefilling: bool) -> None:
         self._prefilling, self.since = prefilling, time.perf_counter()
+        if self.queue is None:
+            self.queue = self.since - self._made
 
     def lap(self) -> None:
         """Add the seconds since the unit began, or since the last lap."""
@@ -329,6 +333,7 @@ class Request:
             completion_tokens=self.sequence.generated,
             prefill_seconds=self.clock.prefill,
             generation_seconds=self.clock.generation,
+            queue_seconds=self.clock.queue or 0.0,
             drafted_tokens=0 if self.drafts is None else self.drafts.drafted,
             accepted_tokens=0 if self.drafts is None else self.drafts.accepted,
             cached_from=count_sources(self.hit, self.cached or 0),

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.errors import DeviceLost, EngineError
+from polarlm.engine.model.adapters import Loaded, delta_bytes
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.warm_up import recording_warm_ups
+from polarlm.engine.model.weights import with_adapters
 from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
 from polarlm.engine.requests.batches import Batch, Batches, UnitTimer
 from polarlm.engine.requests.drafts import Drafting
@@ -146,6 +148,21 @@ class Runner:
     def _affected(self, *, is_prefill: bool) -> list[Request]:
         """Return the requests that an error in this unit fails."""
         return [r for r in self._timer.requests if not r.sequence.finished and (is_prefill or r.kv is not None)]
+
+    def set_adapters(self, adapters: Loaded) -> None:
+        """Compute with these adapters, by their numbers; all is recorded anew. Raises EngineError ("out_of_memory")."""
+        model = self._model
+        try:
+            if delta_bytes(model.ops, model.config, adapters) > model.ops.free_memory():
+                raise MemoryError
+            weights = with_adapters(model.ops, model.config, model.weights, adapters)
+            model.ops.wait()
+        except MemoryError:
+            sentence = "There is no room for another adapter beside the model: unload one, or make the KV store smaller"
+            raise EngineError(sentence, "out_of_memory") from None
+        self._batches.abort_next()
+        model.replace_weights(weights)
+        self._warm_ups = recording_warm_ups(model, self._scheduler.parallel)
 
     def status(self) -> Status:
         groups = self._store.groups

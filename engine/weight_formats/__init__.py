@@ -154,12 +154,14 @@ class ExpertLinear:
 
     parts: as in `Linear`, each with its rows of all experts, the first expert's first: (count · out_i, in).
     bias: (count, out), or None. on_host: whether all of it is in the computer's memory, for the CPU of a GPU's host.
+    deltas: what adapters add: those of adapter a and expert e are number a · count + e; None if no adapter changes it.
     """
 
     count: int
     parts: tuple[Matrix, ...]
     bias: Any | None = None
     on_host: bool = False
+    deltas: Deltas | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

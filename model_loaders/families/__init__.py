@@ -10,6 +10,7 @@ Such a module defines
   the layer of `ModelConfig.mtp`;
 - optionally `take_apart(config, stored)`: the table's tensors, found in the tensors of safetensors files, by name;
 - optionally `IS_INTERLEAVED`: whether RoPE's pairs are neighbouring channels in safetensors files;
+- optionally `ALTERNATE`: whether rows of gate and up projection do, in the tensors of all experts of a layer;
 - optionally `QUANTIZATIONS`, the values of `quant_method` in a configuration whose weights it reads.
 
 Modules that begin with an underscore are helpers.
@@ -77,6 +78,11 @@ def take_apart(config: ModelConfig, file_tensors: Mapping[str, StoredTensor]) ->
 def is_interleaved(config: ModelConfig) -> bool:
     """Whether RoPE's pairs are neighbouring channels in safetensors files."""
     return getattr(_module(config.family), "IS_INTERLEAVED", False)
+
+
+def rows_alternate(config: ModelConfig) -> bool:
+    """Whether rows of gate and up projection alternate in the tensor of all experts of a layer."""
+    return getattr(_module(config.family), "ALTERNATE", False)
 
 
 def quantizations(name: str) -> tuple[str, ...]:

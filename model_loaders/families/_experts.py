@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from polarlm.model_loaders.config import Experts, Ffn
+from polarlm.model_loaders.config import MOST_EXPERTS, Experts, Ffn
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, QK_NORMS, gated_mlp, layer_count
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.joined_experts import DOWN, GATE, UP, split_layers
@@ -52,7 +52,6 @@ take_apart_joined = partial(
 expert_tensors = partial(tensor_table, names={**PRE_NORMS, **QK_NORMS, **PROJECTIONS, **EXPERTS})
 """The tensors of a decoder with Llama's names, and Qwen's names for experts."""
 _COUNT_KEYS = "num_experts", "num_local_experts", "n_routed_experts"  # which of them depends on who wrote the file
-MOST_EXPERTS = 4096
 
 
 def experts(fields: Fields, *, size_key: str = "moe_intermediate_size", **settings: Any) -> Experts:

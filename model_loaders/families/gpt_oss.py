@@ -19,6 +19,7 @@ from polarlm.model_loaders.files.tensors import StoredTensor
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 QUANTIZATIONS = ("mxfp4",)
+ALTERNATE = True
 
 
 def _implied_values(values: Mapping[str, object]) -> Mapping[str, object]:

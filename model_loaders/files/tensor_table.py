@@ -28,7 +28,7 @@ from polarlm.model_loaders.config import (
 # Slot → names of its tensors in a layer, without ".weight": Hugging Face's, with {} for the number of an expert, and
 # llama.cpp's. Names in the slots of `_WHOLE_NAMES` are complete.
 Names = Mapping[str, tuple[tuple[str, str], ...]]
-_OF_EXPERTS = ("experts_gate_up", "experts_down")
+OF_EXPERTS = ("experts_gate_up", "experts_down")
 _OF_HEADS = ("latent_keys", "latent_values")  # a matrix of each head
 _WHOLE_NAMES = (
     *("sink_scores", "choice_bias", "expert_factors", "router_norm", "layer_scale", "sum_bias"),
@@ -228,7 +228,7 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
     for slot, tensors in names.items():
         if slot not in shapes:
             continue
-        expert_numbers = range(ffn.count) if isinstance(ffn, Experts) and slot in _OF_EXPERTS else (None,)
+        expert_numbers = range(ffn.count) if isinstance(ffn, Experts) and slot in OF_EXPERTS else (None,)
         if isinstance(mixer, LatentAttention) and slot in _OF_HEADS:
             expert_numbers = range(mixer.heads)
         kinds = ("",) if slot in _WHOLE_NAMES else (".weight", ".bias") if slot in biased else (".weight",)

@@ -33,6 +33,7 @@ from polarlm.server.http.openai.completions import Completions
 from polarlm.server.http.openai.embeddings import Embeddings
 from polarlm.server.http.openai.rerank import Rerank, Scores
 from polarlm.server.http.page import page
+from polarlm.server.http.plain.adapters import AdapterChanges
 from polarlm.server.http.plain.blocks import Blocks
 from polarlm.server.http.plain.mcp_tools import McpTools
 from polarlm.server.http.plain.metrics import exposition
@@ -65,6 +66,7 @@ def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None 
         Route("/stats", front.stats),
         *Sessions(driver).routes(),
         *Packs(driver).routes(),
+        *AdapterChanges(driver).routes(),
         *Prefill(driver).routes(),
         *(
             []

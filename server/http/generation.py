@@ -32,7 +32,6 @@ from polarlm.server.http.streams import (
 from polarlm.server.http.warnings import add_to_stream, warn
 from polarlm.server.reading.fields import FIELDS, unknown_fields
 from polarlm.server.reading.parameters import ModelInfo, ParsedRequest
-from polarlm.server.reading.prompts import with_adapter
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
 
@@ -99,7 +98,7 @@ class Generation(Endpoints):
         return await asyncio.to_thread(self._read, body) if self._model_info.reads_images else self._read(body)
 
     def _read(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer, list[str]]:
-        choice = with_adapter(PromptOptions(), body, self._driver.engine.adapters.scales)
+        choice = self._driver.with_adapter(PromptOptions(), body)
         info = self._model_info
         if choice.lora:  # by a name that chooses it again
             name = choice.lora if body.get("model") == choice.lora else f"{info.name}:{choice.lora}"

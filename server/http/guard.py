@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from starlette.datastructures import Address, Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig, literal_address
@@ -23,6 +25,21 @@ _UNTYPED = "/api/"  # Ollama's clients send JSON there without a Content-Type
 def is_here(client: Address | None) -> bool:
     address = None if client is None else literal_address(client.host)
     return address is not None and address.is_loopback
+
+
+def _is_browser(headers: Headers) -> bool:
+    """Whether a page sends a request. No script can leave out what browsers send."""
+    return bool(_BROWSERS & set(headers.keys()))
+
+
+def adapters_folder(request: Request, config: ServerConfig) -> Path:
+    """The folder that adapters are loaded from, if the client may change them. Raises ApiError."""
+    if config.adapters_folder is None:
+        sentence = "This server changes no adapters: start it with --adapters-folder, which a server of one model takes"
+        raise ApiError(403, sentence, "not_allowed")
+    if _is_browser(request.headers):
+        raise ApiError(403, "Web pages cannot change adapters, of whatever origin", "not_allowed", "Origin")
+    return Path(config.adapters_folder).expanduser().resolve()
 
 
 class Guard:
@@ -67,10 +84,10 @@ class Guard:
             if any(keys_sent):
                 sentence = "The key is not known: this server has another API key, or this one was withdrawn"
             return ApiError(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        is_browser = bool(_BROWSERS & set(headers.keys()))
-        may_lack_type = scope["path"].startswith(_UNTYPED) and not is_browser
+        from_browser = _is_browser(headers)
+        may_lack_type = scope["path"].startswith(_UNTYPED) and not from_browser
         media_type = _TYPES.get(scope["path"], "application/json")
-        if scope["method"] == "POST" and media_type == _FORM and is_browser and not self._keys.are_required:
+        if scope["method"] == "POST" and media_type == _FORM and from_browser and not self._keys.are_required:
             sentence = "Web pages upload files only to a server with an API key: start it with one"
             return ApiError(403, sentence, "not_allowed", headers=CLOSE)
         if scope["method"] == "POST" and not _has_type(media_type, headers.getlist("content-type"), may_lack_type):

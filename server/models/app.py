@@ -49,6 +49,7 @@ POST_PATHS = (
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
     *("/completion", "/infill", "/embedding", "/apply-template", "/tokenize", "/detokenize"),
     *("/sessions/save", "/sessions/load", "/props", "/slots/{slot}", "*/blocks"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 )
 _PROGRESS_SECONDS = 0.5  # between two lines of progress
 _PULLS_AT_ONCE = 2  # models that are downloaded for clients; others wait

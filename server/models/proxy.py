@@ -178,7 +178,9 @@ class _ProxiedResponse(Response):
             "accept-encoding": "identity",
             CLIENT: "unknown:0" if client is None else f"{client.host}:{client.port}",
         }
-        if (entry := journal.current()) and entry.key:
+        if entry := journal.current():
+            headers |= entry.trace_headers
+        if entry and entry.key:
             headers[KEY_NAME] = entry.key
         if entry and entry.in_background:
             headers[BACKGROUND] = "true"

@@ -176,23 +176,36 @@ def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
     return [text(at, part) if isinstance(part, str) else count(at, part, 0, LARGEST) for at, part in places]
 
 
-def with_adapter(options: PromptOptions, body: Mapping[str, Any], adapters: Mapping[str, float]) -> PromptOptions:
+def with_adapter(
+    options: PromptOptions,
+    body: Mapping[str, Any],
+    adapters: Mapping[str, float],
+    numbers: Mapping[int, str],
+    default: PromptOptions,
+) -> PromptOptions:
     """The options with the adapter that a body names: in "model", by itself or after the model's name and a colon, or
-    in "lora", by number. adapters: the server's, with their scales. Raises BadRequest."""
-    choice = _read_lora(body.get("lora"), [*adapters])
+    in "lora", by number; else with that of `default`. adapters: the server's, with their scales. Raises BadRequest."""
+    choice = _read_lora(body.get("lora"), numbers)
+    name = adapter_name(body)
+    if name in adapters and choice is not None and choice[0] not in ("", name):
+        raise BadRequest("lora", f"model names the adapter {name}, and lora {choice[0]}: a request has one adapter")
+    if choice is not None and choice[0]:
+        return replace(options, lora=choice[0], lora_scale=choice[1] / adapters[choice[0]])
+    if name in adapters:
+        return replace(options, lora=name)
+    default = PromptOptions() if choice is not None else default
+    return replace(options, lora=default.lora, lora_scale=default.lora_scale)
+
+
+def adapter_name(body: Mapping[str, Any]) -> str:
+    """What "model" names an adapter by, if it does."""
     model = body.get("model")
-    model_suffix = model.rpartition(":")[2] if isinstance(model, str) else ""
-    if choice is None:
-        return replace(options, lora=model_suffix) if model_suffix in adapters else options
-    name, scale = choice
-    if model_suffix in adapters and model_suffix != name:
-        raise BadRequest("lora", f"model names the adapter {model_suffix}, and lora {name}: a request has one adapter")
-    return replace(options, lora=name, lora_scale=scale / adapters[name])
+    return model.rpartition(":")[2] if isinstance(model, str) else ""
 
 
-def _read_lora(value: Any, names: list[str]) -> tuple[str, float] | None:
-    """The adapter in llama-server's list, and its scale; None if it has none of a scale other than 0."""
-    if is_empty(value):
+def _read_lora(value: Any, names: Mapping[int, str]) -> tuple[str, float] | None:
+    """The adapter in llama-server's list, and its scale; ("", 0) if none has a scale other than 0; None for no list."""
+    if value != [] and is_empty(value):
         return None
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise wrong_value("lora", 'an array of objects such as {"id": 0, "scale": 1}', value)
@@ -201,9 +214,10 @@ def _read_lora(value: Any, names: list[str]) -> tuple[str, float] | None:
         at = f"lora[{index}]"
         if not names:
             raise BadRequest(f"{at}.id", f"{at}.id: this server has no adapters: start it with --lora NAME=PATH")
-        name = names[count(f"{at}.id", one.get("id"), 0, len(names) - 1)]
+        if (name := names.get(count(f"{at}.id", one.get("id"), 0, max(names)))) is None:
+            raise BadRequest(f"{at}.id", f"{at}.id is that of an adapter that was unloaded: GET /lora-adapters")
         if scale := number(f"{at}.scale", 0 if one.get("scale") is None else one["scale"]):
             scales[name] = scale
     if len(scales) > 1:
         raise BadRequest("lora", f"lora asks for {' and '.join(scales)}, but a request has one adapter")
-    return next(iter(scales.items()), None)
+    return next(iter(scales.items()), ("", 0.0))

@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.async_engine import EngineThread
 from polarlm.engine.errors import DeviceLost
 from polarlm.engine.outputs import Outbox, Status, embedding
-from polarlm.engine.requests.prompts import Prompt, read_until
+from polarlm.engine.requests.prompts import Prompt, is_chat, read_until
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
 from polarlm.server.reading.parameters import ModelInfo
-from polarlm.server.running import journal, refusals
+from polarlm.server.reading.prompts import adapter_name, with_adapter
+from polarlm.server.running import journal, refusals, tracing
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.job import Job, Worker
 from polarlm.server.running.quotas import Quotas
@@ -71,6 +74,7 @@ class Driver:
         self._transfers = _Queue(1 + config.max_queue)  # apart: a disk that hangs delays only sessions
         self._texts = _Queue(_TEXTS + config.max_queue)  # apart: texts generate nothing
         self._queues = (self._answers, self._background, self._transfers, self._texts)
+        self.default_adapter = PromptOptions()  # `lora` and `lora_scale` of requests that name no adapter
         self.is_closing = False  # whether new requests are refused because the server is closing
         self.device_lost: DeviceLost | None = None  # why the engine works no more
         self._readers = Readers(sum(queue.room for queue in self._queues))
@@ -81,6 +85,7 @@ class Driver:
         self.end_event = asyncio.Event()  # set when the server is to end
         self._idle = asyncio.Event()
         self._idle.set()
+        tracing.tracer()  # what is missing is said now
         self._thread = EngineThread(self.engine, self._on_failure)
 
     async def drain(self, seconds: float) -> None:
@@ -142,7 +147,12 @@ class Driver:
         with self._job(self._answers) as job:
             job.entry.adapter = options.lora if options and options.lora else None
             start = partial(submit or self.engine.submit, prompt, self._with_limits(params), options, progress=progress)
+            entry, tracer = job.entry, tracing.tracer()
+            if tracer is not None and entry.span is None:
+                model = entry.adapter or self.model_info.name
+                entry.span = tracing.RequestSpan(tracer, entry.trace_headers, model, is_chat=is_chat(prompt))
             ticket = await self._submit(job, prompt, start, compiles=compiles or params.is_constrained)
+            queued, first = time.monotonic(), None
             if warnings is not None:
                 warnings += ticket.warnings
             is_last = False
@@ -153,6 +163,9 @@ class Driver:
                     item = await self._next(job)
                     self._count(item, job)
                     job.entry.count(item)
+                    first = first or job.last_token_time
+                    if item.usage is not None and entry.span is not None:
+                        entry.span.add_answer(queued, first, item.usage, item.finish_reason or "")
                     is_last = item.finish_reason is not None
                     job.outcome = item.finish_reason or job.outcome
                     yield item
@@ -306,6 +319,24 @@ class Driver:
             return len(self.engine.load_session(file, cache_salt=cache_salt).token_ids)
 
         return await self._run_on_disk("loaded", load)
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        """Call `Engine.load_adapter`. Raises Refusal or EngineError."""
+        await self._run_on_disk("loaded", partial(self.engine.load_adapter, name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Call `Engine.unload_adapter`. Raises Refusal or EngineError."""
+        await self._run_on_disk("removed", partial(self.engine.unload_adapter, name))
+        if self.default_adapter.lora == name:
+            self.default_adapter = PromptOptions()
+
+    def with_adapter(self, options: PromptOptions, body: Mapping[str, Any]) -> PromptOptions:
+        """The options with the adapter that a body names, or else the default one. Raises BadRequest or Refusal."""
+        adapters = self.engine.adapters
+        if (name := adapter_name(body)) in adapters.unloaded:
+            sentence = f"The adapter {name} was unloaded; /v1/models lists what there is"
+            raise Refusal("model_not_found", sentence)
+        return with_adapter(options, body, adapters.scales, adapters.numbers, self.default_adapter)
 
     async def list_sessions(self) -> list[SavedSession]:
         return await self._run_on_disk("listed", self._folder.all)

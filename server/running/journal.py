@@ -18,6 +18,7 @@ from polarlm.engine import Chunk
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.requests.request import WARNINGS
 from polarlm.server.running.listening import HEALTH_PATHS
+from polarlm.server.running.tracing import RequestSpan, trace_headers
 
 _REQUESTS = logging.getLogger("server.requests")
 KEY = "polarlm.key"  # in an ASGI scope: the name of the key, where it was checked before
@@ -49,6 +50,9 @@ class Entry:
     warnings: list[str] = field(default_factory=list)  # about what of the request is not done as it asks
     prompt: Prompt | None = None  # None unless prompts are logged
     answer: str | None = None
+    traceparent: str | None = None  # W3C's header
+    trace_headers: Mapping[str, str] = field(default_factory=dict)  # see `tracing`
+    span: RequestSpan | None = None
     silent: bool = False  # whether it gets no line: it is routine, or another process writes the line
     _start_time: float = field(default_factory=time.monotonic)
 
@@ -60,7 +64,8 @@ class Entry:
             self.answer = (self.answer or "") + chunk.text
 
     def line(self) -> dict[str, Any]:
-        fields = {name: value for name, value in vars(self).items() if name not in ("silent", "_start_time")}
+        hidden = ("silent", "trace_headers", "span", "_start_time")
+        fields = {name: value for name, value in vars(self).items() if name not in hidden}
         present = {name: value for name, value in fields.items() if value is not None and value != []}
         return present | {"seconds": round(time.monotonic() - self._start_time, 6)}
 
@@ -82,6 +87,8 @@ def entry(client: str, route: str) -> Iterator[Entry]:
         yield log_entry
     finally:
         _CURRENT.reset(token)
+        if log_entry.span is not None:
+            log_entry.span.end(log_entry.prompt_tokens, log_entry.completion_tokens, log_entry.outcome)
         if not log_entry.silent:
             _REQUESTS.info("request", extra={"line": log_entry.line()})
 
@@ -97,11 +104,18 @@ class JournalMiddleware:
         client = ":".join(map(str, scope.get("client") or ("unknown",)))
         with entry(client, f"{scope['method']} {scope['path']}"[:_MOST_PATH]) as log_entry:
             log_entry.key, log_entry.in_background = scope.get(KEY), scope.get(BACKGROUND)
+            sent = scope.get("headers", ())
+            log_entry.trace_headers = trace_headers(sent)
+            log_entry.traceparent = log_entry.trace_headers.get("traceparent")
 
             async def send_and_note(message: MutableMapping[str, Any]) -> None:
                 if message["type"] == "http.response.start":
                     log_entry.status = message["status"]
                     log_entry.silent |= log_entry.status == 200 and scope["path"] in _MONITOR_ROUTES
+                    present = {name.lower() for name, _ in message.get("headers", ())}  # those of a model's process
+                    headers = log_entry.trace_headers if log_entry.span is None else log_entry.span.headers
+                    more = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+                    message["headers"] = [*message.get("headers", ()), *(one for one in more if one[0] not in present)]
                 await send(message)
 
             await self._app(scope, receive, send_and_note)
@@ -151,6 +165,8 @@ def _in_words(line: Mapping[str, Any]) -> str:
     if line["prompt_tokens"]:
         cached_tokens, prompt_tokens = line["cached_tokens"], line["prompt_tokens"]
         facts.insert(0, f"{cached_tokens} of {prompt_tokens} prompt tokens cached, {line['completion_tokens']} new")
+    if "traceparent" in line:
+        facts.append(f"trace {line['traceparent']}")
     if "warnings" in line:
         facts.append(f"warning: {'; '.join(line['warnings'])}")
     texts = [

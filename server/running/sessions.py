@@ -15,7 +15,7 @@ from polarlm.engine.storage import files
 from polarlm.engine.storage.sessions import is_session
 from polarlm.server.config import ServerConfig
 from polarlm.server.reading.fields import requested_fields
-from polarlm.server.reading.prompts import read_options, with_adapter
+from polarlm.server.reading.prompts import read_options
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.refusals import unknown_session
 
@@ -108,10 +108,10 @@ class SessionFolder:
             raise EngineError(f"The session {name} cannot be removed: {error.strerror}", "storage") from None
 
 
-def read_options_to_save(body: Mapping[str, Any], config: ServerConfig, adapters: Mapping[str, float]) -> PromptOptions:
-    """The options of a prompt to save. adapters: with their scales. Raises BadRequest. What is saved tells which part
-    of a prompt was cached: with --hide-cached-tokens a client learns it only of prompts with a salt that it knows."""
-    options = with_adapter(read_options(requested_fields(body), parse_special=config.parse_special), body, adapters)
+def read_options_to_save(body: Mapping[str, Any], config: ServerConfig) -> PromptOptions:
+    """The options of a prompt to save, without an adapter. Raises BadRequest. What is saved tells which part of a
+    prompt was cached: with --hide-cached-tokens a client learns it only of prompts with a salt that it knows."""
+    options = read_options(requested_fields(body), parse_special=config.parse_special)
     if config.hide_cached_tokens and not options.cache_salt:
         raise BadRequest("cache_salt", "cache_salt is missing: this server saves sessions of prompts with a salt alone")
     return options

@@ -18,7 +18,7 @@ from polarlm.engine.cli.flags import in_flags
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.reading.fields import FIELDS, unknown_fields
 from polarlm.server.reading.parameters import ParsedRequest, read
-from polarlm.server.reading.prompts import read_prompt, read_salt, with_adapter
+from polarlm.server.reading.prompts import read_prompt, read_salt
 from polarlm.server.reading.values import BadRequest, read_json
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
                 self._cancel(request_id, message["cancel"])
             else:
                 self._start(request_id, message)
-        except BadRequest as error:
+        except (BadRequest, Refusal) as error:
             if self._has_greeted:
                 self._send(request_id, error_of(error))
             elif self._key_name is None:
@@ -178,7 +178,7 @@ class Connection(asyncio.Protocol):
         if message.get("save"):
             name = read_name("save", message["save"])
             prompt = read_prompt(message, reads_images=self._driver.engine.reads_images)
-            options = read_options_to_save(message, self._config, self._driver.engine.adapters.scales)
+            options = self._driver.with_adapter(read_options_to_save(message, self._config), message)
             return lambda: self._transfer(self._driver.save_session(name, prompt, options))
         if message.get("load"):
             name = read_name("load", message["load"])
@@ -187,7 +187,7 @@ class Connection(asyncio.Protocol):
         body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
         request = read(body, self._driver.model_info)
         warnings = [*(sentence for _, sentence in request.warnings), *unknown_fields(body, _KNOWN_FIELDS)]
-        request = replace(request, options=with_adapter(request.options, body, self._driver.engine.adapters.scales))
+        request = replace(request, options=self._driver.with_adapter(request.options, body))
         if request.tools is not None:
             raise BadRequest("tools", "tools are taken over HTTP alone: this socket sends answers as text")
         if request.n != 1:

@@ -74,11 +74,11 @@ class Rounded(SameWeights):
             x = read(store(x, self.kind), self.kind)
         return super().linear(x, w, fusion._replace(norm=None), residual)
 
-    def experts(self, x, routing, network, residual=None) -> np.ndarray:
+    def experts(self, x, routing, network, residual=None, adapters=None) -> np.ndarray:
         norm, activation, _ = network.fusion
         x = x if norm is None else rms_norm(x, *norm)
         x = read(store(x, self.kind), self.kind)
-        return super().experts(x, routing, network._replace(fusion=Fusion(activation=activation)), residual)
+        return super().experts(x, routing, network._replace(fusion=Fusion(activation=activation)), residual, adapters)
 
 
 def halves(x: np.ndarray) -> np.ndarray:
@@ -214,7 +214,8 @@ def test_a_prompt_is_read_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_rows_of_a_step_have_adapters_of_their_own(tmp_path: Path) -> None:
-    """Three requests, one without an adapter: steps are recorded, and their tables are filled up to a bucket."""
+    """Three requests, one without an adapter: steps are recorded, and their tables are filled up to a bucket. The last
+    one's adapter is loaded while the others run."""
     (tmp_path / "base").mkdir()
     base = make_model(tmp_path / "base")
     kept: dict[str, Any] = {"device": "cpu", "block_size": N, "cache_type": "f16", "calibration": False}
@@ -226,12 +227,42 @@ def test_rows_of_a_step_have_adapters_of_their_own(tmp_path: Path) -> None:
         with load_tiny(changed_model(tmp_path / f"changed{name}", base, changes, 2), ops=NumpyOps(), **kept) as engine:
             params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=5)
             wanted.append(engine.generate(prompt, params))
+    later = lora.pop("b")
     with load_tiny(base, ops=CudaOps(open_device()), lora=lora, **kept) as engine:
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=5)
         streams = [engine.stream(prompt, params, PromptOptions(lora=name)) for name in ("", *lora)]
-        streamed = [[] for _ in streams]
+        streamed = [[one.logprob for one in next(stream).logprobs] for stream in streams]
+        engine.load_adapter("b", later)
+        streams.append(engine.stream(prompt, params, PromptOptions(lora="b")))
+        streamed.append([])
         for _ in range(5):
             for number, stream in enumerate(streams):
                 streamed[number] += [one.logprob for one in getattr(next(stream, None), "logprobs", ())]
     for logprobs, one in zip(streamed, wanted, strict=True):
         np.testing.assert_allclose(logprobs, [token.logprob for token in one.logprobs], atol=0.02)
+
+
+@pytest.mark.slow
+def test_adapters_come_and_go_between_steps_that_have_begun(tmp_path: Path) -> None:
+    """A step that has begun for the token before it is computed again, and draws the same."""
+    (tmp_path / "base").mkdir()
+    base = make_model(tmp_path / "base")
+    path = write_peft(tmp_path / "a", random_changes(base, 5, 5, ("q_proj", "down_proj")), 10)
+    kept: dict[str, Any] = {"device": "cpu", "block_size": N, "cache_type": "f16", "calibration": False}
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
+    answers = []
+    for changes in (False, True):
+        with load_tiny(base, ops=CudaOps(open_device()), **kept) as engine:
+            stream, tokens, begun = engine.stream(range(5, 25), params), [], []
+            for number, chunk in enumerate(stream):
+                tokens += chunk.token_ids
+                begun.append(engine._runner._batches.next_step is not None)
+                if changes and number == 2:
+                    engine.load_adapter("a", path)
+                    assert engine._runner._batches.next_step is None
+                if changes and number == 5:
+                    engine.unload_adapter("a")
+            assert begun[2]
+            answers.append(tokens)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 12

@@ -276,8 +276,15 @@ def test_requests_with_adapters_and_drafts_are_answered_as_on_one_gpu(tmp_path: 
             answered.append(
                 [engine.generate(PROMPT[:20], params, PromptOptions(lora=name)).logprobs for name in ("", "a")]
             )
+            engine.unload_adapter("a")
+            engine.load_adapter("b", lora)  # the same, while the engine runs
+            answered[-1].append(
+                engine.generate(PROMPT[:20], params, PromptOptions(lora="b", cache_prompt=False)).logprobs
+            )
             on = engine._parts.draft_model.ops._device.name
     assert answered[0] == answered[1]
+    before, after = ([token.logprob for token in answered[0][number]] for number in (1, 2))
+    np.testing.assert_allclose(before, after, atol=1e-4)  # drafts may be cut otherwise
     assert answered[0][0] != answered[0][1]
     assert on == "emulated GPU (cuda:1)"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,7 +15,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.numpy.rows import ACTIVATIONS
 from polarlm.engine.backends.ops import ExpertNetwork, Fusion, Routing
 from polarlm.engine.errors import EngineError
-from polarlm.engine.weight_formats import ExpertLinear
+from polarlm.engine.weight_formats import Deltas, ExpertLinear
 from polarlm.model_loaders.config import Activation, Experts, is_gated
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.formats import EPS32, STEP
@@ -283,6 +285,52 @@ def test_without_an_activation_results_are_the_products_of_both(
     if ops.backend == "cuda":  # x and the first product are rounded
         allowed = 4 * STEP[input_kind(name)] * np.abs(wanted - before).max() + 1e-6
     assert np.abs(ops.to_host(into) - wanted).max() <= allowed
+
+
+CHANGED: list[Any] = [FORMATS, [1, 5, 33], [(True, True), (True, False), (False, True)], [8, 24], ["f32", "f16"]]
+
+
+@backend_cases("ops case", [(backend, case) for backend, *case in each([NUMPY, *SOME], *CHANGED)])
+def test_adapters_of_experts_are_changes_of_their_matrices(ops: Any, rng: np.random.Generator, case: list[Any]) -> None:
+    """Of the first product, of the second, or of both, with a norm before and an activation between. A row in three has
+    no adapter; no row has the third one, whose numbers are NaN."""
+    formats, rows, changed, rank, name = case
+    count, e, f = 5, 256, 256
+    layer, rule = Layer(rng, formats, count, e, f, bias=True), Experts(count, 2, f, "silu", renormalize=True)
+    x, gain, logits, before = (normal(rng, *shape) for shape in ((rows, e), (e,), (rows, count), (rows, e)))
+    ids, scales = rng.integers(0, 2, (rows, 1)).astype(np.int32), normal(rng, rows, 1)
+    scales[2::3] = 0
+    shapes = [((rank, e), (2 * f, rank)), ((rank, f), (e, rank))]
+    stored = [
+        [[[StoredArray(normal(rng, *shape) / 8, name)] for _ in range(2 * count)] for shape in pair] for pair in shapes
+    ]
+    routing = PLAIN.route(logits, rule)
+    wide = x / np.sqrt((x.astype(float) ** 2).mean(1, keepdims=True) + EPS) * gain
+    wanted = before.astype(float)
+    for row, number in np.ndindex(*routing.ids.shape):
+        expert = routing.ids[row, number]
+        gate_up, down = (
+            np.concatenate([one.values for one in matrices[expert]]).astype(float)
+            + bool(is_changed)
+            * scales[row]
+            * np.matmul(*(one[ids[row, 0] * count + expert][0].values for one in (b, a)))
+            for matrices, (a, b), is_changed in zip((layer.gate_up, layer.down), stored, changed, strict=True)
+        )
+        inner = ACTIVATIONS["silu"]((gate_up @ wide[row] + layer.biases[0][expert])[None])[0]
+        wanted[row] += routing.weights[row, number] * (down @ inner + layer.biases[1][expert])
+    for factors in itertools.chain(*stored):
+        factors += [[StoredArray(np.full(factors[0][0].shape, np.nan, np.float32), name)] for _ in range(count)]
+    network = layer.on(ops, norm=(gain, EPS))
+    deltas = [Deltas(*(ExpertLinear(3 * count, ops.load_experts(one)) for one in pair)) for pair in stored]
+    gate_up, down = (
+        replace(w, deltas=added if is_changed else None)
+        for w, added, is_changed in zip(network[:2], deltas, changed, strict=True)
+    )
+    network = network._replace(gate_up=gate_up, down=down)
+    found = ops.experts(x, routing, network, before.copy(), Routing(ids, scales))
+    assert np.linalg.norm(found - wanted) < (1e-3 if ops.backend == "native" else 1e-5) * np.linalg.norm(wanted)
+    without = ops.experts(x, routing, network, before.copy())
+    np.testing.assert_array_equal(without, ops.experts(x, routing, layer.on(ops, norm=(gain, EPS)), before.copy()))
 
 
 @backends(*BEST)

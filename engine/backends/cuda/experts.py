@@ -78,7 +78,15 @@ class ExpertOps(LinearOps):
         self._launch("route", grid, config, ids, weights, logits, bias, factors, rows, float(rule.scale))
         return Routing(ids, weights)
 
-    def experts(self, x: Array, routing: Routing, network: ExpertNetwork, residual: Array | None = None) -> Array:
+    def experts(
+        self,
+        x: Array,
+        routing: Routing,
+        network: ExpertNetwork,
+        residual: Array | None = None,
+        adapters: Routing | None = None,
+    ) -> Array:
+        assert network.gate_up.deltas is network.down.deltas is None  # see `model.adapters.deltas`
         y = self._device.empty((len(x), network.down.shape[0]), np.float32) if residual is None else residual
         if network.gate_up.on_host:
             self._on_host(y, x, routing, network, residual)

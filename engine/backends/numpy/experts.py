@@ -37,7 +37,12 @@ class ExpertOps:
 
     @quiet
     def experts(
-        self, x: np.ndarray, routing: Routing, network: ExpertNetwork, residual: np.ndarray | None = None
+        self,
+        x: np.ndarray,
+        routing: Routing,
+        network: ExpertNetwork,
+        residual: np.ndarray | None = None,
+        adapters: Routing | None = None,
     ) -> np.ndarray:
         """The rows of an expert are multiplied together, so its weights are read once."""
         gate_up, down, (norm, activation, _) = network
@@ -49,10 +54,11 @@ class ExpertOps:
         for expert, pairs in zip(experts.tolist(), np.split(order, first)[1:], strict=True):
             pairs = pairs[weights[pairs] != 0]
             rows = pairs // top_k
-            hidden = _product(x[rows], gate_up, expert)
+            of_rows = None if adapters is None else adapters.part(rows)
+            hidden = _product(x[rows], gate_up, expert, of_rows)
             hidden = hidden if activation is None else ACTIVATIONS[activation](hidden)
             # A row has an expert at most once.
-            y[rows] += _product(hidden, down, expert) * weights[pairs, None]
+            y[rows] += _product(hidden, down, expert, of_rows) * weights[pairs, None]
         if residual is None:
             return y
         residual += y
@@ -73,11 +79,15 @@ def _best_groups_only(ranks: np.ndarray, rule: Experts) -> np.ndarray:
     return masked.reshape(ranks.shape)
 
 
-def _product(x: np.ndarray, w: ExpertLinear, expert: int) -> np.ndarray:
-    """x (n, in) @ w (out, in)ᵀ of one expert + its bias → (n, out)."""
+def _product(x: np.ndarray, w: ExpertLinear, expert: int, adapters: Routing | None = None) -> np.ndarray:
+    """x (n, in) @ w (out, in)ᵀ of one expert + its bias, and what the rows' adapters add → (n, out)."""
     outputs = w.shape[0]
     (part,) = w.parts
     y: np.ndarray = x @ part.data[expert * outputs : (expert + 1) * outputs].T
     if w.bias is not None:
         y += w.bias[expert]
+    if w.deltas is not None and adapters is not None:
+        for number in np.unique(adapters.ids):
+            at, pair = np.flatnonzero(adapters.ids == number), number * w.count + expert
+            y[at] += adapters.weights[at] * _product(_product(x[at], w.deltas.a, pair), w.deltas.b, pair)
     return y

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFT_MODEL, MOST_DRAFTED
 from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
 from polarlm.engine.loading.sizes import cache_shape, check_layers, loaded_bytes, weight_format
-from polarlm.engine.model.adapters import LoadedAdapter, delta_bytes
-from polarlm.engine.model.weights import EXPERT_SLOTS, bytes_of_layers, expert_bytes, weight_bytes
+from polarlm.engine.model.adapters import Loaded, delta_bytes
+from polarlm.engine.model.weights import bytes_of_layers, expert_bytes, weight_bytes
 from polarlm.engine.state.plan import (
     StorePlan,
     add_kept,
@@ -28,6 +28,7 @@ from polarlm.engine.state.plan import (
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import tensors
+from polarlm.model_loaders.files.tensor_table import OF_EXPERTS
 from polarlm.model_loaders.files.weights import WeightSource
 from polarlm.model_loaders.vision_encoders import MOST_ROWS
 
@@ -162,7 +163,7 @@ class PlacementRequest:
 
 
 def request_from_source(
-    config: EngineConfig, ops: Ops, model: ModelConfig, source: WeightSource, adapters: Sequence[LoadedAdapter] = ()
+    config: EngineConfig, ops: Ops, model: ModelConfig, source: WeightSource, adapters: Loaded = ()
 ) -> PlacementRequest:
     """Return the model of files that are here, with its weights as `config` converts them."""
     adapter_bytes, format = delta_bytes(ops, model, adapters), weight_format(config)
@@ -182,7 +183,7 @@ def request_from_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size:
     weights = loaded_bytes(config, ops, model, size)
     values = sum(math.prod(spec.shape) for spec in tensors(model).specs())
     expert_values = (
-        sum(math.prod(spec.shape) for slot in EXPERT_SLOTS for spec in slots.get(slot, ()))
+        sum(math.prod(spec.shape) for slot in OF_EXPERTS for spec in slots.get(slot, ()))
         for slots in tensors(model).layers
     )
     experts = tuple(weights * count // values for count in expert_values)

@@ -72,7 +72,7 @@ class Experts:
         self._experts_post_norm = norm_of(weights.experts_post_norm, eps.after)
 
     def add(self, x: Array, inputs: LayerInputs) -> None:
-        """Add the result to x (T, E), in place. Adapters change the shared network."""
+        """Add the result to x (T, E), in place."""
         ops, w, shape = self._ops, self._weights, self._shape
         routing = ops.route(ops.linear(x, w.router, self._router_fusion), shape, w.choice_bias, w.factors)
         shared = None if self._shared is None else self._shared.project(x, inputs.adapters)  # before x changes
@@ -80,7 +80,7 @@ class Experts:
         rows, residual = x, into
         if w.latent_in is not None:
             rows, residual = ops.linear(x, w.latent_in, self._latent_fusion), None
-        y = ops.experts(rows, routing, self._network, residual)
+        y = ops.experts(rows, routing, self._network, residual, inputs.adapters)
         if w.latent_out is not None:
             y = ops.linear(y, w.latent_out, residual=into)
         if self._experts_post_norm is not None:

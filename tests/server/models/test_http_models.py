@@ -48,6 +48,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
         patch.setattr(proxy, "SILENT_SECONDS", 0.05)
         patch.setattr(proxy, "SIGN_SECONDS", 0.2)
         patch.setattr(proxy, "_CRASH_SECONDS", PATIENCE)
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")  # where nobody is, and nothing is sent
+        patch.setenv("OTEL_TRACES_SAMPLER", "always_off")
         folder = tmp_path_factory.mktemp("models")
         (folder / "keys").write_text(f"anna {ANNAS}\n")
         with front(two_models(folder), api_key_file=str(folder / "keys")) as server:
@@ -105,6 +107,26 @@ def test_the_name_decides_which_model_answers(running: Front) -> None:
         message = other.messages.create(model="small", max_tokens=3, messages=[{"role": "user", "content": "Hi"}])
         assert message.model == "small"
         assert [model.id for model in other.models.list()] == ["big", "small"]
+
+
+def test_adapters_are_not_loaded_while_it_runs(running: Front) -> None:
+    body = {"model": "small", "lora_name": "sql", "lora_path": "sql"}
+    answer = running.http.post("/v1/load_lora_adapter", json=body)
+    assert answer.status_code == 403
+    assert "a server of one model takes" in answer.json()["error"]["message"]
+
+
+def test_a_models_process_continues_the_trace(running: Front) -> None:
+    """The span in the response is its own: this process makes none."""
+    pytest.importorskip("opentelemetry.sdk")
+    trace, span, state = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", "rojo=1"
+    headers = {"traceparent": f"00-{trace}-{span}-00", "tracestate": state}
+    body = {"model": "small", "prompt": "Once", "max_tokens": 1}
+    answer = running.http.post("/v1/completions", json=body, headers=headers)
+    (parent,) = answer.headers.get_list("traceparent")
+    assert parent.split("-")[1] == trace
+    assert parent.split("-")[2] != span
+    assert answer.headers.get_list("tracestate") == [state]
 
 
 @pytest.mark.parametrize("megabytes", [12, 20])

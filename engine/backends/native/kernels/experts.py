@@ -10,8 +10,7 @@ from typing import NamedTuple
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
 from polarlm.engine.backends.native.kernels.rows import LOWEST, best, for_each_column
 from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
-
-MOST_EXPERTS = 4096  # whose scores and counters are in a thread's scratch memory
+from polarlm.model_loaders.config import MOST_EXPERTS
 
 _F16 = vector(F32, 16)
 _RECORD = 8 * len(ExpertRows._fields)  # bytes
@@ -143,18 +142,29 @@ class ArrangeArguments(NamedTuple):
     count: Int64
     slots: Int64
     most: Int64
+    adapters: Pointer
+    bases: Pointer
+    experts: Int64
 
 
 @cache
-def arrange(row_tile: int) -> Kernel[ArrangeArguments]:
+def arrange(row_tile: int, *, adapts: bool = False) -> Kernel[ArrangeArguments]:
     """The order in which the rows of a mixture of experts are multiplied: by expert, each from a whole panel on.
 
     A single unit. ids (pairs,) int32: the experts of pairs of a row and one of its `top_k` experts. Those with a weight
     of 0, weights (pairs,) float32, are left out: they have no place. chosen (slots,):
     `ExpertRows` of the experts that were chosen, ascending; further entries have no rows. places (pairs,) int32: the
     place of each pair, a row of the panels. sources and panel_places (most,) int32: for each place the row of its pair,
-    and the place's number; −1 where there is no pair.
+    and the place's number; −1 where there is no pair. With `adapts`, what is arranged is pairs of an adapter and an
+    expert: adapters (rows,) int32 are those of the rows, `experts` is the number of experts, and bases (slots,) are as
+    chosen, with experts alone.
     """
+
+    def number_of(e: Emitter, args: ArrangeArguments, pair: Value) -> Value:
+        expert = e.load(args.ids + pair * 4, I32).sext(I64)
+        if not adapts:
+            return expert
+        return expert + e.load(args.adapters + pair // args.top_k * 4, I32).sext(I64) * args.experts
 
     def emit(e: Emitter, args: ArrangeArguments, begin: Value, end: Value, scratch: Value) -> None:
         counters = scratch  # int64 (count,): pairs of an expert, then the place of its next pair
@@ -164,28 +174,63 @@ def arrange(row_tile: int) -> Kernel[ArrangeArguments]:
             for address in (args.sources, args.panel_places):
                 e.store(e.constant(I32, -1), address + place * 4)
         with e.loop(0, args.slots) as slot, e.loop(0, len(ExpertRows._fields)) as field:
-            e.store(e.i64(0), args.chosen + slot * _RECORD + field * 8)
+            for address in (args.chosen, args.bases) if adapts else (args.chosen,):
+                e.store(e.i64(0), address + slot * _RECORD + field * 8)
         with e.loop(0, args.pairs) as pair, e.when(~e.load(args.weights + pair * 4, F32).equals(0.0)):
-            counter = counters + e.load(args.ids + pair * 4, I32).sext(I64) * 8
+            counter = counters + number_of(e, args, pair) * 8
             e.store(e.load(counter, I64) + 1, counter)
-        slot_at, panel_at = e.variable(args.chosen), e.variable(e.i64(0))
+        slot_at, panel_at = e.variable(e.i64(0)), e.variable(e.i64(0))
         with e.loop(0, args.count) as expert:
             rows, panel = e.load(counters + expert * 8, I64), panel_at.get()
             with e.when(rows > 0):
                 for number, value in enumerate(ExpertRows(expert=expert, panel=panel, rows=rows)):
-                    e.store(value, slot_at.get(), 8 * number)
+                    e.store(value, args.chosen + slot_at.get(), 8 * number)
+                    if adapts:
+                        base = expert - expert // args.experts * args.experts if number == 0 else value
+                        e.store(base, args.bases + slot_at.get(), 8 * number)
                 slot_at.set(slot_at.get() + _RECORD)
                 panel_at.set(panel + (rows + (row_tile - 1)) // row_tile)
             e.store(panel * row_tile, counters + expert * 8)
         with e.loop(0, args.pairs) as pair, e.when(~e.load(args.weights + pair * 4, F32).equals(0.0)):
-            counter = counters + e.load(args.ids + pair * 4, I32).sext(I64) * 8
+            counter = counters + number_of(e, args, pair) * 8
             place = e.load(counter, I64)
             e.store(place + 1, counter)
             e.store(place.trunc(I32), args.places + pair * 4)
             e.store((pair // args.top_k).trunc(I32), args.sources + place * 4)
             e.store(place.trunc(I32), args.panel_places + place * 4)
 
-    return Kernel(f"arrange_{row_tile}", emit, ArrangeArguments, scratch=8 * MOST_EXPERTS)
+    return Kernel(f"arrange_{row_tile}{'_adapted' * adapts}", emit, ArrangeArguments, scratch=8 * MOST_EXPERTS)
+
+
+class AddArguments(NamedTuple):
+    y: Pointer
+    changes: Pointer
+    sources: Pointer
+    scales: Pointer
+    columns: Int64
+
+
+@cache
+def add_changes() -> Kernel[AddArguments]:
+    """y (places, columns) += changes (places, columns) times the scale of each place's row; one unit per place.
+
+    sources (places,) int32, see `arrange`. scales (rows,): without one, of 0, nothing is added.
+    """
+
+    def emit(e: Emitter, args: AddArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as place:
+            row = e.load(args.sources + place * 4, I32)
+            with e.when(row >= 0):
+                scale, first = e.load(args.scales + row.sext(I64) * 4, F32), place * args.columns * 4
+
+                def add(offset: Value, kind: Type) -> None:
+                    change, target = e.load(args.changes + first + offset, kind), args.y + first + offset
+                    e.store(e.fma(change, e.const_like(scale, change), e.load(target, kind)), target)
+
+                with e.when(~scale.equals(0.0)):
+                    for_each_column(e, args.columns, add)
+
+    return Kernel("add_changes", emit, AddArguments)
 
 
 class CombineArguments(NamedTuple):

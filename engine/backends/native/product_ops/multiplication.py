@@ -253,13 +253,15 @@ class Multiplication:
         chosen: np.ndarray,
     ) -> None:
         """Multiply by as many experts at a time as there are slots, and with slots in place of experts."""
-        entries, experts = with_rows(chosen), experts_of(chosen)
+        entries, experts = with_rows(chosen), [*dict.fromkeys(experts_of(chosen))]  # adapters may share one
         for batch in data.batches(experts):
-            slot_entries, slot_bias = entries[batch], None
-            slot_entries[:, _EXPERT] = slots = data.take([experts[index] for index in batch])
+            taken, slot_bias = [experts[index] for index in batch], None
+            slots = dict(zip(taken, data.take(taken), strict=True))
+            slot_entries = entries[np.isin(entries[:, _EXPERT], taken)]
+            slot_entries[:, _EXPERT] = [slots[expert] for expert in slot_entries[:, _EXPERT].tolist()]
             if bias is not None:
                 slot_bias = self._launch.empty((data.slots, bias.shape[1]))
-                slot_bias[slots] = bias[entries[batch, _EXPERT]]
+                slot_bias[[*slots.values()]] = bias[taken]
             self._launch(*self._product(spec, shape, slot_bias, data.memory, data.slots, x, y, slot_entries))
 
 

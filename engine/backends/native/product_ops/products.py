@@ -10,11 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.experts import (
-    MOST_EXPERTS,
+    AddArguments,
     ArrangeArguments,
     Choice,
     CombineArguments,
     RouteArguments,
+    add_changes,
     arrange,
     combine,
     route,
@@ -46,8 +47,8 @@ from polarlm.engine.backends.native.product_ops.multiplication import (
 )
 from polarlm.engine.backends.ops import PLAIN, ExpertNetwork, Fusion, Routing
 from polarlm.engine.jit.lang import Kernel
-from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix
-from polarlm.model_loaders.config import Experts, is_gated
+from polarlm.engine.weight_formats import Deltas, ExpertLinear, Linear, Matrix
+from polarlm.model_loaders.config import MOST_EXPERTS, Experts, is_gated
 
 
 class LinearOps(LoadOps):
@@ -155,10 +156,13 @@ class LinearOps(LoadOps):
 
 
 class _Order(NamedTuple):
-    """The rows of all experts in panels; see `kernels.experts.arrange`."""
+    """The rows of all experts in panels; see `kernels.experts.arrange`. Without adapters, bases is chosen. scales
+    (T, 1): of the rows' adapters."""
 
     tiling: Tiling
     chosen: np.ndarray
+    bases: np.ndarray
+    scales: np.ndarray | None
     sources: np.ndarray
     panel_places: np.ndarray
     places: np.ndarray
@@ -205,21 +209,56 @@ class ExpertOps(KernelOps):
         self._launch(gate_rows(shared=count < columns), rows * parts, arguments)
 
     def experts(
-        self, x: np.ndarray, routing: Routing, network: ExpertNetwork, residual: np.ndarray | None = None
+        self,
+        x: np.ndarray,
+        routing: Routing,
+        network: ExpertNetwork,
+        residual: np.ndarray | None = None,
+        adapters: Routing | None = None,
     ) -> np.ndarray:
         gate_up, down, fusion = network
-        up = Multiplication(self._launch, gate_up, len(x), fusion)
+        up_changes: Sequence[Multiplication] = ()
+        down_changes: Sequence[Multiplication] = ()
+        numbers = max(0 if w.deltas is None else w.deltas.a.count for w in (gate_up, down))
+        if adapters is None or numbers == 0:
+            adapters, numbers = None, 0
+        else:
+            up_changes = self._changes(gate_up.deltas, len(x), Fusion(fusion.norm))
+            down_changes = self._changes(down.deltas, len(x), PLAIN)
+            fusion = fusion._replace(consumer=None)
+        up = Multiplication(self._launch, gate_up, len(x), Fusion(fusion.norm) if up_changes else fusion)
         down_product = Multiplication(self._launch, down, len(x), PLAIN)
-        order = self._arrange(routing, gate_up.count, (up, down_product))
-        self._expect(order.chosen, gate_up, down)
+        products = (up, down_product, *up_changes, *down_changes)
+        order = self._arrange(routing, gate_up.count, products, adapters, numbers)
+        self._expect(order.bases, gate_up, down)
         shape = len(order.sources), up.width
         y = bfloat_panels(self._launch, *shape) if up.to_matrices else self._launch.empty(shape)
-        up.launch(x, y, order.tiling, order.chosen, order.sources)
+        up.launch(x, y, order.tiling, order.bases, order.sources)
+        self._add_changes(y, x, up_changes, order, order.sources)
         if fusion.activation is not None and up.activation is None:
             y = self.activate_halves(y, fusion.activation)
         results = self._launch.empty((len(order.panel_places), down_product.width))
-        down_product.launch(y, results, order.tiling, order.chosen, order.panel_places)
+        down_product.launch(y, results, order.tiling, order.bases, order.panel_places)
+        self._add_changes(results, y, down_changes, order, order.panel_places)
         return self._combine(results, order, routing, residual)
+
+    def _changes(self, deltas: Deltas | None, rows: int, fusion: Fusion) -> Sequence[Multiplication]:
+        """The products of what adapters add, the first one with the inputs; none if they add nothing."""
+        if deltas is None:
+            return ()
+        return tuple(Multiplication(self._launch, w, rows, how) for w, how in ((deltas.a, fusion), (deltas.b, PLAIN)))
+
+    def _add_changes(
+        self, y: np.ndarray, x: np.ndarray, products: Sequence[Multiplication], order: _Order, sources: np.ndarray
+    ) -> None:
+        """Add what adapters change to y (P, out), the products of x, in which `sources` are the places' rows."""
+        if not products:
+            return
+        for product, rows_of_places in zip(products, (sources, order.panel_places), strict=True):
+            changes = self._launch.empty((len(sources), product.width))
+            product.launch(x, changes, order.tiling, order.chosen, rows_of_places)
+            x = changes
+        self._launch(add_changes(), len(y), AddArguments(y, x, order.sources, order.scales, y.shape[1]))
 
     def multiply_heads(self, x: np.ndarray, w: ExpertLinear) -> np.ndarray:
         """As `experts`, with the head of each row as its one expert."""
@@ -250,22 +289,34 @@ class ExpertOps(KernelOps):
         self._launch(combine(adds=residual is not None), len(out), arguments)
         return out
 
-    def _arrange(self, routing: Routing, count: int, products: Sequence[Multiplication]) -> _Order:
-        """The rows in the order of their experts. count: the number of experts."""
+    def _arrange(
+        self,
+        routing: Routing,
+        count: int,
+        products: Sequence[Multiplication],
+        adapters: Routing | None = None,
+        numbers: int = 0,
+    ) -> _Order:
+        """The rows in the order of their experts, or of their adapters and experts. count: the number of experts.
+        numbers: of pairs of these, with adapters."""
+        adapts = adapters is not None
 
         def kernels(sizes: Tiling) -> list[Kernel]:
-            return [arrange(sizes.rows), *itertools.chain(*(product.kernels(sizes) for product in products))]
+            return [arrange(sizes.rows, adapts=adapts), *itertools.chain(*(one.kernels(sizes) for one in products))]
 
         rows, top_k = routing.ids.shape
-        pairs, slots = rows * top_k, min(rows * top_k, count)
+        pairs, slots = rows * top_k, min(rows * top_k, numbers or count)
         level, inputs = self._launch.level, Inputs.shared(itertools.chain(*(product.inputs for product in products)))
         sizes = expert_tiling(pairs // count, level, inputs)
         sizes = compiled_tiling(self._launch, sizes, pairs // count, inputs, kernels)
         row_tile = sizes.rows
         places = -(-(pairs + slots * (row_tile - 1)) // row_tile) * row_tile
+        chosen, bases = (self._launch.empty((slots, len(ExpertRows._fields)), np.int64) for _ in range(2))
         order = _Order(
             sizes,
-            chosen=self._launch.empty((slots, len(ExpertRows._fields)), np.int64),
+            chosen=chosen,
+            bases=bases if adapts else chosen,
+            scales=None if adapters is None else adapters.weights,
             sources=self._launch.empty((places,), np.int32),
             panel_places=self._launch.empty((places,), np.int32),
             places=self._launch.empty((rows, top_k), np.int32),
@@ -279,11 +330,14 @@ class ExpertOps(KernelOps):
             places=order.places,
             pairs=pairs,
             top_k=top_k,
-            count=count,
+            count=numbers or count,
             slots=slots,
             most=places,
+            adapters=None if adapters is None else adapters.ids,
+            bases=order.bases,
+            experts=count,
         )
-        self._launch(arrange(row_tile), 1, arguments)
+        self._launch(arrange(row_tile, adapts=adapts), 1, arguments)
         return order
 
     def _expect(self, chosen: np.ndarray, *linears: ExpertLinear) -> None:

@@ -1,0 +1,62 @@
+"""The methods of an engine that load adapters (LoRA) while it runs, and unload them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from os import PathLike, fspath
+
+from polarlm.engine.errors import EngineError
+from polarlm.engine.model.adapters import Adapters, check_adapters, load_adapter
+from polarlm.engine.requests.request import Request
+from polarlm.engine.requests.runner import Runner
+from polarlm.engine.state.prefix import salt_adapter
+from polarlm.model_loaders import Model
+
+
+class AdapterLoading:
+    model: Model
+    adapters: Adapters  # which requests choose among
+    _runner: Runner
+    _exclusive: Callable[[], AbstractContextManager[None]]
+    _check_open: Callable[[], None]
+
+    def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
+        """Load an adapter, which requests name in `PromptOptions.lora` from now on; `adapters` has them all.
+
+        path: a folder of peft, a GGUF file or "hf:USER/REPO", with ":SCALE" behind it if you like. Requests that run
+        wait while it is copied to the device. Raises EngineError: "model_unavailable" for one that cannot be read or is
+        another model's, "out_of_memory", "invalid_request" for a wrong name or one that is taken.
+        """
+        check_adapters({name: fspath(path)})
+        self._check_open()
+        adapter = load_adapter(name, fspath(path), self.model.config, self.model.weights)
+        with self._exclusive():
+            self._set_adapters(self.adapters.add(name, adapter))
+
+    def unload_adapter(self, name: str) -> None:
+        """Let requests no longer choose this adapter. Those that have chosen it end as they would, and then its memory
+        is freed. Raises EngineError if there is none of this name."""
+        with self._exclusive():
+            self.adapters = self.adapters.unload(name)
+            self._drop_unused_adapters()
+
+    def _set_adapters(self, adapters: Adapters) -> None:
+        if adapters.all != self.adapters.all:
+            self._runner.set_adapters(adapters.all)
+        self.adapters = adapters
+
+    def _drop_unused_adapters(self) -> None:
+        if not self.adapters.unloaded:
+            return
+        used = {one.adapter.number for one in self._runner.requests.values() if one.adapter is not None}
+        with suppress(EngineError):  # without memory for the others' matrices it is tried again
+            self._set_adapters(self.adapters.drop_unused(used))
+
+    def _submit(self, request: Request) -> None:
+        """Queue a request. Raises EngineError if its adapter has been unloaded since the request was made."""
+        name = request.options.lora
+        request.adapter, key = self.adapters.choose(name, request.options.lora_scale)
+        if key != salt_adapter(request.salt):
+            raise EngineError(f"Another adapter was loaded as {name} while the prompt was read: send it again")
+        self._runner.submit(request)
