@@ -418,6 +418,8 @@ SOME = (
     "lfm2_moe_dense_first",
     "qwen2_5_vl_windows",
     "qwen3_vl_moe_deepstack",
+    "glm4_partial",
+    "glm4v_positions",
 )
 
 
