@@ -23,7 +23,7 @@ EXACT = {
     "cache_type": "f16",
     "state_type": "f32",
 }
-MODELS = ["qwen3_next_shared_keys", "nemotron_h_experts"]  # gated delta rules, and Mamba 2
+MODELS = ["qwen3_next_shared_keys", "nemotron_h_experts", "kimi_linear_nope"]  # of each op on matrices
 Load = Callable[..., Engine]
 
 

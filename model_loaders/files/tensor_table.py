@@ -12,6 +12,7 @@ import numpy as np
 
 from polarlm.model_loaders.config import (
     Attention,
+    ChannelDelta,
     Experts,
     Ffn,
     GatedDelta,
@@ -35,7 +36,7 @@ _WHOLE_NAMES = (
     *("delta_decay", "delta_dt_bias", "mamba_decay", "mamba_dt_bias", "mamba_skip"),
 )
 _CONVOLUTIONS = ("conv", "delta_conv", "mamba_conv")
-_FLAT = ("mamba_decay", "mamba_skip", "mamba_out_norm")  # two-dimensional in GGUF files
+_FLAT = ("delta_decay", "mamba_decay", "mamba_skip", "mamba_out_norm")  # two-dimensional in GGUF files
 _WITHOUT_OFFSET = ("delta_out_norm",)  # norms whose weights are stored as they are
 
 
@@ -140,8 +141,9 @@ class TensorTable:
     attention_post_norm; or, if it is latent attention, attention_norm, q_down and q_latent_norm if queries are made of
     a latent vector, q_up, kv_down, kv_norm, latent_keys and latent_values (of each head), out; or, if it is a short
     convolution, conv_norm, conv_in (B, C, x), conv, conv_out, conv_post_norm; or, if it is a gated delta rule,
-    delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay,
-    delta_dt_bias, delta_out_norm, delta_out; or, if it is Mamba 2, mamba_norm, mamba_in (z, x, B, C, dt), mamba_conv,
+    delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay, delta_dt_bias, delta_out_norm,
+    delta_out; where channels decay by themselves, delta_in is queries, keys, values, b, and the inputs of
+    delta_decay_up and of delta_gate_up; or, if it is Mamba 2, mamba_norm, mamba_in (z, x, B, C, dt), mamba_conv,
     mamba_decay, mamba_dt_bias, mamba_skip, mamba_out_norm, mamba_out. With a network it has ffn_norm, gate_up (up alone
     if there is no gate), down, ffn_post_norm. A mixture of experts has, instead of gate_up and down, router,
     choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then all tensors of the next),
@@ -294,6 +296,19 @@ def _mixer_shapes(e: int, mixer: Mixer) -> tuple[_Shapes, set[str]]:
             "delta_conv": _one(mixer.channels * mixer.width),
             "delta_decay": head_vector,
             "delta_dt_bias": head_vector,
+            "delta_out_norm": _one(mixer.value_dim),
+            "delta_out": _one(e, values),
+        }, set()
+    if isinstance(mixer, ChannelDelta):
+        keys, values, heads = mixer.key_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim, mixer.value_heads
+        return {
+            "delta_norm": _one(e),
+            "delta_in": [((rows, e), 0) for rows in (keys, keys, values, heads, mixer.rank, mixer.rank)],
+            "delta_conv": [((rows * mixer.width,), 0) for rows in (keys, keys, values)],
+            "delta_decay": _one(heads),
+            "delta_dt_bias": _one(keys),
+            "delta_decay_up": _one(keys, mixer.rank),
+            "delta_gate_up": _one(values, mixer.rank),
             "delta_out_norm": _one(mixer.value_dim),
             "delta_out": _one(e, values),
         }, set()

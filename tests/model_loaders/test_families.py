@@ -402,6 +402,7 @@ WITHOUT_GGUF = (
     "qwen3_5_moe_with_images",
     "qwen3_5_tied",
     "qwen3_next_shared_keys",
+    "kimi_linear_nope",
 )
 IN_FORMAT = [name for name in NAMES if stored(name).family in IN_GGUF and name not in WITHOUT_GGUF]
 SOME = (
