@@ -299,7 +299,11 @@ UNFIT: list[tuple[str, dict[str, object], str]] = [
     ("nemotron_h_latent", {"moe_latent_size": 8}, "has the shape"),
     ("nemotron_h_experts", {"n_group": 2}, "chosen by groups"),
     ("kimi_linear_nope", {"mla_use_nope": False}, "mla_use_nope is False, but only True"),
-    ("kimi_linear_nope", {"layer_types": ["linear_attention"] * 3}, "a model without attention in any layer is not"),
+    (
+        "kimi_linear_nope",
+        {"linear_attn_config": {"full_attn_layers": []}},
+        "a model without attention in any layer is not",
+    ),
     ("kimi_linear_nope", {"linear_attn_config": {"full_attn_layers": [3]}}, "lacks the tensor model.layers.1"),
 ]
 
