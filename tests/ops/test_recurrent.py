@@ -198,6 +198,15 @@ def test_heads_without_room_in_scratch_are_computed_by_numpy(
     assert_close(Layer(ops, shape, w, 512).add(rows, span(0, 5)), recurrence(rows, w, shape)[0])
 
 
+@backends(NUMPY, *BEST)
+def test_channels_may_decay_at_once_or_never(ops: Any, rng: np.random.Generator) -> None:
+    """Beside each other in a head: e to the power of a difference of their logarithms would overflow."""
+    shape, block = ChannelDelta(2, 2, 16, 12, 4), 16
+    w, rows = make_weights(rng, shape), make_rows(rng, shape, 3 * block)
+    w = w._replace(dt_bias=np.resize(np.float32([200, -200]), len(w.dt_bias)))
+    check_one_prompt(ops, rows, w._replace(decay=np.float32([-16, -1])), shape, block)
+
+
 @backends(CUDA)
 @pytest.mark.parametrize(
     ("shape", "block", "sizes"),
