@@ -18,6 +18,7 @@ from polarlm.model_loaders.vision_encoders._vit import CHANNELS, CLIP, MAX_SIZE,
 _OCR = "glm_ocr"
 _PIXELS = 112 * 112, 28 * 28 * 15000  # least and most, of both frames
 MODEL_TYPES = ("glm4v", "glm4v_moe", _OCR, "glm4", "glm4_moe")
+HAS_SECTIONS = True
 PREFIXES, take_apart = _qwen.PREFIXES, _qwen.take_apart
 _ROWS = {  # sizes that are the numbers of rows of their tensors
     "out_hidden_size": "mm.model.fc.weight",

@@ -329,3 +329,12 @@ def test_mistral_small_is_llama_with_its_vocabulary_in_files_of_llama_cpp(tmp_pa
         assert vision_encoders.reads_images(model) is is_mistral
         assert vision_encoders.may_belong(metadata, model) is is_mistral
         assert vision_encoders.belongs(vision_encoder, model) is is_mistral
+
+
+def test_a_decoder_of_glm_without_sections_of_rope_gets_no_vision_encoder() -> None:
+    """GLM-4.5-Air has the family and the sizes of GLM 4.5V."""
+    metadata = {"clip.vision.projector_type": "glm4v"}
+    for name, takes in (("glm4v_moe_sections", True), ("glm4_moe_qk_norm", False)):
+        config = load_weights(MODELS / name)[0]
+        assert vision_encoders.reads_images(config) is takes
+        assert vision_encoders.may_belong(metadata, config) is takes
