@@ -138,13 +138,14 @@ def latent_tensors(config: ModelConfig, more: Names = _NO_NAMES) -> TensorTable:
     layers = []
     for number, (slots, layer) in enumerate(zip(table.layers, config.layers, strict=True)):
         mixer = layer.mixer
-        if isinstance(mixer, LatentAttention):
-            keys, values = (
-                tuple(_head_part(spec, head, mixer, side, number) for head, spec in enumerate(slots[slot]))
-                for side, slot in enumerate(("latent_keys", "latent_values"))
-            )
-            slots = {**slots, "latent_keys": keys, "latent_values": values}
-        layers.append(slots)
+        if not isinstance(mixer, LatentAttention):
+            layers.append(slots)
+            continue
+        keys, values = (
+            tuple(_head_part(spec, head, mixer, side, number) for head, spec in enumerate(slots[slot]))
+            for side, slot in enumerate(("latent_keys", "latent_values"))
+        )
+        layers.append({**slots, "latent_keys": keys, "latent_values": values})
     return replace(table, layers=tuple(layers))
 
 

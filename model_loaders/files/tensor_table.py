@@ -141,9 +141,8 @@ class TensorTable:
     attention_post_norm; or, if it is latent attention, attention_norm, q_down and q_latent_norm if queries are made of
     a latent vector, q_up, kv_down, kv_norm, latent_keys and latent_values (of each head), out; or, if it is a short
     convolution, conv_norm, conv_in (B, C, x), conv, conv_out, conv_post_norm; or, if it is a gated delta rule,
-    delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay, delta_dt_bias, delta_out_norm,
-    delta_out; where channels decay by themselves, delta_in is queries, keys, values, b, and the inputs of
-    delta_decay_up and of delta_gate_up; or, if it is Mamba 2, mamba_norm, mamba_in (z, x, B, C, dt), mamba_conv,
+    delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay,
+    delta_dt_bias, delta_out_norm, delta_out; or, if it is Mamba 2, mamba_norm, mamba_in (z, x, B, C, dt), mamba_conv,
     mamba_decay, mamba_dt_bias, mamba_skip, mamba_out_norm, mamba_out. With a network it has ffn_norm, gate_up (up alone
     if there is no gate), down, ffn_post_norm. A mixture of experts has, instead of gate_up and down, router,
     choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then all tensors of the next),
@@ -151,8 +150,9 @@ class TensorTable:
     if they have inputs of another size; and with norms of their own router_norm, experts_norm, experts_post_norm,
     shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate, layer_out, layer_post_norm.
     The layer of `ModelConfig.mtp` has mtp_embedding_norm, mtp_hidden_norm, mtp_in (for an embedding and a hidden state,
-    side by side) and mtp_norm. Biases are in slots with names that end with "_bias", such as qkv_bias. A slot that a
-    model lacks is absent.
+    side by side) and mtp_norm. Where channels of a delta rule decay by themselves, delta_in has queries, keys, values,
+    b, and the inputs of delta_decay_up and of delta_gate_up. Biases are in slots with names that end with "_bias", such
+    as qkv_bias. A slot that a model lacks is absent.
     """
 
     top: Slots
