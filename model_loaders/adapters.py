@@ -358,4 +358,4 @@ def _open_gguf(path: Path, config: ModelConfig, files: ExitStack) -> tuple[Store
     def scale_of(module: str, rank: int) -> float:
         return alpha / rank if alpha else 1.0
 
-    return StoredWeights(path, gguf.tensors, gguf.files), scale_of, layout.interleaved
+    return StoredWeights(path, gguf.tensors, gguf.files), scale_of, layout.is_interleaved(config)

@@ -152,6 +152,14 @@ class GatedDelta(Recurrent):
 
 
 @dataclass(frozen=True)
+class ChannelDelta(Recurrent):
+    """A gated delta rule in which each channel of a head's keys decays by itself: Kimi Delta Attention (Kimi Linear,
+    arXiv:2510.26692, §3). Every head has a key of its own."""
+
+    rank: int = 0  # size of the vectors that decays, and gates of results, are made of
+
+
+@dataclass(frozen=True)
 class Mamba2(Recurrent):
     """Mamba 2: a head's matrix decays, and the product of a token's key and value is added to it.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.outputs import Completion
@@ -23,7 +24,8 @@ EXACT = {
     "cache_type": "f16",
     "state_type": "f32",
 }
-MODELS = ["qwen3_next_shared_keys", "nemotron_h_experts"]  # gated delta rules, and Mamba 2
+_MORE = pytest.param("kimi_linear_nope", marks=pytest.mark.slow)  # whose slots have more decays
+MODELS = ["qwen3_next_shared_keys", "nemotron_h_experts", _MORE]  # gated delta rules, and Mamba 2
 Load = Callable[..., Engine]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from polarlm.engine.backends.delta import DeltaSlots, DeltaWeights, Mamba2Weights
 from polarlm.engine.state.recurrent.delta import DeltaShape
-from polarlm.model_loaders.config import Mamba2, Recurrent
+from polarlm.model_loaders.config import ChannelDelta, Mamba2, Recurrent
 
 Weights = DeltaWeights | Mamba2Weights
 
@@ -15,7 +18,8 @@ def make_weights(rng: np.random.Generator, shape: Recurrent) -> Weights:
     """Random weights. Half of a matrix decays within one token to a few hundred."""
     heads, inner = shape.value_heads, shape.value_heads * shape.value_dim
     conv = rng.standard_normal((shape.width, shape.channels)) / shape.width**0.5
-    decay, dt_bias = -np.geomspace(1, 0.003, heads), rng.standard_normal(heads)
+    decay = -np.geomspace(1, 0.003, heads)
+    dt_bias = rng.standard_normal(heads * (shape.key_dim if isinstance(shape, ChannelDelta) else 1))
     if isinstance(shape, Mamba2):
         bias = 0.5 * rng.standard_normal(shape.channels) if shape.conv_bias else None
         skip, norm = rng.standard_normal(heads), 1 + 0.2 * rng.standard_normal(inner)
@@ -29,9 +33,25 @@ def make_weights(rng: np.random.Generator, shape: Recurrent) -> Weights:
 
 
 def make_rows(rng: np.random.Generator, shape: Recurrent, count: int) -> np.ndarray:
-    """Random projected rows, float32 (count, columns)."""
+    """Random projected rows, float32 (count, columns). Of a `ChannelDelta`, decays and gates follow."""
+    if isinstance(shape, ChannelDelta):
+        columns = shape.channels + shape.value_heads * (1 + shape.key_dim + shape.value_dim)
+        return rng.standard_normal((count, columns)).astype(np.float32)
     more = shape.value_dim + (1 if isinstance(shape, Mamba2) else 2)
     return rng.standard_normal((count, shape.channels + shape.value_heads * more)).astype(np.float32)
+
+
+def op_of(ops: Any, shape: Recurrent) -> Callable[..., Any]:
+    """The op that adds rows to a layer's state."""
+    return getattr(ops, {Mamba2: "mamba2", ChannelDelta: "channel_delta"}.get(type(shape), "gated_delta"))
+
+
+def op_rows(rows: np.ndarray, shape: Recurrent) -> list[np.ndarray]:
+    """Rows as the op takes them: projected ones, and of a `ChannelDelta` also decays and gates."""
+    if not isinstance(shape, ChannelDelta):
+        return [rows]
+    columns = np.cumsum([shape.channels + shape.value_heads, shape.value_heads * shape.key_dim])
+    return [np.ascontiguousarray(part) for part in np.split(rows, columns, axis=1)]
 
 
 def conv_inputs(rows: np.ndarray, shape: Recurrent) -> np.ndarray:
@@ -66,10 +86,8 @@ def recurrence(
     )
     rows = rows.astype(np.float64)
     w = w._replace(**{name: x.astype(np.float64) for name, x in w._asdict().items() if isinstance(x, np.ndarray)})
-    padded, token = (
-        np.concatenate([before, conv_inputs(rows, shape)]),
-        _mamba2 if isinstance(shape, Mamba2) else _gated_delta,
-    )
+    padded = np.concatenate([before, conv_inputs(rows, shape)])
+    token = {Mamba2: _mamba2, ChannelDelta: _channel_delta}.get(type(shape), _gated_delta)
     results, matrices = [], []
     for t, row in enumerate(rows):
         x = (w.conv * padded[t : t + shape.width]).sum(0)
@@ -95,6 +113,23 @@ def _gated_delta(
     y = np.einsum("hkd,hk->hd", matrix, q) * key_dim**-0.5
     y *= w.norm / np.sqrt(np.square(y).mean(-1, keepdims=True) + w.eps)
     return (y * silu(z.reshape(heads, dim))).ravel(), matrix
+
+
+def _channel_delta(
+    x: np.ndarray, row: np.ndarray, w: DeltaWeights, shape: Recurrent, matrix: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `_gated_delta`: (I − β k kᵀ) Diag(α) S + β k vᵀ, as Kimi Linear has it (arXiv:2510.26692, §3)."""
+    heads, key_dim = shape.value_heads, shape.key_dim
+    q, k, v = (part.reshape(heads, -1) for part in np.split(silu(x), np.cumsum([heads * key_dim] * 2)))
+    q, k = normed(q), normed(k)
+    b, decay, gate = np.split(row[shape.channels :], np.cumsum([heads, heads * key_dim]))
+    alpha = np.exp(w.decay[:, None] * np.logaddexp(0, decay + w.dt_bias).reshape(heads, key_dim))
+    beta = 1 / (1 + np.exp(-b))[:, None, None]
+    matrix = alpha[..., None] * matrix
+    matrix = (np.eye(key_dim) - beta * k[:, :, None] * k[:, None]) @ matrix + beta * k[:, :, None] * v[:, None]
+    y = np.einsum("hkd,hk->hd", matrix, q) * key_dim**-0.5
+    y *= w.norm / np.sqrt(np.square(y).mean(-1, keepdims=True) + w.eps)
+    return y.ravel() / (1 + np.exp(-gate)), matrix
 
 
 def _mamba2(

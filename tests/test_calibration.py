@@ -41,6 +41,7 @@ SOME = [
     "gemma4_shared_kv",
     "qwen3_next_shared_keys",
     "glm4_moe_lite",
+    "kimi_linear_nope",
 ]
 
 

@@ -25,8 +25,14 @@ HYBRIDS = [
     "lfm2_biases",
     "lfm3_gated_tied",
     "nemotron_h_dense",
+    "kimi_linear_nope",
 ]
-OF_EACH_KIND = ["qwen3_next_shared_keys", "granite_hybrid_tied", "lfm2_biases"]  # of recurrent layer
+OF_EACH_KIND = [
+    "qwen3_next_shared_keys",
+    "granite_hybrid_tied",
+    "lfm2_biases",
+    "kimi_linear_nope",
+]  # of recurrent layer
 
 
 @pytest.fixture(params=MODELS)

@@ -26,7 +26,7 @@ class DeltaWeights(NamedTuple):
 
     conv: Array  # (width, C): the oldest token's numbers first
     decay: Array  # (H,): negative
-    dt_bias: Array  # (H,)
+    dt_bias: Array  # (H,), or where channels decay by themselves (H·A,)
     norm: Array  # (D,): of each head's result
     eps: float  # epsilon of the norm
     tiled: bool  # see `model_loaders.config.GatedDelta`
@@ -52,13 +52,14 @@ class DeltaSlots(NamedTuple):
 
         exp(g_t) M + Σ_i exp(g_t − g_i) k_i u_iᵀ    of i ≤ t
 
-    so that the state after any token of the block can be computed, and nothing has to be undone.
+    so that the state after any token of the block can be computed, and nothing has to be undone. Where channels decay
+    by themselves, g is a vector (A,), and exp(g) multiplies rows of M and channels of k.
     """
 
     matrices: Array  # (S, H, A, D)
     keys: Array  # (S, Q, A, N)
     updates: Array  # (S, H, N, D)
-    decays: Array  # (S, H, N)
+    decays: Array  # (S, H, N), or (S, H, A, N)
     inputs: Array  # (S, width − 1 + N, C): of the convolution, from the width − 1 tokens before the block on
 
 
@@ -108,6 +109,26 @@ class RecurrentOps(Protocol):
         prompt on the host, of a step on the device. ends: given for prompts, whose slots advance to the next block at
         the end of each block. Without them a span has at most STEP_ROWS rows, all of one block.
         CUDA: gated_delta for a step; delta_blocks, delta_scan, delta_results and delta_inputs for a prompt.
+        """
+
+    def channel_delta(
+        self,
+        projected: Array,
+        decays: Array,
+        gates: Array,
+        w: DeltaWeights,
+        slots: DeltaSlots,
+        spans: Array,
+        ends: DeltaEnds | None = None,
+    ) -> Array:
+        """As `gated_delta`, of which each channel of a head's keys decays by itself, and each head has its own key.
+
+        projected (T, C + H + …) begins with [q | k | v | b]. The decay of a token is a vector (A,) of a head,
+        g = w.decay · softplus(decays + w.dt_bias), decays (T, H·A), and
+
+            u = β (v − (exp(g) ⊙ S)ᵀk),   S ← exp(g) ⊙ S + k uᵀ,   y = A^-½ Sᵀq
+
+        where exp(g) multiplies rows. The result is RMSNorm(y) · σ(gates), gates (T, H·D).
         """
 
     def mamba2(

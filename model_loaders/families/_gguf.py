@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from polarlm.model_loaders.config import ModelConfig
+
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"  # of yarn's attention factor
 
 
@@ -24,7 +26,7 @@ def without_last(values: Mapping[str, object]) -> dict[str, object]:
 class GgufLayout:
     """architecture: its name in GGUF files. other_architectures: names of others that are written in the same way.
 
-    interleaved: RoPE's pairs are neighbouring channels.
+    interleaved: RoPE's pairs are neighbouring channels, unless it has sections.
 
     keys: Hugging Face's keys of further metadata → GGUF's, without the architecture and the dot. implied_values:
     returns values that the metadata lacks, given those that it has.
@@ -35,3 +37,6 @@ class GgufLayout:
     other_architectures: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
     implied_values: Callable[[Mapping[str, object]], Mapping[str, object]] = _nothing
+
+    def is_interleaved(self, config: ModelConfig) -> bool:
+        return self.interleaved and not config.has_sections

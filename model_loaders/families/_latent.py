@@ -22,6 +22,7 @@ ATTENTION: Names = {
     "latent_keys": (("self_attn.k_b_proj.{}", "attn_k_b"),),
     "latent_values": (("self_attn.v_b_proj.{}", "attn_v_b"),),
 }
+_NO_NAMES: Names = {}
 _SIGMOID = 2  # llama.cpp's number of this scoring
 
 
@@ -127,16 +128,19 @@ def _stretch(rope: RopeConfig | None) -> float:
     return 0.1 * rope.mscale_all_dim * float(elementary.log(rope.factor)) + 1
 
 
-def latent_tensors(config: ModelConfig) -> TensorTable:
-    """The tensors of a decoder with latent attention, whose heads' matrices many files have in one tensor."""
+def latent_tensors(config: ModelConfig, more: Names = _NO_NAMES) -> TensorTable:
+    """The tensors of a decoder with latent attention, whose heads' matrices many files have in one tensor. more: names
+    that the family has besides others, or instead."""
     plain = {"out": PROJECTIONS["out"], "gate_up": PROJECTIONS["gate_up"], "down": PROJECTIONS["down"]}
     theirs, ggml = ("q_b_proj", "attn_q_b") if _attention(config).query_latent else ("q_proj", "attn_q")
-    names = {**PRE_NORMS, **ATTENTION, **plain, **EXPERTS, **SHARED_BESIDE, **MTP}
+    names = {**PRE_NORMS, **ATTENTION, **plain, **EXPERTS, **SHARED_BESIDE, **MTP, **more}
     table = tensor_table(config, {**names, "q_up": ((f"self_attn.{theirs}", ggml),)})
     layers = []
     for number, (slots, layer) in enumerate(zip(table.layers, config.layers, strict=True)):
         mixer = layer.mixer
-        assert isinstance(mixer, LatentAttention)
+        if not isinstance(mixer, LatentAttention):
+            layers.append(slots)
+            continue
         keys, values = (
             tuple(_head_part(spec, head, mixer, side, number) for head, spec in enumerate(slots[slot]))
             for side, slot in enumerate(("latent_keys", "latent_values"))

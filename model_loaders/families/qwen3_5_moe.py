@@ -6,7 +6,7 @@ RoPE has sections, which take turns.
 from functools import partial
 
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.model_loaders.families import _gated_delta, _qwen
+from polarlm.model_loaders.families import _gated_delta, _sections
 from polarlm.model_loaders.families._experts import (
     EXPERTS,
     SHARED,
@@ -22,7 +22,7 @@ ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 PREFIXES = _gated_delta.PREFIXES
 GGUF = GgufLayout(
     "qwen35moe",
-    keys={**_gated_delta.GGUF_KEYS, **SHARED_GGUF_KEYS, **_qwen.SECTIONS_KEY},
+    keys={**_gated_delta.GGUF_KEYS, **SHARED_GGUF_KEYS, **_sections.SECTIONS_KEY},
     implied_values=_gated_delta.implied_values_tiled,
 )
 tensors = partial(_gated_delta.tensors, names={**_gated_delta.NAMES, **EXPERTS, **SHARED})
@@ -30,7 +30,7 @@ take_apart = take_apart_joined
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = _qwen.text_part(fields)
+    fields = _sections.text_part(fields)
     ffns = [experts_with_shared(fields, renormalize=True)] * fields.integer("num_hidden_layers")
     config = _gated_delta.configure(fields, "qwen3_5_moe", ffns, tiled=fields.flag("tiled", False))
-    return _qwen.with_sections(config, fields, (11, 11, 10))
+    return _sections.with_sections(config, fields, (11, 11, 10))

@@ -89,7 +89,7 @@ def open_gguf(gguf: GgufFile, *, mtp: bool = False) -> tuple[ModelConfig, Stored
 
         config = config.with_attention(divided)
     weights = StoredWeights(gguf.path, _tensors(gguf, config), gguf.files)
-    return fit(config, weights, interleaved=layout.interleaved, is_gguf=True)
+    return fit(config, weights, interleaved=layout.is_interleaved(config), is_gguf=True)
 
 
 def sizes_from_beginning(beginning: Beginning, where: str) -> ModelConfig | None:

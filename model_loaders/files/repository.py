@@ -29,7 +29,7 @@ _GGUF = re.compile(r"(?P<stem>.+?)(-(?P<part>\d{5})-of-(?P<parts>\d{5}))?\.gguf"
 _QUANTIZATION = r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|FP32|MXFP4\w*|NVFP4)"
 _LABEL = re.compile(rf"(?:^|[._-])({_QUANTIZATION})$", re.IGNORECASE | re.ASCII)
 # Small files next to the weights, which may lie in a subfolder.
-TOKENIZERS, TEMPLATE = ("tokenizer.json", "tokenizer.model", "tekken.json"), "chat_template.jinja"
+TOKENIZERS, TEMPLATE = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model"), "chat_template.jinja"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for requests with tools
 COMPANIONS = (
     *("tokenizer_config.json", *TOKENIZERS, TEMPLATE, TOOL_TEMPLATE, "chat_template.json"),

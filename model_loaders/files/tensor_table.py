@@ -12,6 +12,7 @@ import numpy as np
 
 from polarlm.model_loaders.config import (
     Attention,
+    ChannelDelta,
     Experts,
     Ffn,
     GatedDelta,
@@ -35,7 +36,7 @@ _WHOLE_NAMES = (
     *("delta_decay", "delta_dt_bias", "mamba_decay", "mamba_dt_bias", "mamba_skip"),
 )
 _CONVOLUTIONS = ("conv", "delta_conv", "mamba_conv")
-_FLAT = ("mamba_decay", "mamba_skip", "mamba_out_norm")  # two-dimensional in GGUF files
+_FLAT = ("delta_decay", "mamba_decay", "mamba_skip", "mamba_out_norm")  # two-dimensional in GGUF files
 _WITHOUT_OFFSET = ("delta_out_norm",)  # norms whose weights are stored as they are
 
 
@@ -149,8 +150,9 @@ class TensorTable:
     if they have inputs of another size; and with norms of their own router_norm, experts_norm, experts_post_norm,
     shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate, layer_out, layer_post_norm.
     The layer of `ModelConfig.mtp` has mtp_embedding_norm, mtp_hidden_norm, mtp_in (for an embedding and a hidden state,
-    side by side) and mtp_norm. Biases are in slots with names that end with "_bias", such as qkv_bias. A slot that a
-    model lacks is absent.
+    side by side) and mtp_norm. Where channels of a delta rule decay by themselves, delta_in has queries, keys, values,
+    b, and the inputs of delta_decay_up and of delta_gate_up. Biases are in slots with names that end with "_bias", such
+    as qkv_bias. A slot that a model lacks is absent.
     """
 
     top: Slots
@@ -294,6 +296,19 @@ def _mixer_shapes(e: int, mixer: Mixer) -> tuple[_Shapes, set[str]]:
             "delta_conv": _one(mixer.channels * mixer.width),
             "delta_decay": head_vector,
             "delta_dt_bias": head_vector,
+            "delta_out_norm": _one(mixer.value_dim),
+            "delta_out": _one(e, values),
+        }, set()
+    if isinstance(mixer, ChannelDelta):
+        keys, values, heads = mixer.key_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim, mixer.value_heads
+        return {
+            "delta_norm": _one(e),
+            "delta_in": [((rows, e), 0) for rows in (keys, keys, values, heads, mixer.rank, mixer.rank)],
+            "delta_conv": [((rows * mixer.width,), 0) for rows in (keys, keys, values)],
+            "delta_decay": _one(heads),
+            "delta_dt_bias": _one(keys),
+            "delta_decay_up": _one(keys, mixer.rank),
+            "delta_gate_up": _one(values, mixer.rank),
             "delta_out_norm": _one(mixer.value_dim),
             "delta_out": _one(e, values),
         }, set()

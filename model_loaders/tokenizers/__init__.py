@@ -22,13 +22,14 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
     """The tokenizer of a model folder. `config` and `generation` are its config.json and generation_config.json.
 
     tokenizer.json is preferred to tokenizer.model, which may be SentencePiece's or tiktoken's, and that to Mistral's
-    tekken.json. Raises LoadError if none exists or the one that is read is damaged.
+    tekken.json and to Kimi's tiktoken.model. Raises LoadError if none exists or the one that is read is damaged.
     """
-    whole, model, tekken = (companion_in(folder, name) for name in TOKENIZERS)
+    files = [companion_in(folder, name) for name in TOKENIZERS]
+    whole, _, tekken, kimi = files
     tokenizer_config = read_json(companion_in(folder, "tokenizer_config.json"), required=False)
     settings = FolderSettings(folder, config, generation, tokenizer_config)
-    file = next((one for one in (whole, model) if one.is_file()), tekken)
-    if not file.is_file():
+    file = next((one for one in files if one.is_file()), None)
+    if file is None:
         others = [name for name in _OTHERS if (folder / name).is_file()]
         note = f" ({' and '.join(others)} cannot be read)" if others else ""
         raise LoadError(
@@ -47,7 +48,7 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
         if file == tekken:
             return tekken_file.load(file, settings)
         if tiktoken_file.recognises(content):
-            return tiktoken_file.load(file, content, settings)
+            return tiktoken_file.load(file, content, settings, is_kimi=file == kimi)
         from polarlm.model_loaders.tokenizers import sentence_piece  # its library takes memory
 
         return sentence_piece.load(file, content, settings)

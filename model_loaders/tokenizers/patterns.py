@@ -27,6 +27,11 @@ _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]*[{_SMALL}]+{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]+[{_SMALL}]*{_ENDINGS}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Kimi's, as published: gpt-oss's, in which Chinese is apart from other letters, and no slash ends a word.
+_NOT_HAN = r"&&[^\p{Han}]"
+_KIMI = r"\p{Han}+|" + _GPT4O.replace(_CAPITALS, _CAPITALS + _NOT_HAN).replace(_SMALL, _SMALL + _NOT_HAN).replace(
+    "/]", "]"
+)
 
 # DeepSeek's first models: letters with case, in the ranges of their tokenizer.json, and Chinese, Japanese and Korean.
 _CASED = (
@@ -69,6 +74,7 @@ _EXPRESSIONS: dict[str, tuple[str, ...]] = {
     "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
+    "kimi-k2": (_KIMI,),
     "deepseek-llm": (r"[\r\n]", rf"\s?[{_CASED}]+", _MARKS, r"\s+$", _EAST_ASIAN, r"\p{N}+"),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), (r"\p{N}{1,3}", _KANJI_AND_KANA, _DEEPSEEK3)),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"),

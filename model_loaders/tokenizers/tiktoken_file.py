@@ -1,4 +1,5 @@
-"""Llama 3's original `tokenizer.model`: lines of base64 and rank, as `tiktoken` reads them."""
+"""Llama 3's original `tokenizer.model`, and Kimi's `tiktoken.model`: lines of base64 and rank, as `tiktoken` reads
+them."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from polarlm.model_loaders.tokenizers._pieces import SPELLING
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder
 from polarlm.model_loaders.tokenizers.hf_json import LibraryTokenizer
 
-# The file holds no special tokens: Llama 3 numbers 256 of them after the ranks. Those not named here are reserved.
-_SPECIAL_COUNT = 256
+# The file holds no special tokens: Llama 3 numbers 256 of them after the ranks. Those not named here are reserved. Kimi
+# numbers two more, whatever tokenizer_config.json calls them.
+_SPECIAL_COUNT, _KIMIS_COUNT = 256, 258
 _SPECIAL_NAMES = {
     0: "<|begin_of_text|>",
     1: "<|end_of_text|>",
@@ -37,16 +39,21 @@ def recognises(content: bytes) -> bool:
     return _LINE.match(content) is not None
 
 
-def load(file: Path, content: bytes, settings: FolderSettings) -> LibraryTokenizer:
-    """Reads a tiktoken vocabulary. Raises LoadError if a line is damaged."""
+def load(file: Path, content: bytes, settings: FolderSettings, *, is_kimi: bool = False) -> LibraryTokenizer:
+    """Reads a tiktoken vocabulary. is_kimi: whether it is Kimi's. Raises LoadError if a line is damaged."""
     try:
         pairs = [line.split() for line in content.splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-        control = {string: token_id for string, (token_id, special) in settings.added_tokens().items() if special}
-        control = control or _special_tokens(1 + max(ranks.values()))
-        special = for_folder(settings, control, control.get, adds_bos=True, default_bos=control.get(_SPECIAL_NAMES[0]))
+        added, first = settings.added_tokens(), 1 + max(ranks.values())
+        if is_kimi:
+            names, numbers = {number: name for name, (number, _) in added.items()}, range(first, first + _KIMIS_COUNT)
+            control = {names.get(number, f"<|reserved_token_{number}|>"): number for number in numbers}
+        else:
+            control = {name: number for name, (number, special) in added.items() if special} or _special_tokens(first)
+        bos = control.get(_SPECIAL_NAMES[0])
+        special = for_folder(settings, control, control.get, adds_bos=not is_kimi, default_bos=bos)
         size = 1 + max(*ranks.values(), *control.values())
-        library = bpe_of_ranks(ranks, 0, patterns.pre_tokenizer("llama3"))
+        library = bpe_of_ranks(ranks, 0, patterns.pre_tokenizer("kimi-k2" if is_kimi else "llama3"))
         return LibraryTokenizer(library, control, special, byte_level=True, vocab_size=size)
     except ValueError as error:
         raise LoadError(f"{file} is a damaged tiktoken vocabulary ({error}): download it again.") from error

@@ -4,13 +4,14 @@ name it.
 A module defines
 
 - `MODEL_TYPES`: the `model_type` of configurations whose `vision_config` it reads, and the families of their decoders;
-- `configure(fields, prepared) -> VisionEncoder`: from config.json, and preprocessor_config.json (empty if it is
-missing); - `fit(encoder, width, height) -> ImageShape`: what an image of so many pixels becomes; - `tensors(encoder) ->
-TensorTable`: its tensors; the names in a folder's files, and llama.cpp's in an mmproj file; - optionally `PREFIXES`:
-prefixes of tensor names in some folders → the table's prefixes; - optionally `PROJECTORS`: the values of
-`clip.projector_type` in mmproj files → `read(fields, shapes) -> VisionEncoder`. The
-  fields are the file's metadata, without "clip.vision."; the shapes are of its tensors, by their names;
+- `configure(fields, prepared) -> VisionEncoder`: from config.json, and preprocessor_config.json (empty if missing);
+- `fit(encoder, width, height) -> ImageShape`: what an image of so many pixels becomes;
+- `tensors(encoder) -> TensorTable`: its tensors; the names in a folder's files, and llama.cpp's in an mmproj file;
+- optionally `PREFIXES`: prefixes of tensor names in some folders → the table's prefixes;
+- optionally `PROJECTORS`: values of `clip.projector_type` in mmproj files → `read(fields, shapes) -> VisionEncoder`.
+  The fields are the file's metadata, without "clip.vision."; the shapes are of its tensors, by their names;
 - optionally `TEXT_FAMILIES`: families, and sizes of their vocabularies, of decoders in files of llama.cpp's;
+- optionally `HAS_SECTIONS`: whether RoPE of its decoders has sections, which tells them from others of their families;
 - optionally `INTERLEAVED`: whether RoPE's pairs are neighbouring channels in files of llama.cpp's;
 - optionally `take_apart(encoder, stored)`: the table's tensors, found in the tensors of files, by the table's names.
 
@@ -187,6 +188,8 @@ def open_mmproj(path: Path) -> tuple[VisionEncoder, StoredWeights]:
 def _decodes(config: ModelConfig, module: ModuleType) -> bool:
     """Whether models of this family may be the decoder of a kind of vision encoders."""
     of_text = getattr(module, "TEXT_FAMILIES", ())
+    if getattr(module, "HAS_SECTIONS", False) and not config.has_sections:
+        return False
     return config.family in module.MODEL_TYPES or (config.family, config.vocab_size) in of_text
 
 

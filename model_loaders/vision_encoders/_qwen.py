@@ -1,4 +1,5 @@
-"""What Qwen's vision encoders have in common: the sizes of images, and patches of two frames, which an image has alike.
+"""What vision encoders of Qwen's and GLM's have in common: the sizes of images, and patches of two frames, which an
+image has alike.
 
 The patches of an image are in the order of the rows that they become: those of one row follow each other.
 """
@@ -15,12 +16,11 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, slots_of
 from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
-from polarlm.model_loaders.vision_encoders._vit import CHANNELS, colours, fit_area
+from polarlm.model_loaders.vision_encoders._vit import CHANNELS, MAX_SIZE, colours, fit_area
 
 FRAMES = 2
 PREFIXES = {"model.visual.": "visual."}
 PATCHES = "visual.patch_embed.proj.weight"
-_MAX_SIZE = 2**20
 _KEYS = {  # of mmproj files, by the names of config.json
     "depth": "block_count",
     "hidden_size": "embedding_length",
@@ -52,7 +52,7 @@ def settings(
     """The fields of a `QwenVisionEncoder` but its kind. fields: a `vision_config`. The others: the family's
     defaults."""
     heads = fields.integer("num_heads", 16)
-    hidden_size = fields.integer("hidden_size", maximum=_MAX_SIZE)
+    hidden_size = fields.integer("hidden_size", maximum=MAX_SIZE)
     if hidden_size % (4 * heads):
         raise fields.refuse("hidden_size", f"which is not a multiple of 4 for each of {heads} heads")
     fields.require("temporal_patch_size", FRAMES)
@@ -63,14 +63,14 @@ def settings(
         for (key, other), default in zip(bounds, pixels, strict=True)
     )
     return {
-        "outputs": fields.integer("out_hidden_size", maximum=_MAX_SIZE),
+        "outputs": fields.integer("out_hidden_size", maximum=MAX_SIZE),
         "before": "<|vision_start|>",
         "after": "<|vision_end|>",
         "filter": "BICUBIC",
         "layers": fields.integer("depth", maximum=4096),
         "hidden_size": hidden_size,
         "heads": heads,
-        "ffn_size": fields.integer("intermediate_size", maximum=_MAX_SIZE),
+        "ffn_size": fields.integer("intermediate_size", maximum=MAX_SIZE),
         "patch": fields.integer("patch_size", patch, maximum=256),
         "merge": fields.integer("spatial_merge_size", 2, maximum=16),
         "eps": 1e-6,

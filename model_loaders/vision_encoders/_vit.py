@@ -14,7 +14,7 @@ from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
 from polarlm.model_loaders.vision_encoders._padded import SIDE, pad
 
-_MAX_SIZE, _MAX_RATIO, CHANNELS = 2**20, 200, 3
+MAX_SIZE, _MAX_RATIO, CHANNELS = 2**20, 200, 3
 SIGLIP_PREFIXES = {
     **{f"{prefix}vision_tower.{old}": "vision_tower." for prefix in ("model.", "") for old in ("vision_model.", "")},
     "model.multi_modal_projector.": "multi_modal_projector.",
@@ -58,14 +58,14 @@ def colours(preprocessor: Fields, *, mean: list[float], std: list[float]) -> dic
 def settings(vision: Fields, *, merge: int, eps: str, unit: int | None = None) -> dict[str, Any]:
     """Fields of a `PatchVisionEncoder`. merge: the default. eps: its key. unit: heads share `hidden_size`, in multiples
     of so many channels; None: they have a size of their own."""
-    hidden_size, heads = (vision.integer(key, maximum=_MAX_SIZE) for key in ("hidden_size", "num_attention_heads"))
+    hidden_size, heads = (vision.integer(key, maximum=MAX_SIZE) for key in ("hidden_size", "num_attention_heads"))
     if unit is not None and hidden_size % (unit * heads):
         raise vision.refuse("hidden_size", f"which is not a multiple of {unit} for each of {heads} heads")
     return {
         "layers": vision.integer("num_hidden_layers", maximum=4096),
         "hidden_size": hidden_size,
         "heads": heads,
-        "ffn_size": vision.integer("intermediate_size", maximum=_MAX_SIZE),
+        "ffn_size": vision.integer("intermediate_size", maximum=MAX_SIZE),
         "patch": vision.integer("patch_size", 16, maximum=256),
         "merge": vision.integer("pooling_kernel_size", merge, maximum=64),
         "eps": vision.positive(eps, 1e-6),
@@ -76,7 +76,7 @@ def parts_of(fields: Fields) -> tuple[Fields, int]:
     """What config.json says of the vision encoder, and E of the decoder."""
     vision = fields.section("vision_config")
     assert vision is not None
-    return vision, (fields.section("text_config") or fields).integer("hidden_size", maximum=_MAX_SIZE)
+    return vision, (fields.section("text_config") or fields).integer("hidden_size", maximum=MAX_SIZE)
 
 
 def with_padded_patches(

@@ -18,7 +18,7 @@ from polarlm.engine.loading import assembly
 from polarlm.engine.loading.sizes import check_layers
 from polarlm.engine.outputs import fold
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, EXACT
-from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
+from polarlm.model_loaders.config import ChannelDelta, GatedDelta, Mamba2, Recurrent
 from tests.cuda.emulated import open_device
 from tests.tiny import VOCABULARY, make_model, preempt
 
@@ -29,6 +29,7 @@ from tests.tiny import VOCABULARY, make_model, preempt
         (GatedDelta(2, 4, 128, 128, 4), 128, "blocks of 128 tokens: choose 64"),
         (GatedDelta(2, 4, 30, 128, 4), 64, "gated delta rules .* of 8 .* of 4, not 30 and 128: choose device=cpu"),
         (GatedDelta(2, 4, 256, 64, 4), 64, "heads of gated delta rules of 256 × 64 .* memory: choose device=cpu"),
+        (ChannelDelta(2, 2, 128, 128, 4), 64, "no kernels of delta rules whose channels decay.*: choose device=cpu"),
         (Mamba2(2, 4, 512, 64, 4), 64, "heads of Mamba 2 of 512 × 64 .* memory: choose device=cpu"),
         (Mamba2(2, 4, 128, 66, 4), 64, "Mamba 2 .* of 8 .* of 4, not 128 and 66"),
     ],

@@ -22,7 +22,7 @@ from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice
 
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/images.npz"))
-QWEN = [name for name in NAMES if name.startswith("qwen")]
+TWO_FRAMES = [name for name in NAMES if name.startswith(("qwen", "glm"))]
 # Products round their inputs to words of 12 bits, or to halves.
 BACKENDS: dict[str, tuple[Any, float]] = {
     "numpy": (NumpyOps, 1e-6),
@@ -54,6 +54,7 @@ def finished(reading: Generator[int, None, ImageRows]) -> tuple[ImageRows, int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_those_of_transformers(name: str, backend: str) -> None:
     make, allowed = BACKENDS[backend]
+    allowed *= 2 if name.startswith("glm") else 1  # four products make its rows: float32 itself is off by 1e-6
     reader, reference = read_vision_encoder(FIXTURES / name, ops := make()), np.load(FIXTURES / name / "images.npz")
     for k in range(reference["images"] if backend != "cuda" else 1):
         pixels, wanted = reference[f"pixels_{k}"], [reference[f"rows_{k}"], *reference[f"added_{k}"]]
@@ -65,7 +66,7 @@ def test_rows_are_those_of_transformers(name: str, backend: str) -> None:
             assert np.abs(ops.to_host(ours) - theirs).max() <= allowed * np.abs(theirs).max()
 
 
-@pytest.mark.parametrize("name", QWEN)
+@pytest.mark.parametrize("name", TWO_FRAMES)
 def test_patches_are_those_of_the_processor(name: str) -> None:
     reader, reference = read_vision_encoder(FIXTURES / name, NumpyOps()), np.load(FIXTURES / name / "images.npz")
     pixels = reference["pixels_1"]

@@ -111,13 +111,15 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def rotated_in_front(tensor: np.ndarray, config: ModelConfig, heads: int) -> np.ndarray:
-    """Rows of heads in the order of files in which RoPE rotates the first channels only."""
+def rotated_in_front(tensor: np.ndarray, config: ModelConfig, heads: int, *, neighbours: bool = False) -> np.ndarray:
+    """Rows of heads in the order of files in which RoPE rotates the first channels only, or pairs of neighbours."""
     if config.attention.rotary_dim is None:
         return tensor
     half, pairs, dim = config.attention.head_dim // 2, config.attention.rotary_dim // 2, config.attention.head_dim
     rotated, rows = heads * dim, tensor[: heads * dim].reshape(heads, dim, -1)
-    order = [*range(pairs), *range(half, half + pairs), *range(pairs, half), *range(half + pairs, dim)]
+    pairs_in_order = [[*range(pairs)], [*range(half, half + pairs)]]
+    rotated_order = np.array(pairs_in_order).ravel("F" if neighbours else "C")
+    order = [*rotated_order, *range(pairs, half), *range(half + pairs, dim)]
     return np.concatenate([rows[:, order].reshape(tensor[:rotated].shape), tensor[rotated:]])
 
 
@@ -147,7 +149,8 @@ def as_gguf(path: Path, arch: str, config: ModelConfig, tensors: dict[str, np.nd
             "k_norm": config.attention.kv_heads if config.attention.qk_norm == "all" else 1,
         }
         if (projection := name.split(".")[-2]) in heads:
-            tensor = rotated_in_front(tensor, config, heads[projection])
+            neighbours = arch == "glm4" and not config.has_sections
+            tensor = rotated_in_front(tensor, config, heads[projection], neighbours=neighbours)
         written[gguf_name(name, arch) if name.startswith(("model.", "lm_head.")) else name] = tensor
     for label, tensor in joined_experts(written).items():
         writer.add_tensor(label, tensor)

@@ -402,6 +402,7 @@ WITHOUT_GGUF = (
     "qwen3_5_moe_with_images",
     "qwen3_5_tied",
     "qwen3_next_shared_keys",
+    "kimi_linear_nope",
 )
 IN_FORMAT = [name for name in NAMES if stored(name).family in IN_GGUF and name not in WITHOUT_GGUF]
 SOME = (
@@ -418,6 +419,8 @@ SOME = (
     "lfm2_moe_dense_first",
     "qwen2_5_vl_windows",
     "qwen3_vl_moe_deepstack",
+    "glm4_partial",
+    "glm4v_positions",
 )
 
 

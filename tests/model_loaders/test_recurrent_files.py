@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from polarlm.model_loaders import LoadError, families, load_weights
-from polarlm.model_loaders.config import Experts, GatedDelta, Mamba2, ModelConfig, Recurrent
+from polarlm.model_loaders.config import ChannelDelta, Experts, GatedDelta, GatedMLP, Mamba2, ModelConfig, Recurrent
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from tests.bare import bare_model, prefill_logits, read_model
 from tests.conftest import FIXTURES
@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "nemotron_h_dense": "nemotron_h",
     "nemotron_h_experts": "nemotron_h_moe",
     "nemotron_h_latent": "nemotron_h_moe",
+    "kimi_linear_nope": "kimi-linear",
 }
 Tensors = Iterator[tuple[str, np.ndarray]]
 
@@ -123,6 +124,33 @@ def converted_mamba(name: str, config: ModelConfig, mixer: Mamba2) -> Tensors:
         yield label or gguf_name(key, ARCHITECTURES[name]), x
 
 
+def converted_channels(name: str, config: ModelConfig) -> Tensors:
+    """As `converted_delta`: its class KimiLinearModel."""
+    heads, own = config.attention.heads, config.attention.own_dim
+    for key, x in stored(name).items():
+        if key.endswith(".A_log"):
+            x = -np.exp(x)
+        elif key.endswith(".dt_bias"):
+            key = key.replace(".dt_bias", ".dt_proj.bias")
+        elif "_conv1d." in key:
+            x = x.reshape(1, len(x), 1, -1)
+        elif ".kv_b_proj." in key:
+            k, v = np.split(x.reshape(heads, -1, x.shape[1]), [own], axis=1)
+            yield gguf_name(key.replace("kv_b", "k_b"), ARCHITECTURES[name]), k.swapaxes(1, 2)
+            key, x = key.replace("kv_b", "v_b"), v
+        yield gguf_name(key, ARCHITECTURES[name]), x
+
+
+def channel_metadata(config: ModelConfig, mixer: ChannelDelta) -> dict[str, Any]:
+    return {
+        "ssm__conv_kernel": mixer.width,
+        "kda__head_dim": mixer.key_dim,
+        "attention__head_count_kv": [int(number in config.attentions) for number in range(len(config.layers))],
+        "leading_dense_block_count": sum(isinstance(layer.ffn, GatedMLP) for layer in config.layers),
+        "expert_gating_func": 2,
+    }
+
+
 def mamba_metadata(name: str, predicting: int) -> dict[str, Any]:
     settings = settings_of(name)
     kinds = settings["layers_block_type" if name.startswith("nemotron") else "layer_types"]
@@ -154,7 +182,10 @@ def as_gguf(path: Path, name: str, *, predicting: int = 0) -> Path:
         "ssm__time_step_rank": mixer.value_heads,
         "ssm__inner_size": mixer.value_heads * mixer.value_dim,
     }
-    if isinstance(mixer, Mamba2):
+    if isinstance(mixer, ChannelDelta):
+        changes = channel_metadata(config, mixer)
+        tensors, more = converted_channels(name, config), {}
+    elif isinstance(mixer, Mamba2):
         tensors, more = converted_mamba(name, config, mixer), mamba_metadata(name, predicting)
     else:
         tensors, more = converted_delta(name, mixer), {"full_attention_interval": 4 if name == "qwen3_5_tied" else 2}
@@ -173,7 +204,7 @@ def test_a_gguf_file_has_the_same_logits(name: str, tmp_path: Path) -> None:
     config, weights = read_model(as_gguf(tmp_path / "model.gguf", name))
     reference = np.load(FIXTURES / name / "reference.npz")
     logits, mixer = prefill_logits(bare_model(config, weights), reference["ids"].tolist()), recurrent_of(config)
-    atol = (3e-5 if isinstance(mixer, GatedDelta) else 2e-6) * np.ptp(reference["logits"])
+    atol = (3e-5 if isinstance(mixer, GatedDelta | ChannelDelta) else 2e-6) * np.ptp(reference["logits"])
     np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=atol)
     assert mixer.tiled == (name == "qwen3_5_moe_with_images")
 
@@ -267,6 +298,13 @@ UNFIT: list[tuple[str, dict[str, object], str]] = [
     ("nemotron_h_dense", {"mlp_hidden_act": "silu"}, "only relu2 is supported"),
     ("nemotron_h_latent", {"moe_latent_size": 8}, "has the shape"),
     ("nemotron_h_experts", {"n_group": 2}, "chosen by groups"),
+    ("kimi_linear_nope", {"mla_use_nope": False}, "mla_use_nope is False, but only True"),
+    (
+        "kimi_linear_nope",
+        {"linear_attn_config": {"full_attn_layers": []}},
+        "a model without attention in any layer is not",
+    ),
+    ("kimi_linear_nope", {"linear_attn_config": {"full_attn_layers": [3]}}, "lacks the tensor model.layers.1"),
 ]
 
 

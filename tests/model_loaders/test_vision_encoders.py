@@ -18,29 +18,30 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.weights import load_vision_encoder
 from polarlm.model_loaders import LoadError, load, load_weights, vision_encoders
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.vision_encoders import gemma3, gemma4, lfm2_vl, loss, pixtral, qwen2_5_vl, qwen3_vl
-from polarlm.model_loaders.vision_encoders._qwen import QwenVisionEncoder
+from polarlm.model_loaders.vision_encoders import gemma3, gemma4, glm4v, lfm2_vl, loss, pixtral, qwen2_5_vl, qwen3_vl
+from polarlm.model_loaders.vision_encoders._qwen import PATCHES, QwenVisionEncoder
 from polarlm.model_loaders.vision_encoders.qwen2_5_vl import WindowVisionEncoder
 from tests.model.test_vision_encoders import finished, read_vision_encoder
 from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, interleaved, read_all
 
 WINDOWS, DEEP = "qwen2_5_vl_windows", "qwen3_vl_deepstack_tied"
 ARCHITECTURES = {WINDOWS: "qwen2vl", DEEP: "qwen3vl"}
-PROJECTORS = {WINDOWS: "qwen2.5vl_merger", DEEP: "qwen3vl_merger"}
-# Width and height of an image, and what transformers makes of it in Qwen2.5-VL, Qwen3-VL, Pixtral and LFM2-VL;
+GLM, OCR = "glm4v_positions", "glm_ocr_norms"
+PROJECTORS = {WINDOWS: "qwen2.5vl_merger", DEEP: "qwen3vl_merger", GLM: "glm4v", OCR: "glm4v"}
+# Width and height of an image, and what transformers makes of it in Qwen2.5-VL, Qwen3-VL, Pixtral, LFM2-VL, GLM 4.1V;
 SIZES = [
-    ((1, 1), (56, 56), (256, 256), (28, 28), (256, 256)),
-    ((1, 200), (28, 812), (32, 3648), (28, 224), (32, 3648)),
-    ((13, 7), (84, 56), (352, 192), (28, 28), (352, 192)),
-    ((42, 14), (112, 56), (448, 160), (56, 28), (448, 160)),
-    ((70, 98), (56, 112), (224, 320), (84, 112), (224, 320)),  # halves are rounded to even numbers
-    ((256, 255), (252, 252), (256, 256), (280, 280), (256, 256)),
-    ((640, 480), (644, 476), (640, 480), (644, 504), (576, 416)),
-    ((1000, 17), (1008, 28), (1984, 64), (1008, 28), (1984, 64)),
-    ((3000, 2000), (2996, 1988), (3008, 1984), (1540, 1036), (608, 416)),
-    ((4096, 4096), (3584, 3584), (4096, 4096), (1540, 1540), (512, 512)),
-    ((5000, 4001), (4004, 3192), (4576, 3648), (1540, 1232), (544, 448)),
-    ((10000, 60), (9996, 56), (9984, 64), (1540, 28), (6592, 32)),
+    ((1, 1), (56, 56), (256, 256), (28, 28), (256, 256), (84, 84)),
+    ((1, 200), (28, 812), (32, 3648), (28, 224), (32, 3648), (28, 5600)),
+    ((13, 7), (84, 56), (352, 192), (28, 28), (352, 192), (112, 84)),
+    ((42, 14), (112, 56), (448, 160), (56, 28), (448, 160), (140, 56)),
+    ((70, 98), (56, 112), (224, 320), (84, 112), (224, 320), (56, 112)),  # halves are rounded to even numbers
+    ((256, 255), (252, 252), (256, 256), (280, 280), (256, 256), (252, 252)),
+    ((640, 480), (644, 476), (640, 480), (644, 504), (576, 416), (644, 476)),
+    ((1000, 17), (1008, 28), (1984, 64), (1008, 28), (1984, 64), (1652, 28)),
+    ((3000, 2000), (2996, 1988), (3008, 1984), (1540, 1036), (608, 416), (2968, 1960)),
+    ((4096, 4096), (3584, 3584), (4096, 4096), (1540, 1540), (512, 512), (2408, 2408)),
+    ((5000, 4001), (4004, 3192), (4576, 3648), (1540, 1232), (544, 448), (2688, 2156)),
+    ((10000, 60), (9996, 56), (9984, 64), (1540, 28), (6592, 32), (9996, 56)),
 ]
 # and in Gemma 4 with at most 280 and at most 70 rows.
 GEMMAS_SIZES = [
@@ -72,10 +73,11 @@ def test_images_get_the_sizes_that_transformers_gives_them() -> None:
     square = gemma_encoder(gemma3, {}, {}, patch_size=14)
     lines = gemma_encoder(pixtral, {}, {}, patch_size=14, image_size=1540)
     whole = gemma_encoder(lfm2_vl, {}, {}, patch_size=16)
+    frames = qwen_encoder(glm4v)
     assert not loss(whole, 720, 720)  # tiles are for more than twice the most pixels
     assert "512 × 512 pixels, and not in tiles" in loss(whole, 730, 730)
     assert not loss(gemma_encoder(lfm2_vl, {"do_image_splitting": False}, {}, patch_size=16), 730, 730)
-    for sizes, of in ((SIZES, (qwen_encoder(qwen2_5_vl), deep, lines, whole)), (GEMMAS_SIZES, (large, small))):
+    for sizes, of in ((SIZES, (qwen_encoder(qwen2_5_vl), deep, lines, whole, frames)), (GEMMAS_SIZES, (large, small))):
         for image, *wanted in sizes:
             for vision_encoder, size in zip(of, wanted, strict=True):
                 shape, side = vision_encoders.fit(vision_encoder, *image), vision_encoder.merge * vision_encoder.patch
@@ -119,6 +121,8 @@ PLAIN: dict[str, Any] = {"deepstack_visual_indexes": []}
         (lambda: qwen_encoder(qwen3_vl, deepstack_visual_indexes=[2]), "but there are 2 layers"),
         (lambda: qwen_encoder(qwen3_vl, **PLAIN, hidden_act="gelu"), "hidden_act is 'gelu'"),
         (lambda: qwen_encoder(qwen3_vl, **PLAIN, temporal_patch_size=1), "temporal_patch_size is 1"),
+        (lambda: qwen_encoder(glm4v, attention_bias=True), "attention_bias is True, but only False"),
+        (lambda: qwen_encoder(glm4v, hidden_act="gelu"), "hidden_act is 'gelu', but only 'silu'"),
         (
             lambda: gemma_encoder(gemma3, {}, {"mm_tokens_per_image": 200}, patch_size=14),
             "mm_tokens_per_image is 200, but an image has 64 × 64 patches",
@@ -169,6 +173,7 @@ def write_mmproj(path: Path, name: str, **changes: object) -> Path:
         writer.add_uint32(f"clip.vision.{key}", number)
     for key, values in (("mean", vision_encoder.mean), ("std", vision_encoder.std)):
         writer.add_array(f"clip.vision.image_{key}", list(values))
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", vision_encoder.eps)
     writer.add_string("clip.projector_type", PROJECTORS[name])
     for spec in vision_encoders.tensors(vision_encoder).specs():
         x = read_all(weights)[spec.name]
@@ -176,8 +181,9 @@ def write_mmproj(path: Path, name: str, **changes: object) -> Path:
             x = x[
                 tuple(slice(vision_encoder.ffn_size if size > vision_encoder.hidden_size else None) for size in x.shape)
             ]
-        if not spec.flat:
-            writer.add_tensor(spec.gguf, x)
+        if spec.name != PATCHES:
+            side = vision_encoder.merge
+            writer.add_tensor(spec.gguf, x.reshape(len(x), -1, side, side) if spec.flat else x)
             continue
         frames = x.reshape(len(x), 3, 2, vision_encoder.patch, vision_encoder.patch)
         for frame, suffix in enumerate(("", ".1")):
@@ -192,11 +198,24 @@ def test_a_file_of_llama_cpp_has_the_same_vision_encoder(name: str, tmp_path: Pa
     assert of_folder is not None
     vision_encoder, weights = vision_encoders.open_mmproj(write_mmproj(tmp_path / "mmproj.gguf", name))
     assert vision_encoder.mean == pytest.approx(of_folder[0].mean)
-    assert replace(vision_encoder, mean=of_folder[0].mean, std=of_folder[0].std) == of_folder[0]
+    assert vision_encoder.eps == pytest.approx(of_folder[0].eps)
+    of_file = replace(vision_encoder, **{key: getattr(of_folder[0], key) for key in ("mean", "std", "eps")})
+    assert of_file == of_folder[0]
     expected = read_all(of_folder[1])
     assert weights.names() == expected.keys()
     for key, tensor in read_all(weights).items():
         np.testing.assert_array_equal(tensor, expected[key], err_msg=key)
+
+
+@pytest.mark.parametrize("name", [GLM, OCR])
+def test_tensors_have_the_names_that_llama_cpp_gives_them(name: str) -> None:
+    official, found = (
+        gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8),
+        vision_encoders.vision_encoder_of(MODELS / name),
+    )
+    assert found is not None
+    for spec in vision_encoders.tensors(found[0]).specs():
+        assert spec.gguf == official.get_name(spec.name, try_suffixes=(".weight", ".bias"))
 
 
 def write_gguf(path: Path, name: str) -> Path:
@@ -310,3 +329,12 @@ def test_mistral_small_is_llama_with_its_vocabulary_in_files_of_llama_cpp(tmp_pa
         assert vision_encoders.reads_images(model) is is_mistral
         assert vision_encoders.may_belong(metadata, model) is is_mistral
         assert vision_encoders.belongs(vision_encoder, model) is is_mistral
+
+
+def test_a_decoder_of_glm_without_sections_of_rope_gets_no_vision_encoder() -> None:
+    """GLM-4.5-Air has the family and the sizes of GLM 4.5V."""
+    metadata = {"clip.vision.projector_type": "glm4v"}
+    for name, takes in (("glm4v_moe_sections", True), ("glm4_moe_qk_norm", False)):
+        config = load_weights(MODELS / name)[0]
+        assert vision_encoders.reads_images(config) is takes
+        assert vision_encoders.may_belong(metadata, config) is takes

@@ -13,11 +13,11 @@ import pytest
 from polarlm.engine.backends.cuda import recurrent
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
+from polarlm.model_loaders.config import ChannelDelta, GatedDelta, Mamba2, Recurrent
 from tests.cuda.emulated import EmulatedDevice
 from tests.ops.backends import BEST, CUDA, EVERY_LEVEL, NUMPY, SOME, Backend, backend_cases, backends
 from tests.pairs import mostly_slow, pairs
-from tests.recurrence import Weights, conv_inputs, make_rows, make_slots, make_weights, recurrence
+from tests.recurrence import Weights, conv_inputs, make_rows, make_slots, make_weights, op_of, op_rows, recurrence
 
 SHAPES = [  # and the tokens of a block
     (GatedDelta(2, 4, 8, 12, 4), 16),
@@ -27,6 +27,8 @@ SHAPES = [  # and the tokens of a block
     (Mamba2(1, 5, 16, 12, 4), 16),
     (Mamba2(2, 6, 8, 16, 3, conv_bias=False), 8),
     (Mamba2(3, 3, 20, 7, 4), 64),
+    (ChannelDelta(2, 2, 8, 12, 4), 16),
+    (ChannelDelta(3, 3, 20, 7, 3), 64),
 ]
 OF_GPU = [
     (GatedDelta(2, 4, 8, 12, 4), 16),
@@ -40,7 +42,7 @@ OF_GPU = [
 ]
 FULL = [NUMPY, *BEST]  # every shape here; the other levels differ in how they compile a line
 CASES: list[tuple[Backend, Recurrent, int]] = [(backend, *of) for backend in FULL for of in SHAPES]
-CASES += [(backend, *SHAPES[number]) for backend in EVERY_LEVEL[:-1] for number in (1, 4)]
+CASES += [(backend, *SHAPES[number]) for backend in EVERY_LEVEL[:-1] for number in (1, 4, 7)]
 
 
 class Layer:
@@ -51,12 +53,14 @@ class Layer:
         self.tiled = isinstance(w, DeltaWeights) and w.tiled
         self.slots = DeltaSlots(*map(ops.to_device, make_slots(shape, count, block)))
         arrays = {name: ops.to_device(x) for name, x in w._asdict().items() if isinstance(x, np.ndarray)}
-        self._w, self._op = w._replace(**arrays), ops.mamba2 if isinstance(w, Mamba2Weights) else ops.gated_delta
+        self._w, self._shape = w._replace(**arrays), shape
+        self._op = op_of(ops, shape)
 
     def add(self, rows: np.ndarray, spans: np.ndarray, ends: DeltaEnds | None = None) -> np.ndarray:
         """The results (T, H·D). ends: of a prompt."""
         at = spans if ends is not None else self.ops.to_device(spans)
-        return np.array(self.ops.to_host(self._op(self.ops.to_device(rows), self._w, self.slots, at, ends)))
+        inputs = map(self.ops.to_device, op_rows(rows, self._shape))
+        return np.array(self.ops.to_host(self._op(*inputs, self._w, self.slots, at, ends)))
 
     def add_steps(self, rows: np.ndarray, splits: Sequence[int]) -> np.ndarray:
         """Add rows to slot 0 in steps of these numbers of rows, which end with blocks."""
@@ -169,7 +173,10 @@ def test_rows_that_are_not_kept_leave_no_trace(ops: Any, shape: Recurrent, block
 
 @backend_cases(
     "ops shape block",
-    [(backend, *of[number]) for backend, of in [*((one, SHAPES) for one in FULL), (CUDA, OF_GPU)] for number in (0, 4)],
+    [
+        *((one, *SHAPES[number]) for one in FULL for number in (0, 4, 7)),
+        *((CUDA, *OF_GPU[number]) for number in (0, 4)),
+    ],
 )
 def test_a_step_of_several_sequences_changes_their_slots_alone(ops: Any, shape: Recurrent, block: int) -> None:
     rng = np.random.default_rng(0)
@@ -183,12 +190,21 @@ def test_a_step_of_several_sequences_changes_their_slots_alone(ops: Any, shape: 
 
 
 @backends(*BEST)
-@pytest.mark.parametrize("shape", [GatedDelta(1, 1, 8, 8, 2), Mamba2(1, 1, 8, 8, 2)])
+@pytest.mark.parametrize("shape", [GatedDelta(1, 1, 8, 8, 2), ChannelDelta(1, 1, 8, 8, 2), Mamba2(1, 1, 8, 8, 2)])
 def test_heads_without_room_in_scratch_are_computed_by_numpy(
     ops: Any, rng: np.random.Generator, shape: Recurrent
 ) -> None:
     w, rows = make_weights(rng, shape), make_rows(rng, shape, 5)
     assert_close(Layer(ops, shape, w, 512).add(rows, span(0, 5)), recurrence(rows, w, shape)[0])
+
+
+@backends(NUMPY, *BEST)
+def test_channels_may_decay_at_once_or_never(ops: Any, rng: np.random.Generator) -> None:
+    """Beside each other in a head: e to the power of a difference of their logarithms would overflow."""
+    shape, block = ChannelDelta(2, 2, 16, 12, 4), 16
+    w, rows = make_weights(rng, shape), make_rows(rng, shape, 3 * block)
+    w = w._replace(dt_bias=np.resize(np.float32([200, -200]), len(w.dt_bias)))
+    check_one_prompt(ops, rows, w._replace(decay=np.float32([-16, -1])), shape, block)
 
 
 @backends(CUDA)

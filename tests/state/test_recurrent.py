@@ -27,13 +27,14 @@ from polarlm.engine.state.recurrent.conv_inputs import ConvShape
 from polarlm.engine.state.recurrent.delta import DeltaShape, DeltaTable, places_to_guess
 from polarlm.engine.state.recurrent.slots import add_rows
 from polarlm.engine.state.tables import BlockTable
-from polarlm.model_loaders.config import GatedDelta, Mamba2
+from polarlm.model_loaders.config import ChannelDelta, GatedDelta, Mamba2
 from tests.pairs import mostly_slow
-from tests.recurrence import make_rows, make_weights, recurrence
+from tests.recurrence import make_rows, make_weights, op_of, op_rows, recurrence
 
 N = 4
-Shape = ConvShape | GatedDelta | Mamba2
+Shape = ConvShape | GatedDelta | ChannelDelta | Mamba2
 SHAPES = [ConvShape(2, 2), ConvShape(2, 4), GatedDelta(1, 2, 4, 3, 3), Mamba2(1, 2, 4, 3, 3)]
+SHAPES.append(ChannelDelta(2, 2, 4, 3, 3))
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Schedules(RuleBasedStateMachine):
                 for layer in (3, 5)
             }
         else:
-            self.op = ops.mamba2 if isinstance(shape, Mamba2) else ops.gated_delta
+            self.op = op_of(ops, shape)
             self.state = DeltaShape(shape).state(ops, N, (3, 5), (6, 5))
             self.weights = {layer: (make_weights(self.rng, shape),) for layer in (3, 5)}
         self.running: list[Running] = []
@@ -82,7 +83,8 @@ class Schedules(RuleBasedStateMachine):
     def add(self, sequence: Running, view: Any, rows: np.ndarray, count: int, layer: int) -> None:
         """Add the last `count` of the sequence's `rows`, and check their results."""
         spans, slots, weights = self.state.spans([view]), self.state.cache(layer), self.weights[layer]
-        results = add_rows(self.ops, self.op, rows[len(rows) - count :], weights, slots, spans)
+        new, *more = op_rows(rows[len(rows) - count :], self.shape)
+        results = add_rows(self.ops, self.op, new, [*more, *weights], slots, spans)
         if isinstance(self.shape, ConvShape):
             expected = convolved(rows, weights[0])
         else:

@@ -19,7 +19,7 @@ from polarlm.engine.backends.cuda.launch_configs import SHARED_BYTES, row_thread
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, FetchStates, Mamba2Weights
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, LARGEST, LEAST, SnapshotCodes
-from polarlm.model_loaders.config import Mamba2, Recurrent
+from polarlm.model_loaders.config import ChannelDelta, Mamba2, Recurrent
 
 _FLOAT = 4
 _STEP_THREADS = 512
@@ -200,6 +200,10 @@ class RecurrentOps(DeviceOps):
     """The ops `short_conv`, `gated_delta`, `mamba2` and `advance_delta`, and the ops of states that are kept."""
 
     def check_recurrent(self, mixer: Recurrent, block_size: int) -> None:
+        if isinstance(mixer, ChannelDelta):
+            raise ValueError(
+                "On a GPU there are no kernels of delta rules whose channels decay by themselves: choose device=cpu"
+            )
         sizes_of(mixer, block_size).check()
 
     def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Array) -> Array:
@@ -222,6 +226,9 @@ class RecurrentOps(DeviceOps):
         args = y, *_step_state(slots), projected, *weights, spans, row_stride(projected), *numbers
         self._launch("gated_delta", (heads, len(spans)), DeltaSizes.from_slots(slots).step(_span_rows(spans, y)), *args)
         return y
+
+    def channel_delta(self, *inputs: Array, **more: Array) -> Array:
+        raise NotImplementedError  # `check_recurrent` refuses such layers
 
     def mamba2(
         self, projected: Array, w: Mamba2Weights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None

@@ -45,7 +45,7 @@ NUMPY_OPS = frozenset(
 NUMPY_FALLBACKS = frozenset(
     (
         *("cache", "cache_bytes", "copy_full", "decode_blocks", "encode_blocks", "round_trip", "attention"),
-        *("self_attention", "gated_delta", "mamba2"),
+        *("self_attention", "gated_delta", "channel_delta", "mamba2"),
     )
 )
 

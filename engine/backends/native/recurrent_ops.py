@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,27 @@ class RecurrentOps(KernelOps):
         spec = Delta(*_sizes(slots), w.tiled, ends is not None)
         if not supports(spec):
             return self._launch.run_numpy(super().gated_delta, projected, w, slots, spans, ends)
+        return self._add_delta_rows(spec, (projected, w, slots, spans, ends), {})
+
+    def channel_delta(
+        self,
+        projected: np.ndarray,
+        decays: np.ndarray,
+        gates: np.ndarray,
+        w: DeltaWeights,
+        slots: DeltaSlots,
+        spans: np.ndarray,
+        ends: DeltaEnds | None = None,
+    ) -> np.ndarray:
+        spec = Delta(*_sizes(slots), w.tiled, ends is not None, by_channel=True)
+        if not supports(spec):
+            return self._launch.run_numpy(super().channel_delta, projected, decays, gates, w, slots, spans, ends)
+        arguments = {"row_bytes": projected.strides[0], "decay_inputs": decays, "gates": gates}
+        return self._add_delta_rows(spec, (projected, w, slots, spans, ends), arguments)
+
+    def _add_delta_rows(self, spec: Delta, inputs: tuple[Any, ...], more: Mapping[str, Any]) -> np.ndarray:
+        """inputs: of `gated_delta`. more: arguments of the kernel besides others."""
+        projected, w, slots, spans, ends = inputs
         y = self._launch.empty((len(projected), spec.value_heads * spec.value_dim))
         arguments = RecurrentArguments(
             projected=projected,
@@ -60,6 +81,7 @@ class RecurrentOps(KernelOps):
             spans=spans,
             **_end_arguments(ends, spans, spec.block),
             eps=w.eps,
+            **more,
         )
         self._launch(gated_delta(spec), len(spans) * spec.key_heads, arguments, grain=1)
         return y
@@ -106,7 +128,8 @@ class RecurrentOps(KernelOps):
         key_heads, shared, *_ = sizes
         for layer in layers:
             arguments = AdvanceArguments(**layer._asdict(), slots=numbers, channels=layer.inputs.shape[2])
-            self._launch(advance(*sizes, tiled=tiled), len(slots) * key_heads * shared, arguments)
+            kernel = advance(*sizes, tiled=tiled, by_channel=layer.decays.ndim > 3)
+            self._launch(kernel, len(slots) * key_heads * shared, arguments)
 
 
 def _sizes(slots: DeltaSlots) -> tuple[int, int, int, int, int, int]:

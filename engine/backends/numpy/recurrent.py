@@ -27,18 +27,18 @@ def convolve(new: np.ndarray, conv: np.ndarray, bias: np.ndarray | None, inputs:
 
 
 def add_decays(decays: np.ndarray, new: np.ndarray, place: int) -> np.ndarray:
-    """Append the logarithms (H, count) of the decays of rows to a slot's (H, N), and return their part of it."""
-    before = decays[:, place - 1 : place] if place else np.zeros((len(decays), 1), np.float32)
-    new_decays = decays[:, place : place + new.shape[1]]
-    new_decays[...] = before + np.cumsum(new, axis=1)
+    """Append the logarithms (…, count) of the decays of rows to a slot's (…, N), and return their part of it."""
+    before = decays[..., place - 1 : place] if place else np.float32(0)
+    new_decays = decays[..., place : place + new.shape[-1]]
+    new_decays[...] = before + np.cumsum(new, axis=-1)
     return new_decays
 
 
 def decays_between(decays: np.ndarray, place: int, count: int) -> np.ndarray:
-    """How much of the update of each token is left at each of the rows, (H, count, place + count); 0 of later ones."""
-    new_decays, end = decays[:, place : place + count], place + count
+    """How much of the update of each token is left at each of the rows, (…, count, place + count); 0 of later ones."""
+    new_decays, end = decays[..., place : place + count], place + count
     sees = np.tri(count, end, place, dtype=bool)
-    return np.exp(np.where(sees, new_decays[..., None] - decays[:, None, :end], -np.inf))
+    return np.exp(np.where(sees, new_decays[..., None] - decays[..., None, :end], -np.inf))
 
 
 def keys_of_heads(key_heads: int, heads: int, *, tiled: bool) -> np.ndarray:
@@ -47,7 +47,11 @@ def keys_of_heads(key_heads: int, heads: int, *, tiled: bool) -> np.ndarray:
 
 
 def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
+    return x * sigmoid(x)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
 
 
 def softplus(x: np.ndarray) -> np.ndarray:
@@ -77,13 +81,45 @@ def _add_gated_delta_rows(rows: np.ndarray, w: DeltaWeights, slots: DeltaSlots, 
         np.exp(new_decays)[..., None],
         decays_between(decays, place, count),
     )  # since: the matrix, (H, count, 1)
-    beta = 1 / (1 + np.exp(-b[..., None]))
-    weights = beta * pair_decays * (k @ keys)[key_head]
-    new = beta * (v - start_decay * (k[key_head] @ matrix)) - weights[..., :place] @ updates[:, :place]
-    system = np.tril(weights[..., place:], -1) + np.eye(count, dtype=np.float32)
-    updates[:, place:end] = np.linalg.solve(system, new)
+    _update(updates, place, v, b, start_decay * (k[key_head] @ matrix), pair_decays * (k @ keys)[key_head])
     read = start_decay * (q[key_head] @ matrix)
     read += pair_decays * (q @ keys)[key_head] @ updates[:, :end]
+    return read.transpose(1, 0, 2) * np.float32(key_dim**-0.5)
+
+
+def _update(
+    updates: np.ndarray, place: int, v: np.ndarray, b: np.ndarray, read: np.ndarray, scores: np.ndarray
+) -> None:
+    """Add the updates of rows to a slot's (H, N, D). v (H, count, D): their values. read: what their keys read of the
+    matrix. scores (H, count, place + count): what they read of the updates."""
+    count, beta = v.shape[1], sigmoid(b)[..., None]
+    weights = beta * scores
+    new = beta * (v - read) - weights[..., :place] @ updates[:, :place]
+    system = np.tril(weights[..., place:], -1) + np.eye(count, dtype=np.float32)
+    updates[:, place : place + count] = np.linalg.solve(system, new)
+
+
+def _add_channel_delta_rows(
+    rows: np.ndarray, logits: np.ndarray, w: DeltaWeights, slots: DeltaSlots, slot: int, place: int
+) -> np.ndarray:
+    """As `_add_gated_delta_rows`, of keys whose channels decay by themselves. logits (count, H·A): of decays."""
+    _, heads, key_dim, _ = slots.keys.shape
+    count, end, channels = len(rows), place + len(rows), slots.inputs.shape[2]
+    x = convolve(rows[:, :channels], w.conv, None, slots.inputs[slot], place)
+    q, k, v = (
+        x.reshape(count, heads, -1).transpose(1, 0, 2) for x in np.split(x, [heads * key_dim, 2 * heads * key_dim], 1)
+    )
+    q, k = _normalize(q), _normalize(k)
+    steps = softplus(logits + w.dt_bias).reshape(count, heads, key_dim).transpose(1, 2, 0)
+
+    decays, updates, matrix = slots.decays[slot], slots.updates[slot], slots.matrices[slot]
+    start_decay = np.exp(add_decays(decays, w.decay[:, None, None] * steps, place)).swapaxes(1, 2)  # (H, count, A)
+    slots.keys[slot, :, :, place:end] = k.swapaxes(1, 2)
+    pairs = decays_between(decays, place, count) * slots.keys[slot, :, :, None, :end]  # (H, A, count, end)
+    key_scores, query_scores = (np.einsum("hta,hati->hti", one, pairs) for one in (k, q))
+    b = rows[:, channels : channels + heads].T
+    _update(updates, place, v, b, (start_decay * k) @ matrix, key_scores)
+    read = (start_decay * q) @ matrix + query_scores @ updates[:, :end]
     return read.transpose(1, 0, 2) * np.float32(key_dim**-0.5)
 
 
@@ -158,6 +194,25 @@ class RecurrentOps:
         return y.reshape(len(projected), heads * dim)
 
     @quiet
+    def channel_delta(
+        self,
+        projected: np.ndarray,
+        decays: np.ndarray,
+        gates: np.ndarray,
+        w: DeltaWeights,
+        slots: DeltaSlots,
+        spans: np.ndarray,
+        ends: DeltaEnds | None = None,
+    ) -> np.ndarray:
+        y = np.empty((len(projected), slots.updates.shape[1], slots.updates.shape[3]), np.float32)
+
+        def add(rows: slice, slot: int, place: int) -> None:
+            y[rows] = _add_channel_delta_rows(projected[rows], decays[rows], w, slots, slot, place)
+
+        _add_by_blocks(spans, slots, ends, add, tiled=False)
+        return rms_norm(y, w.norm, w.eps).reshape(gates.shape) * sigmoid(gates)
+
+    @quiet
     def mamba2(
         self,
         projected: np.ndarray,
@@ -201,7 +256,8 @@ def _add_by_blocks(
 
     place: of the first row's token in its block.
     """
-    block, before = slots.decays.shape[2], slots.inputs.shape[1] - slots.decays.shape[2]
+    block = slots.keys.shape[-1]
+    before = slots.inputs.shape[1] - block
     for span in map(DeltaSpan._make, spans.tolist()):
         row, place, left, number = span.first, span.place, span.rows, 0
         while left:
@@ -220,9 +276,9 @@ def _add_by_blocks(
 def _advance(slots: DeltaSlots, slot: int, tiled: bool) -> None:
     """Make the state at the end of a complete block the state at the start of the next one."""
     matrix, decays, inputs = slots.matrices[slot], slots.decays[slot], slots.inputs[slot]
-    block, before = decays.shape[1], inputs.shape[0] - decays.shape[1]
-    key_head = keys_of_heads(slots.keys.shape[1], len(matrix), tiled=tiled)
-    end_decays = np.exp(decays[:, -1:] - decays)[..., None]  # (H, N, 1)
-    matrix *= np.exp(decays[:, -1])[:, None, None]
-    matrix += slots.keys[slot][key_head] @ (end_decays * slots.updates[slot])
+    block, before = decays.shape[-1], inputs.shape[0] - decays.shape[-1]
+    keys = slots.keys[slot][keys_of_heads(slots.keys.shape[1], len(matrix), tiled=tiled)]
+    by_channel = decays if decays.ndim == 3 else decays[:, None]  # (H, A or 1, N)
+    matrix *= np.exp(by_channel[..., -1:])
+    matrix += keys * np.exp(by_channel[..., -1:] - by_channel) @ slots.updates[slot]
     inputs[:before] = inputs[block:].copy()

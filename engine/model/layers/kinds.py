@@ -12,7 +12,7 @@ from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.model.layers.latent_attention import LatentAttention
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights
-from polarlm.engine.model.layers.recurrent import GatedDelta, Mamba2, ShortConv
+from polarlm.engine.model.layers.recurrent import ChannelDelta, GatedDelta, Mamba2, ShortConv
 from polarlm.engine.state.layer_shapes import RecurrentShape
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
@@ -46,6 +46,7 @@ MIXERS: dict[type[config.Mixer], Any] = {
     config.LatentAttention: LatentAttention,
     config.ShortConv: ShortConv,
     config.GatedDelta: GatedDelta,
+    config.ChannelDelta: ChannelDelta,
     config.Mamba2: Mamba2,
 }
 FFNS: dict[type[config.Ffn], Any] = {config.GatedMLP: GatedMLP, config.Experts: Experts}

@@ -1,4 +1,4 @@
-"""Mixers whose state one op reads and advances: short convolutions, gated delta rules and Mamba 2. Projections of their
+"""Mixers whose state one op reads and advances: short convolutions, delta rules and Mamba 2. Projections of their
 inputs and results are the same."""
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ class RecurrentMixer:
     def project(self, x: Array, inputs: LayerInputs, tap: Tap | None = None) -> Array:
         """Add the rows x (T, E) to the layer's state, and return the results of the op for them."""
         rows = self._inputs(x, inputs.adapters)
-        return add_rows(self._ops, getattr(self._ops, self.op), rows, self._op_arguments, self._slots, inputs.spans)
+        arguments = self._arguments(rows, inputs)
+        return add_rows(self._ops, getattr(self._ops, self.op), rows, arguments, self._slots, inputs.spans)
+
+    def _arguments(self, rows: Array, inputs: LayerInputs) -> Sequence[Any]:
+        """Return the arguments of the op after its inputs, `rows`."""
+        return self._op_arguments
 
     def mix(self, x: Array, y: Array, inputs: LayerInputs) -> None:
         """Add the projection of the results y to x (T, E), in place."""
@@ -97,6 +102,46 @@ class GatedDelta(RecurrentMixer):
     ) -> tuple[DeltaWeights]:
         w = weights
         return (DeltaWeights(conv, w.decay, w.dt_bias, w.out_norm, eps.before, shape.tiled),)
+
+
+@dataclass(frozen=True)
+class ChannelDeltaWeights:
+    """Matrices are (out, in). C: channels of queries, keys and values; H: heads; A, D: key and value dim; R: rank."""
+
+    norm: Array | None = slot("delta_norm")  # (E,)
+    inputs: Linear = slot("delta_in", "linear")  # (C + H + 2R, E): q, k, v, b, and what the next two multiply
+    decay_up: Linear = slot("delta_decay_up", "linear")  # (H·A, R)
+    gate_up: Linear = slot("delta_gate_up", "linear")  # (H·D, R)
+    conv: Array = slot("delta_conv")  # (C · width,): the numbers of each channel, oldest token first
+    decay: Array = slot("delta_decay")  # (H,)
+    dt_bias: Array = slot("delta_dt_bias")  # (H·A,)
+    out_norm: Array = slot("delta_out_norm")  # (D,)
+    out: Linear = slot("delta_out", "linear")  # (E, H·D)
+
+
+class ChannelDelta(RecurrentMixer):
+    """A gated delta rule, whose decays and gates are products of short vectors."""
+
+    Weights, state_shape, op = ChannelDeltaWeights, DeltaShape, "channel_delta"
+
+    def __init__(
+        self, ops: Ops, shape: config.ChannelDelta, eps: Eps, weights: ChannelDeltaWeights, cache: Any, transform: None
+    ):
+        super().__init__(ops, shape, eps, weights, cache, transform)
+        self._ups = [Projection(ops, w) for w in (weights.decay_up, weights.gate_up)]
+        first, rank = shape.channels + shape.value_heads, shape.rank
+        self._parts = [slice(first, first + rank), slice(first + rank, first + 2 * rank)]
+
+    @staticmethod
+    def weights_of_op(
+        shape: config.ChannelDelta, eps: Eps, weights: ChannelDeltaWeights, conv: Array
+    ) -> tuple[DeltaWeights]:
+        w = weights
+        return (DeltaWeights(conv, w.decay, w.dt_bias, w.out_norm, eps.before, tiled=False),)
+
+    def _arguments(self, rows: Array, inputs: LayerInputs) -> Sequence[Any]:
+        ups = (up(rows[:, part], inputs.adapters) for up, part in zip(self._ups, self._parts, strict=True))
+        return *ups, *self._op_arguments
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,12 @@ class PlainLayer:
 
 @dataclass(frozen=True)
 class GatedLayer:
-    """The weights of a layer with RMSNorms before attention and before a network with a gate."""
+    """The weights of a layer with RMSNorms before attention and before a network with a gate. None for what it does not
+    have."""
 
     norm: Array = slot("norm")  # (C,)
+    q_norm: Array | None = slot("q_norm")  # (D,)
+    k_norm: Array | None = slot("k_norm")  # (D,)
     qkv: Linear = slot("qkv", "linear")  # (3C, C)
     out: Linear = slot("out", "linear")  # (C, C)
     ffn_norm: Array = slot("ffn_norm")
@@ -76,7 +79,8 @@ class PatchReader(Generic[AnyVisionEncoder, W, L]):
     def _add_gated_layer(self, x: Array, w: GatedLayer, rope: tuple[Array, Array], lengths: Sequence[int]) -> None:
         """As `_add_layer`, with attention among `lengths` rows each."""
         ops, eps = self._ops, self.encoder.eps
-        self._attend(x, x, (w.qkv, w.out), rope, lengths, (w.norm, eps))
+        heads = None if w.q_norm is None or w.k_norm is None else self._heads._replace(norms=(w.q_norm, w.k_norm, eps))
+        self._attend(x, x, (w.qkv, w.out), rope, lengths, (w.norm, eps), heads)
         for part in parts(ops, x):
             ops.linear(ops.linear(part, w.gate_up, Fusion((w.ffn_norm, eps), "silu", w.down)), w.down, residual=part)
 
@@ -88,11 +92,13 @@ class PatchReader(Generic[AnyVisionEncoder, W, L]):
         rope: tuple[Array, Array] | None,
         lengths: Sequence[int],
         norm: Norm = None,
+        rule: HeadRule | None = None,
     ) -> None:
-        """Add to x the attention of its rows, normed in y (P, C) or to be normed by `norm`. weights: qkv, out."""
+        """Add to x the attention of its rows, normed in y (P, C) or to be normed by `norm`. weights: qkv, out. rule:
+        None for heads without norms."""
         (qkv, out), heads, dim = weights, self.encoder.heads, self.encoder.hidden_size // self.encoder.heads
         mixed = self._ops.linear(y, qkv, Fusion(norm)).reshape(len(x), 3 * heads, dim)
-        mixed = self._encoder_ops.self_attention(mixed, rope, self._heads, lengths, dim**-0.5)
+        mixed = self._encoder_ops.self_attention(mixed, rope, rule or self._heads, lengths, dim**-0.5)
         self._ops.linear(mixed.reshape(len(x), heads * dim), out, residual=x)
 
     def _layer_norm(self, x: Array, norm: Array, bias: Array) -> Array:
@@ -120,6 +126,13 @@ def gemma_means(ops: Ops, x: Array, encoder: PatchVisionEncoder, shape: ImageSha
     """Patches x (P, C) → the means (R, C) of those of a row, on the host."""
     (down, right), merge = shape.grid, encoder.merge
     return ops.to_host(x).reshape(down, merge, right, merge, -1).mean(axis=(1, 3)).reshape(shape.rows, -1)
+
+
+def resized(positions: np.ndarray, down: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Positions (side², C) of a square → (rows, columns, C) of an image's patches. down (rows, side), right (columns,
+    side): the weights that the square's rows and columns have for each row and column of patches."""
+    side = down.shape[1]
+    return right @ np.tensordot(down, positions.reshape(side, side, -1), 1)
 
 
 def qwen_patches(encoder: QwenVisionEncoder, pixels: np.ndarray, shape: ImageShape) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 from polarlm.engine.backends.ops import Array, Fusion
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
-from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches, merged_places
+from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches, merged_places, resized
 from polarlm.engine.model.vision_encoders._patches import PlainLayer as LayerWeights
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.vision_encoders import ImageShape
@@ -38,9 +38,8 @@ class Reader(PatchReader[Lfm2VlVisionEncoder, Weights, LayerWeights]):
         ops, encoder, w, side = self._ops, self.encoder, self._weights, self.encoder.side
         rows, columns = merged_places(encoder, shape)
         down, right = (count * encoder.merge for count in shape.grid)
-        positions = ops.rows(w.positions).reshape(side, side, -1)
-        positions = np.einsum("yi,ijc->yjc", _resizing(side, down), positions)
-        x = ops.to_device(np.einsum("xj,yjc->yxc", _resizing(side, right), positions)[rows, columns])
+        positions = resized(ops.rows(w.positions), _resizing(side, down), _resizing(side, right))
+        x = ops.to_device(positions[rows, columns])
         patches = cut_patches(encoder, pixels, channels_first=encoder.channels_first)[rows * right + columns]
         ops.linear(ops.to_device(patches), w.patches, residual=x)
         for layer in self._layers:

@@ -21,7 +21,7 @@ from polarlm.engine.state.layer_shapes import ArraySpec, RecurrentShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.recurrent.slots import F32, RecurrentState, RowsOp, Slot, assign_each, first_tokens
 from polarlm.engine.state.tables import BlockTable, Reservation
-from polarlm.model_loaders.config import Recurrent
+from polarlm.model_loaders.config import ChannelDelta, Recurrent
 
 _SNAPSHOTS = 2  # for each slot
 _STEP = 4  # factor between the distances from the end of a prompt to the snapshots before it
@@ -68,7 +68,7 @@ class DeltaShape(RecurrentShape):
             matrices=(mixer.value_heads, mixer.key_dim, mixer.value_dim),
             keys=(mixer.key_heads, mixer.key_dim, tokens),
             updates=(mixer.value_heads, tokens, mixer.value_dim),
-            decays=(mixer.value_heads, tokens),
+            decays=(mixer.value_heads, *((mixer.key_dim,) if isinstance(mixer, ChannelDelta) else ()), tokens),
             inputs=(mixer.width - 1 + tokens, mixer.channels),
         )
         return [ArraySpec(name, shape, F32) for name, shape in shapes._asdict().items()]

@@ -126,7 +126,7 @@ def test_a_draft_model_needs_no_other_kernels(tiny_path: Path, tmp_path: Path, m
 
 
 @pytest.mark.usefixtures("warmed_up_at_once")
-@pytest.mark.parametrize("name", ["qwen3_next_shared_keys", "lfm2_tied"])
+@pytest.mark.parametrize("name", ["qwen3_next_shared_keys", "lfm2_tied", "kimi_linear_nope"])
 def test_a_conversation_of_a_hybrid_needs_no_other_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

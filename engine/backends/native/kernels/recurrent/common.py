@@ -1,4 +1,4 @@
-"""What kernels of gated delta rules and of Mamba 2 share: spans of rows, gates, and the end of a block, whose state
+"""What kernels of delta rules and of Mamba 2 share: spans of rows, gates, and the end of a block, whose state
 becomes the state at the start of the next block."""
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ class RecurrentArguments(NamedTuple):
     end_rows (blocks,) int32: for the end of each block, its row of `end_matrices` and `end_inputs`, or −1; for a prompt
     alone. Of Mamba 2, with T rows and Q groups: convolved (T, C): x, B and C after the convolution. block_keys: the
     keys of each block of a prompt, (blocks, Q, A, N). scores (T, Q, N): products of queries with the keys of the block.
+    Where channels decay by themselves: row_bytes from a projected row to the next, decay_inputs (T, H·A), and gates
+    (T, H·D).
     """
 
     projected: Pointer
@@ -45,6 +47,9 @@ class RecurrentArguments(NamedTuple):
     convolved: Pointer = None
     block_keys: Pointer = None
     scores: Pointer = None
+    row_bytes: Int64 = 0
+    decay_inputs: Pointer = None
+    gates: Pointer = None
 
 
 class Span(NamedTuple):
@@ -126,6 +131,10 @@ def silu(e: Emitter, x: Value) -> Value:
     return x / (e.exp(-x) + 1.0)
 
 
+def sigmoid(e: Emitter, x: Value) -> Value:
+    return e.const_like(1.0, x) / (e.exp(-x) + 1.0)
+
+
 def softplus(e: Emitter, x: Value) -> Value:
     """log(1 + e^x) of a float32: max(x, 0) + 2 atanh(y / (2 + y)) with y = e^−|x|."""
     y = e.exp(-e.absolute(x))
@@ -138,7 +147,8 @@ def softplus(e: Emitter, x: Value) -> Value:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A value head's state in a slot, by its addresses. keys: its key head's keys, float32 (A, N)."""
+    """A value head's state in a slot, by its addresses. keys: its key head's keys, float32 (A, N). decays: (N,), or, if
+    `by_channel`, (A, N)."""
 
     matrix: Value
     keys: Value
@@ -147,36 +157,44 @@ class Matrix:
     key_dim: int
     value_dim: int
     block: int
+    by_channel: bool
 
     @staticmethod
-    def from_arguments(args: Any, number: Value, keys: Value, sizes: tuple[int, int, int]) -> Matrix:
+    def from_arguments(
+        args: Any, number: Value, keys: Value, sizes: tuple[int, int, int], *, by_channel: bool = False
+    ) -> Matrix:
         """State number `number` of all slots and heads. sizes: A, D, N."""
         key_dim, value_dim, block = sizes
         matrix = args.matrices + number * (4 * key_dim * value_dim)
-        updates, decays = args.updates + number * (4 * block * value_dim), args.decays + number * (4 * block)
-        return Matrix(matrix, keys, updates, decays, *sizes)
+        updates = args.updates + number * (4 * block * value_dim)
+        decays = args.decays + number * (4 * block * (key_dim if by_channel else 1))
+        return Matrix(matrix, keys, updates, decays, *sizes, by_channel)
 
     def advance(
         self, e: Emitter, scaled: Value, tile: tuple[int, int], end_target: tuple[Value, Value] | None = None
     ) -> None:
-        """Apply the decays and updates of a complete block. scaled: scratch for N·D numbers.
+        """Apply the decays and updates of a complete block. scaled: scratch for N·D numbers, or, if `by_channel`, N·A.
 
         tile: of `product`. end_target: a condition, and the address at which the new matrix is stored as well if it
         holds.
         """
-        value_row = 4 * self.value_dim
-        at_end = e.load(self.decays, F32, 4 * (self.block - 1))
-        with e.loop(0, self.block) as i:
-            factor = e.exp(at_end - e.load(self.decays + i * 4, F32))
-            for first, lanes in pieces(self.value_dim):
-                update = e.load(self.updates + i * value_row, vector(F32, lanes), 4 * first)
-                e.store(update * factor, scaled + i * value_row, 4 * first)
-        whole = e.exp(at_end)
+        value_row, block_row = 4 * self.value_dim, 4 * self.block
+        keys, updates = (scaled, self.updates) if self.by_channel else (self.keys, scaled)
+        whole = e.exp(self._at_end(e, e.i64(0)))
+        if self.by_channel:
+            self._scale_keys(e, scaled)
+        else:
+            self._scale_updates(e, scaled)
+
+        def kept(i: Value, first: int, lanes: int) -> Value:
+            row = e.load(self.matrix + i * value_row, vector(F32, lanes), 4 * first)
+            return row * (e.exp(self._at_end(e, i)) if self.by_channel else whole)
+
         product(
             e,
-            LeftMatrix(self.keys, 4 * self.block, e.i64(self.key_dim), e.i64(self.block)),
-            (scaled, self.value_dim),
-            lambda i, first, lanes: e.load(self.matrix + i * value_row, vector(F32, lanes), 4 * first) * whole,
+            LeftMatrix(keys, block_row, e.i64(self.key_dim), e.i64(self.block)),
+            (updates, self.value_dim),
+            kept,
             lambda i, first, value: e.store(value, self.matrix + i * value_row, 4 * first),
             tile,
         )
@@ -187,6 +205,27 @@ class Matrix:
             for first, lanes in pieces(self.value_dim):
                 address = i * value_row
                 e.store(e.load(self.matrix + address, vector(F32, lanes), 4 * first), target + address, 4 * first)
+
+    def _at_end(self, e: Emitter, channel: Value) -> Value:
+        """The logarithm of how much the matrix has decayed in a block; of one channel, if they decay by themselves."""
+        return e.load(self.decays + channel * (4 * self.block), F32, 4 * (self.block - 1))
+
+    def _scale_updates(self, e: Emitter, scaled: Value) -> None:
+        """Decay the updates of a block to its end: (N, D)."""
+        value_row = 4 * self.value_dim
+        with e.loop(0, self.block) as i:
+            factor = e.exp(self._at_end(e, e.i64(0)) - e.load(self.decays + i * 4, F32))
+            for first, lanes in pieces(self.value_dim):
+                update = e.load(self.updates + i * value_row, vector(F32, lanes), 4 * first)
+                e.store(update * factor, scaled + i * value_row, 4 * first)
+
+    def _scale_keys(self, e: Emitter, scaled: Value) -> None:
+        """Decay the keys of a block to its end: (A, N)."""
+        with e.loop(0, self.key_dim) as channel:
+            row, at_end = channel * (4 * self.block), self._at_end(e, channel)
+            for first, lanes in pieces(self.block):
+                keys, decays = (e.load(x + row, vector(F32, lanes), 4 * first) for x in (self.keys, self.decays))
+                e.store(keys * e.exp(-decays + at_end), scaled + row, 4 * first)
 
 
 class AdvanceArguments(NamedTuple):
@@ -201,7 +240,7 @@ class AdvanceArguments(NamedTuple):
 
 @cache
 def advance(
-    key_heads: int, shared: int, key_dim: int, value_dim: int, block: int, width: int, *, tiled: bool
+    key_heads: int, shared: int, key_dim: int, value_dim: int, block: int, width: int, *, tiled: bool, by_channel: bool
 ) -> Kernel[AdvanceArguments]:
     """See `Ops.advance_delta`; one unit per slot and value head. shared: value heads of a key head."""
     heads = key_heads * shared
@@ -211,12 +250,15 @@ def advance(
             slot, head = e.load(args.slots + unit // heads * 4, I32).sext(I64), unit % heads
             key = head % key_heads if tiled else head // shared
             keys = args.keys + (slot * key_heads + key) * (4 * key_dim * block)
-            state = Matrix.from_arguments(args, slot * heads + head, keys, (key_dim, value_dim, block))
+            sizes = key_dim, value_dim, block
+            state = Matrix.from_arguments(args, slot * heads + head, keys, sizes, by_channel=by_channel)
             state.advance(e, scratch, e.level.float_tile)
             first, last = (args.channels * number // heads for number in (head, head + 1))
             row_bytes = args.channels * 4
             inputs = args.inputs + slot * row_bytes * (block + width - 1) + first * 4
             repeat_inputs(e, inputs, (row_bytes, block, width - 1), last - first)
 
-    sizes = f"{key_heads}x{shared}_{key_dim}x{value_dim}_{block}_{width}{'_tiled' * tiled}"
-    return Kernel(f"advance_{sizes}", emit, AdvanceArguments, scratch=4 * block * value_dim)
+    name = f"advance_{key_heads}x{shared}_{key_dim}x{value_dim}_{block}_{width}"
+    name += f"{'_tiled' * tiled}{'_by_channel' * by_channel}"
+    scratch = 4 * block * (key_dim if by_channel else value_dim)
+    return Kernel(name, emit, AdvanceArguments, scratch=scratch)

@@ -1,4 +1,4 @@
-"""Gated delta rules: rows are added to slots, block by block; see `engine.backends.numpy.recurrent`.
+"""Delta rules: rows are added to slots, block by block; see `engine.backends.numpy.recurrent`.
 
 Every sum of a row has its terms in the order of the tokens, so that it does not depend on which rows are computed with
 it, and rows that are computed one at a time leave the same state as rows that are computed together.
@@ -12,7 +12,7 @@ from functools import cache
 from polarlm.engine.backends.native.kernels.multiply import LeftMatrix, offsets, pieces, product
 from polarlm.engine.backends.native.kernels.recurrent import common
 from polarlm.engine.backends.native.kernels.recurrent.common import RecurrentArguments
-from polarlm.engine.jit.lang import F32, I32, Emitter, Kernel, Value, vector
+from polarlm.engine.jit.lang import F32, I32, Emitter, Kernel, Type, Value, vector
 from polarlm.engine.jit.run.workers import SCRATCH
 
 _PREFETCHED = 256  # bytes at a time
@@ -24,6 +24,7 @@ class Delta:
     """The properties that a kernel is specialized for.
 
     shared: value heads of a key head. block: N. is_prompt: whether the launch has many rows, and slots advance.
+    by_channel: whether it is `Ops.channel_delta`; then every value head has a key of its own.
     """
 
     key_heads: int
@@ -34,6 +35,7 @@ class Delta:
     width: int
     tiled: bool
     is_prompt: bool
+    by_channel: bool = False
 
     @property
     def channels(self) -> int:
@@ -51,7 +53,8 @@ class Delta:
     @property
     def name(self) -> str:
         sizes = f"{self.key_heads}x{self.shared}_{self.key_dim}x{self.value_dim}_{self.block}_{self.width}"
-        return f"gated_delta_{sizes}{'_tiled' * self.tiled}{'_prompt' * self.is_prompt}"
+        kind = "channel" if self.by_channel else "gated"
+        return f"{kind}_delta_{sizes}{'_tiled' * self.tiled}{'_prompt' * self.is_prompt}"
 
 
 def _arrays(spec: Delta) -> list[int]:
@@ -59,10 +62,12 @@ def _arrays(spec: Delta) -> list[int]:
 
     rows (2n, A): keys, then queries. scores (2n, N): products with the block's keys. weights (2n, N): of updates, in
     later updates and in results. read (2n, D): what keys and queries read of M, then the results. scaled (N, D):
-    updates, decayed to the end of the block. beta, since (n,): σ(b), and how much M has decayed.
+    updates, decayed to the end of the block; or (A, N): keys. beta, since (n,): σ(b), and how much M has decayed. Where
+    channels decay by themselves, totals (1 + n, A): the logarithms of how much they have, before and after each row.
     """
     n, value_dim = spec.block, spec.value_dim
-    return offsets(2 * n * spec.key_dim, 2 * n * n, 2 * n * n, 2 * n * value_dim, n * value_dim, n, n)
+    scaled, totals = (n * spec.key_dim, (n + 1) * spec.key_dim) if spec.by_channel else (n * value_dim, 0)
+    return offsets(2 * n * spec.key_dim, 2 * n * n, 2 * n * n, 2 * n * value_dim, scaled, n, n, totals)
 
 
 def supports(spec: Delta) -> bool:
@@ -72,7 +77,8 @@ def supports(spec: Delta) -> bool:
 
 @cache
 def gated_delta(spec: Delta) -> Kernel[RecurrentArguments]:
-    """See `Ops.gated_delta`; one unit per span and key head."""
+    """See `Ops.gated_delta` and `Ops.channel_delta`; one unit per span and key head."""
+    unit_class = _ChannelUnit if spec.by_channel else _Unit
 
     def emit(e: Emitter, args: RecurrentArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
@@ -80,10 +86,10 @@ def gated_delta(spec: Delta) -> Kernel[RecurrentArguments]:
             arguments = e, spec, args, scratch, span.slot, head
 
             def add(row: Value, count: Value, place: Value, number: Value) -> None:
-                _Unit(*arguments).add(row, count, place)
+                unit_class(*arguments).add(row, count, place)
                 if spec.is_prompt:
                     with e.when(place + count >= spec.block):
-                        _Unit(*arguments).advance(number)
+                        unit_class(*arguments).advance(number)
 
             common.for_each_block(e, spec.block, span, add)
 
@@ -97,7 +103,7 @@ class _Unit:
         self, e: Emitter, spec: Delta, args: RecurrentArguments, scratch: Value, slot: Value, head: Value
     ) -> None:
         self.e, self.spec, self.args, self.slot, self.head = e, spec, args, slot, head
-        self.rows, self.scores, self.weights, self.read, self.scaled, self.beta, self.start_decay = (
+        self.rows, self.scores, self.weights, self.read, self.scaled, self.beta, self.start_decay, self.totals = (
             scratch + offset for offset in _arrays(spec)[:-1]
         )
         self.keys = args.keys + (slot * spec.key_heads + head) * (4 * spec.key_dim * spec.block)
@@ -119,7 +125,12 @@ class _Unit:
 
     def state(self, head: Value) -> common.Matrix:
         spec, number = self.spec, self.slot * self.spec.value_heads + head
-        return common.Matrix.from_arguments(self.args, number, self.keys, (spec.key_dim, spec.value_dim, spec.block))
+        sizes = spec.key_dim, spec.value_dim, spec.block
+        return common.Matrix.from_arguments(self.args, number, self.keys, sizes, by_channel=spec.by_channel)
+
+    def projected(self, row: Value) -> Value:
+        """The address of a row's q, k, v and what follows."""
+        return self.args.projected + row * (4 * self.spec.columns)
 
     def add(self, row: Value, count: Value, place: Value) -> None:
         """Add `count` rows from `row` on, the first at this place in the block, and compute their results."""
@@ -129,23 +140,28 @@ class _Unit:
         key_row = 4 * spec.key_dim
         (query, _), (key, _) = self.parts()
         with e.loop(0, count) as i:
-            token, projected = place + i, self.args.projected + (row + i) * (4 * spec.columns)
+            token, projected = place + i, self.projected(row + i)
             key_at, other = self.rows + i * key_row, self.rows + (count + i) * key_row
             self._normalize(key, token, projected, key_at, 1.0)
             self._normalize(query, token, projected, other, spec.key_dim**-0.5)
             with e.loop(0, spec.key_dim) as channel:
                 e.store(e.load(key_at + channel * 4, F32), self.keys + (channel * spec.block + token) * 4)
+        self._score(count, place)
+        with e.loop(0, spec.shared) as member:
+            self._add_to(self.value_head(member), row, count, place)
+
+    def _score(self, count: Value, place: Value) -> None:
+        """Multiply keys and queries with the keys of the block."""
+        e, spec = self.e, self.spec
         product(
             e,
-            LeftMatrix(self.rows, key_row, count * 2, e.i64(spec.key_dim)),
+            LeftMatrix(self.rows, 4 * spec.key_dim, count * 2, e.i64(spec.key_dim)),
             (self.keys, spec.block),
             lambda i, first, lanes: e.zero(vector(F32, lanes)),
             lambda i, first, value: e.store(value, self.scores + i * (4 * spec.block), 4 * first),
             self.tile,
             visible_columns=place + count,
         )
-        with e.loop(0, spec.shared) as member:
-            self._add_to(self.value_head(member), row, count, place)
 
     def _prefetch(self) -> None:
         """Prefetch the matrices, which a step reads once and which its other work leaves time for."""
@@ -180,7 +196,7 @@ class _Unit:
 
     def _add_to(self, head: Value, row: Value, count: Value, place: Value) -> None:
         """Add rows to a value head, and compute its results; `rows` and `scores` are its key head's."""
-        e, spec, args = self.e, self.spec, self.args
+        e, spec = self.e, self.spec
         state = self.state(head)
         updates, decays = state.updates, state.decays
         value_row, block_row = 4 * spec.value_dim, 4 * spec.block
@@ -197,7 +213,7 @@ class _Unit:
         self._weigh(count, place, decays)
         channel = self.value_channel(head)
         with e.loop(0, count) as i:
-            token, projected = place + i, args.projected + (row + i) * (4 * spec.columns)
+            token, projected = place + i, self.projected(row + i)
             beta, start_decay = (e.load(where + i * 4, F32) for where in (self.beta, self.start_decay))
             for first, lanes in pieces(spec.value_dim):
                 v = self._convolve(channel, token, projected, first, lanes)
@@ -239,7 +255,7 @@ class _Unit:
             total.add(rate * common.softplus(e, a + bias))
             e.store(total.get(), decays + (place + i) * 4)
             e.store(e.exp(total.get()), self.start_decay + i * 4)
-            e.store(e.const_like(1.0, b) / (e.exp(-b) + 1.0), self.beta + i * 4)
+            e.store(common.sigmoid(e, b), self.beta + i * 4)
 
     def _weigh(self, count: Value, place: Value, decays: Value) -> None:
         """`scores` → `weights`: what the updates of the block's tokens weigh in the rows' updates and results."""
@@ -262,7 +278,6 @@ class _Unit:
         e, spec, args = self.e, self.spec, self.args
         with e.loop(0, count) as i:
             result = results + i * (4 * spec.value_dim)
-            z = args.projected + ((row + i) * spec.columns + head * spec.value_dim) * 4
             target = args.out + ((row + i) * spec.value_heads + head) * (4 * spec.value_dim)
             squares = e.variable(e.constant(F32, 0.0))
             parts = [(first, vector(F32, lanes)) for first, lanes in pieces(spec.value_dim)]
@@ -272,9 +287,13 @@ class _Unit:
             mean = squares.get() * (1.0 / spec.value_dim) + args.eps
             factor = e.const_like(1.0, mean) / e.sqrt(mean)
             for first, kind in parts:
-                gate = common.silu(e, e.load(z, kind, 4 * (spec.channels + first)))
+                gate = self._gate_of(head, row + i, first, kind)
                 x = e.load(result, kind, 4 * first) * factor * e.load(args.norm, kind, 4 * first)
                 e.store(x * gate, target, 4 * first)
+
+    def _gate_of(self, head: Value, row: Value, first: int, kind: Type) -> Value:
+        z = self.projected(row) + head * (4 * self.spec.value_dim)
+        return common.silu(self.e, self.e.load(z, kind, 4 * (self.spec.channels + first)))
 
     def advance(self, number: Value) -> None:
         """Turn the state at the end of a block into the state at the start of the next one, and store it if it is
@@ -297,3 +316,76 @@ class _Unit:
             repeat(self.value_channel(head), spec.value_dim)
         for channel, count in self.parts():
             repeat(channel, count)
+
+
+class _ChannelUnit(_Unit):
+    """As `_Unit`, where channels decay by themselves: a product of a row with the keys of the block has other decays in
+    each of its terms. What rows read of M is decayed with the rows, so that `start_decay` is 1."""
+
+    def projected(self, row: Value) -> Value:
+        return self.args.projected + row * self.args.row_bytes
+
+    def _score(self, count: Value, place: Value) -> None:
+        """Decays come first: see `_gates`."""
+
+    def _weigh(self, count: Value, place: Value, decays: Value) -> None:
+        """`_gates` has."""
+
+    def _gates(self, head: Value, row: Value, count: Value, place: Value, decays: Value) -> None:
+        """Add the rows' decays, compute `beta` and `weights`, and decay the rows from the start of the block."""
+        e, spec, args = self.e, self.spec, self.args
+        key_row = 4 * spec.key_dim
+        rate, bias = e.load(args.decay + head * 4, F32), args.dt_bias + head * key_row
+        with e.loop(0, spec.key_dim) as channel:
+            before = e.load(decays + (channel * spec.block + e.imax(place - 1, 0)) * 4, F32)
+            e.store(e.select(place > 0, before, e.constant(F32, 0.0)), self.totals + channel * 4)
+        with e.loop(0, count) as i:
+            logits = args.decay_inputs + ((row + i) * spec.value_heads + head) * key_row
+            total = self.totals + i * key_row
+            for first, lanes in pieces(spec.key_dim):
+                x, of_channel, before = (e.load(at, vector(F32, lanes), 4 * first) for at in (logits, bias, total))
+                e.store(e.fma(common.softplus(e, x + of_channel), rate, before), total + key_row, 4 * first)
+            with e.loop(0, spec.key_dim) as channel:
+                new = e.load(total + key_row + channel * 4, F32)
+                e.store(new, decays + (channel * spec.block + place + i) * 4)
+            b = e.load(self.projected(row + i) + head * 4, F32, 4 * spec.channels)
+            e.store(common.sigmoid(e, b), self.beta + i * 4)
+            e.store(e.constant(F32, 1.0), self.start_decay + i * 4)
+        with e.loop(0, count) as i:
+            self._weigh_row(i, count, place + i, decays)
+            total, key, query = (
+                self.totals + (i + 1) * key_row,
+                self.rows + i * key_row,
+                self.rows + (count + i) * key_row,
+            )
+            for first, lanes in pieces(spec.key_dim):
+                decay = e.exp(e.load(total, vector(F32, lanes), 4 * first))
+                for at in (key, query):
+                    e.store(e.load(at, decay.type, 4 * first) * decay, at, 4 * first)
+
+    def _weigh_row(self, i: Value, count: Value, token: Value, decays: Value) -> None:
+        """Compute the weights of a row, of a token of the block: sums over channels, of vectors of tokens."""
+        e, spec, block_row = self.e, self.spec, 4 * self.spec.block
+        beta, last = e.load(self.beta + i * 4, F32), token.trunc(I32)
+        targets = [self.weights + i * block_row, self.weights + (count + i) * block_row]
+        for first, lanes in pieces(spec.block):
+            zero = e.zero(vector(F32, lanes))
+            for target in targets:
+                e.store(zero, target, 4 * first)
+            with e.when(token >= first):
+                key_sum, query_sum = e.variable(zero), e.variable(zero)
+                with e.loop(0, spec.key_dim) as channel:
+                    row, number = channel * block_row, (i + 1) * spec.key_dim + channel
+                    decay = e.exp(-e.load(decays + row, zero.type, 4 * first) + e.load(self.totals + number * 4, F32))
+                    decayed = e.load(self.keys + row, zero.type, 4 * first) * decay
+                    for total, at in ((key_sum, i), (query_sum, count + i)):
+                        factor = e.load(self.rows + (at * spec.key_dim + channel) * 4, F32)
+                        total.set(e.fma(decayed, factor, total.get()))
+                numbers = e.constant(vector(I32, lanes), list(range(first, first + lanes)))
+                e.store(e.select(numbers < last, key_sum.get() * -beta, zero), targets[0], 4 * first)
+                e.store(e.select(numbers <= last, query_sum.get(), zero), targets[1], 4 * first)
+
+    def _gate_of(self, head: Value, row: Value, first: int, kind: Type) -> Value:
+        spec = self.spec
+        z = self.args.gates + (row * spec.value_heads + head) * (4 * spec.value_dim)
+        return common.sigmoid(self.e, self.e.load(z, kind, 4 * first))

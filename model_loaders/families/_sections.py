@@ -1,4 +1,4 @@
-"""What Qwen's families for images have in common: the text part of a configuration, and RoPE with sections."""
+"""What families for images have in common: the text part of a configuration, and RoPE with sections."""
 
 from __future__ import annotations
 
@@ -41,3 +41,10 @@ def with_sections(
         return replace(one, rope=rope and replace(rope, sections=sections, sections_take_turns=take_turns))
 
     return config.with_attention(divided)
+
+
+def with_glm_sections(config: ModelConfig, fields: Fields) -> ModelConfig:
+    """The configuration, with the sections of RoPE that GLM's models for images have. GGUF files say which ones are."""
+    if not fields.text("model_type").startswith(("glm4v", "glm_ocr")) and not fields.has("mrope_section"):
+        return config
+    return with_sections(config, fields, (8, 12, 12), take_turns=False)
