@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 
 from polarlm import model_loaders
 from polarlm.bench.command import cache_types, model_named, numbers
@@ -67,6 +68,8 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
         for bits in options.input_bits.split(",")
         for one in types
     ]
+    if options.replayable:
+        contestants += [replace(one, cache=f"{one.cache}, replayable", replayable=True) for one in contestants]
     left_out: list[str] = []
     about_peers: list[dict[str, str]] = []
     for name in paths:

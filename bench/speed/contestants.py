@@ -28,6 +28,7 @@ class Contestant:
     cache: str
     types: CacheType | None = field(default=None, compare=False)  # for our engine, as is the next
     input_bits: str | int = field(default=EngineConfig.input_bits, compare=False)
+    replayable: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.engine} {self.cache}"
@@ -103,7 +104,7 @@ def start(
     arguments: list[Any] = [contestant.cache]
     if contestant.is_ours:
         types = {} if contestant.types is None else contestant.types.settings()
-        own = {"device": subject.device, "input_bits": contestant.input_bits}
+        own = {"device": subject.device, "input_bits": contestant.input_bits, "replayable": contestant.replayable}
         arguments = [{**own, **types, **(settings or {})}]
     elif contestant.is_program:
         arguments.append(subject.peer_paths[contestant.engine])

@@ -48,6 +48,9 @@ class Options:
     input_bits: str = setting(
         AUTO, "--input-bits", metavar="BITS,…", help="as in the chat: one or several, with a column of ours for each"
     )
+    replayable: bool = setting(
+        False, "--replayable", help="measure each of our types as with --replayable of a server, too"
+    )
     peer: str = setting(
         peers.DEFAULT,
         "--peer",
