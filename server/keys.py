@@ -17,7 +17,7 @@ from polarlm.engine.errors import counted
 FLAG = "--api-key-file"
 _WORD = re.compile(r"[!-~]+")  # what fits in an HTTP header
 _LONGEST_NAME = 64
-_LIMIT = re.compile(r"(requests|tokens)=([1-9][0-9]{0,11})")  # a minute
+_LIMIT = re.compile(r"(requests|tokens)=([1-9][0-9]{0,11})|(priority)=(-?[0-9]{1,9})")  # the first two, of a minute
 _SHORTEST = 8  # characters of a key with a name: a shorter one is a name, and the key would go to the log
 _LOG = logging.getLogger(__name__)
 
@@ -64,7 +64,8 @@ class Keys:
         return name_found
 
     def limits_of(self, name: str) -> Mapping[str, int]:
-        """The limits of a name's keys for a minute: of "requests" and of "tokens", where its lines have one."""
+        """The limits of a name's keys, where its lines have one: for a minute, of "requests" and of "tokens"; and the
+        least "priority" of its requests."""
         return self._limits.get(name, {})
 
     @property
@@ -120,14 +121,14 @@ def _read(file: Path) -> tuple[dict[bytes, str], dict[str, dict[str, int]]]:
         found = [_LIMIT.fullmatch(word) for word in words[2:]]
         if not all(map(is_key, words)) or len(name) > _LONGEST_NAME or None in found:
             problem = f"is neither a key nor a name, of at most {_LONGEST_NAME} characters, and a key, in ASCII"
-            problem += ", with limits as in requests=60 tokens=100000" if len(words) > 2 else ""
+            problem += ", with limits as in requests=60 tokens=100000 priority=1" if len(words) > 2 else ""
         elif name and len(key) < _SHORTEST:
             problem = f"has a key of fewer than {_SHORTEST} characters; a name goes before its key"
         elif keys.setdefault(key.encode(), name) != name:
             problem = "has a key that has another name above"
         else:
             if found:
-                limits.setdefault(name, {}).update({one[1]: int(one[2]) for one in found if one is not None})
+                limits.setdefault(name, {}).update({one[1] or one[3]: int(one[2] or one[4]) for one in found if one})
             continue
         raise FlagError(f"{at}: line {number} {problem}")
     return keys, limits

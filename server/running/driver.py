@@ -146,7 +146,13 @@ class Driver:
         """
         with self._job(self._answers) as job:
             job.entry.adapter = options.lora if options and options.lora else None
-            start = partial(submit or self.engine.submit, prompt, self._with_limits(params), options, progress=progress)
+            start = partial(
+                submit or self.engine.submit,
+                prompt,
+                self._with_limits(params),
+                self._ranked(job, options),
+                progress=progress,
+            )
             entry, tracer = job.entry, tracing.tracer()
             if tracer is not None and entry.span is None:
                 model = entry.adapter or self.model_info.name
@@ -197,7 +203,7 @@ class Driver:
             for first in range(0, len(jobs), batch):
                 part = jobs[first : first + batch]
                 for number, (prompt, params, options) in enumerate(part):
-                    start = partial(self.engine.submit, prompt, params, options)
+                    start = partial(self.engine.submit, prompt, params, self._ranked(job, options))
                     ticket = await self._submit(job, prompt, start, _JobOutbox(job, number))
                     for sentence in ticket.warnings:
                         warn(first + number, sentence)
@@ -268,6 +274,11 @@ class Driver:
         if limit is None or (params.max_tokens is not None and 0 <= params.max_tokens <= limit):
             return params
         return replace(params, max_tokens=limit)
+
+    def _ranked(self, job: Job, options: PromptOptions | None) -> PromptOptions:
+        """Return options with the priority of the request's key, unless its own is larger: it is served later then."""
+        options, least = options or PromptOptions(), self.config.keys.limits_of(job.entry.key or "").get("priority")
+        return options if least is None else replace(options, priority=max(least, options.priority))
 
     async def _submit(
         self, job: Job, prompt: Prompt, start: Submit, outbox: Outbox | None = None, *, compiles: bool = False

@@ -30,6 +30,8 @@ class Quotas:
             return
         limits = self._limits_of(name)
         for kind, limit in limits.items():
+            if kind == "priority":
+                continue
             least = 1 if kind == "requests" else _ROUNDING  # that must be left
             excess = self._use(name, kind, limit, 0) + least - limit
             if excess > _ROUNDING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -84,3 +85,22 @@ def test_a_client_is_told_when_to_come_again(tiny: Engine, start, tmp_path: Path
             *_, last = client.ask(id=number, prompt="a", max_tokens=1, api_key=ANNA)
             assert last.get("done") or (number == 2 and last["error"]["code"] == "rate_limited")
         assert last["error"]["retry_after"] > 25
+
+
+def test_requests_of_a_key_have_its_priority_or_a_larger_one(
+    tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, seen, submit = tmp_path / "keys", list[int](), tiny.submit
+    file.write_text(f"anna {ANNA} priority=5\nben {BEN}\n")
+
+    def submitted(prompt: Any, params: Any, options: Any, **more: Any) -> Any:
+        seen.append(options.priority)
+        return submit(prompt, params, options, **more)
+
+    monkeypatch.setattr(tiny, "submit", submitted)
+    with serving(tiny, api_key_file=str(file)) as server:
+        for key in (ANNA, BEN):
+            for priority in (-3, 8):
+                body = {"prompt": "a", "max_tokens": 1, "priority": priority}
+                assert server.http.post("/v1/completions", json=body, headers={"X-Api-Key": key}).status_code == 200
+    assert seen == [5, 8, -3, 8]
