@@ -360,7 +360,7 @@ class Engine(Completions, AdapterLoading):
         if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
         params = replace(params, **settings)
-        params = replay.with_seed(params) if self.config.replayable else params
+        params = replay.with_seed(params, options, is_replayable=self.config.replayable)
         warnings: list[str] = []
         if options.pack:
             prompt = self.begin_with_pack(prompt, options)

@@ -77,6 +77,7 @@ OPTIONS: Limits = {
     "lora_scale": (Numbers(-1e3, 1e3), "a number from -1000 to 1000"),
     "cache_salt": (lambda value: isinstance(value, str), "a string"),
     "priority": (Numbers(-(2**31), 2**31 - 1, whole=True), "a whole number"),
+    "replayable": (is_flag, "True or False"),
     "pack": (lambda value: isinstance(value, str), "the name of a pack, or an empty string"),
     "continue_final_message": (is_flag, "True or False"),
     "tools": (_is_list_of_objects, "a tuple of functions in OpenAI's form"),

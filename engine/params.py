@@ -338,6 +338,7 @@ class PromptOptions(Settings):
     lora_scale: float = 1.0  # multiplies what it adds
     cache_salt: str = ""  # requests reuse each other's K/V only if they have the same salt
     priority: int = 0  # requests of the least are served first, and then in order of arrival
+    replayable: bool = False  # refuse the request unless the engine has `replayable`
     pack: str = ""  # the name of a pack, whose messages or tokens precede the prompt; empty for none
     continue_final_message: bool = False  # the model continues the last message, which is the assistant's
     tools: tuple[Mapping[str, Any], ...] = ()  # the functions that the model may call, in OpenAI's form

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import Adapters
-from polarlm.engine.params import SamplingParams
+from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.request import Request
 from polarlm.engine.version import release
 
@@ -19,9 +19,14 @@ def fingerprint(settings: Mapping[str, str], types: str, input_bits: str) -> str
     return ":".join((release(), model, types, input_bits, settings["block_size"], encoding))
 
 
-def with_seed(params: SamplingParams) -> SamplingParams:
-    """Return parameters with a seed, which is 0 if they have none."""
-    return replace(params, seed=0) if params.seed < 0 else params
+def with_seed(params: SamplingParams, options: PromptOptions, *, is_replayable: bool) -> SamplingParams:
+    """Return parameters with a seed, which is 0 if they have none and answers can be replayed. Raises EngineError if
+    the request wants that where they cannot."""
+    if options.replayable and not is_replayable:
+        raise EngineError(
+            "Answers cannot be replayed here: load the engine with replayable=True", settings=("replayable",)
+        )
+    return replace(params, seed=0) if is_replayable and params.seed < 0 else params
 
 
 def prepare(request: Request, adapters: Adapters, fingerprint: str) -> None:

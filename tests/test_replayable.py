@@ -212,3 +212,14 @@ def test_requests_without_a_seed_have_the_same_one(tiny_path: Path) -> None:
         with load_tiny(tiny_path, **SETTINGS) as engine:
             answers.add(engine.generate([5, 6, 7], temperature=1.5, max_tokens=20).token_ids)
     assert len(answers) == 1
+
+
+def test_a_request_may_insist(tiny_path: Path) -> None:
+    options = PromptOptions(replayable=True)
+    for is_promised in (True, False):
+        with load_tiny(tiny_path, **SETTINGS | {"replayable": is_promised}) as engine:
+            if is_promised:
+                assert engine.generate([5, 6], options=options, max_tokens=2).usage.replay_digest
+            else:
+                with pytest.raises(EngineError, match="Answers cannot be replayed here"):
+                    engine.generate([5, 6], options=options, max_tokens=2)

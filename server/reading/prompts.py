@@ -93,6 +93,7 @@ def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools |
         cache_prompt=flag("cache_prompt", body.get("cache_prompt", True)),
         cache_salt=read_salt(body.get("cache_salt")),
         priority=count("priority", body.get("priority", 0), -(2**31), 2**31 - 1),
+        replayable=flag("replayable", body.get("replayable") or False),
         pack=text("pack", body["pack"]) if body.get("pack") is not None else "",
         tools=() if tools is None else tools.all,
         template_variables=_template_variables(body.get("chat_template_kwargs"), body.get("reasoning_effort")),

@@ -129,7 +129,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
 
 EXTENSIONS = (
     *(field for field, (name, _) in _FIELDS.items() if field == name),
-    *("reasoning_budget_tokens", "cache_prompt", "cache_salt", "pack", "priority"),
+    *("reasoning_budget_tokens", "cache_prompt", "cache_salt", "pack", "priority", "replayable"),
 )
 """Fields that every API takes under these names, unless it has a name of its own for them."""
 

@@ -54,6 +54,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # the other fields: a value, and what 
     ),
     "cache_prompt": (False, PromptOptions(parse_special=True, cache_prompt=False)),
     "cache_salt": ("x", PromptOptions(parse_special=True, cache_salt="x")),
+    "replayable": (True, PromptOptions(parse_special=True, replayable=True)),
     "priority": (-3, PromptOptions(parse_special=True, priority=-3)),
     **dict.fromkeys(("max_completion_tokens", "n_predict"), (5, SamplingParams(max_tokens=5))),
     **dict.fromkeys(("typ_p", "typical"), (0.5, SamplingParams(typical_p=0.5))),
