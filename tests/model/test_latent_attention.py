@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ EPS, LATENT_EPS, TOKENS = 1e-5, 1e-6, 40
 Tensors = dict[str, np.ndarray]
 
 
-def random_model(folder: Path, seed: int) -> tuple[dict[str, Any], Tensors]:
+SMALL = [1, 2, 3, 5], [4, 8, 20], [2, 8, 16], [4, 12], [8, 24, 40]  # heads; own, rotated, value, latent channels
+EXPANDED = [1, 2, 5], [8, 16], [8], [16, 32], [56, 80]  # a head has fewer channels than a latent vector
+
+
+def random_model(folder: Path, seed: int, sizes: Sequence[list[int]] = SMALL) -> tuple[dict[str, Any], Tensors]:
     """A folder of a dense model with latent attention in two layers, its configuration and tensors."""
     rng = np.random.default_rng(seed)
-    heads, own, rotated, value, latent = (
-        int(rng.choice(of)) for of in ([1, 2, 3, 5], [4, 8, 20], [2, 8, 16], [4, 12], [8, 24, 40])
-    )
+    heads, own, rotated, value, latent = (int(rng.choice(of)) for of in sizes)
     e, f, vocabulary, below = 24, 40, 64, int(rng.choice([0, 12, 16]))
     config = {
         "model_type": "deepseek_v3",
@@ -34,7 +37,7 @@ def random_model(folder: Path, seed: int) -> tuple[dict[str, Any], Tensors]:
         },
         **{"qk_nope_head_dim": own, "qk_rope_head_dim": rotated, "v_head_dim": value, "attention_bias": bool(seed % 2)},
         **{"n_routed_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "first_k_dense_replace": 2},
-        **{"max_position_embeddings": 128, "rms_norm_eps": EPS, "rope_theta": 100.0, "tie_word_embeddings": False},
+        **{"max_position_embeddings": 2048, "rms_norm_eps": EPS, "rope_theta": 100.0, "tie_word_embeddings": False},
     }
     shapes = {
         "model.embed_tokens.weight": (vocabulary, e),

@@ -304,7 +304,7 @@ def test_a_prompt_keeps_its_own_keys_and_values_in_32_bits(ops: Any) -> None:
         np.testing.assert_array_equal(side[:, n:], halves.astype(np.float32))
 
 
-@backends(NUMPY, *SOME)
+@backends(NUMPY, *SOME, CUDA)
 @pytest.mark.parametrize("sizes", [(1, 1, 2, 2), (3, 4, 24, 8), (2, 5, 64, 32)])
 def test_latent_vectors_and_rotated_channels_become_heads_and_back(
     ops: Any, rng: np.random.Generator, sizes: tuple[int, ...]

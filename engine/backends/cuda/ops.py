@@ -169,8 +169,8 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         return self
 
     @property
-    def latent_ops(self) -> None:
-        """None: latent attention has no kernels."""
+    def latent_ops(self) -> CudaOps:
+        return self
 
     def wait(self) -> None:
         self._device.wait()

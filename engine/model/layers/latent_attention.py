@@ -85,9 +85,9 @@ class LatentAttention:
 
     def mix(self, x: Array, q: Array, inputs: LayerInputs) -> None:
         """Add the projected attention of queries q (T, H, D) to x (T, E), in place."""
-        shape, mixed = self.shape, self._ops.attention(q, self._cache, inputs.spans, self._rule)
-        latents = self._latent_ops.take_latents(mixed, shape.latent)
-        values = self._latent_ops.multiply_heads(latents, self._weights.values)
+        shape, latent_ops = self.shape, self._latent_ops
+        latents = latent_ops.take_latents(self._ops.attention(q, self._cache, inputs.spans, self._rule), shape.latent)
+        values = latent_ops.multiply_heads(latents, self._weights.values)
         self._out.add(x, values.reshape(-1, shape.heads * shape.value_dim), inputs.adapters)
 
 
