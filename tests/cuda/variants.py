@@ -72,8 +72,13 @@ class Variant:
     memory: int = 0
 
     def archs(self) -> list[int]:
-        """The architectures that it is compiled for."""
-        return [arch for arch, limit in SHARED_LIMIT.items() if self.memory in (0, limit + SYSTEM_BYTES)]
+        """The architectures that it is compiled for: of latent vectors, those with enough shared memory."""
+        is_latent = self.cache is not None and not self.cache.values
+        return [
+            arch
+            for arch, limit in SHARED_LIMIT.items()
+            if self.memory in (0, limit + SYSTEM_BYTES) and not (is_latent and self.dynamic_shared > limit)
+        ]
 
     def text(self) -> str:
         if self.cache is None:
