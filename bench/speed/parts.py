@@ -38,6 +38,7 @@ KINDS = {
     "norms": ("norm_rows", "layer_norm", "rms_norm", "centre"),
     "RoPE, heads": ("heads_", "to_slot", "transform_heads", "place_kv", "append_kv", "rotate", "copy_full"),
     "attention": ("attention_", "prompt_", "text_", "merge_", "prefill_", "naive_", "decode_attention", "decode_two"),
+    "latent vectors": ("join_", "take_", "latent_"),
     "decoding": ("decode_", "to_matrices_"),
     "encoding": ("encode_", "copy_records"),
     "gates": ("gate_", "activate_mul", "elementwise", "scale_rows", "clip"),

@@ -92,7 +92,7 @@ append_kv_kernel(unsigned char *current_k, unsigned char *current_v, const float
     const long long record = (long long)span.record(start / Layout::N) * kv_heads + head;
     const int token = start % Layout::N, part = token / Layout::PART, tile_row = token % Layout::PART / 16;
     const int part_at = part * Layout::TILES * 512;
-    for (int i = threadIdx.x; i < 2 * APPEND_SLOTS; i += blockDim.x) {
+    for (int i = threadIdx.x; i < (current_v ? 2 : 1) * APPEND_SLOTS; i += blockDim.x) {
         const int step = i / 32 % APPEND_STEPS, lane = i % 32, g = lane / 4, tg = lane % 4;
         const bool is_key = i < APPEND_SLOTS;
         const int tile = is_key ? step * Layout::PT + tile_row : tile_row * APPEND_STEPS + step;

@@ -24,6 +24,7 @@ decode_blocks_kernel(unsigned char *to_k, unsigned char *to_v, const unsigned ch
     for (int part = 0; part < PARTS; ++part) {
         const int at = part * TILES * 512;
         decode_keys(to_k + to * FullKeyLayout::NBYTES + at, key, part, Tables::keys(shared), warp, lane);
-        decode_values(to_v + to * FullValueLayout::NBYTES + at, value, part, Tables::values(shared), warp, lane);
+        if (to_v)  // else values are keys
+            decode_values(to_v + to * FullValueLayout::NBYTES + at, value, part, Tables::values(shared), warp, lane);
     }
 }

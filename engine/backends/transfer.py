@@ -36,6 +36,7 @@ RECORDS = f"records {records.VERSION}"
 REPRESENTATIONS = FIELDS, TILES, RECORDS
 
 _BYTES = np.dtype(np.uint8)
+_NAMES = {"k": "keys", "v": "values"}  # of the records of each side
 
 
 def fields(format: CacheFormat) -> dict[str, dict[str, Field]]:
@@ -58,19 +59,18 @@ def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | tuple[KeyTiles] 
 
 
 def layouts(format: CacheFormat) -> tuple[Layout, Layout]:
-    """The record layouts of keys and of values. Raises ValueError if no CUDA kernel reads them."""
+    """The record layouts of keys and of values, which may be keys. Raises ValueError if no CUDA kernel reads them."""
     n, d = format.block_size, format.head_dim
-    if format.codec_v is None:
-        raise ValueError("Latent attention has no GPU kernels: run this model with device=cpu.")
-    return records.layout(format.codec_k, False, n, d, format.mean_bits), records.layout(format.codec_v, True, n, d)
+    keys = records.layout(format.codec_k, False, n, d, format.mean_bits, is_latent=format.codec_v is None)
+    return keys, keys if format.codec_v is None else records.layout(format.codec_v, True, n, d)
 
 
 def block_arrays(format: CacheFormat, stored_as: str) -> dict[str, Field]:
     """The arrays of one block of one KV head. Raises ValueError for a representation that this format does not have."""
     if stored_as == RECORDS:
         return {
-            name: Field((layout.nbytes,), _BYTES)
-            for name, layout in zip(("keys", "values"), layouts(format), strict=True)
+            _NAMES[side]: Field((layout.nbytes,), _BYTES)
+            for side, layout in zip(format.sides, layouts(format), strict=False)
         }
     if stored_as not in REPRESENTATIONS:
         raise ValueError(f"blocks as {stored_as} belong to another version")
@@ -96,8 +96,8 @@ def converted(format: CacheFormat, blocks: int, arrays: Arrays, stored_as: str) 
         return checked
     sides = _to_fields(format, checked)
     if stored_as == RECORDS:
-        keys, values = layouts(format)
-        return {"keys": keys.pack(sides["k"], sides["mean"]), "values": values.pack(sides["v"])}
+        records_of, means = zip(format.sides, layouts(format), strict=False), {"k": sides["mean"]}
+        return {_NAMES[side]: layout.pack(sides[side], means.get(side)) for side, layout in records_of}
     if stored_as == TILES and (both := tiles(format)) is not None:
         sides |= {side: {"tiles": own.pack(sides[side])} for side, own in zip(format.sides, both, strict=True)}
     return {f"{side}.{name}": array for side, arrays in sides.items() for name, array in arrays.items()}
@@ -106,9 +106,9 @@ def converted(format: CacheFormat, blocks: int, arrays: Arrays, stored_as: str) 
 def _to_fields(format: CacheFormat, arrays: Arrays) -> dict[str, dict[str, np.ndarray]]:
     """Checked arrays of any representation → the fields of "k", "v" and "mean"."""
     if "keys" in arrays:
-        keys, values = layouts(format)
-        (k, mean), (v, _) = keys.unpack(arrays["keys"]), values.unpack(arrays["values"])
-        return {"k": k, "v": v, "mean": mean}
+        records_of = zip(format.sides, layouts(format), strict=False)
+        (k, mean), *more = (layout.unpack(arrays[_NAMES[side]]) for side, layout in records_of)
+        return {"k": k, "v": more[0][0] if more else {}, "mean": mean}
     sides = {
         side: {name.removeprefix(f"{side}."): x for name, x in arrays.items() if name.startswith(f"{side}.")}
         for side in ("k", "v", "mean")

@@ -23,7 +23,7 @@ from polarlm.engine.records.fragments import ALIGNMENT, Geometry, Record
 VERSION = 2  # version of the byte layout, since session files contain records
 
 _LINE = 128  # bytes; records are a multiple of it
-_LARGEST_HEAD_DIM = 256
+_LARGEST_HEAD_DIM, _LARGEST_LATENT = 256, 576
 _MEAN_TYPES = {8: np.int8, 16: np.float16}
 
 # Bytes of a row of the tables in shared memory: 128 for the keys' tables, 128 for the values'.
@@ -48,6 +48,11 @@ class Layout:
         return self.record.codec != codecs.FULL
 
     @property
+    def is_latent(self) -> bool:
+        """Whether a vector has more channels than a key or a value may have."""
+        return self.record.geometry.head_dim > _LARGEST_HEAD_DIM
+
+    @property
     def nbytes(self) -> int:
         """Bytes of a record, a multiple of 128."""
         return self._sections.nbytes
@@ -56,7 +61,8 @@ class Layout:
     def full(self) -> Layout:
         """The layout of full-precision records of the same side, N and D."""
         geometry = self.record.geometry
-        return layout(codecs.get(codecs.FULL), geometry.values, geometry.block_size, geometry.head_dim)
+        shape = geometry.values, geometry.block_size, geometry.head_dim
+        return layout(codecs.get(codecs.FULL), *shape, is_latent=self.is_latent)
 
     def text(self, struct_name: str) -> str:
         """The text of a C++ struct of constants, the argument of the codec's struct template."""
@@ -126,14 +132,19 @@ def _names() -> frozenset[str]:
 
 
 @cache
-def layout(codec: Codec, values: bool, block_size: int, head_dim: int, mean_bits: int = 0) -> Layout:
+def layout(
+    codec: Codec, values: bool, block_size: int, head_dim: int, mean_bits: int = 0, *, is_latent: bool = False
+) -> Layout:
     """The layout of keys or of values in blocks of `block_size` tokens; the same object for the same arguments.
+
+    is_latent: whether these keys are values, too, which may have more channels.
 
     Raises ValueError, with a sentence for the user, if no kernel reads this codec or this shape.
     """
-    if head_dim % 8 or head_dim > _LARGEST_HEAD_DIM:
+    most = _LARGEST_LATENT if is_latent else _LARGEST_HEAD_DIM
+    if head_dim % 8 or head_dim > most:
         raise ValueError(
-            f"On a GPU the head dimension must be a multiple of 8 and at most {_LARGEST_HEAD_DIM}, "
+            f"On a GPU the head dimension must be a multiple of 8 and at most {most}, "
             f"but this model's is {head_dim}: run it on the CPU."
         )
     part = 64 if head_dim <= 128 else 32

@@ -19,7 +19,9 @@ MOST = 1.5, 2.0, 2.0  # times the measure: in the median, at 95 or 90 %, and of 
 # that grow with their positions, norms after RoPE, and LayerNorms before attention and network side by side.
 QUICK = [
     ("cohere2_windows_tied", "balanced"),
+    ("deepseek_v2_greedy", "balanced"),
     ("gemma4_shared_kv", "f16"),
+    ("glm4_moe_lite", "f16"),
     ("gpt_oss_mxfp4", "f16"),
     ("granite_hybrid_tied", "f16"),
     ("hunyuan_v1_dense_alpha_tied", "balanced"),

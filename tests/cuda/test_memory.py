@@ -36,6 +36,7 @@ from polarlm.model_loaders.config import (
     Experts,
     GatedDelta,
     GatedMLP,
+    LatentAttention,
     Layer,
     Mamba2,
     ModelConfig,
@@ -184,6 +185,18 @@ LATENT = replace(
 NO_GATES = replace(
     LLAMA, family="nemotron_h", layers=(Layer(Attention(32, 8, 128, None), GatedMLP(21504, "relu_squared")), NO_NETWORK)
 )
+MANY_HEADS = replace(
+    LLAMA,
+    family="deepseek_v3",
+    hidden_size=7168,
+    layers=(
+        Layer(
+            LatentAttention(128, 1, 576, RopeConfig(), 64, own_dim=128, value_dim=128, query_latent=1536),
+            Experts(256, 8, 2048, scoring="sigmoid", shared=GatedMLP(2048)),
+        ),
+    )
+    * 2,
+)
 WIDE = replace(
     LLAMA,
     family="gemma4",
@@ -210,6 +223,7 @@ CONFIGS = {
     "Mamba 2, experts without gates": MAMBA2,
     "Mamba 2, experts of a latent size": LATENT,
     "Mamba 2, a wide network without a gate": NO_GATES,
+    "latent vectors": MANY_HEADS,
 }
 TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+dense")]
 

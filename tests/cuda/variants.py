@@ -27,7 +27,8 @@ Define = int | float | str
 @dataclass(frozen=True)
 class Cache:
     """The records of a layer: names of codecs, and the shape of a block. mean_bits: 0 without centring, 8 or 16.
-    high_precision: the codecs of blocks with more bits, of keys and of values, if there are two kinds."""
+    high_precision: the codecs of blocks with more bits, of keys and of values, if there are two kinds. values: empty if
+    keys are values, as latent vectors are."""
 
     keys: str
     values: str
@@ -37,6 +38,9 @@ class Cache:
     high_precision: tuple[str, str] | None = None
 
     def layouts(self) -> tuple[Layout, Layout]:
+        if not self.values:
+            shape = self.block_size, self.head_dim, self.mean_bits
+            return (records.layout(codecs.get(self.keys), False, *shape, is_latent=True),) * 2
         keys, values = codecs.get(self.keys), codecs.get(self.values)
         both = (
             records.layout(keys, False, self.block_size, self.head_dim, self.mean_bits),
@@ -68,8 +72,13 @@ class Variant:
     memory: int = 0
 
     def archs(self) -> list[int]:
-        """The architectures that it is compiled for."""
-        return [arch for arch, limit in SHARED_LIMIT.items() if self.memory in (0, limit + SYSTEM_BYTES)]
+        """The architectures that it is compiled for: of latent vectors, those with enough shared memory."""
+        is_latent = self.cache is not None and not self.cache.values
+        return [
+            arch
+            for arch, limit in SHARED_LIMIT.items()
+            if self.memory in (0, limit + SYSTEM_BYTES) and not (is_latent and self.dynamic_shared > limit)
+        ]
 
     def text(self) -> str:
         if self.cache is None:
@@ -381,6 +390,43 @@ def _delta() -> dict[str, list[Variant]]:
     return variants
 
 
+# Latent vectors: of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash, in steps that warps share equally and otherwise.
+_LATENT = [
+    Cache(name, "", 576, mean_bits=bits) for name, bits in (("f16", 0), ("ring3", 8), ("ring4", 8), ("ring5", 16))
+]
+_LATENT += [Cache(name, "", 576) for name in ("linear8", "turbo4", "trellis3.5", "polarquant", "ring2.5")]
+_LATENT += [Cache("ring4", "", 320, block_size=32), Cache("ring3", "", 288, mean_bits=0)]
+_LATENT_KINDS = [Cache(types[0], "", 576, high_precision=(high[0], "")) for types, high in _TWO_KINDS]
+
+
+def _latent() -> dict[str, list[Variant]]:
+    """What attends to latent vectors, for 16 and 128 heads, and what moves and encodes them."""
+    full = Cache("f16", "", 576, mean_bits=0)
+    variants = {name: [Variant(name, {}, full)] for name in ("append_kv", "copy_full")}
+    variants["transform_heads"] = [
+        Variant("transform_heads", {**_HEADS_OF_ONE, "HEAD_DIM": 576, "KEY_ORDER": order}) for order in (1, 64)
+    ]
+    variants["rotate"] = [Variant("rotate", rotate_config(576, 64, 32).defines)]
+    for cache, heads in zip([*_LATENT, *_LATENT_KINDS], itertools.cycle((16, 128, 20))):
+        keys, values = cache.layouts()
+        configs = {"latent_attention": launch_configs.latent_attention(keys, heads)}
+        if cache.high_precision is None:
+            if cache.keys == "linear8":  # blocks that are encoded again
+                configs["decode_blocks"] = launch_configs.decode_blocks(keys, values)
+            configs["encode_blocks"] = launch_configs.encode_blocks(keys, values)
+            configs |= {
+                "encode_keys": launch_configs.encode_keys(keys),
+                "encode_tiles": launch_configs.encode_tiles(keys),
+            }
+        for kernel, config in configs.items():
+            if config is not None:
+                variants.setdefault(kernel, []).append(Variant(kernel, config.defines, cache, config.shared))
+    return variants
+
+
+_HEADS_OF_ONE: dict[str, Define] = {"HEAD_NORMS": 0, "VALUE_ORDER": 1, "SIDES": 1}
+
+
 # File name in cuda/ → every variant.
 VARIANTS: dict[str, list[Variant]] = {
     "activate_mul": [
@@ -434,7 +480,12 @@ VARIANTS: dict[str, list[Variant]] = {
         *_all("route", COUNT=(2048,), TOP_K=(40,), SIGMOID=(0,), RENORMALIZE=(1,)),
     ],
     "sample": [Variant("sample", SAMPLE.defines)],
+    "join_latents": _all("join_latents"),
+    "take_latents": _all("take_latents"),
+    "latent_sums": _all("latent_sums"),
 }
+for _name, _variants in _latent().items():
+    VARIANTS[_name] = [*VARIANTS.get(_name, ()), *_variants]
 
 
 def traits(variant: Variant) -> set[tuple[str, str]]:

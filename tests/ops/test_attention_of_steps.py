@@ -136,7 +136,7 @@ def test_rows_attend_to_codes(ops: Any, types: tuple[str, str]) -> None:
     case.check(case.attended())
 
 
-@backend_cases("ops name dim", [(ops, *of) for ops in (NUMPY, *BEST) for of in LATENTS])
+@backend_cases("ops name dim", [(ops, *of) for ops in (NUMPY, *BEST, CUDA) for of in LATENTS])
 def test_rows_attend_to_keys_that_are_values(ops: Any, name: str, dim: int) -> None:
     """Codes are stored once, in the order for keys: values have them turned where whole vectors are, or decoded."""
     for group, mean_bits, sequences in ((18, 8, [Sequence_(1000, 1), Sequence_(10)]), (5, 0, [Sequence_(320, 3)])):
@@ -147,7 +147,7 @@ def test_rows_attend_to_keys_that_are_values(ops: Any, name: str, dim: int) -> N
 
 
 @pytest.mark.slow
-@backend_cases("ops name dim", [(ops, *of) for ops in SOME for of in (*LATENTS, *MORE_LATENTS)])
+@backend_cases("ops name dim", [(ops, *of) for ops in (*SOME, CUDA) for of in (*LATENTS, *MORE_LATENTS)])
 def test_rows_attend_to_keys_that_are_values_of_every_kind(ops: Any, name: str, dim: int) -> None:
     test_rows_attend_to_keys_that_are_values(ops, name, dim)
 

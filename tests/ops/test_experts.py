@@ -98,6 +98,13 @@ def test_experts_are_chosen_from_the_best_groups(ops: Any, rng: np.random.Genera
 
 
 @backends(CUDA)
+def test_a_gpu_refuses_groups_of_experts(ops: Any) -> None:
+    logits = ops.to_device(np.zeros((2, 16), np.float32))
+    with pytest.raises(EngineError, match=r"experts that are chosen from groups, .*device=cpu"):
+        ops.route(logits, Experts(16, 2, 1, groups=4, top_groups=2))
+
+
+@backends(CUDA)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_experts_of_a_row_on_a_gpu_are_those_of_numpy(ops: Any, rng: np.random.Generator, rule: Experts) -> None:
     for bias, factors in ((None, None), (normal(rng, rule.count), None), (None, normal(rng, rule.count))):

@@ -58,8 +58,9 @@ class AttentionOps(HeadOps):
             self._device.run_between_graphs(work, (out, q, *arrays))
             return self.rotate(out, inverse)
         parts = prompts, steps = spans.parts
-        if prompts is not None or steps is None:
-            out = self._device.empty(q.shape, np.float32)
+        if prompts is not None or steps is None or cache.format.codec_v is None:
+            make = self._device.zeros if cache.format.codec_v is None else self._device.empty  # of no span's rows
+            out = make(q.shape, np.float32)
             self._pass(out, q, cache, parts, parameters)
             return self.rotate(out, inverse)
         dense = inverse.matrix is not None
@@ -77,6 +78,10 @@ class AttentionOps(HeadOps):
     ) -> None:
         """Attention of all rows of a batch to out float32, whose rotation follows. parts: its prompts and its step."""
         prompts, steps = parts
+        if cache.format.codec_v is None:
+            for spans in filter(None, parts):
+                self._attend_to_latents(out, q, cache, spans, parameters)
+            return
         if prompts is not None:
             self._prefill(out, q, cache, prompts, parameters)
         if steps is not None:
@@ -103,6 +108,43 @@ class AttentionOps(HeadOps):
                 layouts=layouts,
                 high_precision=None if high_precision is None else high_precision.layouts,
             )
+
+    def _attend_to_latents(
+        self, out: Array, q: Array, cache: LayerCache, spans: SpanTable, parameters: _Parameters
+    ) -> None:
+        """Attention of rows of q (T, H, D) of prompts or of a step, whose values are keys, to these rows of out."""
+        (rows, heads, dim), high_precision, table = q.shape, cache.high_precision, spans.device_table(self._device)
+        config, columns = launch_configs.latent_attention(cache.layouts[0], heads), launch_configs.LATENT_COLUMNS
+        chunks, kinds = -(-heads * spans.most_rows // columns), [None]
+        if spans.buffer is not None:
+            kinds = [spans.tiles(self._device, has_codes, heads, columns) for has_codes in spans.kinds()]
+        for tiles in kinds:
+            count, splits, acc, ml = len(spans.table) * chunks, 1, None, None
+            if tiles is not None:
+                count = tiles.shape[0]
+            else:
+                splits = launch_configs.latent_splits(len(spans.table), heads, self._device.processors, spans.most_rows)
+            if splits > 1:
+                acc, ml = (self._device.empty((rows * heads, splits, n), np.float32) for n in (cache.padded, 2))
+            self._launch(
+                "latent_attention",
+                (count, 1, splits),
+                config,
+                *(out, acc, ml, q, cache.keys.quantized, cache.full.k, cache.pools(spans.buffer).k, table, tiles),
+                *(cache.keys.tables, parameters.scale_back, spans.table.shape[1], chunks, row_stride(q)),
+                parameters.scale,
+                *(() if high_precision is None else (high_precision.keys.quantized, high_precision.keys.tables)),
+                layouts=cache.layouts,
+                high_precision=None if high_precision is None else high_precision.layouts,
+            )
+            if splits > 1:
+                self._launch(
+                    "latent_sums",
+                    (len(spans.table), spans.most_rows * heads),
+                    LaunchConfig({}, threads_for(dim)),
+                    *(out, acc, ml, table, parameters.scale_back),
+                    *(spans.table.shape[1], splits, heads, dim, cache.padded),
+                )
 
     def _decode(
         self,

@@ -43,6 +43,7 @@ class ExpertOps(LinearOps):
         super().__init__(device)
         self.host = host
         self._norms: dict[int, tuple[Array, np.ndarray]] = {}  # by identity; and on the host
+        self._heads: dict[int, tuple[Array, Array]] = {}  # by H: the number of the head of each pair, and weights of 1
 
     def load_experts(
         self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
@@ -68,7 +69,8 @@ class ExpertOps(LinearOps):
         return self.stack(format, [matrix for expert in experts for matrix in expert])
 
     def route(self, logits: Array, rule: Experts, bias: Array | None = None, factors: Array | None = None) -> Routing:
-        assert rule.groups == 1  # only models with latent attention have groups, and these have no kernels
+        if rule.groups > 1:
+            raise _unsupported("experts that are chosen from groups,")
         rows, count = logits.shape
         ids = self._device.empty((rows, rule.top_k), np.int32)
         weights = self._device.empty((rows, rule.top_k), np.float32)
@@ -99,6 +101,32 @@ class ExpertOps(LinearOps):
             parts, places = self._pair_results(x[rows], ids.reshape(ids.size), top_k, network)
             args = target, parts, routing.weights[rows], places, top_k, n, row_stride(target)
             self._launch("add_experts", (-(-n // config.threads), len(target)), config, *args)
+        return y
+
+    def multiply_heads(self, x: Array, w: ExpertLinear) -> Array:
+        """As `experts`, with the head of each row as its one expert."""
+        out, pairs, count = w.shape[0], EXPERT_ROWS, w.count
+        if count not in self._heads:
+            numbers = np.resize(np.arange(count, dtype=np.int32), pairs * count)
+            device = self._device
+            self._heads[count] = device.from_host(numbers), device.from_host(np.ones((len(numbers), 1), np.float32))
+        numbers, ones = self._heads[count]
+        y = self._device.empty((len(x), out), np.float32)
+        for first in range(0, len(x), len(numbers)):
+            part, target = x[first : first + len(numbers)], y[first : first + len(numbers)]
+            rows, ids = self._device.empty(part.shape, np.float32), numbers[: len(part)]
+            rows[...] = part  # which may be columns of a wider array
+            if not wide.groups_pairs(len(ids), count):
+                multiply = partial(self._multiply_pairs, ids, 1, count)
+                target[...] = self._product(multiply, rows, len(ids), w, PLAIN, np.float32)
+                continue
+            for most in self._group_rows(len(ids), count):
+                groups = self._group_pairs(ids, 1, count, most)
+                multiply = partial(self._multiply_groups, groups, groups.rows, count)
+                results = self._product(multiply, rows, len(ids), w, PLAIN, np.float32)
+            config = LaunchConfig({"ADD": 0}, threads_for(out))
+            args = target, results, ones[: len(ids)], groups.places, 1, out, row_stride(target)
+            self._launch("add_experts", (-(-out // config.threads), len(ids)), config, *args)
         return y
 
     def _on_host(self, y: Array, x: Array, routing: Routing, network: ExpertNetwork, residual: Array | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import Array, Device
+from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import WARP, DeviceOps, LaunchConfig, threads_for
 from polarlm.engine.backends.hadamard import hadamard_signs, with_rotations
 from polarlm.engine.backends.kv import HeadRule, HeadTransform, Rope
@@ -43,6 +43,7 @@ class DeviceTransform(NamedTuple):
     inverse: DeviceRotation
     scale_back: Array | None
     value_eps: float | None
+    sides: int  # 1 if values are keys, else 2
 
 
 def prepare(device: Device, transforms: Sequence[HeadTransform]) -> list[DeviceTransform]:
@@ -60,31 +61,51 @@ def prepare(device: Device, transforms: Sequence[HeadTransform]) -> list[DeviceT
         return None if x is None else device.from_host(np.ascontiguousarray(x, np.float32))
 
     return [
-        DeviceTransform(one.kv_heads, array(one.scale), keys, values, inverse, array(one.scale_back), one.value_eps)
+        DeviceTransform(
+            *(one.kv_heads, array(one.scale), keys, values, inverse),
+            *(array(one.scale_back), one.value_eps, 1 if one.values_are_keys else 2),
+        )
         for one, keys, values, inverse in with_rotations(transforms, rotation, NO_ROTATION)
     ]
 
 
 class HeadOps(DeviceOps):
-    """The op `transform_heads`, and rotations."""
+    """The op `transform_heads`, rotations, and the parts of latent vectors."""
+
+    def join_latents(self, absorbed: Array, rotated: Array, kv: Array) -> Array:
+        (rows, columns), size = kv.shape, rotated.shape[1]
+        heads, latent = len(absorbed) // rows, columns - size
+        joined = self._device.empty((rows, heads + 1, columns), np.float32)
+        args = joined, absorbed, rotated, kv, latent, size, row_stride(rotated)
+        self._launch("join_latents", (rows, heads + 1), LaunchConfig({}, threads_for(columns)), *args)
+        return joined
+
+    def take_latents(self, x: Array, latent: int) -> Array:
+        tokens, heads, columns = x.shape
+        out = self._device.empty((tokens * heads, latent), np.float32)
+        config = LaunchConfig({}, threads_for(latent))
+        self._launch("take_latents", (tokens * heads,), config, out, x, latent, columns)
+        return out
 
     def transform_heads(self, qkv: Array, rope: Rope, rule: HeadRule) -> tuple[Array, Array, Array]:
         transform: DeviceTransform = rule.transform
         rows, heads, dim = qkv.shape
         values = rows * transform.kv_heads
-        queries = rows * heads - 2 * values
+        queries = rows * heads - transform.sides * values
         # Keys follow queries in memory, so that one launch of rotate_dense rotates both.
         qk = self._device.empty((queries + values, dim), np.float32)
         changes_values = (
             transform.values is not NO_ROTATION or transform.scale is not None or transform.value_eps is not None
         )
-        changes_values &= values > 0
+        changes_values &= values > 0 and transform.sides == 2
         v = self._device.empty((rows, transform.kv_heads, dim), np.float32) if changes_values else None
         outputs = qk[:queries], qk[queries:], v
         vectors = queries + (values if v is None else 2 * values)
         self._launch_heads("transform_heads", outputs, qkv, rope, rule, vectors)
         qk = self.rotate_dense(qk, transform.keys)
         q, k = qk[:queries].reshape(rows, -1, dim), qk[queries:].reshape(rows, -1, dim)
+        if transform.sides == 1:
+            return q, k, k
         if v is None:
             return q, k, qkv[:, heads - transform.kv_heads :]
         return q, k, self.rotate_dense(v, transform.values)
@@ -110,11 +131,13 @@ class HeadOps(DeviceOps):
         (_, heads, dim), keys, values = qkv.shape, transform.keys, transform.values
         q_norm, k_norm, eps = rule.norms or (None, None, 0.0)
         signs = keys.input_signs, keys.output_signs, values.input_signs, values.output_signs
-        counts = vectors, heads - 2 * transform.kv_heads, transform.kv_heads
+        counts = vectors, heads - transform.sides * transform.kv_heads, transform.kv_heads
         self._launch(
             kernel,
             (-(-vectors // _WARPS),),
-            _heads_config(dim, rule.norms is not None, transform.value_eps, keys.order, values.order, rows),
+            _heads_config(
+                dim, rule.norms is not None, transform.value_eps, keys.order, values.order, rows, transform.sides
+            ),
             *(*outputs, qkv, *rope, q_norm, k_norm, transform.scale, *signs, *spans, *counts, float(eps)),
             layouts=layouts,
         )
@@ -142,11 +165,12 @@ class HeadOps(DeviceOps):
 
 @cache
 def _heads_config(
-    dim: int, normed: bool, value_eps: float | None, key_order: int, value_order: int, rows: int | None
+    dim: int, normed: bool, value_eps: float | None, key_order: int, value_order: int, rows: int | None, sides: int
 ) -> LaunchConfig:
     """The launch of a kernel that JOINS `cuda/heads/heads.cuh`; see `HeadOps`."""
     defines: dict[str, int | float | None] = {"HEAD_DIM": dim, "HEAD_NORMS": int(normed), "VALUE_EPS": value_eps}
     defines |= {"KEY_ORDER": max(1, key_order), "VALUE_ORDER": max(1, value_order), "STEP_ROWS": rows}
+    defines["SIDES"] = 1 if sides == 1 else None
     return LaunchConfig({name: value for name, value in defines.items() if value is not None}, WARP * _WARPS)
 
 

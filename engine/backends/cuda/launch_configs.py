@@ -6,6 +6,7 @@ not compile where the size of their arrays differs.
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, threads_for
@@ -15,6 +16,9 @@ from polarlm.engine.records import Layout, Layouts, table_bytes
 
 # Bytes of shared memory that a block can have on every supported GPU: compute capability 8.6, 8.9 and 12.0 have least.
 SHARED_BYTES = 99 << 10
+
+# The same of GPUs with more, such as A100 and H100. Blocks of latent vectors may need it while they are encoded.
+_MORE_SHARED_BYTES = 163 << 10
 
 # Most rows of gemv and gemv_packed. Each row costs gemv as many instructions as the first, while tensor cores compute
 # eight rows for the price of one; and each of its many small blocks reads x from the L2 cache, which from three rows
@@ -50,6 +54,9 @@ ROUNDING: dict[str, int | float | str] = {
     "NORM_FACTORS": ", ".join(f"{factor}f" for factor in encode.NORM_FACTORS),
     "PATH_NORMS": len(encode.PATH_NORM_FACTORS),
 }
+LATENT_COLUMNS = 16  # rows of scores of a CTA of latent_attention
+_LATENT_WARPS = 9  # at most; 36 steps of channels are four for each
+_MOST_SPLITS = 32  # of a sequence, by CTAs of latent_attention
 DECODE_HEADS = 8  # query heads, times rows, of a cell of decode_attention: at most
 
 
@@ -143,6 +150,24 @@ def prefill_blocks(warps: int, rows: int, keys: Layout, values: Layout, group: i
 
 
 @cache
+def latent_attention(keys: Layout, heads: int) -> LaunchConfig:
+    """The launch for `heads` query heads, whose values are keys."""
+    geometry, tiles = keys.record.geometry, LATENT_COLUMNS // 8
+    steps, row_tiles = geometry.padded // 16, geometry.part // 16
+    warps = max(count for count in range(1, _LATENT_WARPS + 1) if steps % count == 0)
+    scores = 512 * warps * row_tiles * tiles
+    shared = table_bytes(keys, keys) + scores + 256 * tiles * row_tiles + 12 * LATENT_COLUMNS
+    return LaunchConfig({"GROUP": heads, "WARPS": warps, "SHARED": shared}, WARP * warps, shared)
+
+
+@cache
+def latent_splits(sequences: int, heads: int, processors: int, most: int = 1) -> int:
+    """Into how many splits latent_attention cuts sequences of a step with at most `most` rows each. It is recorded,
+    and must not depend on lengths."""
+    return max(1, min(_MOST_SPLITS, processors // (sequences * -(-heads * most // LATENT_COLUMNS))))
+
+
+@cache
 def decode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
     shared = table_bytes(keys, values)
     return LaunchConfig({"WARPS": _DECODE_WARPS, "SHARED": shared}, WARP * _DECODE_WARPS, shared)
@@ -152,17 +177,19 @@ def decode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
 def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
     """The launch of encode_blocks. Raises ValueError where a block does not fit into shared memory."""
     size, searches = keys.record.geometry.block_size, any(side.record.searches_paths for side in (keys, values))
-    tokens = 64 if size % 64 == 0 else size
-    while True:
-        # Parts of blocks need a few more registers than a multiprocessor has for 24 warps, and a path search needs
-        # more; eight of its warps have 64 tokens.
-        warps = _ENCODE_WARPS - (4 if searches else 2 * (tokens < size))
-        shared = max(encode_bytes(side, tokens, warps) for side in (keys, values))
-        if shared <= SHARED_BYTES:
-            return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, shared)
-        if tokens % 64 and tokens != 32:  # a part of a block has 16 tokens or a multiple of 32
-            raise _too_large(size)
-        tokens //= 2
+    for room in _rooms(keys):
+        tokens = 64 if size % 64 == 0 else size
+        while True:
+            # Parts of blocks need a few more registers than a multiprocessor has for 24 warps, and a path search needs
+            # more; eight of its warps have 64 tokens.
+            warps = _ENCODE_WARPS - (4 if searches else 2 * (tokens < size))
+            shared = max(encode_bytes(side, tokens, warps) for side in (keys, values))
+            if shared <= room:
+                return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, shared)
+            if tokens % 64 and tokens != 32:  # a part of a block has 16 tokens or a multiple of 32
+                break
+            tokens //= 2
+    raise _too_large(size)
 
 
 @cache
@@ -173,12 +200,12 @@ def encode_keys(keys: Layout) -> LaunchConfig | None:
     if "POINTS" not in constants or keys.record.searches_paths:
         return None
     points, width, numbers = constants["POINTS"], constants["WIDTH"], 1 + len(encode.NORM_FACTORS)
-    for tokens in (64, 32, 16):
+    for room, tokens in itertools.product(_rooms(keys), (64, 32, 16)):
         rows = -(-tokens * numbers // WARP) * WARP
         row_code_bytes = rows * dim // width * (1 if points <= 256 else 2)
         floats = 20 * tokens + points * width + 2 * rows + dim + 3 * size + -(-numbers // 4) * 4
         shared = 4 * floats + max(4 * dim * (tokens + 4), row_code_bytes) + 2 * size * dim // width
-        if size % tokens == 0 and shared <= SHARED_BYTES:
+        if size % tokens == 0 and shared <= room:
             return LaunchConfig({"WARPS": rows // WARP, "TOKENS": tokens, **ROUNDING}, rows, shared)
     raise _too_large(size)
 
@@ -192,13 +219,18 @@ def encode_tiles(side: Layout) -> LaunchConfig | None:
         return None
     name, width = "Value" if side.record.geometry.values else "Key", constants["WIDTH"]
     sides = {"SIDE": f"{name}Layout", "CODEC": f"{name}Codec", "FULL": f"Full{name}Layout"}
-    for warps in range(min(size // 16, 8), 0, -1):
+    for room, warps in itertools.product(_rooms(side), range(min(size // 16, 8), 0, -1)):
         errors = 4 * max(256 * warps * -(-dim // 16), 20 * dim)
         floats = 17 * 16 * warps + constants["POINTS"] * width + dim + 4 * size
         shared = -(-(errors + 4 * floats + 2 * size * dim // width) // 16) * 16
-        if size // 16 % warps == 0 and shared <= SHARED_BYTES:
+        if size // 16 % warps == 0 and shared <= room:
             return LaunchConfig({"WARPS": warps, **sides, **ROUNDING}, WARP * warps, shared)
     raise _too_large(size)
+
+
+def _rooms(side: Layout) -> tuple[int, ...]:
+    """Bytes of shared memory that a launch which encodes may take, the least first."""
+    return (SHARED_BYTES, _MORE_SHARED_BYTES) if side.is_latent else (SHARED_BYTES,)
 
 
 def _too_large(block_size: int) -> ValueError:

@@ -19,7 +19,7 @@ from polarlm.engine.backends.cuda.recurrent import delta_prompt_bytes, heads_wid
 from polarlm.engine.backends.cuda.sampling import ROW_WORDS, mask_room, scratch_words
 from polarlm.engine.backends.kv import layers_together, table_width
 from polarlm.engine.backends.ops import Load
-from polarlm.model_loaders.config import Experts, Ffn, ModelConfig, Recurrent, ShortConv, is_gated
+from polarlm.model_loaders.config import Experts, Ffn, LatentAttention, ModelConfig, Recurrent, ShortConv, is_gated
 
 _FLOAT, _NARROW = 4, 2  # bytes of an activation, and of one converted to the weights' type
 _CONV_WORDS, _DELTA_WORDS = 4, 4  # inputs of a row of a step; see `Ops.short_conv`, and DeltaSpan
@@ -44,7 +44,7 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int, encoded_at_once: int) 
     blocks = len(shapes) * max(layers_together(encoded_at_once, kv_heads, count) * count for count in counts)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix
-    project = max(project, _conv_bytes(model), _delta_bytes(model))
+    project = max(project, _conv_bytes(model), _delta_bytes(model), _latent_bytes(model))
     scratch, states = delta_prompt_bytes(_deltas(model), chunk, tokens, size)
     gate = _gate_bytes(model)
     attend = _FLOAT * (heads + 2 * queries) + gate  # queries, and the result before and after its rotation
@@ -71,7 +71,7 @@ def step_bytes(load: Load, device: Device) -> int:
     words = 1 + _ropes(model) + ROW_WORDS + _groups(model) * table + (_CONV_WORDS if _conv_bytes(model) else 0)
     words += _DELTA_WORDS * len(_deltas(model))
     inputs = MOST_RECORDINGS * rows * _FLOAT * words
-    project = max(3 * _FLOAT * heads + _NARROW * e, _conv_bytes(model), _delta_bytes(model))
+    project = max(3 * _FLOAT * heads + _NARROW * e, _conv_bytes(model), _delta_bytes(model), _latent_bytes(model))
     forward = (
         _FLOAT * (2 * queries + sum(_products(model)) * f) + _NARROW * max(e, f, queries) + _post_norm_bytes(model)
     )
@@ -148,6 +148,21 @@ def _delta_bytes(model: ModelConfig) -> int:
     return _FLOAT * widest + _NARROW * model.hidden_size if widest else 0
 
 
+def _latent_bytes(model: ModelConfig) -> int:
+    """Bytes of a row of latent attention: queries, their own part multiplied, both parts joined, transformed, and
+    rotated by a matrix; or transformed queries, and results as latent vectors, copied and in half precision, and as
+    values, twice, and groups of pairs of a row and a head."""
+    most = 0
+    for mixer in model.attentions.values():
+        if isinstance(mixer, LatentAttention):
+            queries = mixer.query_latent + mixer.heads * (mixer.own_dim + mixer.rotated + _GROUP)
+            before = queries + mixer.heads * mixer.latent + mixer.head_dim
+            joined, values = (mixer.heads + 1) * mixer.head_dim, mixer.heads * mixer.value_dim
+            after = mixer.heads * (mixer.head_dim + 2 * mixer.latent + _GROUP) + 2 * values
+            most = max(most, _FLOAT * (before + 3 * joined), _FLOAT * after + _NARROW * mixer.heads * mixer.latent)
+    return most
+
+
 def _gate_bytes(model: ModelConfig) -> int:
     """Bytes of a row of the gate of attention's result, and of its input in half precision."""
     gated = [
@@ -178,10 +193,15 @@ def _sum_bytes(load: Load, device: Device) -> int:
     """Bytes of the sums that blocks of decode_attention write."""
     most = 0
     for mixer in set(load.model.attentions.values()):
+        padded = -(-mixer.head_dim // 16) * 16
+        if isinstance(mixer, LatentAttention):
+            splits = launch_configs.latent_splits(load.rows, mixer.heads, device.processors)
+            most = max(most, load.rows * mixer.heads * splits * (padded + 2) if splits > 1 else 0)
+            continue
         chunks, columns = launch_configs.decode_cells(mixer.heads // mixer.kv_heads)
         sums = 2 * load.rows * mixer.kv_heads * chunks + device.processors
         sums *= 1 if load.format.high_precision is None else 2
-        most = max(most, sums * columns * (-(-mixer.head_dim // 16) * 16 + 2))
+        most = max(most, sums * columns * (padded + 2))
     return _FLOAT * most
 
 

@@ -99,6 +99,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     keeps_tiles = False
     batches_take_steps = True
     cache_experts = None
+    expansion_ops = None
     stored_as = transfer.RECORDS
     warm_up_rows: tuple[Sequence[int], Sequence[int]] = ((16, 64, 128, 256), (1, 2, 4, 8))
 
@@ -169,8 +170,8 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         return self
 
     @property
-    def latent_ops(self) -> None:
-        """None: latent attention has no kernels."""
+    def latent_ops(self) -> CudaOps:
+        return self
 
     def wait(self) -> None:
         self._device.wait()

@@ -79,6 +79,7 @@ class LayerCache:
     blocks: the records of keys and values together (blocks, K, bytes), if the layer has two kinds of blocks in one
     memory. high_precision is the cache of the blocks with more bits, and copy_block(target, source) copies one. number:
     of the layer among the layers with K/V on the device; layers one after another take the buffers of a prompt in turn.
+    Where values are keys, both sides are the same.
     """
 
     device: Device
@@ -96,7 +97,7 @@ class LayerCache:
     @property
     def code_bytes(self) -> int:
         """Bytes of a quantized block of one KV head."""
-        return sum(layout.nbytes for layout in self.layouts)
+        return sum(layout.nbytes for layout in self.layouts[: len(self.format.sides)])
 
     def move(self, target: int, source: int) -> None:
         assert self.copy_block is not None

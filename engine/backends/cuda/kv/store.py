@@ -75,25 +75,35 @@ class CacheOps(HeadOps):
     """The ops that allocate, write, encode, copy, save and restore K/V."""
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
-        keys, values = _layouts(format)
+        sides = len(format.sides)
         for kind in (format, format.high_precision):
             if kind is not None:
-                launch_configs.encode_blocks(*_layouts(kind))
-                launch_configs.encode_keys(_layouts(kind)[0])
-                for side in _layouts(kind):
-                    launch_configs.encode_tiles(side)
-        full = sum(layout.nbytes for layout in _full_layouts(format))
-        return format.kv_heads * (keys.nbytes + values.nbytes), format.kv_heads * full
+                keys, values = transfer.layouts(kind)
+                configs = [launch_configs.encode_blocks(keys, values), launch_configs.encode_keys(keys)]
+                configs += [*map(launch_configs.encode_tiles, (keys, values))]
+                if max(one.shared for one in configs if one) > self._device.shared_memory - launch_configs.SYSTEM_BYTES:
+                    raise ValueError(
+                        f"Blocks of {format.block_size} latent vectors in {kind.codec_k.name} are too large for the "
+                        "shared memory of this GPU: choose a cache type with fewer bits, such as ring3."
+                    )
+        codes, full = (
+            format.kv_heads * sum(layout.nbytes for layout in layouts[:sides])
+            for layouts in (transfer.layouts(format), _full_layouts(format))
+        )
+        return codes, full
 
     def cache(
         self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[LayerCache] = ()
     ) -> LayerCache:
-        layouts, on_device = _layouts(format), [other for other in earlier_caches if other.device is self._device]
+        layouts, on_device = (
+            transfer.layouts(format),
+            [other for other in earlier_caches if other.device is self._device],
+        )
         try:
             if format.high_precision is not None:
                 return self._two_kinds(format, format.high_precision, quantized, full, on_device)
             # Kernels write only the fields of a record; the padding stays zero, also in session files.
-            shapes = [(quantized, format.kv_heads, layout.nbytes) for layout in layouts]
+            shapes = [(quantized, format.kv_heads, layout.nbytes) for layout in layouts[: len(format.sides)]]
             pools = [self._device.zeros(shape, np.uint8) for shape in shapes]
             keys, values = self._sides(layouts, format, pools, on_device)
             slots, number = self._pools(format, full), len(on_device)
@@ -116,15 +126,17 @@ class CacheOps(HeadOps):
         on_device: Sequence[LayerCache],
     ) -> LayerCache:
         """A cache for `quantized` blocks, with one of high-precision blocks in the same memory."""
-        size = format.kv_heads * sum(layout.nbytes for layout in _layouts(format))
+        size = format.kv_heads * sum(layout.nbytes for layout in transfer.layouts(format)[: len(format.sides)])
         memory, slots = self._device.zeros((quantized * size,), np.uint8), self._pools(format, full)
 
         def make_cache(kind: CacheFormat, high_precision: LayerCache | None) -> LayerCache:
-            layouts = records.together(*_layouts(kind))
-            each, key_bytes = kind.kv_heads * layouts[0].stride, layouts[0].nbytes
+            layouts = transfer.layouts(kind)
+            layouts = layouts if kind.codec_v is None else records.together(*layouts)
+            stride, key_bytes = layouts[0].stride or layouts[0].nbytes, layouts[0].nbytes
+            each = kind.kv_heads * stride
             count = quantized * size // each
-            blocks = memory[: count * each].reshape(count, kind.kv_heads, layouts[0].stride)
-            pools = blocks[..., :key_bytes], blocks[..., key_bytes:]
+            blocks = memory[: count * each].reshape(count, kind.kv_heads, stride)
+            pools = [blocks[..., :key_bytes], blocks[..., key_bytes:]][: len(kind.sides)]
             keys, values = self._sides(layouts, kind, pools, on_device)
             memory_args = slots, _full_layouts(kind), blocks, functools.partial(self._move, blocks)
             return LayerCache(self._device, kind, layouts, keys, values, *memory_args, high_precision, len(on_device))
@@ -143,8 +155,9 @@ class CacheOps(HeadOps):
 
     def _pools(self, format: CacheFormat, count: int) -> Buffer:
         """Uninitialised pools of `count` full-precision records."""
-        shapes = [(count, format.kv_heads, layout.nbytes) for layout in _full_layouts(format)]
-        return Buffer(*(self._device.empty(shape, np.uint8) for shape in shapes))
+        shapes = [(count, format.kv_heads, layout.nbytes) for layout in _full_layouts(format)[: len(format.sides)]]
+        k, *v = (self._device.empty(shape, np.uint8) for shape in shapes)
+        return Buffer(k, v[0] if v else k)
 
     def _sides(
         self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], earlier_caches: Sequence[LayerCache]
@@ -155,8 +168,9 @@ class CacheOps(HeadOps):
         tables_by_layout = {
             layout: side for kind in kinds for layout, side in zip(kind.layouts, (kind.keys, kind.values), strict=True)
         }
-        sides = zip(pools, layouts, (format.metric_k, format.metric_v), strict=True)
-        return [self._side(pool, layout, metric, tables_by_layout.get(layout)) for pool, layout, metric in sides]
+        sides = zip(pools, layouts, (format.metric_k, format.metric_v), strict=False)
+        made = [self._side(pool, layout, metric, tables_by_layout.get(layout)) for pool, layout, metric in sides]
+        return made if len(made) == 2 else made * 2
 
     def _side(self, pool: Array, layout: Layout, metric: Metric | None, like: SideArrays | None) -> SideArrays:
         """A side with `pool`; the codec's tables are shared with `like` (same layout) if given."""
@@ -188,10 +202,9 @@ class CacheOps(HeadOps):
     def append_kv(self, cache: LayerCache, spans: SpanTable | BatchTables, k: Array, v: Array) -> None:
         for table in filter(None, spans.parts):
             (count, width), groups = table.shape, -(-(table.most_rows + 15) // 16)
+            k_pool, v_pool = cache.pools(table.buffer)
             args = (
-                *cache.pools(table.buffer),
-                k,
-                v,
+                *((k_pool, None, k, None) if cache.format.codec_v is None else (k_pool, v_pool, k, v)),
                 table.device_table(self._device),
                 width,
                 groups,
@@ -226,7 +239,9 @@ class CacheOps(HeadOps):
             return q
         is_prompt = spans.parts[0] is not None and rows > 1
         is_dense = transform.keys.matrix is not None or transform.values.matrix is not None
-        if is_prompt or is_dense:  # append_kv writes 16 bytes at a time where place_kv would write 2 or 4
+        if (
+            is_prompt or is_dense or transform.sides == 1
+        ):  # append_kv writes 16 bytes at a time where place_kv would write 2 or 4
             q, k, v = self.transform_heads(qkv, rope, rule)
             self.append_kv(cache, spans, k, v)
             return q
@@ -244,7 +259,7 @@ class CacheOps(HeadOps):
         pools = Addresses([(*cache.pools(target_pool), *cache.pools(source_pool)) for cache in caches], written=2)
         blocks = [(target.block, source.block, tokens) for target, source, tokens in moves]
         args = pools, self._upload(np.array(blocks, np.int32)), len(moves), one.format.kv_heads
-        grid = len(caches) * len(moves), one.format.kv_heads, 2
+        grid = len(caches) * len(moves), one.format.kv_heads, 1 if one.format.codec_v is None else 2
         self._launch("copy_full", grid, LaunchConfig({}, _COPY_THREADS), *args, layouts=one.full_layouts)
 
     def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
@@ -269,6 +284,8 @@ class CacheOps(HeadOps):
             for cache in caches:
                 sides = zip((cache.keys, cache.values), cache.pools(sources[0].buffer), strict=True)
                 for number, (side, pool) in enumerate(sides):
+                    if number and cache.format.codec_v is None:
+                        break
                     kind = *_encoder(side, number, cache.layouts), cache.format.kv_heads
                     launches.setdefault(kind, []).append((number, side._replace(full=pool), moves))
         for (kernel, layouts, heads), rows in launches.items():
@@ -284,11 +301,12 @@ class CacheOps(HeadOps):
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> PromptBuffer:
         format, layouts = cache.format, cache.layouts
         buffer, ids = self._pools(format, len(blocks)), self._upload(np.asarray(blocks, np.int32))
+        to_v = None if format.codec_v is None else buffer.v
         self._launch(
             "decode_blocks",
             (len(blocks), format.kv_heads),
             launch_configs.decode_blocks(*layouts),
-            *(*buffer, cache.keys.quantized, cache.values.quantized, ids),
+            *(buffer.k, to_v, cache.keys.quantized, cache.values.quantized, ids),
             *(cache.keys.tables, cache.values.tables, format.kv_heads),
             layouts=layouts,
         )
@@ -297,12 +315,14 @@ class CacheOps(HeadOps):
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         if cache.blocks is not None:
             both, key_bytes = self._gather_records(cache.blocks, blocks), cache.layouts[0].nbytes
-            arrays = {"keys": both[..., :key_bytes], "values": both[..., key_bytes:]}
+            arrays = {"keys": both[..., :key_bytes]}
+            if cache.format.codec_v is not None:
+                arrays["values"] = both[..., key_bytes:]
             # What lies in the memory between the fields may have been a block of the other kind.
-            sides = zip(arrays.items(), cache.layouts, strict=True)
+            sides = zip(arrays.items(), cache.layouts, strict=False)
             return {name: layout.zero_padding(array) for (name, array), layout in sides}
         pools = ("keys", cache.keys.quantized), ("values", cache.values.quantized)
-        return {name: self._gather_records(pool, blocks) for name, pool in pools}
+        return {name: self._gather_records(pool, blocks) for name, pool in pools[: len(cache.format.sides)]}
 
     def _gather_records(self, pool: Array, blocks: Sequence[int]) -> np.ndarray:
         copied_records = self._device.empty((len(blocks), *pool.shape[1:]), np.uint8)
@@ -311,9 +331,9 @@ class CacheOps(HeadOps):
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         stored = transfer.converted(cache.format, len(blocks), arrays, transfer.RECORDS)
-        pools = [(cache.keys.quantized, stored["keys"]), (cache.values.quantized, stored["values"])]
+        pools = [*zip((cache.keys.quantized, cache.values.quantized), stored.values(), strict=False)]
         if cache.blocks is not None:
-            pools = [(cache.blocks, np.concatenate([stored["keys"], stored["values"]], axis=-1))]
+            pools = [(cache.blocks, np.concatenate([*stored.values()], axis=-1))]
         for pool, raw in pools:
             self._copy_records(pool, self._upload(raw), np.arange(len(blocks)), np.asarray(blocks))
 
@@ -365,11 +385,6 @@ def _candidates_of(layout: Layout) -> np.ndarray | None:
     return path_candidates(points) if layout.record.searches_paths else candidates(points)
 
 
-def _layouts(format: CacheFormat) -> Layouts:
-    keys = records.layout(format.codec_k, False, format.block_size, format.head_dim, format.mean_bits)
-    return keys, records.layout(format.codec_v, True, format.block_size, format.head_dim)
-
-
 def _full_layouts(format: CacheFormat) -> Layouts:
-    keys, values = _layouts(format)
+    keys, values = transfer.layouts(format)
     return keys.full, values.full
