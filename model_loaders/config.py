@@ -272,6 +272,7 @@ class ModelConfig:
     scores_pairs: bool = False  # a head gives a pair of texts a number, how relevant the second is for the first
     pooled_pairs: bool = False  # it reads the mean of the pair's states, not the first one
     mtp: bool = False  # the last of `layers` is no part of the model: it guesses the token after the next one
+    eagle3: Eagle3Head | None = None  # what that layer belongs to, if not to the model's own files
 
     @property
     def depth(self) -> int:
@@ -333,9 +334,28 @@ class ModelConfig:
         last = max(self.attentions, key=lambda number: (self.layers[number].ffn is not None, number))
         return replace(self, layers=(*self.layers, self.layers[last]), mtp=True)
 
+    def with_eagle3(self, head: Eagle3Head) -> ModelConfig:
+        """The configuration with the layer of an EAGLE-3 head."""
+        return replace(self, layers=(*self.layers, *head.model.layers), mtp=True, eagle3=head)
+
+    def without_draft_layer(self) -> ModelConfig:
+        """The configuration of the model alone."""
+        return replace(self, layers=self.layers[: self.depth], mtp=False, eagle3=None)
+
     def for_context(self, tokens: int) -> ModelConfig:
         """The configuration for a context of `tokens`."""
         return self.with_attention(lambda mixer: replace(mixer, rope=mixer.rope and mixer.rope.for_context(tokens)))
+
+
+@dataclass(frozen=True)
+class Eagle3Head:
+    """A draft head of another file, which reads hidden states of some of a model's layers (arXiv:2503.01840)."""
+
+    model: ModelConfig  # its layer, sizes, and rows of its output head
+    layers: tuple[int, ...]  # numbers of the model's layers: the hidden states before them, or after the last one
+    ids: tuple[int, ...] = ()  # the model's id of each row of its output head; empty if they are the same
+    residual_normed: bool = False  # the residual stream begins with hidden states after their norm
+    has_embedding: bool = False  # it reads its own embedding, not the model's
 
 
 @dataclass(frozen=True)
