@@ -253,6 +253,7 @@ class EngineConfig(Settings):
         "none",
         "--spec-type",
         choices=limits.DRAFTS,
+        names=limits.DRAFT_NAMES,
         help="draft tokens and verify several in one step: ngram-simple drafts what followed the last occurrence of "
         "the newest tokens; draft-simple asks the draft model, and is the default where there is one; mtp asks a layer "
         "of the model that predicts several tokens, which is loaded for it alone; eagle3 a head of another file, "

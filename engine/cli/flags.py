@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,8 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, che
         return
     options["choices"] = field.metadata.get("choices")
     container, read = _reader(annotation)
+    if (names_of_values := field.metadata.get("names")) is not None:
+        read = partial(_read_name, names_of_values)
     options["type"] = _checking_reader(_read_text if field.metadata.get("text") else read, check)
     if word is not None:
         count = "+" if container is tuple else "?" if _is_optional(field) else None
@@ -316,6 +319,11 @@ def _reader(annotation: Any) -> tuple[type | None, Callable[[str], Any]]:
     if container is tuple:
         return tuple, _READERS[arguments[0]]
     return None, _READERS[annotation]
+
+
+def _read_name(names: Mapping[str, str], text: str) -> str:
+    """The value that a name stands for, which other programs may have given it."""
+    return names.get(text, text)
 
 
 def _read_int(text: str) -> int:

@@ -17,7 +17,7 @@ from statistics import median
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS, DRAFTS, EAGLE3, MTP
+from polarlm.engine.limits import DRAFT_MODEL, DRAFT_NAMES, DRAFT_ROWS, DRAFTS, EAGLE3, MTP
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.params import SamplingParams
@@ -173,7 +173,7 @@ class Drafting:
         """Return the drafts of a request with the prompt `ids`; None if it has none. kv: returns its sequence in the
         engine's store, if it has one. Raises EngineError if the request asks for what is not loaded."""
         config = self._config
-        kind = config.spec_type if params.spec_type is None else params.spec_type
+        kind = config.spec_type if params.spec_type is None else DRAFT_NAMES[params.spec_type]
         draft_max = config.draft_max if params.draft_max is None else params.draft_max
         if params.spec_type is None and kind == DRAFTS[0] and self.model is not None:
             kind = DRAFT_MODEL

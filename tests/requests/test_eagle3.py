@@ -18,7 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 from polarlm import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import EngineConfig
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.need import need
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.drafts import MtpDrafter
@@ -283,6 +285,22 @@ def test_tensors_that_no_head_has_are_not_ignored(tmp_path: Path) -> None:
         save_file(tensors | {name: value}, head / "model.safetensors")
         with pytest.raises(EngineError, match=says):
             load_tiny(model, **SETTINGS)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("draft-eagle3", "eagle3"), ("draft-mtp", "mtp")])
+def test_names_of_llama_cpp_mean_the_same(theirs: str, ours: str, tmp_path: Path) -> None:
+    argv = ["--spec-type", theirs, "--spec-draft-model", "x"]
+    (config,) = parse(argv, {"model": EngineConfig}, prog="polarlm", description="")
+    assert (config.spec_type, config.model_draft) == (ours, "x")
+    assert settle("model", None, {"spec_type": theirs}).spec_type == ours
+    model, _ = with_head(tmp_path)
+    with load_tiny(model, **SETTINGS) as engine:
+        params = replace(PARAMS, spec_type=theirs, max_tokens=4)
+        if ours == "eagle3":
+            assert engine.generate([5, 6], params).usage.completion_tokens == 4
+        else:
+            with pytest.raises(EngineError, match="spec_type=mtp needs a layer"):
+                engine.generate([5, 6], params)
 
 
 def test_what_is_not_there_is_told_in_a_sentence(tiny_path: Path, tmp_path: Path) -> None:

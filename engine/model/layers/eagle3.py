@@ -56,8 +56,8 @@ class Eagle3Layer(MtpLayer):
         embedded = self._embedded(ids[rows])
         if first and span.sequence.hidden is not None:
             ops.rms_norm(ops.to_device(span.sequence.hidden[None]), self._hidden_norm, both[:1, e:])
-        skipped = int(first and span.start == 0)
-        ops.rms_norm(embedded[skipped:], self._embedding_norm, both[skipped:, :e])
+        embedded[: int(first and span.start == 0)] = 0
+        ops.rms_norm(embedded, self._embedding_norm, both[:, :e])
         if len(before):
             ops.rms_norm(before, self._hidden_norm, both[first:, e:])
         if rows.stop == len(x):
