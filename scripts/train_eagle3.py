@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # two threads on a busy machine wait for each other
     torch.manual_seed(SEED)
     file = options.folder / "texts.json"
     if not file.exists():
