@@ -23,7 +23,7 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.need import need
 from polarlm.engine.outputs import Chunk, fold
-from polarlm.engine.requests.drafts import MtpDrafter
+from polarlm.engine.requests.drafters.mtp import MtpDrafter
 from polarlm.engine.sampling.sample import greedy
 from tests.eagle3 import DRAFTED_IDS, HEADS, KV_HEADS, D, F, drafts, hidden_size, make_head
 from tests.mtp import Beside

@@ -18,7 +18,7 @@ import numpy as np
 from polarlm.engine.backends.ops import Array, Fusion, Ops
 from polarlm.engine.model.decoder import Inputs, MtpInputs
 from polarlm.engine.model.layers.kinds import Eagle3Weights
-from polarlm.engine.model.layers.mtp import JoinedStates, MtpLayer
+from polarlm.engine.model.layers.mtp import JoinedStates, MtpLayer, MtpRow
 from polarlm.engine.sampling.sample import Sampled, greedy
 from polarlm.engine.state.store import Span
 from polarlm.engine.weight_formats import Linear
@@ -77,13 +77,13 @@ class Eagle3Layer(MtpLayer):
     def _layer_input(self, both: Array) -> Array:
         return both
 
-    def draft(self, span: Span, token: int, hidden: np.ndarray) -> tuple[Sampled, np.ndarray]:
-        sampled, state = super().draft(span, token, hidden)
-        return self._ids[sampled] if self._ids and isinstance(sampled, int) else sampled, state
+    def draft(self, rows: Sequence[MtpRow]) -> list[tuple[Sampled, np.ndarray]]:
+        found = super().draft(rows)
+        return [(self._ids[one] if self._ids and isinstance(one, int) else one, state) for one, state in found]
 
     def _draft_inputs(self, embedded: np.ndarray, hidden: np.ndarray) -> Inputs:
         both = np.concatenate([embedded, np.zeros_like(hidden)], axis=1)
-        return Inputs(both, mtp=MtpInputs(None, hidden.copy(), None))  # the layer adds to it
+        return Inputs(both, mtp=MtpInputs(None, hidden, None))
 
     def _draft(self, inputs: Inputs) -> tuple[Array, Array, Array]:
         """Rows: an embedding and room for the state before it, `x` (T, 2E), which `mtp.before` (T, E) has → tokens
