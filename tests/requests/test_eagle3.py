@@ -17,14 +17,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from polarlm import Engine, EngineError, SamplingParams
+from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.need import need
+from polarlm.engine.model.layers.mtp import MtpRow
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.drafters.mtp import MtpDrafter
 from polarlm.engine.sampling.sample import greedy
+from tests.cuda.several_devices import LimitedDevice
 from tests.eagle3 import DRAFTED_IDS, HEADS, KV_HEADS, D, F, drafts, hidden_size, make_head
 from tests.mtp import Beside
 from tests.pairs import each, mostly_slow
@@ -142,6 +145,36 @@ def test_its_keys_and_values_are_of_the_states_of_the_model(tmp_path: Path, back
         for one in found[1:]:
             np.testing.assert_allclose(found[0], one, atol=5e-3)
         assert np.abs(found[0]).max() > 0.5
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        NumpyOps,
+        lambda: None,
+        pytest.param(lambda: CudaOps(LimitedDevice(0)), marks=pytest.mark.slow),
+    ],
+    ids=["numpy", "default", "cuda"],
+)
+def test_rows_of_several_sequences_are_those_of_each_alone(tmp_path: Path, backend: Callable[[], Any]) -> None:
+    """Of three sequences of unlike lengths, whose rows are computed together."""
+    model_path, _ = with_head(tmp_path, ids=DRAFTED_IDS)
+    with load_tiny(model_path, ops=backend(), **SETTINGS, cache_type="f16") as engine:
+        model, store, rows = engine._model, engine._store, list[MtpRow]()
+        for ids in prompts(3):
+            kv = store.new_sequence()
+            span = store.open(kv, len(ids))
+            model.forward([span], ids, outputs=1)
+            store.commit(span)
+            assert kv.hidden is not None
+            rows.append(MtpRow(store.open_step(kv), ids[0], kv.hidden))
+        together, alone = model.mtp.draft(rows), [model.mtp.draft([row])[0] for row in rows]
+        assert [token for token, _ in together] == [token for token, _ in alone]
+        for (_, one), (_, other) in zip(together, alone, strict=True):
+            np.testing.assert_allclose(one, other, atol=5e-3)
+        assert len({token for token, _ in alone}) > 1
+        for row in rows:
+            store.abort(row.span)
 
 
 @pytest.mark.parametrize("cache_type", ["f16", "balanced"])
