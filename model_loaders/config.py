@@ -334,14 +334,6 @@ class ModelConfig:
         last = max(self.attentions, key=lambda number: (self.layers[number].ffn is not None, number))
         return replace(self, layers=(*self.layers, self.layers[last]), mtp=True)
 
-    def with_eagle3(self, head: Eagle3Head) -> ModelConfig:
-        """The configuration with the layer of an EAGLE-3 head."""
-        return replace(self, layers=(*self.layers, *head.model.layers), mtp=True, eagle3=head)
-
-    def without_draft_layer(self) -> ModelConfig:
-        """The configuration of the model alone."""
-        return replace(self, layers=self.layers[: self.depth], mtp=False, eagle3=None)
-
     def for_context(self, tokens: int) -> ModelConfig:
         """The configuration for a context of `tokens`."""
         return self.with_attention(lambda mixer: replace(mixer, rope=mixer.rope and mixer.rope.for_context(tokens)))

@@ -271,7 +271,7 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, che
     options["choices"] = field.metadata.get("choices")
     container, read = _reader(annotation)
     if (names_of_values := field.metadata.get("names")) is not None:
-        read = partial(_read_name, names_of_values)
+        read = partial(_value_of, names_of_values)
     options["type"] = _checking_reader(_read_text if field.metadata.get("text") else read, check)
     if word is not None:
         count = "+" if container is tuple else "?" if _is_optional(field) else None
@@ -321,8 +321,7 @@ def _reader(annotation: Any) -> tuple[type | None, Callable[[str], Any]]:
     return None, _READERS[annotation]
 
 
-def _read_name(names: Mapping[str, str], text: str) -> str:
-    """The value that a name stands for, which other programs may have given it."""
+def _value_of(names: Mapping[str, str], text: str) -> str:
     return names.get(text, text)
 
 

@@ -96,7 +96,7 @@ def quantizations(name: str) -> tuple[str, ...]:
 def tensors(config: ModelConfig) -> TensorTable:
     """Every tensor of a model, by the slot that it fills."""
     if config.eagle3 is not None:
-        own = tensors(config.without_draft_layer())
+        own = tensors(replace(config, layers=config.layers[: config.depth], mtp=False, eagle3=None))
         return replace(own, layers=(*own.layers, _eagle3.slots(config.eagle3, config.hidden_size)))
     return _module(config.family).tensors(config)
 

@@ -40,11 +40,12 @@ _INTEGERS = {"I32": "<i4", "I64": "<i8"}
 def with_eagle3(config: ModelConfig, weights: StoredWeights, path: Path) -> tuple[ModelConfig, StoredWeights]:
     """The configuration and weights of a model, with those of the EAGLE-3 head in a folder or a GGUF file. Raises
     LoadError for another kind of file, and for a head of another model."""
-    is_gguf = not path.is_dir()
-    fields, stored = _open_gguf(path) if is_gguf else _open_folder(path)
+    gguf = None if path.is_dir() else GgufFile(path)
+    stored = open_safetensors(path) if gguf is None else StoredWeights(path, gguf.tensors, gguf.files)
     try:
-        head = eagle3.configure(fields, config, stored.tensors)
-        tensors = dict(stored.tensors)
+        fields, is_gguf = _fields_of_folder(path) if gguf is None else _fields_of_gguf(gguf), gguf is not None
+        tensors = {one if is_gguf else _name(one): stored.tensors[one] for one in stored.tensors}
+        head = eagle3.configure(fields, config, tensors)
         if (ids := tensors.pop(_IDS, None)) is not None:
             head = replace(head, ids=_ids(ids, config, is_offset=not is_gguf))
         if is_gguf and ROPE_DIVISORS in tensors:
@@ -66,7 +67,8 @@ def with_eagle3(config: ModelConfig, weights: StoredWeights, path: Path) -> tupl
         raise
     own = {spec.name: arrange(complete_tensors[spec.name], spec, is_gguf, is_gguf) for spec in specs}
     files = *weights.open_files, *stored.open_files
-    return config.with_eagle3(head), StoredWeights(weights.where, {**weights.tensors, **own}, files)
+    config = replace(config, layers=(*config.layers, *head.model.layers), mtp=True, eagle3=head)
+    return config, StoredWeights(weights.where, {**weights.tensors, **own}, files)
 
 
 def eagle3_beside(model: Path) -> Path | None:
@@ -86,36 +88,28 @@ def _is_eagle3(path: Path) -> bool:
     return metadata.get("general.architecture") == eagle3.GGUF.architecture
 
 
-def _open_folder(folder: Path) -> tuple[Fields, StoredWeights]:
-    """The configuration, and the tensors by the names that Llama's have."""
+def _fields_of_folder(folder: Path) -> Fields:
     fields = Fields.read(folder / "config.json")
     if not fields.has(_KEY):
         raise LoadError(f"{folder} is no EAGLE-3 head: its configuration has no {_KEY}; give a head's folder.")
     weight_quantization.check(fields, ())
-    stored = open_safetensors(folder)
-    return fields, StoredWeights(folder, {_name(one): stored.tensors[one] for one in stored.tensors}, stored.open_files)
+    return fields
 
 
-def _name(theirs: str) -> str:
-    name = _LAYER.sub("model.layers.0.", theirs)
-    return f"model.{name}" if name.startswith(("norm.", "embed_tokens.")) else name
-
-
-def _open_gguf(path: Path) -> tuple[Fields, StoredWeights]:
-    gguf = GgufFile(path)
+def _fields_of_gguf(gguf: GgufFile) -> Fields:
     arch = gguf.metadata.get("general.architecture")
     if arch != eagle3.GGUF.architecture:
-        gguf.close()
-        raise LoadError(f"{path} is no EAGLE-3 head: its architecture is {describe(arch)}; give a head's file.")
+        raise LoadError(f"{gguf.path} is no EAGLE-3 head: its architecture is {describe(arch)}; give a head's file.")
     sizes = gguf.metadata.get(f"{arch}.vocab_size"), gguf.metadata.get(f"{arch}.embedding_length")
     shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
     shapes.setdefault(EMBEDDING, tuple(size if isinstance(size, int) else 1 for size in sizes))
-    try:
-        fields = fields_of(path, gguf.metadata, shapes, arch, arch, eagle3.GGUF)
-    except BaseException:
-        gguf.close()
-        raise
-    return fields, StoredWeights(path, gguf.tensors, gguf.files)
+    return fields_of(gguf.path, gguf.metadata, shapes, arch, arch, eagle3.GGUF)
+
+
+def _name(theirs: str) -> str:
+    """The name that Llama's files have for a tensor."""
+    name = _LAYER.sub("model.layers.0.", theirs)
+    return f"model.{name}" if name.startswith(("norm.", "embed_tokens.")) else name
 
 
 def _ids(tensor: StoredTensor, config: ModelConfig, *, is_offset: bool) -> tuple[int, ...]:

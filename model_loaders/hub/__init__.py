@@ -190,36 +190,25 @@ class _Fetch:
             )
         return self._fetch(packs)[0]
 
-    def _adapter(self) -> Path:
+    def _part(self, names: Sequence[str], role: Role) -> Path:
+        """The folder with these two files, a configuration and weights, or a GGUF file of this role."""
         files = self._listing.files
-        if self._name.quantization is None and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= files.keys():
-            return self._fetch([files[ADAPTER_CONFIG], files[ADAPTER_WEIGHTS]])[0].parent
-        if (adapter := self._ggufs().of_role(Role.ADAPTER)) is not None:
-            return self._fetch(adapter.files)[0]
+        if self._name.quantization is None and set(names) <= files.keys():
+            return self._fetch([files[name] for name in names])[0].parent
+        if (one := self._ggufs().of_role(role)) is not None:
+            return self._fetch(one.files)[0]
         raise LoadError(
-            f"{self._name} has neither {ADAPTER_WEIGHTS} with {ADAPTER_CONFIG} nor a GGUF file of an adapter: choose a "
-            "repository that holds one."
-        )
-
-    def _head(self) -> Path:
-        files = self._listing.files
-        if self._name.quantization is None and has_safetensors(files):
-            names = weight_files({path: file.size for path, file in files.items()})
-            return self._fetch([files[CONFIG], *(files[name] for name in names)])[0].parent
-        if (head := self._ggufs().of_role(Role.HEAD)) is not None:
-            return self._fetch(head.files)[0]
-        raise LoadError(
-            f"{self._name} has neither {SINGLE} with a {CONFIG} nor a GGUF file of a draft head: choose a repository "
+            f"{self._name} has neither {names[1]} with {names[0]} nor a GGUF file of {role.value}: choose a repository "
             "that holds one."
         )
 
     def _model(self) -> Path:
         if self._what == "adapter":
-            return self._adapter()
+            return self._part((ADAPTER_CONFIG, ADAPTER_WEIGHTS), Role.ADAPTER)
         if self._what == "pack":
             return self._pack()
         if self._what == "head":
-            return self._head()
+            return self._part((CONFIG, SINGLE), Role.HEAD)
         if self._name.quantization is None and has_safetensors(self._listing.files):
             return self._folder()
         if (ggufs := self._ggufs()) and (ggufs.has_models or not has_safetensors(self._listing.files)):

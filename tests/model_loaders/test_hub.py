@@ -577,7 +577,7 @@ def test_a_draft_head_is_fetched_as_a_folder_or_a_file(hub: Hub) -> None:
     hub.repositories["user/file"] = Repository({"eagle3-model-Q8_0.gguf": b"GGUF", "model-Q8_0.gguf": b"GGUF"})
     assert hub_package.fetch_head(parse("hf:user/file")).name == "eagle3-model-Q8_0.gguf"
     hub.repositories["user/none"] = Repository({"README.md": b""})
-    with pytest.raises(LoadError, match="nor a GGUF file of a draft head"):
+    with pytest.raises(LoadError, match="nor a GGUF file of a draft head "):
         hub_package.fetch_head(parse("hf:user/none"))
 
 

@@ -20,7 +20,6 @@ from polarlm.engine.model.decoder import Inputs, MtpInputs
 from polarlm.engine.model.layers.kinds import Eagle3Weights
 from polarlm.engine.model.layers.mtp import JoinedStates, MtpLayer, MtpRow
 from polarlm.engine.sampling.sample import Sampled, greedy
-from polarlm.engine.state.store import Span
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import ModelConfig
 
@@ -46,36 +45,6 @@ class Eagle3Layer(MtpLayer):
 
     def states(self) -> JoinedStates:
         return JoinedStates(self._ops, self._products)
-
-    def prompt_input(self, span: Span, ids: np.ndarray, states: JoinedStates | None, x: Array, rows: slice) -> Array:
-        assert states is not None
-        ops, e, x = self._ops, self._size, states.sum
-        assert x is not None
-        both = ops.to_device(np.zeros((rows.stop - rows.start, 2 * e), np.float32))
-        first, before = int(rows.start == 0), x[max(0, rows.start - 1) : rows.stop - 1]
-        embedded = self._embedded(ids[rows])
-        if first and span.sequence.hidden is not None:
-            ops.rms_norm(ops.to_device(span.sequence.hidden[None]), self._hidden_norm, both[:1, e:])
-        embedded[: int(first and span.start == 0)] = 0
-        ops.rms_norm(embedded, self._embedding_norm, both[:, :e])
-        if len(before):
-            ops.rms_norm(before, self._hidden_norm, both[first:, e:])
-        if rows.stop == len(x):
-            span.hidden = ops.to_host(x[len(x) - 1 : len(x)])
-        return both
-
-    def step_inputs(self, spans: Sequence[Span], ids: np.ndarray) -> MtpInputs:
-        inputs, first = super().step_inputs(spans, ids), 0
-        for span in spans:
-            inputs.both[first : first + (span.start == 0)] = 0
-            first += span.count
-        return inputs
-
-    def _norm_states(self, x: Array) -> Array:
-        return x
-
-    def _layer_input(self, both: Array) -> Array:
-        return both
 
     def draft(self, rows: Sequence[MtpRow]) -> list[tuple[Sampled, np.ndarray]]:
         found = super().draft(rows)

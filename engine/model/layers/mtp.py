@@ -74,9 +74,10 @@ class MtpLayer:
         norms = last_norm, weights.embedding_norm, weights.hidden_norm, weights.norm
         self._last_norm, self._embedding_norm, self._hidden_norm, self._norm = ((one, config.norm_eps) for one in norms)
         self._projection, self._greedy = weights.projection, [greedy(config.vocab_size)]
+        self._is_eagle3 = config.eagle3 is not None
 
     def states(self) -> JoinedStates | None:
-        """What collects the hidden states that rows are made of; None: they are the model's last ones."""
+        """Return what joins the hidden states that rows are made of; None: they are the model's last ones."""
         return None
 
     # -- prompts ------------------------------------------------------------------------------------------------
@@ -88,16 +89,26 @@ class MtpLayer:
         both = np.zeros((rows.stop - rows.start, 2 * e), np.float32)
         if is_first and span.sequence.hidden is not None:
             both[0, e:] = span.sequence.hidden
+        x = x if states is None else states.sum
         both, before = ops.to_device(both), x[max(0, rows.start - 1) : rows.stop - 1]
-        ops.rms_norm(self._embedded(ids[rows]), self._embedding_norm, both[:, :e])
+        embedded = self._embedded(ids[rows])
+        embedded[: int(self._is_eagle3 and is_first and span.start == 0)] = 0
+        ops.rms_norm(embedded, self._embedding_norm, both[:, :e])
         if len(before):
-            ops.rms_norm(before, self._last_norm, both[is_first:, e:])
+            self._take_states(before, both[is_first:, e:])
         ops.rms_norm(both[:, e:], self._hidden_norm)
         if rows.stop == len(x):
             newest = ops.to_device(np.zeros((1, e), np.float32))
-            ops.rms_norm(x[len(x) - 1 : len(x)], self._last_norm, newest)
+            self._take_states(x[len(x) - 1 : len(x)], newest)
             span.hidden = ops.to_host(newest)
-        return ops.linear(both, self._projection)
+        return self._layer_input(both)
+
+    def _take_states(self, x: Array, zeros: Array) -> None:
+        """Put rows of the model's hidden states x (T, E) where there are zeros (T, E), normed, or joined ones."""
+        if self._is_eagle3:
+            zeros[...] = x
+        else:
+            self._ops.rms_norm(x, self._last_norm, zeros)
 
     def _embedded(self, ids: np.ndarray) -> Array:
         x, _ = self._embed(self._first.to_device(ids))
@@ -110,16 +121,19 @@ class MtpLayer:
         firsts = np.cumsum([0, *(span.count for span in spans[:-1])])
         before, follows = np.zeros((len(ids), self._size), np.float32), np.ones((len(ids), 1), np.float32)
         follows[firsts] = 0
+        embedded = self._ops.to_host(self._embedded(ids))
         for first, span in zip(firsts, spans, strict=True):
             if span.sequence.hidden is not None:
                 before[first] = span.sequence.hidden
-        embedded = self._ops.to_host(self._embedded(ids))
+            embedded[first : first + (self._is_eagle3 and span.start == 0)] = 0
         return MtpInputs(np.concatenate([embedded, np.zeros_like(before)], axis=1), before, follows)
 
     def append(self, x: Array, inputs: Inputs) -> Array:
-        """Append the K/V of a step's rows. x (T, E): the model's hidden states; returns them normed."""
+        """Append the K/V of a step's rows. x (T, E): the model's hidden states, which are normed here, or joined ones.
+        Return them."""
         assert inputs.mtp is not None
-        x = self._norm_states(x)
+        if not self._is_eagle3:
+            self._ops.rms_norm(x, self._last_norm)
         ops, e, rows, (both, before, follows) = self._ops, self._size, len(x), inputs.mtp
         ops.rms_norm(both[:, :e], self._embedding_norm)
         if rows > 1:
@@ -130,13 +144,9 @@ class MtpLayer:
         self._layer.mixer.project(self._layer_input(both), layer_inputs)
         return x
 
-    def _norm_states(self, x: Array) -> Array:
-        self._ops.rms_norm(x, self._last_norm)
-        return x
-
     def _layer_input(self, both: Array) -> Array:
-        """What the layer reads of an embedding and a hidden state, both (T, 2E), normed."""
-        return self._ops.linear(both, self._projection)
+        """Return what the layer reads of embeddings and hidden states, both (T, 2E), normed."""
+        return both if self._is_eagle3 else self._ops.linear(both, self._projection)
 
     def keep(self, spans: Sequence[Span], states: Array) -> None:
         """Let the spans of a step keep their rows of states (T, E), which `append` has returned."""
