@@ -18,7 +18,7 @@ def setting(default: Any = MISSING, *flags: str, help: str, **metadata: Any) -> 
     """A dataclass field with the names of its flag and the help for it.
 
     metadata: the rest of what `engine.cli.flags` reads. A field without flags is not on the command line.
-    elsewhere: names of it in other programs.
+    elsewhere: names of it in other programs. names: of its values there → the values.
     """
     metadata = {"flags": flags, "help": help, **metadata}
     if default is dict:

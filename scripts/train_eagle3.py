@@ -34,7 +34,7 @@ MARK = "QUESTION"
 AT_ONCE, QUESTION, ANSWER = 8, 48, 240  # texts that are written at once, and most tokens of their parts
 CONTEXT = 512
 DRAFTED, DECAY = 3, 0.8  # tokens of a draft in training, and what each counts of the one before
-TOKENS_AT_ONCE, RATE, WARM_UP = 3_000, 1e-3, 0.05
+TOKENS_AT_ONCE, RATE, WARM_UP = 750, 1e-3, 0.05
 SEED = 20_261_129
 Text = tuple[Tensor, Tensor, Tensor]  # ids (T,), hidden states that the head reads (T, 3E), and the last ones (T, E)
 

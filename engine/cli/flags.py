@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,9 +269,8 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, che
         return
     options["choices"] = field.metadata.get("choices")
     container, read = _reader(annotation)
-    if (names_of_values := field.metadata.get("names")) is not None:
-        read = partial(_value_of, names_of_values)
-    options["type"] = _checking_reader(_read_text if field.metadata.get("text") else read, check)
+    names_of_values = field.metadata.get("names", {})
+    options["type"] = _checking_reader(_read_text if field.metadata.get("text") else read, check, names_of_values)
     if word is not None:
         count = "+" if container is tuple else "?" if _is_optional(field) else None
         short_help = {"help": f"the same as {names[0]}"} if names else {}
@@ -298,9 +296,11 @@ def _collect(container: type) -> type[argparse.Action]:
     return Collect
 
 
-def _checking_reader(read: Callable[[str], Any], check: Check | None) -> Callable[[str], Any]:
+def _checking_reader(
+    read: Callable[[str], Any], check: Check | None, names_of_values: Mapping[str, str]
+) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
-        value = read(text)
+        value = names_of_values[text] if text in names_of_values else read(text)
         if check is not None and (complaint := check(value)):
             raise argparse.ArgumentTypeError(complaint)
         return value
@@ -319,10 +319,6 @@ def _reader(annotation: Any) -> tuple[type | None, Callable[[str], Any]]:
     if container is tuple:
         return tuple, _READERS[arguments[0]]
     return None, _READERS[annotation]
-
-
-def _value_of(names: Mapping[str, str], text: str) -> str:
-    return names.get(text, text)
 
 
 def _read_int(text: str) -> int:
