@@ -15,6 +15,7 @@ from polarlm.model_loaders.config import ModelConfig, RopeConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import _eagle3 as eagle3
 from polarlm.model_loaders.fields import Fields, describe, usable
+from polarlm.model_loaders.files.folder import refuse_other_layouts
 from polarlm.model_loaders.files.ggml_types import BY_NAME
 from polarlm.model_loaders.files.gguf_file import GgufFile, beginning_of
 from polarlm.model_loaders.files.gguf_source import EMBEDDING, ROPE_DIVISORS, divisors_of, fields_of
@@ -41,6 +42,8 @@ def with_eagle3(config: ModelConfig, weights: StoredWeights, path: Path) -> tupl
     """The configuration and weights of a model, with those of the EAGLE-3 head in a folder or a GGUF file. Raises
     LoadError for another kind of file, and for a head of another model."""
     gguf = None if path.is_dir() else GgufFile(path)
+    if gguf is None:
+        refuse_other_layouts(path)
     stored = open_safetensors(path) if gguf is None else StoredWeights(path, gguf.tensors, gguf.files)
     try:
         fields, is_gguf = _fields_of_folder(path) if gguf is None else _fields_of_gguf(gguf), gguf is not None

@@ -336,6 +336,13 @@ def test_names_of_llama_cpp_mean_the_same(theirs: str, ours: str, tmp_path: Path
                 engine.generate([5, 6], params)
 
 
+def test_a_pickled_head_is_refused(tmp_path: Path) -> None:
+    model, head = with_head(tmp_path)
+    (head / "model.safetensors").rename(head / "pytorch_model.bin")
+    with pytest.raises(EngineError, match="holds its weights as a pickle"):
+        load_tiny(model, **SETTINGS)
+
+
 def test_what_is_not_there_is_told_in_a_sentence(tiny_path: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"no EAGLE-3 head beside .*; give one with model_draft"):
         load_tiny(make_model(tmp_path), **SETTINGS)
