@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -218,19 +219,13 @@ def load_weights(
 
 def _open(where: Path, mtp: bool, head: Path | None) -> tuple[ModelConfig, StoredWeights, GgufFile | None]:
     """The configuration and weights of a model, with those of an EAGLE-3 head, and its file if it is one."""
-    gguf = None if where.is_dir() else GgufFile(where)
-    try:
+    with ExitStack() as files:
+        gguf = None if where.is_dir() else files.enter_context(closing(GgufFile(where)))
         config, weights = open_folder(where, mtp=mtp) if gguf is None else open_gguf(gguf, mtp=mtp)
-    except BaseException:
-        if gguf is not None:
-            gguf.close()
-        raise
-    if head is not None:
-        try:
+        files.callback(weights.close)
+        if head is not None:
             config, weights = with_eagle3(config, weights, head)
-        except BaseException:
-            weights.close()
-            raise
+        files.pop_all()
     return config, weights, gguf
 
 

@@ -296,11 +296,9 @@ def _collect(container: type) -> type[argparse.Action]:
     return Collect
 
 
-def _checking_reader(
-    read: Callable[[str], Any], check: Check | None, names_of_values: Mapping[str, str]
-) -> Callable[[str], Any]:
+def _checking_reader(read: Callable[[str], Any], check: Check | None, names: Mapping[str, str]) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
-        value = names_of_values[text] if text in names_of_values else read(text)
+        value = names[text] if text in names else read(text)
         if check is not None and (complaint := check(value)):
             raise argparse.ArgumentTypeError(complaint)
         return value

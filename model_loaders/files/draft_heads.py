@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,16 +18,9 @@ from polarlm.model_loaders.families import _eagle3 as eagle3
 from polarlm.model_loaders.fields import Fields, describe, usable
 from polarlm.model_loaders.files.folder import refuse_other_layouts
 from polarlm.model_loaders.files.ggml_types import BY_NAME
-from polarlm.model_loaders.files.gguf_file import GgufFile, beginning_of
+from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.gguf_source import EMBEDDING, ROPE_DIVISORS, divisors_of, fields_of
-from polarlm.model_loaders.files.repository import (
-    BEGINNING_BYTES,
-    Role,
-    files_of,
-    gguf_contents,
-    repository_of,
-    role_of_file,
-)
+from polarlm.model_loaders.files.repository import Role, files_of, gguf_contents, repository_of, role_of_file
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 from polarlm.model_loaders.files.weights import arrange, complete
@@ -86,9 +80,8 @@ def eagle3_beside(model: Path) -> Path | None:
 
 
 def _is_eagle3(path: Path) -> bool:
-    with path.open("rb") as file:
-        metadata = beginning_of(file.read(BEGINNING_BYTES), path.name).metadata
-    return metadata.get("general.architecture") == eagle3.GGUF.architecture
+    with closing(GgufFile(path)) as gguf:
+        return gguf.metadata.get("general.architecture") == eagle3.GGUF.architecture
 
 
 def _fields_of_folder(folder: Path) -> Fields:
