@@ -18,7 +18,7 @@ def setting(default: Any = MISSING, *flags: str, help: str, **metadata: Any) -> 
     """A dataclass field with the names of its flag and the help for it.
 
     metadata: the rest of what `engine.cli.flags` reads. A field without flags is not on the command line.
-    elsewhere: names of it in other programs.
+    elsewhere: names of it in other programs. names: of its values there → the values.
     """
     metadata = {"flags": flags, "help": help, **metadata}
     if default is dict:
@@ -77,8 +77,10 @@ class EngineConfig(Settings):
         None,
         "-md",
         "--model-draft",
+        "--spec-draft-model",
         metavar="PATH",
-        help="a smaller model of the same vocabulary, which drafts tokens; its KV store is f16",
+        help="a smaller model of the same vocabulary, which drafts tokens, with a KV store of f16; with --spec-type "
+        "eagle3 the head: a folder, a GGUF file, or USER/REPO",
         elsewhere=("draft_model", "speculative_model", "assistant_model"),
     )
     mmproj: str | None = setting(
@@ -251,9 +253,11 @@ class EngineConfig(Settings):
         "none",
         "--spec-type",
         choices=limits.DRAFTS,
+        names=limits.DRAFT_NAMES,
         help="draft tokens and verify several in one step: ngram-simple drafts what followed the last occurrence of "
         "the newest tokens; draft-simple asks the draft model, and is the default where there is one; mtp asks a layer "
-        "of the model that predicts several tokens, which is loaded for it alone",
+        "of the model that predicts several tokens, which is loaded for it alone; eagle3 a head of another file, "
+        "--model-draft or the one beside the model",
     )
     draft_max: int = setting(limits.MOST_DRAFTED, "--draft-max", metavar="N", help="most tokens of a draft, 0 to 15")
     kept_sequences: int = setting(
@@ -297,6 +301,16 @@ class EngineConfig(Settings):
     def mtp(self) -> bool:
         """Whether the layer that predicts several tokens is loaded."""
         return self.spec_type == limits.MTP
+
+    @property
+    def eagle3(self) -> str | None:
+        """The EAGLE-3 head to load; empty for the one beside the model, None for none."""
+        return (self.model_draft or "") if self.spec_type == limits.EAGLE3 else None
+
+    @property
+    def small_model(self) -> str | None:
+        """The draft model to load: a model, not a head."""
+        return None if self.spec_type == limits.EAGLE3 else self.model_draft
 
     @property
     def drafts(self) -> bool:

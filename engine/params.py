@@ -293,7 +293,7 @@ class SamplingParams(Settings):
     spec_type: str | None = option(
         None,
         (
-            lambda value: value is None or value in limits.DRAFTS,
+            lambda value: value is None or value in limits.DRAFT_NAMES,
             f"None, or one of {', '.join(limits.DRAFTS)}",
         ),
         json=("speculative.type",),

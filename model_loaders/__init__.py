@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from polarlm.model_loaders import generation
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import read_json, usable
+from polarlm.model_loaders.files.draft_heads import eagle3_beside, with_eagle3
 from polarlm.model_loaders.files.folder import open_folder
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.gguf_source import open_gguf
@@ -38,9 +40,10 @@ from polarlm.model_loaders.files.repository import (
     repository_of,
     role_of_file,
 )
+from polarlm.model_loaders.files.tensors import StoredWeights
 from polarlm.model_loaders.files.weights import WeightSource, main_dtype
 from polarlm.model_loaders.forks import cached_property
-from polarlm.model_loaders.hub import Fits, fetch, hub_name, local, search_for
+from polarlm.model_loaders.hub import Fits, fetch, fetch_head, hub_name, local, search_for
 from polarlm.model_loaders.rope import rope_frequencies
 from polarlm.model_loaders.vision_encoders import VisionEncoder, belongs, open_mmproj, reads_images, vision_encoder_of
 
@@ -120,6 +123,7 @@ def load(
     template: str | None = None,
     mmproj: str | None = None,
     mtp: bool = False,
+    eagle3: str | None = None,
 ) -> Model:
     """Loads a folder in Hugging Face's layout, a .gguf file, "user/repo" or "hf:user/repo" from the hub, or (None) the
     demonstration model.
@@ -128,7 +132,8 @@ def load(
     while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on the
     hub. template: a file with a chat template in place of the model's own. mmproj: a file of llama.cpp's with the part
     that reads images; None: the folder's, or the one next to a .gguf file; "none": leave it out. mtp: whether
-    `ModelConfig.mtp` is wanted. Raises LoadError.
+    `ModelConfig.mtp` is wanted. eagle3: an EAGLE-3 head for the model, by path or by name on the hub; empty: the one
+    beside it. Raises LoadError.
     """
     from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
@@ -136,7 +141,8 @@ def load(
     where = (
         demo_model(verbose) if path is None else _existing_path(path) if name is None else fetch(name, fits, verbose)
     )
-    model = _load_folder(where, mtp) if where.is_dir() else _load_gguf(where, mtp)
+    parts = where, mtp, None if eagle3 is None else _head(where, eagle3, verbose)
+    model = _load_folder(*parts) if where.is_dir() else _load_gguf(*parts)
     try:
         vision_encoder, vision_weights = load_vision_encoder(where, model.config, mmproj) or (None, None)
     except BaseException:
@@ -190,27 +196,44 @@ def _projectors(file: Path) -> list[Path]:
     return [folder / one.files[0].path for one in projectors(contents, model)]
 
 
-def load_weights(path: str | Path, *, mtp: bool = False) -> tuple[ModelConfig, WeightSource, str]:
-    """Configuration, weights and the type of most of them; reads no tokenizer. mtp: as for `load`. Raises LoadError."""
+def _head(model: Path, eagle3: str, verbose: Callable[[str], None] | None = None) -> Path:
+    """The folder or file of a draft head, as `load` takes it."""
+    if eagle3:
+        name = hub_name(eagle3)
+        return _existing_path(eagle3) if name is None else fetch_head(name, verbose)
+    if (found := eagle3_beside(model)) is None:
+        raise LoadError(f"There is no EAGLE-3 head beside {model}; give one with model_draft, or another spec_type.")
+    return found
+
+
+def load_weights(
+    path: str | Path, *, mtp: bool = False, eagle3: str | None = None
+) -> tuple[ModelConfig, WeightSource, str]:
+    """Configuration, weights and the type of most of them; reads no tokenizer. mtp, eagle3: as for `load`. Raises
+    LoadError."""
     name = hub_name(path)
     where = _existing_path(path) if name is None else fetch(name)
-    if where.is_dir():
-        config, weights = open_folder(where, mtp=mtp)
-        return config, weights, main_dtype(weights)
-    gguf = GgufFile(where)
-    try:
-        config, weights = open_gguf(gguf, mtp=mtp)
-    except BaseException:
-        gguf.close()
-        raise
+    config, weights, _ = _open(where, mtp, None if eagle3 is None else _head(where, eagle3))
     return config, weights, main_dtype(weights)
 
 
-def _load_folder(folder: Path, mtp: bool) -> Model:
+def _open(where: Path, mtp: bool, head: Path | None) -> tuple[ModelConfig, StoredWeights, GgufFile | None]:
+    """The configuration and weights of a model, with those of an EAGLE-3 head, and its file if it is one."""
+    with ExitStack() as files:
+        gguf = None if where.is_dir() else files.enter_context(closing(GgufFile(where)))
+        config, weights = open_folder(where, mtp=mtp) if gguf is None else open_gguf(gguf, mtp=mtp)
+        files.callback(weights.close)
+        if head is not None:
+            config, weights = with_eagle3(config, weights, head)
+        files.pop_all()
+    return config, weights, gguf
+
+
+def _load_folder(folder: Path, mtp: bool, head: Path | None) -> Model:
     from polarlm.model_loaders import tokenizers
     from polarlm.model_loaders.chat import templates
 
-    config, weights = open_folder(folder, mtp=mtp)
+    config, weights, _ = _open(folder, mtp, head)
     try:
         return Model(
             name=_folder_name(folder.resolve()),
@@ -243,13 +266,13 @@ def _folder_name(folder: Path) -> str:
     return repository.rpartition("--")[2] if repository.startswith("models--") else folder.name
 
 
-def _load_gguf(file: Path, mtp: bool) -> Model:
+def _load_gguf(file: Path, mtp: bool, head: Path | None) -> Model:
     from polarlm.model_loaders import tokenizers
     from polarlm.model_loaders.chat import templates
 
-    gguf = GgufFile(file)
+    config, weights, gguf = _open(file, mtp, head)
+    assert gguf is not None
     try:
-        config, weights = open_gguf(gguf, mtp=mtp)
         return Model(
             name=_DTYPE_SUFFIX.sub("", file.stem),
             path=file,
@@ -262,7 +285,7 @@ def _load_gguf(file: Path, mtp: bool) -> Model:
             pooling=pooling_of_gguf(gguf),
         )
     except BaseException:
-        gguf.close()
+        weights.close()
         raise
 
 

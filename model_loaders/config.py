@@ -272,6 +272,7 @@ class ModelConfig:
     scores_pairs: bool = False  # a head gives a pair of texts a number, how relevant the second is for the first
     pooled_pairs: bool = False  # it reads the mean of the pair's states, not the first one
     mtp: bool = False  # the last of `layers` is no part of the model: it guesses the token after the next one
+    eagle3: Eagle3Head | None = None  # what that layer belongs to, if not to the model's own files
 
     @property
     def depth(self) -> int:
@@ -336,6 +337,17 @@ class ModelConfig:
     def for_context(self, tokens: int) -> ModelConfig:
         """The configuration for a context of `tokens`."""
         return self.with_attention(lambda mixer: replace(mixer, rope=mixer.rope and mixer.rope.for_context(tokens)))
+
+
+@dataclass(frozen=True)
+class Eagle3Head:
+    """A draft head of another file, which reads hidden states of some of a model's layers (arXiv:2503.01840)."""
+
+    model: ModelConfig  # its layer, sizes, and rows of its output head
+    layers: tuple[int, ...]  # numbers of the model's layers: the hidden states before them, or after the last one
+    ids: tuple[int, ...] = ()  # the model's id of each row of its output head; empty if they are the same
+    residual_normed: bool = False  # the residual stream begins with hidden states after their norm
+    has_embedding: bool = False  # it reads its own embedding, not the model's
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""`polarlm speed --only drafts`: tokens per second with and without prompt lookup, measured in turn.
+"""`polarlm speed --only drafts`: tokens per second with and without drafts, measured in turn: of prompt lookup, or of
+another kind (`--spec-type`).
 
-Three tasks: copying a text, editing a file of code, and writing prose. Answers are greedy, and the same with and
-without drafts. Answers of a model with random weights cannot be predicted by prompt lookup. With `--replay` they are
-drafted from themselves, correctly where prompt lookup would be correct in proper answers: the copied text, the edited
-file, and the demonstration model's prose.
+Three tasks: copying a text, editing a file of code, and writing prose; of a model without a chat template, three texts
+that it continues. Answers are greedy, and the same with and without drafts. Answers of a model with random weights
+cannot be predicted by prompt lookup. With `--replay` they are drafted from themselves, correctly where prompt lookup
+would be correct in proper answers: the copied text, the edited file, and the demonstration model's prose.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from polarlm.bench.speed.contestants import OURS
 from polarlm.bench.speed.options import Options
 from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
 from polarlm.engine.cli.commands import note
-from polarlm.engine.config import EngineConfig
 from polarlm.engine.limits import MOST_DRAFTED
 from polarlm.engine.requests.drafters.prompt_lookup import NGRAM, PromptLookup
 
@@ -58,7 +58,12 @@ TASKS = {
 }
 _ANSWERS = {"copy": _TEXT, "code edit": f"```python\n{_CODE.replace('read_config', 'load_settings')}```"}
 _ANEW = PromptOptions(cache_prompt=False)
-_PLAIN, _DRAFTED = "none", "ngram-simple"
+_PLAIN = "none"
+BEGINNINGS = {
+    "a girl": "Once upon a time, there was a little girl named",
+    "a dog": "One day, a dog was walking in the park. He saw a",
+    "a boy": "Tom was a boy who liked to play with his toys. One day,",
+}
 
 
 class Offer(NamedTuple):
@@ -104,12 +109,16 @@ def measure(options: Options) -> Result:
     """The rows of all tasks. Raises FlagError, EngineError or LoadError."""
     threads = options.thread_count()
     patterns = _patterns(threads, options.token_count()) if options.replay else {}
-    with _engine(model_named(options.weights, options.hf_repo), threads) as engine:
+    weights = model_named(options.weights, options.hf_repo)
+    with _engine(weights, threads, options.spec_type, options.model_draft) as engine:
         digest = digest_of_model(engine.model.weights.files())
         model = f"{engine.model.name}, {engine.model.dtype}"
-        result = Result({"model": model, **digest, "replay": options.replay})
-        for task in TASKS:
-            _add(result, engine, options, task, patterns.get(task))
+        about = {"model": model, **digest, "replay": options.replay, "drafts": options.spec_type}
+        result = Result(about)
+        tasks = BEGINNINGS if engine.model.template.is_default and not options.replay else TASKS
+        for task, text in tasks.items():
+            prompt = engine.prompt_ids(text if tasks is BEGINNINGS else [{"role": "user", "content": text}])
+            _add(result, engine, options, task, prompt, patterns.get(task))
         return result
 
 
@@ -126,14 +135,15 @@ def table_of(result: Result) -> Table:
     return Table.of("task", _COLUMNS, ((task, figures) for task, _, figures in result.parts()))
 
 
-def _engine(weights: str | None, threads: int) -> Engine:
-    config = EngineConfig(weights=weights, ctx_size=1024, parallel=1, threads=threads, spec_type=_DRAFTED)
-    return Engine.load(config=config, verbose=note)
+def _engine(weights: str | None, threads: int, kind: str, model_draft: str | None = None) -> Engine:
+    return Engine.load(
+        weights, verbose=note, ctx_size=1024, parallel=1, threads=threads, spec_type=kind, model_draft=model_draft
+    )
 
 
 def _patterns(threads: int, tokens: int) -> dict[str, list[Offer]]:
     """Task → the drafts of prompt lookup in the correct answer, or in the demonstration model's prose."""
-    with _engine(None, threads) as engine:
+    with _engine(None, threads, "ngram-simple") as engine:
         size, vocabulary = NGRAM, engine.model.vocabulary.stop
         patterns = {}
         for task, question in TASKS.items():
@@ -153,10 +163,16 @@ def _params(kind: str, tokens: int, *, goes_on: bool) -> SamplingParams:
     )
 
 
-def _add(result: Result, engine: Engine, options: Options, task: str, pattern: Sequence[Offer] | None) -> None:
+def _add(
+    result: Result,
+    engine: Engine,
+    options: Options,
+    task: str,
+    prompt: Sequence[int],
+    pattern: Sequence[Offer] | None,
+) -> None:
     """Add the rows of a task: tokens of the answer, tokens per second of all "plain" and "drafted" runs, the median of
     their ratios, drafted tokens and accepted ones. pattern: drafts to replay instead of prompt lookup's."""
-    prompt = engine.prompt_ids([{"role": "user", "content": TASKS[task]}])
     tokens = options.token_count() if pattern is None else len(pattern)
 
     def answer(kind: str) -> Completion:
@@ -166,11 +182,12 @@ def _add(result: Result, engine: Engine, options: Options, task: str, pattern: S
     if pattern is not None:
         replay = Replay(len(prompt), expected, pattern, engine.model.vocabulary.stop)
         engine._drafting.drafter = lambda kind, ids, kv: replay  # type: ignore[method-assign]
-    answers = in_turn({kind: partial(answer, kind) for kind in (_PLAIN, _DRAFTED)}, options.repeat)
+    kinds = _PLAIN, options.spec_type
+    answers = in_turn({kind: partial(answer, kind) for kind in kinds}, options.repeat)
     if any(completion.token_ids != expected for runs in answers.values() for completion in runs):
         note(f"{task}: the text differs between runs")
-    plain, drafted = ([run.usage.generation_rate for run in answers[kind]] for kind in (_PLAIN, _DRAFTED))
-    usage = answers[_DRAFTED][-1].usage
+    plain, drafted = ([run.usage.generation_rate for run in answers[kind]] for kind in kinds)
+    usage = answers[options.spec_type][-1].usage
     result.add(task, OURS, "plain", plain)
     result.add(task, OURS, "drafted", drafted)
     result.add(task, OURS, "ratio", [b / a for a, b in zip(plain, drafted, strict=True)])

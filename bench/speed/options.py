@@ -11,6 +11,7 @@ from polarlm.bench.result import Output
 from polarlm.bench.speed import peers
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import AUTO, hub_setting, model_setting, setting
+from polarlm.engine.limits import DRAFTS as KINDS
 
 PROGRAM = ("polarlm", "speed")
 RATES, STARTS = "rates", "starts"  # parts of the comparison with other engines
@@ -34,7 +35,7 @@ class Options:
         "--only",
         choices=(RATES, STARTS, DRAFTS, EMBEDDINGS, EXPERTS),
         help=f"measure nothing but this: {RATES} of prompts and generation, or {STARTS}, both beside other engines; "
-        f"{DRAFTS} of prompt lookup; {EMBEDDINGS} beside llama.cpp; {EXPERTS} that are read from the file",
+        f"{DRAFTS}, of --spec-type; {EMBEDDINGS} beside llama.cpp; {EXPERTS} that are read from the file",
     )
     parts: bool = setting(
         False, "--parts", help="measure nothing but prompts, and what their time goes to, by kind of kernel"
@@ -88,6 +89,12 @@ class Options:
     )
     replay: bool = setting(
         False, "--replay", help=f"{DRAFTS} of random weights: right where drafts of a real answer would be"
+    )
+    spec_type: str = setting(
+        "ngram-simple", "--spec-type", choices=KINDS[1:], help=f"what drafts for {DRAFTS}, as in the chat"
+    )
+    model_draft: str | None = setting(
+        None, "--model-draft", "-md", "--spec-draft-model", metavar="PATH", help="its model or head, as in the chat"
     )
     expert_cache: str = setting(
         "",

@@ -269,7 +269,8 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, che
         return
     options["choices"] = field.metadata.get("choices")
     container, read = _reader(annotation)
-    options["type"] = _checking_reader(_read_text if field.metadata.get("text") else read, check)
+    names_of_values = field.metadata.get("names", {})
+    options["type"] = _checking_reader(_read_text if field.metadata.get("text") else read, check, names_of_values)
     if word is not None:
         count = "+" if container is tuple else "?" if _is_optional(field) else None
         short_help = {"help": f"the same as {names[0]}"} if names else {}
@@ -295,9 +296,9 @@ def _collect(container: type) -> type[argparse.Action]:
     return Collect
 
 
-def _checking_reader(read: Callable[[str], Any], check: Check | None) -> Callable[[str], Any]:
+def _checking_reader(read: Callable[[str], Any], check: Check | None, names: Mapping[str, str]) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
-        value = read(text)
+        value = names[text] if text in names else read(text)
         if check is not None and (complaint := check(value)):
             raise argparse.ArgumentTypeError(complaint)
         return value

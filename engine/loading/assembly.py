@@ -17,6 +17,7 @@ from polarlm.engine.backends.select import select, with_host, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
+from polarlm.engine.limits import EAGLE3
 from polarlm.engine.loading import checks, encoding_file
 from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
 from polarlm.engine.loading.fitting import load_or_fit
@@ -92,7 +93,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None) -> Parts:
     except _DamagedTiles as error:
         (verbose or _silent)(f"{error.reason}: weights are packed again.")
         parts = _Loader(config, ops, verbose).run()
-    if config.model_draft is not None:
+    if config.small_model is not None:
         try:
             parts.draft = _draft(parts, verbose)
         except BaseException:
@@ -167,6 +168,7 @@ class _Loader:
             template=template,
             mmproj=config.mmproj,
             mtp=config.mtp,
+            eagle3=config.eagle3,
         )
         self._config = replace(limit_context(config, source.config, say), packs=local_packs(config, say))
         source = replace(source, config=source.config.for_context(self._config.ctx_size))
@@ -189,6 +191,9 @@ class _Loader:
         self._mapped_tiles = self._tiles()
         placement = self._placement = self._place()
         ops, plan = placement.ops, placement.store_plan
+        if source.config.eagle3 is not None and placement.split is not None:
+            sentence = f"spec_type={EAGLE3}: a head reads layers of one GPU; leave out tensor_split, or name one device"
+            raise EngineError(sentence, settings=("spec_type", "tensor_split"))
         self._warn(placement)
         if why := ops.set_input_bits(str(config.input_bits)):
             self._say(f"input_bits has no effect here: {why}.")

@@ -11,7 +11,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import gpu_numbers
 from polarlm.engine.config import AUTO, EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFT_MODEL, MOST_DRAFTED
+from polarlm.engine.limits import DRAFT_MODEL, DRAFT_NAMES, MOST_DRAFTED
 from polarlm.engine.loading.placement.devices import split_shares
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import check_adapters
@@ -39,6 +39,7 @@ def settle(
         if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
             type_name = getattr(kind, "__name__", kind)
             raise EngineError(f"{name} is {value!r}, but must be of type {type_name}")
+    config = replace(config, spec_type=DRAFT_NAMES.get(config.spec_type, config.spec_type))
     _check_values(config)
     config = _replayable(config) if config.replayable else config
     if config.hf_repo is not None:

@@ -165,12 +165,21 @@ class Chunk(NamedTuple):
 class Rows:
     """Rows that layers compute, cut into chunks: those of a step, which are one."""
 
-    def __init__(self, choice: InputChoice, chunks: list[Chunk], last: int | None = None) -> None:
-        """last: the number of the model's last layer, if chunks have skipped rows."""
-        self.choice, self.chunks, self.last = choice, chunks, last
+    def __init__(
+        self,
+        choice: InputChoice,
+        chunks: list[Chunk],
+        last: int | None = None,
+        watch: Callable[[int, Array], None] | None = None,
+    ) -> None:
+        """last: the number of the model's last layer, if chunks have skipped rows. watch: gets the number of each layer
+        and the rows before it, (T, E)."""
+        self.choice, self.chunks, self.last, self._watch = choice, chunks, last, watch
 
     def begin(self, layer: int, x: Array) -> None:
         """A layer begins, for rows x (T, E)."""
+        if self._watch is not None:
+            self._watch(layer, x)
 
     def project(self, number: int, layer: DecoderLayer, x: Array, chunk: Chunk, inputs: LayerInputs) -> Any:
         """Call `Mixer.project` of a layer for the rows of a chunk of x (T, E), and return its result."""
@@ -285,12 +294,13 @@ class PromptRows(Rows):
         tap: PromptTap | None = None,
         mtp_input: Callable[[Array, slice], Array] | None = None,
         only_last: bool = False,
+        watch: Callable[[int, Array], None] | None = None,
     ) -> None:
         """last: the number of the model's last layer, in which rows before `first_output` only append their state; with
         `only_last`, all but the last one of each span. parts: those of `spans` in the order of the rows. rows: most of
         a chunk. images: of rows of one span. tap: of prompts of one span. mtp_input: returns the input of the last
         layer, which has K/V alone, if it is the one of `ModelConfig.mtp`; see `MtpLayer.prompt_input`."""
-        super().__init__(choice, [], last)
+        super().__init__(choice, [], last, watch)
         self._store, self._spans, self._parts = choice.store, spans, parts
         self._images, self._tap, self._mtp_input = images, tap, mtp_input
         self._count, self._only_last = sum(part.count for part in parts), only_last
@@ -339,6 +349,7 @@ class PromptRows(Rows):
             self._place_chunks()
 
     def begin(self, layer: int, x: Array) -> None:
+        super().begin(layer, x)
         for part in self._images:
             if 0 < layer <= len(part.added):
                 self._ops.linear(*part.added[layer - 1], residual=x[part.at])

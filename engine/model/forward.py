@@ -32,6 +32,7 @@ from polarlm.engine.model.decoder import (
     stages,
 )
 from polarlm.engine.model.layers import Eps
+from polarlm.engine.model.layers.eagle3 import Eagle3Layer
 from polarlm.engine.model.layers.encoder import EncoderInputs, PairHead
 from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
@@ -110,10 +111,15 @@ class Transformer:
         ]
         self._batch_graphs = BatchGraphs(self.ops, self._layers, self._choice, self.config.hidden_size, self._embed)
         if self.config.mtp:
-            mtp = weights.layers[-1].mtp
+            number, mtp = self.config.depth, weights.layers[-1].mtp
             assert mtp is not None
+            if (head := self.config.eagle3) is not None:  # its layer has nothing of the model's own kinds
+                eps = Eps(head.model.norm_eps, head.model.norm_eps)
+                parts = weights.layers[-1], cache(number), transform(number)
+                self._layers[-1] = decoder_layer(layer_ops(number), head.model, eps, *parts, 0)
             shared = weights.norm, weights.head, self._layers[-1], self._choice, self._embed
-            self.mtp = MtpLayer(self._stages[0].ops, self.config, mtp, *shared)
+            kind: Any = MtpLayer if head is None else Eagle3Layer
+            self.mtp = kind(self._stages[0].ops, self.config, mtp, *shared)
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone
@@ -162,6 +168,7 @@ class Transformer:
         if read:
             ids = [one if one < IMAGE_IDS else 0 for one in ids]
         rows = table_rows(self.weights.embedding, ids)
+        states = None if self.mtp is None else self.mtp.states()
         x, added = self._embed(self._stages[0].ops.to_device(rows), read)
         first_output, last = 0 if outputs is None else len(ids) - outputs, len(self._layers) - 1
         prompt = PromptRows(
@@ -173,8 +180,9 @@ class Transformer:
             rows=self.ops.prefill_rows,
             images=read,
             tap=self.tap,
-            mtp_input=None if self.mtp is None else partial(self.mtp.prompt_input, spans[0], rows),
+            mtp_input=None if self.mtp is None else partial(self.mtp.prompt_input, spans[0], rows, states),
             only_last=only_last,
+            watch=None if states is None else states.add,
         )
         done = 0
         for number, (ops, numbers) in enumerate(self._stages):
@@ -355,8 +363,8 @@ class Transformer:
         outputs: int = 0,
     ) -> Any:
         """Compute the rows, stage by stage, and return their logits (T, V) on the device; with sampler inputs, the next
-        tokens (T,) before these; with `mtp`, the normed hidden states (T, E) behind these. outputs: so many last rows
-        have logits; 0 for all."""
+        tokens (T,) before these; with `mtp`, the hidden states (T, E) that it keeps behind these. outputs: so many last
+        rows have logits; 0 for all."""
         ropes, tables, adapters = self._ropes.tables(rope_positions(spans)), self._spans.of(spans), row_adapters(spans)
         *first_stages, last = self._stages
         x, newest = ids, None
@@ -376,7 +384,9 @@ class Transformer:
         """One stage of a step → hidden states (T, E), or of the last stage what `_run` returns. outputs: so many last
         rows have logits; 0 for all."""
         x, added = self._embed(inputs.x) if number == 0 else (inputs.x, None)
-        rows = Rows(self._choice, [Chunk(slice(None), self._choice.distinct(inputs._replace(added=added)))])
+        states = None if self.mtp is None else self.mtp.states()
+        chunk = Chunk(slice(None), self._choice.distinct(inputs._replace(added=added)))
+        rows = Rows(self._choice, [chunk], watch=None if states is None else states.add)
         layers = [layer for layer in self._stages[number].layers if layer != self.config.depth]
         for _ in compute([(layer, self._layers[layer]) for layer in layers], x, rows):
             pass
@@ -384,9 +394,8 @@ class Transformer:
             return x
         result: tuple[Array, ...] = (self._head(x[-outputs:]),)
         if self.mtp is not None:
-            self.ops.rms_norm(x, (self.weights.norm, self.config.norm_eps))
-            self.mtp.append(x, inputs)
-            result = *result, x
+            rows.begin(self.config.depth, x)
+            result = *result, self.mtp.append(x if states is None else states.sum, inputs)
         if inputs.sampler is None:
             return result
         newest = inputs.x if number == 0 else inputs.ids

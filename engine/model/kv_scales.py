@@ -12,6 +12,7 @@ head of values, and 0.6 to 1.7 times for keys around the mean of their block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +47,8 @@ def variances(
     and values, and the embedding if layers have no norm before them.
     """
     inputs = _normed_inputs(ops, weights) if config.layers[0].norms != "after" else _plain_inputs(ops, config, weights)
+    if config.eagle3 is not None:
+        inputs = chain(islice(inputs, config.depth), _head_inputs(ops, weights))
     sizes = block_sizes or [None] * len(config.layers)
     layers = [config.kv_attentions.get(number) for number in range(len(config.layers))]
     return [
@@ -59,6 +62,14 @@ def _normed_inputs(ops: Ops, weights: ModelWeights) -> Iterator[np.ndarray]:
     for number, layer in enumerate(weights.layers):
         norm = layer.mixer.norm if isinstance(layer.mixer, AttentionWeights | LatentAttentionWeights) else None
         yield np.empty(0) if norm is None else np.square(ops.layer_ops(number).to_host(norm), dtype=np.float64)
+
+
+def _head_inputs(ops: Ops, weights: ModelWeights) -> Iterator[np.ndarray]:
+    """Yield the mean squares (2E,) float64 of what the layer of an EAGLE-3 head reads."""
+    head = weights.layers[-1].mtp
+    assert head is not None
+    norms = [ops.to_host(norm) for norm in (head.embedding_norm, head.hidden_norm)]
+    yield np.square(np.concatenate(norms), dtype=np.float64)
 
 
 def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Iterator[np.ndarray]:

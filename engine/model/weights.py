@@ -16,7 +16,7 @@ from polarlm.engine.model import vision_encoders
 from polarlm.engine.model.adapters import Loaded, deltas
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.encoder import EncoderInputs, PairHead
-from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights, MtpWeights
+from polarlm.engine.model.layers.kinds import FFNS, MIXERS, Eagle3Weights, LayerWeights, MtpWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
 from polarlm.engine.model.vision_encoders import ImageReader
 from polarlm.engine.state.plan import format_bytes
@@ -240,7 +240,9 @@ def load_weights(
                 None if layer.ffn is None else layer_reader.weights(FFNS[type(layer.ffn)].Weights),
                 layer_reader.vector("layer_scale"),
                 layer_reader.weights(LayerEmbeddingWeights) if "layer_gate" in layer_reader.slots else None,
-                layer_reader.weights(MtpWeights) if "mtp_in" in layer_reader.slots else None,
+                layer_reader.weights(Eagle3Weights if config.eagle3 else MtpWeights)
+                if number == config.depth
+                else None,
             )
         )
     last_reader = reader(last)
@@ -430,6 +432,10 @@ class LayerReader:
 
     def linear(self, slot: str) -> Linear | None:
         return self.read.linear(self._names(slot), self._names(f"{slot}_bias")) if slot in self.slots else None
+
+    def linears(self, slot: str) -> tuple[Linear, ...]:
+        """A projection of each tensor."""
+        return tuple(self.read.linear([name]) for name in self._names(slot))
 
     def matrix(self, slot: str) -> Matrix | None:
         return self.read.matrices(self._names(slot))[0] if slot in self.slots else None

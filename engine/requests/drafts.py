@@ -17,7 +17,7 @@ from statistics import median
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS, DRAFTS, MTP
+from polarlm.engine.limits import DRAFT_MODEL, DRAFT_NAMES, DRAFT_ROWS, DRAFTS, EAGLE3, MTP
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.params import SamplingParams
@@ -173,7 +173,7 @@ class Drafting:
         """Return the drafts of a request with the prompt `ids`; None if it has none. kv: returns its sequence in the
         engine's store, if it has one. Raises EngineError if the request asks for what is not loaded."""
         config = self._config
-        kind = config.spec_type if params.spec_type is None else params.spec_type
+        kind = config.spec_type if params.spec_type is None else DRAFT_NAMES[params.spec_type]
         draft_max = config.draft_max if params.draft_max is None else params.draft_max
         if params.spec_type is None and kind == DRAFTS[0] and self.model is not None:
             kind = DRAFT_MODEL
@@ -183,9 +183,9 @@ class Drafting:
 
     def drafter(self, kind: str, ids: Sequence[int], kv: Callable[[], SequenceKV | None]) -> Drafter:
         """Return a drafter of `kind` for a request with the prompt `ids`. Raises EngineError as `drafts` does."""
-        if kind == MTP:
-            if self._mtp is None:
-                sentence = f"spec_type={MTP} needs a layer that is not loaded: load the engine with spec_type={MTP}"
+        if kind in (MTP, EAGLE3):
+            if self._mtp is None or kind != self._config.spec_type:
+                sentence = f"spec_type={kind} needs a layer that is not loaded: load the engine with spec_type={kind}"
                 raise EngineError(sentence, settings=("spec_type",))
             return MtpDrafter(self._mtp, self._vocabulary, kv)
         if kind != DRAFT_MODEL:

@@ -21,10 +21,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.families import _eagle3
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.families._unsupported import why_not
 from polarlm.model_loaders.fields import Fields, usable
@@ -93,6 +95,9 @@ def quantizations(name: str) -> tuple[str, ...]:
 
 def tensors(config: ModelConfig) -> TensorTable:
     """Every tensor of a model, by the slot that it fills."""
+    if config.eagle3 is not None:
+        own = tensors(replace(config, layers=config.layers[: config.depth], mtp=False, eagle3=None))
+        return replace(own, layers=(*own.layers, _eagle3.slots(config.eagle3, config.hidden_size)))
     return _module(config.family).tensors(config)
 
 

@@ -31,7 +31,7 @@ def open_folder(folder: Path, *, mtp: bool = False) -> tuple[ModelConfig, Stored
     """The configuration and weights in a folder. mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError unless it
     is a plain checkpoint of a known family."""
     try:
-        _refuse_other_layouts(folder)
+        refuse_other_layouts(folder)
     except OSError as error:
         raise LoadError(f"{folder} cannot be read: {error.strerror or error}.") from error
     dense, folders = dense_of_folder(folder)
@@ -60,7 +60,7 @@ def read_configuration(folder: Path) -> ModelConfig:
     return configure(fields)
 
 
-def _refuse_other_layouts(folder: Path) -> None:
+def refuse_other_layouts(folder: Path) -> None:
     """Raises LoadError, with advice, unless the folder has a configuration and safetensors."""
     has_config = (folder / "config.json").is_file()
     has_weights = (folder / INDEX).is_file() or _has_weights(folder)

@@ -57,7 +57,7 @@ _ALTERNATIVES = {
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)(\[\d+\])?")
 _SCALED_TYPE = "NVFP4"  # a tensor `x.weight` of this type is multiplied by the number in `x.scale`, if that exists
-_ROPE_DIVISORS, _EMBEDDING = "rope_freqs.weight", "token_embd.weight"
+ROPE_DIVISORS, EMBEDDING = "rope_freqs.weight", "token_embd.weight"
 _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 
 
@@ -70,16 +70,16 @@ def open_gguf(gguf: GgufFile, *, mtp: bool = False) -> tuple[ModelConfig, Stored
     arch, family, layout = _family(gguf.metadata, gguf.path)
     shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
     longrope = _longrope(gguf, arch) if shapes.keys() >= set(_LONGROPE.values()) else None
-    fields = _fields(gguf.path, gguf.metadata, shapes, arch, family, layout, longrope)
+    fields = fields_of(gguf.path, gguf.metadata, shapes, arch, family, layout, longrope)
     config = replace(configure(fields), dense=dense_of_gguf(gguf))
     config = config.with_mtp() if mtp else config
     whole = next((one for one in config.attentions.values() if one.window is None), config.attention)
     _check_head_channels(gguf, arch, whole)
-    if _ROPE_DIVISORS in gguf.tensors:
-        divisors, pairs = _divisors(gguf, _ROPE_DIVISORS), whole.rotated // 2
+    if ROPE_DIVISORS in gguf.tensors:
+        divisors, pairs = divisors_of(gguf.tensors[ROPE_DIVISORS]), whole.rotated // 2
         if len(divisors) != pairs:
             raise LoadError(
-                f"{gguf.path}: the tensor {_ROPE_DIVISORS} is {gguf.tensors[_ROPE_DIVISORS].dtype} "
+                f"{gguf.path}: the tensor {ROPE_DIVISORS} is {gguf.tensors[ROPE_DIVISORS].dtype} "
                 f"({len(divisors)},), but RoPE needs F32 ({pairs},); use another file of the model."
             )
 
@@ -104,7 +104,7 @@ def sizes_from_beginning(beginning: Beginning, where: str) -> ModelConfig | None
     rows, columns = (metadata.get(f"{arch}.{key}") for key in ("vocab_size", _KEYS["hidden_size"]))
     shape = tuple(number if isinstance(number, int) else 1 for number in (rows, columns))
     try:
-        return configure(_fields(where, metadata, {_EMBEDDING: shape}, arch, family, layout))
+        return configure(fields_of(where, metadata, {EMBEDDING: shape}, arch, family, layout))
     except LoadError:
         return None  # the whole file may have what its beginning lacks
 
@@ -135,7 +135,7 @@ def _family(metadata: Mapping[str, object], where: str | Path) -> tuple[str, str
     return arch, family, layout
 
 
-def _fields(
+def fields_of(
     where: str | Path,
     metadata: Mapping[str, object],
     shapes: Mapping[str, tuple[int, ...]],
@@ -151,7 +151,7 @@ def _fields(
     names |= {"rope_parameters": f"{arch}.rope.scaling", "model_type": "general.architecture"}
     if longrope is not None:
         names |= _LONGROPE
-    if len(shapes.get(_EMBEDDING, ())) != 2:
+    if len(shapes.get(EMBEDDING, ())) != 2:
         raise LoadError(f"{where} holds no token embedding, so it is not a whole model; use another file.")
     values |= {"model_type": family, "gguf_architecture": arch, **_said_by_tensors(shapes)}
     values["rope_parameters"] = _rope_parameters(metadata, arch) if longrope is None else longrope
@@ -174,7 +174,7 @@ def _said_by_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]
         "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
         "attention_k_eq_v": any(name.replace("attn_k", "attn_v") not in shapes for name in keys_alone),
         "tie_word_embeddings": "output.weight" not in shapes,  # overrides the family's default
-        "vocab_size": shapes[_EMBEDDING][0],
+        "vocab_size": shapes[EMBEDDING][0],
         "type_vocab_size": shapes.get("token_types.weight", (0,))[0],
         "num_labels": next(iter(shapes.get("cls.output.weight", ())), None),
         "has_score_dense": "cls.weight" in shapes,
@@ -216,22 +216,22 @@ def _check_head_channels(gguf: GgufFile, arch: str, attention: Attention) -> Non
 
 def _longrope(gguf: GgufFile, arch: str) -> dict[str, object]:
     """Phi-3's RoPE, whose kind is not in the metadata."""
-    rope: dict[str, object] = {key: list(_divisors(gguf, label)) for key, label in _LONGROPE.items()}
+    rope: dict[str, object] = {key: list(divisors_of(gguf.tensors[label])) for key, label in _LONGROPE.items()}
     factor, context = (gguf.metadata.get(f"{arch}.rope.scaling.{key}") for key in ("attn_factor", _ORIGINAL_CONTEXT))
     return {**rope, "rope_type": "longrope", "attention_factor": factor, "original_max_position_embeddings": context}
 
 
-def _divisors(gguf: GgufFile, label: str) -> tuple[float, ...]:
+def divisors_of(entry: StoredTensor) -> tuple[float, ...]:
     """RoPE as one divisor per channel pair, which the converter computed."""
-    entry = gguf.tensors[label]
+    where = f"{entry.source.path}: the tensor {entry.label}"
     if len(entry.shape) != 1 or entry.dtype != "F32":
         raise LoadError(
-            f"{gguf.path}: the tensor {label} is {entry.dtype} {entry.shape}, but RoPE needs F32 and one dimension; "
+            f"{where} is {entry.dtype} {entry.shape}, but RoPE needs F32 and one dimension; "
             "use another file of the model."
         )
     divisors = entry.source.view(entry.offset, entry.nbytes).view("<f4").astype(np.float64)
     if not (np.isfinite(divisors).all() and (divisors > 0).all()):
-        raise LoadError(f"{gguf.path}: the tensor {label} holds values that are not positive numbers.")
+        raise LoadError(f"{where} holds values that are not positive numbers.")
     return tuple(float(divisor) for divisor in divisors)
 
 

@@ -35,6 +35,7 @@ class StoredTensor:
     added: float = 0.0  # a number to add to every value afterwards
     negated_exp: bool = False  # every value x becomes −exp(x)
     transpose_of: StoredTensor | None = None  # whose rows are this tensor's columns
+    columns_of: tuple[StoredTensor, int] | None = None  # the tensor that these are some columns of, and the first one
 
     @property
     def columns(self) -> int:
@@ -54,6 +55,10 @@ class StoredTensor:
         in_file = rows if self.file_rows is None else self.file_rows[rows]
         return replace(self, shape=(len(rows), *self.shape[1:]), file_rows=in_file)
 
+    def with_columns(self, first: int, count: int) -> StoredTensor:
+        """The tensor that has only so many columns of this one, a matrix, from `first` on: whole blocks of its type."""
+        return replace(self, shape=(self.shape[0], count), columns_of=(self, first))
+
     def transpose(self) -> StoredTensor:
         """The tensor whose rows are the columns of this one, a matrix. Blocks of several values become halves."""
         dtype = self.dtype if self.dtype in PLAIN else "F16"
@@ -64,6 +69,10 @@ class StoredTensor:
         """The bytes of existing rows, start to stop: uint8 (rows, bytes of a row), C-contiguous."""
         if self.transpose_of is not None:
             return self._columns(self.transpose_of)[rows]
+        if self.columns_of is not None:
+            whole, first = self.columns_of
+            start = size_of(self.dtype, first)
+            return np.ascontiguousarray(whole.raw(rows)[:, start : start + self.row_bytes])
         return self._in_order(rows, self._file_bytes)
 
     def values(self, rows: slice) -> np.ndarray:

@@ -15,6 +15,7 @@ from polarlm.model_loaders.files.repository import (
     TEMPLATE,
     TOKENIZERS,
     RepositoryFile,
+    Role,
     companion,
     encoding_beside,
     quantization_of,
@@ -46,6 +47,7 @@ __all__ = [
     "HubName",
     "fetch",
     "fetch_adapter",
+    "fetch_head",
     "hub_name",
     "parse",
     "quantization_of",
@@ -86,6 +88,12 @@ def fetch_adapter(name: HubName, verbose: Callable[[str], None] | None = None) -
     return _Fetch(name, verbose=verbose, what="adapter").run_with_load_errors(_Fetch.run)
 
 
+def fetch_head(name: HubName, verbose: Callable[[str], None] | None = None) -> Path:
+    """The path of a draft head in the hub's cache, a folder or a .gguf file; it is downloaded if need be. Raises
+    LoadError."""
+    return _Fetch(name, verbose=verbose, what="head").run_with_load_errors(_Fetch.run)
+
+
 def fetch_pack(name: HubName, verbose: Callable[[str], None] | None = None) -> Path:
     """The path of the one .pack file of a repository in the hub's cache; it is downloaded if need be. Raises
     LoadError."""
@@ -111,7 +119,7 @@ class _Fetch:
         verbose: Callable[[str], None] | None = None,
         progress: Progress | None = None,
         *,
-        what: Literal["model", "adapter", "pack"] = "model",
+        what: Literal["model", "adapter", "head", "pack"] = "model",
     ) -> None:
         self._client, self._name, self._fits = Client(), name, fits or (lambda config, size: True)
         self._say, self._is_silent = verbose or (lambda text: None), verbose is None
@@ -182,22 +190,25 @@ class _Fetch:
             )
         return self._fetch(packs)[0]
 
-    def _adapter(self) -> Path:
+    def _part(self, names: Sequence[str], role: Role) -> Path:
+        """The folder with these two files, a configuration and weights, or a GGUF file of this role."""
         files = self._listing.files
-        if self._name.quantization is None and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= files.keys():
-            return self._fetch([files[ADAPTER_CONFIG], files[ADAPTER_WEIGHTS]])[0].parent
-        if (adapter := self._ggufs().adapter()) is not None:
-            return self._fetch(adapter.files)[0]
+        if self._name.quantization is None and set(names) <= files.keys():
+            return self._fetch([files[name] for name in names])[0].parent
+        if (one := self._ggufs().of_role(role)) is not None:
+            return self._fetch(one.files)[0]
         raise LoadError(
-            f"{self._name} has neither {ADAPTER_WEIGHTS} with {ADAPTER_CONFIG} nor a GGUF file of an adapter: choose a "
-            "repository that holds one."
+            f"{self._name} has neither {names[1]} with {names[0]} nor a GGUF file of {role.value}: choose a repository "
+            "that holds one."
         )
 
     def _model(self) -> Path:
         if self._what == "adapter":
-            return self._adapter()
+            return self._part((ADAPTER_CONFIG, ADAPTER_WEIGHTS), Role.ADAPTER)
         if self._what == "pack":
             return self._pack()
+        if self._what == "head":
+            return self._part((CONFIG, SINGLE), Role.HEAD)
         if self._name.quantization is None and has_safetensors(self._listing.files):
             return self._folder()
         if (ggufs := self._ggufs()) and (ggufs.has_models or not has_safetensors(self._listing.files)):

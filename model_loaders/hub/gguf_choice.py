@@ -80,11 +80,11 @@ class GgufChoice:
             raise self._problem or self._refusal()
         return models_found
 
-    def adapter(self) -> GgufContent | None:
-        """The adapter that the name asks for, or the only one; None if there is none."""
+    def of_role(self, role: Role) -> GgufContent | None:
+        """What the name asks for among the files of a role, or the only one; None if there is none."""
         contents = self._matches() if self._name.quantization is not None else self._all
-        adapters = [one for one in contents if one.is_whole and self._role(one) is Role.ADAPTER]
-        return self._one_of(adapters) if adapters else None
+        found = [one for one in contents if one.is_whole and self._role(one) is role]
+        return self._one_of(found) if found else None
 
     def projector(self, model: GgufContent, config: ModelConfig | None) -> tuple[RepositoryFile, ...]:
         """The file with the part of a model that reads images, wherever it lies; none without one of a known kind."""

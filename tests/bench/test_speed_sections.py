@@ -66,7 +66,7 @@ def test_a_replay_is_right_where_it_was_offered() -> None:
 def test_answers_with_and_without_drafts_are_measured_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(drafts, "TASKS", {"copy": "the sea the sea the sea", "prose": "the end"})
+    monkeypatch.setattr(drafts, "BEGINNINGS", {"copy": "the sea the sea the sea", "prose": "the end"})
     flags = ["--only", "drafts", "--tokens", "12", "--repeat", "1", "--threads", "1"]
     tasks = {task: figures for task, _, figures in measured(tmp_path, random_model(tmp_path), *flags).parts()}
     assert [*tasks] == ["copy", "prose"]

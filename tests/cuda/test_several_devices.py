@@ -32,6 +32,7 @@ from tests.adapters import ALL, random_changes, write_peft
 from tests.conftest import FIXTURES
 from tests.cuda.several_devices import LimitedDevice, Traffic
 from tests.cuda.test_model_emulated import N, Talk, model_of, talk
+from tests.eagle3 import DRAFTED_IDS, make_head
 from tests.mtp import make_mtp
 from tests.requests.test_drafts import prompts
 from tests.requests.test_mtp import guesses
@@ -253,12 +254,15 @@ def test_fit_says_what_every_gpu_has(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("gemma4_shared_kv", {}, "Models with embeddings of layers run on one GPU alone: name one"),
         ("qwen3_moe_normed", {"cpu_moe": "1"}, r"Experts in the computer's memory \(cpu_moe\) run on one GPU alone"),
         ("lfm2_tied", {"tensor_split": "1,3"}, "GPU number 0 would get none of the layers with attention"),
+        ("llama_gqa_linear", {"tensor_split": "1,1", "spec_type": "eagle3"}, "a head reads layers of one GPU"),
     ],
 )
 def test_what_runs_on_one_gpu_is_refused_by_name(
     tmp_path: Path, fixture: str, settings: dict[str, Any], says: str
 ) -> None:
     config = settle(make_model(tmp_path, fixture), None, {"block_size": N, "calibration": False} | settings)
+    if config.eagle3 is not None:
+        make_head(tmp_path / "head", tmp_path)
     with pytest.raises(EngineError, match=says):
         assembly.assemble(config, None, ops=gpus())
 
@@ -310,9 +314,19 @@ def test_a_store_that_one_gpu_has_no_room_for_names_it(tmp_path: Path) -> None:
 )
 def test_a_layer_of_the_model_drafts_as_on_the_cpu(tmp_path: Path, fixture: str, ops: Callable[[], Ops]) -> None:
     """Alone on the last GPU, or beside recurrent layers, after prompts and steps."""
-    path, (ids,), found = make_mtp(tmp_path, fixture), prompts(1, seed=2), []
-    for backend in (ops(), NumpyOps()):
-        with load_tiny(path, ops=backend, spec_type="mtp", block_size=N, cache_type="f16", ctx_size=128) as engine:
+    assert_drafts_alike(make_mtp(tmp_path, fixture), "mtp", ops())
+
+
+@pytest.mark.slow
+def test_an_eagle3_head_drafts_as_on_the_cpu(tmp_path: Path) -> None:
+    make_head(tmp_path / "head", make_model(tmp_path), ids=DRAFTED_IDS)
+    assert_drafts_alike(tmp_path, "eagle3", CudaOps(LimitedDevice(0)))
+
+
+def assert_drafts_alike(path: Path, kind: str, ops: Ops) -> None:
+    (ids,), found = prompts(1, seed=2), []
+    for backend in (ops, NumpyOps()):
+        with load_tiny(path, ops=backend, spec_type=kind, block_size=N, cache_type="f16", ctx_size=128) as engine:
             drafts = [guesses(engine, ids[:end], max(1, end - 3), 3) for end in (2, 9, 20)]
             answer = engine.generate(ids[:24], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
             found.append((drafts, answer.token_ids, answer.usage.drafted_tokens > 0))

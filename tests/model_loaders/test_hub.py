@@ -568,6 +568,19 @@ def test_what_is_not_in_the_cache_as_a_whole_needs_a_connection(large: Hub, cut_
         assert any(part in problem for part in ("network connection", "HF_HUB_OFFLINE is set", "try again later"))
 
 
+def test_a_draft_head_is_fetched_as_a_folder_or_a_file(hub: Hub) -> None:
+    """Its configuration is of no model that is supported, and it has no tokenizer."""
+    files = {"config.json": b'{"draft_vocab_size": 8}', "model.safetensors": b"x", "README.md": b"", "other.pt": b"y"}
+    hub.repositories["user/head"] = Repository(files)
+    folder = hub_package.fetch_head(parse("hf:user/head"))
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    hub.repositories["user/file"] = Repository({"eagle3-model-Q8_0.gguf": b"GGUF", "model-Q8_0.gguf": b"GGUF"})
+    assert hub_package.fetch_head(parse("hf:user/file")).name == "eagle3-model-Q8_0.gguf"
+    hub.repositories["user/none"] = Repository({"README.md": b""})
+    with pytest.raises(LoadError, match="nor a GGUF file of a draft head "):
+        hub_package.fetch_head(parse("hf:user/none"))
+
+
 def test_an_adapter_is_fetched_as_a_folder_or_a_file(hub: Hub) -> None:
     files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x", "README.md": b"", "optimizer.pt": b"y"}
     hub.repositories["user/adapter"] = Repository(files)

@@ -218,20 +218,21 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
 
 def companion_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, where: Path) -> ContextBytes:
     """Return a function: tokens of a context → bytes of the part that reads images of the model at `where` and of its
-    work, and of the draft model's weights, KV store and work. Raises LoadError, and EngineError if the backend lacks
-    kernels of the draft model's layers."""
+    work, of the states that a draft head reads, and of the draft model's weights, KV store and work. Raises LoadError,
+    and EngineError if the backend lacks kernels of the draft model's layers."""
     weights, row, draft = 0, 0, _draft_bytes(config, ops)
+    states = 0 if model.eagle3 is None else 4 * model.eagle3.model.hidden_size  # of each token of a prompt
     if (found := model_loaders.load_vision_encoder(where, model, config.mmproj)) is not None:
         vision_encoder, source = found
         weights, row = weight_bytes(ops, source), _PATCH_ARRAYS * 4 * vision_encoder.merged_channels
         source.close()
-    return lambda tokens: weights + row * min(tokens // 2, MOST_ROWS) + draft(tokens)
+    return lambda tokens: weights + row * min(tokens // 2, MOST_ROWS) + states * tokens + draft(tokens)
 
 
 def _draft_bytes(config: EngineConfig, ops: Ops) -> ContextBytes:
-    if config.model_draft is None:
+    if (path := config.small_model) is None:
         return no_bytes
-    path, config = config.model_draft, draft_config(config, 0)
+    config = draft_config(config, 0)
     model, source, _ = model_loaders.load_weights(path)
     try:
         check_layers(ops, model, config.block_size)

@@ -14,7 +14,7 @@ from polarlm.engine.model.layers.latent_attention import LatentAttention
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights
 from polarlm.engine.model.layers.recurrent import ChannelDelta, GatedDelta, Mamba2, ShortConv
 from polarlm.engine.state.layer_shapes import RecurrentShape
-from polarlm.engine.weight_formats import Linear
+from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders import config
 
 
@@ -58,8 +58,19 @@ class MtpWeights:
 
     embedding_norm: Array = slot("mtp_embedding_norm")  # (E,)
     hidden_norm: Array = slot("mtp_hidden_norm")  # (E,)
-    projection: Linear = slot("mtp_in", "linear")  # (E, 2E): of an embedding and a hidden state
+    projection: Linear = slot(
+        "mtp_in", "linear"
+    )  # (E, 2E): of an embedding and a hidden state; an EAGLE-3 head has none
     norm: Array = slot("mtp_norm")  # (E,): before the model's head
+
+
+@dataclass(frozen=True)
+class Eagle3Weights(MtpWeights):
+    """What the layer of `ModelConfig.eagle3` has besides others. E: of the head."""
+
+    states: tuple[Linear, ...] = slot("eagle3_states", "linears")  # (E, E of the model) each
+    head: Linear | None = slot("eagle3_head", "linear")  # (its V, E); None: the model's
+    embedding: Matrix | None = slot("eagle3_embedding", "matrix")  # (V, E); None: the model's
 
 
 @dataclass(frozen=True)

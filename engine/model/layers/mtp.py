@@ -13,6 +13,7 @@ Letters: T rows, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,22 @@ class MtpRow(NamedTuple):
     span: Span
     token: int
     hidden: np.ndarray
+
+
+@dataclass
+class JoinedStates:
+    """What an EAGLE-3 head reads of a model (`eagle3.py`): the sum of products with the rows before some layers, which
+    grows while the layers are computed."""
+
+    ops: Ops
+    products: Sequence[tuple[int, Linear]]  # layers and their products, (E of the head, E)
+    sum: Array | None = None  # (T, E of the head)
+
+    def add(self, layer: int, x: Array) -> None:
+        """Add what the rows x (T, E) before a layer give."""
+        for number, product in self.products:
+            if number == layer:
+                self.sum = self.ops.linear(x, product, residual=self.sum)
 
 
 class MtpLayer:
@@ -57,26 +74,41 @@ class MtpLayer:
         norms = last_norm, weights.embedding_norm, weights.hidden_norm, weights.norm
         self._last_norm, self._embedding_norm, self._hidden_norm, self._norm = ((one, config.norm_eps) for one in norms)
         self._projection, self._greedy = weights.projection, [greedy(config.vocab_size)]
+        self._is_eagle3 = config.eagle3 is not None
+
+    def states(self) -> JoinedStates | None:
+        """Return what joins the hidden states that rows are made of; None: they are the model's last ones."""
+        return None
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
-    def prompt_input(self, span: Span, ids: np.ndarray, x: Array, rows: slice) -> Array:
+    def prompt_input(self, span: Span, ids: np.ndarray, states: JoinedStates | None, x: Array, rows: slice) -> Array:
         """Return the layer's input for a part of the rows of x (T, E), the model's hidden states, which are complete.
-        ids (T,) int32: the tokens of `span`."""
+        ids (T,) int32: the tokens of `span`. states: what `states` returned for this prompt."""
         ops, e, is_first = self._ops, self._size, rows.start == 0
         both = np.zeros((rows.stop - rows.start, 2 * e), np.float32)
         if is_first and span.sequence.hidden is not None:
             both[0, e:] = span.sequence.hidden
+        x = x if states is None else states.sum
         both, before = ops.to_device(both), x[max(0, rows.start - 1) : rows.stop - 1]
-        ops.rms_norm(self._embedded(ids[rows]), self._embedding_norm, both[:, :e])
+        embedded = self._embedded(ids[rows])
+        embedded[: int(self._is_eagle3 and is_first and span.start == 0)] = 0
+        ops.rms_norm(embedded, self._embedding_norm, both[:, :e])
         if len(before):
-            ops.rms_norm(before, self._last_norm, both[is_first:, e:])
+            self._take_states(before, both[is_first:, e:])
         ops.rms_norm(both[:, e:], self._hidden_norm)
         if rows.stop == len(x):
             newest = ops.to_device(np.zeros((1, e), np.float32))
-            ops.rms_norm(x[len(x) - 1 : len(x)], self._last_norm, newest)
+            self._take_states(x[len(x) - 1 : len(x)], newest)
             span.hidden = ops.to_host(newest)
-        return ops.linear(both, self._projection)
+        return self._layer_input(both)
+
+    def _take_states(self, x: Array, zeros: Array) -> None:
+        """Put rows of the model's hidden states x (T, E) where there are zeros (T, E), normed, or joined ones."""
+        if self._is_eagle3:
+            zeros[...] = x
+        else:
+            self._ops.rms_norm(x, self._last_norm, zeros)
 
     def _embedded(self, ids: np.ndarray) -> Array:
         x, _ = self._embed(self._first.to_device(ids))
@@ -89,15 +121,19 @@ class MtpLayer:
         firsts = np.cumsum([0, *(span.count for span in spans[:-1])])
         before, follows = np.zeros((len(ids), self._size), np.float32), np.ones((len(ids), 1), np.float32)
         follows[firsts] = 0
+        embedded = self._ops.to_host(self._embedded(ids))
         for first, span in zip(firsts, spans, strict=True):
             if span.sequence.hidden is not None:
                 before[first] = span.sequence.hidden
-        embedded = self._ops.to_host(self._embedded(ids))
+            embedded[first : first + (self._is_eagle3 and span.start == 0)] = 0
         return MtpInputs(np.concatenate([embedded, np.zeros_like(before)], axis=1), before, follows)
 
-    def append(self, x: Array, inputs: Inputs) -> None:
-        """Append the K/V of a step's rows. x (T, E): the model's hidden states, normed."""
+    def append(self, x: Array, inputs: Inputs) -> Array:
+        """Append the K/V of a step's rows. x (T, E): the model's hidden states, which are normed here, or joined ones.
+        Return them."""
         assert inputs.mtp is not None
+        if not self._is_eagle3:
+            self._ops.rms_norm(x, self._last_norm)
         ops, e, rows, (both, before, follows) = self._ops, self._size, len(x), inputs.mtp
         ops.rms_norm(both[:, :e], self._embedding_norm)
         if rows > 1:
@@ -105,10 +141,15 @@ class MtpLayer:
             ops.scale(both[1:, e:], follows[1:])
         ops.rms_norm(before, self._hidden_norm, both[:, e:])
         layer_inputs = self._choice(self._number, inputs._replace(adapters=None))
-        self._layer.mixer.project(ops.linear(both, self._projection), layer_inputs)
+        self._layer.mixer.project(self._layer_input(both), layer_inputs)
+        return x
+
+    def _layer_input(self, both: Array) -> Array:
+        """Return what the layer reads of embeddings and hidden states, both (T, 2E), normed."""
+        return both if self._is_eagle3 else self._ops.linear(both, self._projection)
 
     def keep(self, spans: Sequence[Span], states: Array) -> None:
-        """Let the spans of a step keep their rows of states (T, E): the model's hidden states, normed."""
+        """Let the spans of a step keep their rows of states (T, E), which `append` has returned."""
         hidden, end = np.array(self._ops.to_host(states)), 0
         for span in spans:
             first, end = end, end + span.count
@@ -118,18 +159,19 @@ class MtpLayer:
         """Compute one row each of several sequences. Return of each the most likely next token, or the error why there
         is none, and the row's hidden state (E,)."""
         embedded = self._ops.to_host(self._embedded(np.array([row.token for row in rows], np.int32)))
-        both, inputs = (
-            np.concatenate([embedded, np.stack([row.hidden for row in rows])], axis=1),
-            self._greedy * len(rows),
-        )
-        spans = [row.span for row in rows]
+        inputs = self._draft_inputs(embedded, np.stack([row.hidden for row in rows]))
+        spans, samplers = [row.span for row in rows], self._greedy * len(rows)
         views = [self.store.view(self._number, span, slice(at, at + 1), span.start) for at, span in enumerate(spans)]
-        view, sampler = self._group.spans(views), self._ops.pack_sampler_inputs(inputs)
+        view, ropes = self._group.spans(views), self._choice.ropes.tables(rope_positions(spans))
         of_groups = tuple(view if group is self._group else None for group in self.store.groups)
-        run = Inputs(both, self._choice.ropes.tables(rope_positions(spans)), of_groups, sampler=sampler)
+        run = inputs._replace(ropes=ropes, spans=of_groups, sampler=self._ops.pack_sampler_inputs(samplers))
         chosen, logits, states = run_graph(self._ops, "mtp", self._draft, run)
-        sampled = self._ops.fetch_tokens(chosen, logits, inputs)
+        sampled = self._ops.fetch_tokens(chosen, logits, samplers)
         return [*zip(sampled, np.array(self._ops.to_host(states)), strict=True)]
+
+    def _draft_inputs(self, embedded: np.ndarray, hidden: np.ndarray) -> Inputs:
+        """embedded (T, E), hidden (T, E): of tokens, and of those before; a copy of it."""
+        return Inputs(np.concatenate([embedded, hidden], axis=1))
 
     def _draft(self, inputs: Inputs) -> tuple[Array, Array, Array]:
         """Rows of an embedding and the hidden state before it, `x` (T, 2E) → tokens (T,), logits (T, V), hidden states

@@ -1,0 +1,369 @@
+"""EAGLE-3 heads: what they draft, and that answers stay the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from polarlm import Engine, EngineError, SamplingParams
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.cli.flags import parse
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.loading.checks import settle
+from polarlm.engine.loading.need import need
+from polarlm.engine.model.layers.mtp import MtpRow
+from polarlm.engine.outputs import Chunk, fold
+from polarlm.engine.requests.drafters.mtp import MtpDrafter
+from polarlm.engine.sampling.sample import greedy
+from tests.cuda.several_devices import LimitedDevice
+from tests.eagle3 import DRAFTED_IDS, HEADS, KV_HEADS, D, F, drafts, hidden_size, make_head
+from tests.mtp import Beside
+from tests.pairs import each, mostly_slow
+from tests.requests.drafters import ANEW, Known, Unpaced, drafting, summary
+from tests.requests.test_drafts import plain, prompts
+from tests.requests.test_mtp import guesses
+from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny, make_model, preempt
+
+SETTINGS: dict[str, Any] = {
+    "block_size": 16,
+    "ctx_size": 200,
+    "parallel": 4,
+    "calibration": False,
+    "spec_type": "eagle3",
+}
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+BACKENDS = pytest.mark.parametrize("backend", [NumpyOps, lambda: None], ids=["numpy", "default"])
+
+
+def with_head(folder: Path, fixture: str = "llama_gqa_linear", **more: Any) -> tuple[Path, Path]:
+    """A model, and a head in a folder inside it."""
+    model = make_model(folder, fixture)
+    return model, make_head(folder / "head", model, **more)
+
+
+HEADS_OF = {
+    "a vocabulary of its own": {"ids": DRAFTED_IDS},
+    "the model's vocabulary": {},
+    "the residual begins normed": {"norm_before_residual": True},
+    "two hidden states": {"states": 2, "eagle_aux_hidden_state_layer_ids": [1, 2]},
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("kind", HEADS_OF)
+def test_it_drafts_what_its_formulas_say(kind: str, backend: Callable[[], Any], tmp_path: Path) -> None:
+    """After prompts, and after steps of one token; a draft ends with its block. Places where the two likeliest tokens
+    are as good as equal are left out."""
+    model, head = with_head(tmp_path, **HEADS_OF[kind])
+    sure, rng = 0, np.random.default_rng(1)
+    with load_tiny(model, ops=backend(), **SETTINGS, cache_type="f16") as engine:
+        for count in (2, 3, 10, 15, 30, 50):
+            ids = rng.integers(5, VOCABULARY, count).tolist()
+            wanted, margin = drafts(model, head, ids, 4)
+            if margin < 0.02:
+                continue
+            for begun in {1, count // 2, count - 1}:
+                found = guesses(engine, ids, begun, 4, VOCABULARY)
+                assert found == wanted[: len(found)] != []
+            sure += 1
+    assert sure >= 4
+
+
+OF_TYPES = [
+    ("llama_gqa_llama3_tied", "f16"),
+    ("qwen3_5_moe_with_images", "balanced"),
+    ("gemma3_tied", "polarquant"),
+    ("olmo2_post_norms", "ring4"),
+    ("glm4_moe_lite", "balanced"),
+]
+
+
+@BACKENDS
+@mostly_slow("of, temperature", product(OF_TYPES, [0, 1.5]), each(OF_TYPES, [0, 1.5]), ids=str)
+def test_answers_are_those_of_steps_of_one_token(
+    tmp_path: Path, of: tuple[str, str], temperature: float, backend: Callable[[], Any]
+) -> None:
+    """Of several requests at once, beside drafts that are accepted; of models of any form."""
+    fixture, cache_type = of
+    model, _ = with_head(tmp_path, fixture, ids=DRAFTED_IDS)
+    with load_tiny(model, ops=backend(), **SETTINGS, cache_type=cache_type) as engine:
+        params, rng = replace(PARAMS, temperature=temperature, seed=3), np.random.default_rng(0)
+        asked = prompts(4)
+        wanted = [plain(engine, prompt, params) for prompt in asked]
+        known = [Beside(engine, Known([*p, *w.token_ids], 0.8, VOCABULARY)) for p, w in zip(asked, wanted, strict=True)]
+        waiting = iter(known)
+        drafting(engine, lambda ids: Unpaced(next(waiting), lambda: int(rng.integers(1, 8))))
+        forget(engine)
+        trays: list[list[Chunk | Exception]] = [[] for _ in asked]
+        for prompt, tray in zip(asked, trays, strict=True):
+            engine.submit(prompt, params, ANEW, into=tray)
+        while engine.work():
+            pass
+        assert [summary(fold(tray)) for tray in trays] == [summary(one) for one in wanted]
+        assert all(one.drafted > 10 for one in known)
+        assert_idle(engine)
+
+
+@BACKENDS
+def test_its_keys_and_values_are_of_the_states_of_the_model(tmp_path: Path, backend: Callable[[], Any]) -> None:
+    """Whatever has been drafted or rejected, and however many rows a step has had, beside another sequence's; and a
+    prompt's in chunks are those of its steps."""
+    ids = prompts(1)[0][:30]
+    model_path, _ = with_head(tmp_path, ids=DRAFTED_IDS)
+    with load_tiny(model_path, ops=backend(), **SETTINGS, cache_type="f16") as engine:
+        model, store, found = engine._model, engine._store, []
+        group = store.group_of(model.config.depth)
+        for begun, counts in ((16, [1] * 11), (16, [4, 1, 7, 3]), (1, [1] * 28), (27, [])):
+            other, kv = store.new_sequence(), store.new_sequence()
+            span = store.open(kv, begun)
+            model.forward([span], ids[:begun], outputs=1)
+            store.commit(span)
+            for count in counts:
+                start = kv.length
+                MtpDrafter(model.mtp, VOCABULARY, lambda kv=kv: kv).draft(ids[: start + 1], count)
+                spans = [store.open_step(other, 1), store.open_step(kv, count)]
+                rows = [*ids[start : start + count - 1], 9] if count > 1 else ids[start : start + 1]
+                model.step(spans, [7, *rows], [greedy(VOCABULARY)] * (1 + count))
+                store.commit_steps(spans, [1, max(1, count - 1)])
+            assert kv.length >= 27
+            arrays = store.groups[group].read_full(kv.tables[group].current, 11)
+            found.append([arrays[model.config.depth, side].astype(np.float32) for side in "kv"])
+            for one in (other, kv):
+                store.release(one)
+        for one in found[1:]:
+            np.testing.assert_allclose(found[0], one, atol=5e-3)
+        assert np.abs(found[0]).max() > 0.5
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        NumpyOps,
+        lambda: None,
+        pytest.param(lambda: CudaOps(LimitedDevice(0)), marks=pytest.mark.slow),
+    ],
+    ids=["numpy", "default", "cuda"],
+)
+def test_rows_of_several_sequences_are_those_of_each_alone(tmp_path: Path, backend: Callable[[], Any]) -> None:
+    """Of three sequences of unlike lengths, whose rows are computed together."""
+    model_path, _ = with_head(tmp_path, ids=DRAFTED_IDS)
+    with load_tiny(model_path, ops=backend(), **SETTINGS, cache_type="f16") as engine:
+        model, store, rows = engine._model, engine._store, list[MtpRow]()
+        for ids in prompts(3):
+            kv = store.new_sequence()
+            span = store.open(kv, len(ids))
+            model.forward([span], ids, outputs=1)
+            store.commit(span)
+            assert kv.hidden is not None
+            rows.append(MtpRow(store.open_step(kv), ids[0], kv.hidden))
+        together, alone = model.mtp.draft(rows), [model.mtp.draft([row])[0] for row in rows]
+        assert [token for token, _ in together] == [token for token, _ in alone]
+        for (_, one), (_, other) in zip(together, alone, strict=True):
+            np.testing.assert_allclose(one, other, atol=5e-3)
+        assert len({token for token, _ in alone}) > 1
+        for row in rows:
+            store.abort(row.span)
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "balanced"])
+def test_preemption_and_cached_prefixes_change_no_answer(tmp_path: Path, cache_type: str) -> None:
+    """The head's keys and values come and go with the model's, in the same blocks; drafts go on."""
+    model, _ = with_head(tmp_path, ids=DRAFTED_IDS)
+    (prompt,), answers = prompts(1), []
+    for kind in ("none", "eagle3"):
+        with load_tiny(model, **SETTINGS | {"spec_type": kind, "cache_type": cache_type}) as engine:
+            drafting(engine, partial(three_tokens, engine) if kind == "eagle3" else lambda ids: None)
+            tray: list[Chunk | Exception] = []
+            engine.submit(prompt, PARAMS, into=tray)
+            while len(tray) < 12:
+                engine.work()
+            request = preempt(engine)
+            while engine.work():
+                pass
+            first = fold(tray)
+            follow = engine.generate([*prompt, *first.token_ids, 9, 8, 7], PARAMS)
+            answers.append((summary(first), summary(follow)))
+            assert follow.usage.cached_tokens > 32
+            if kind == "eagle3":
+                assert sum(request.drafts.lengths[-10:]) > 10  # type: ignore[union-attr]
+            assert_idle(engine)
+    assert answers[0] == answers[1]
+
+
+def three_tokens(engine: Engine, ids: list[int]) -> Unpaced:
+    """Drafts of the head for the only request."""
+    requests = engine._runner.requests
+    return Unpaced(engine._drafting.drafter("eagle3", ids, lambda: next(iter(requests.values())).kv), lambda: 3)
+
+
+def speculators(folder: Path, model: Path) -> Path:
+    """The head of `make_head`, as the library speculators writes it."""
+    make_head(folder, model, ids=DRAFTED_IDS)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+    renamed["embed_tokens.weight"] = np.zeros((VOCABULARY, hidden_size(model)), np.float32)
+    save_file(renamed, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    own = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
+    layer = {key: value for key, value in config.items() if key not in (*own, "architectures")}
+    outer = {key: config[key] for key in own} | {"speculators_model_type": "eagle3", "norm_before_residual": False}
+    written = outer | {"architectures": ["Eagle3Speculator"], "transformer_layer_config": layer}
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder
+
+
+def as_gguf(folder: Path, model: Path) -> Path:
+    """The same as llama.cpp's converter writes it: heads whose RoPE pairs are neighbours, and absolute ids."""
+    make_head(folder, model, ids=DRAFTED_IDS)
+    tensors = load_file(folder / "model.safetensors")
+    shutil.rmtree(folder)
+    file = folder.with_name("eagle3-model.gguf")
+    writer = gguf.GGUFWriter(file, "eagle3")
+    writer.add_block_count(1)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_embedding_length(hidden_size(model))
+    writer.add_feed_forward_length(F)
+    writer.add_context_length(2048)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(D)
+    writer.add_value_length(D)
+    writer.add_rope_dimension_count(D)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_array("eagle3.extract_layers", [0, 1, 2])
+    writer.add_uint32("eagle3.target_hidden_size", hidden_size(model))
+    writer.add_bool("eagle3.norm_before_residual", False)
+    names = {
+        "norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+        "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+    }
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
+    for name, value in tensors.items():
+        if name == "t2d":
+            continue
+        if name == "d2t":
+            value = value + np.arange(len(value))
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = value.reshape(-1, 2, D // 2, value.shape[-1])
+            value = np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(value.shape)
+        theirs = table.get_name(name.replace("midlayer", "model.layers.0"), try_suffixes=(".weight",))
+        writer.add_tensor(names.get(name) or theirs or name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+FORMS: dict[str, Callable[[Path, Path], Path]] = {"speculators": speculators, "gguf": as_gguf}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("given", [True, False], ids=["given", "beside"])
+def test_other_forms_of_files_have_the_same_head(form: str, given: bool, tmp_path: Path) -> None:
+    """By its path, or found beside the model by what it is."""
+    model, ids = make_model(tmp_path), prompts(1)[0][:12]
+    wanted, margin = drafts(model, make_head(tmp_path / "elsewhere" / "plain", model, ids=DRAFTED_IDS), ids, 3)
+    shutil.rmtree(tmp_path / "elsewhere")
+    head = FORMS[form](tmp_path / "head", model)
+    with load_tiny(model, **SETTINGS, cache_type="f16", model_draft=str(head) if given else None) as engine:
+        assert guesses(engine, ids, 5, 3, VOCABULARY) == wanted
+    assert margin > 0.02
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+            r"before layers 1, 2, 3, and this model has 2; ",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc.weight of shape .* 2 hidden states of 48 numbers"),
+        ({"draft_vocab_size": None}, r"is no EAGLE-3 head: its configuration has no draft_vocab_size"),
+        ({"num_hidden_layers": 2}, r"num_hidden_layers is 2, but only 1 is supported"),
+        ({"norm_before_fc": True}, r"norm_before_fc is True, but only False is supported"),
+        ({"intermediate_size": 32}, r"gate_proj.* has the shape"),
+    ],
+)
+def test_heads_of_another_model_or_kind_are_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    model, head = with_head(tmp_path, ids=DRAFTED_IDS)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(EngineError, match=says):
+        load_tiny(model, **SETTINGS, model_draft=str(head))
+
+
+def test_tensors_that_no_head_has_are_not_ignored(tmp_path: Path) -> None:
+    model, head = with_head(tmp_path, ids=DRAFTED_IDS)
+    tensors = load_file(head / "model.safetensors")
+    for name, value, says in (
+        ("layers.1.mlp.up_proj.weight", np.zeros((2, 2), np.float32), "which EAGLE-3 heads do not have"),
+        ("d2t", tensors["d2t"] + 90, "names tokens that the model has not"),
+        ("d2t", tensors["d2t"].astype(np.float32), "must have integers"),
+    ):
+        save_file(tensors | {name: value}, head / "model.safetensors")
+        with pytest.raises(EngineError, match=says):
+            load_tiny(model, **SETTINGS)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("draft-eagle3", "eagle3"), ("draft-mtp", "mtp")])
+def test_names_of_llama_cpp_mean_the_same(theirs: str, ours: str, tmp_path: Path) -> None:
+    argv = ["--spec-type", theirs, "--spec-draft-model", "x"]
+    (config,) = parse(argv, {"model": EngineConfig}, prog="polarlm", description="")
+    assert (config.spec_type, config.model_draft) == (ours, "x")
+    assert settle("model", None, {"spec_type": theirs}).spec_type == ours
+    model, _ = with_head(tmp_path)
+    with load_tiny(model, **SETTINGS) as engine:
+        params = replace(PARAMS, spec_type=theirs, max_tokens=4)
+        if ours == "eagle3":
+            assert engine.generate([5, 6], params).usage.completion_tokens == 4
+        else:
+            with pytest.raises(EngineError, match="spec_type=mtp needs a layer"):
+                engine.generate([5, 6], params)
+
+
+def test_a_pickled_head_is_refused(tmp_path: Path) -> None:
+    model, head = with_head(tmp_path)
+    (head / "model.safetensors").rename(head / "pytorch_model.bin")
+    with pytest.raises(EngineError, match="holds its weights as a pickle"):
+        load_tiny(model, **SETTINGS)
+
+
+def test_what_is_not_there_is_told_in_a_sentence(tiny_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"no EAGLE-3 head beside .*; give one with model_draft"):
+        load_tiny(make_model(tmp_path), **SETTINGS)
+    with load_tiny(tiny_path) as engine, pytest.raises(EngineError, match="load the engine with spec_type=eagle3"):
+        engine.generate([5, 6], replace(PARAMS, spec_type="eagle3"))
+    make_head(tmp_path / "head", tmp_path)
+    with (
+        load_tiny(tmp_path, **SETTINGS) as engine,
+        pytest.raises(EngineError, match="load the engine with spec_type=mtp"),
+    ):
+        engine.generate([5, 6], replace(PARAMS, spec_type="mtp"))
+
+
+def test_it_takes_memory_only_if_asked_for(tmp_path: Path) -> None:
+    model, _ = with_head(tmp_path)
+    sizes = []
+    for kind in ("none", "eagle3"):
+        with load_tiny(model, **SETTINGS | {"spec_type": kind, "cache_type": "f16", "device": "cpu"}) as engine:
+            assert "(llama, 2 layers)" in engine.fit_line()
+            plan, weights = engine._parts.plan, engine._parts.model.weights.bytes
+            assert len(plan.shape.kv_layers) == 2 + (kind == "eagle3")
+            needed = need(EngineConfig(weights=str(model), ctx_size=200, spec_type=kind, device="cpu")).bytes
+            sizes.append((plan.bytes, weights, needed))
+    assert all(one < other for one, other in zip(*sizes, strict=True))
