@@ -141,5 +141,5 @@ def test_a_template_of_a_file_takes_the_place_of_the_models_own(demo_path: Path,
 
 def test_the_package_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert polarlm.__version__ == importlib.metadata.version("polarlm")
-    monkeypatch.setattr("polarlm.engine.cli.flags.release", lambda: "")  # a checkout that is not installed
+    monkeypatch.setattr("polarlm.engine.version.release", lambda: "")  # a checkout that is not installed
     assert polarlm.__version__ == "0.0.0"

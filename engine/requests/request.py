@@ -65,7 +65,7 @@ class Clock:
     prefill: float = 0.0
     generation: float = 0.0
     queue: float | None = None
-    _made: float = field(default_factory=time.perf_counter)
+    _made: float = field(default_factory=lambda: time.perf_counter())
 
     def begin(self, prefilling: bool) -> None:
         self._prefilling, self.since = prefilling, time.perf_counter()

@@ -224,7 +224,8 @@ class KVStore:
         """Open a span of `count` rows of a step: STEP_ROWS, or `rows_of_block` if a group is sparse; or without such a
         group, and if their next tokens are known, up to the end of the block. If it raises OutOfBlocks, nothing has
         changed."""
-        assert 1 <= count <= max(STEP_ROWS, self.shape.block_size - sequence.length % self.shape.block_size)
+        n = self.shape.block_size
+        assert 1 <= count <= STEP_ROWS or sequence.length % n + count <= n
         if sequence.table_version is not None and sequence.length + count <= sequence.table_version.end:
             return Span(sequence, sequence.length, count, [], is_step=True)
         reservations = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))

@@ -81,7 +81,7 @@ def test_rows_of_a_step_are_limited(tiny_path: Path, monkeypatch: pytest.MonkeyP
         wanted = in_steps(lambda: answer(engine))
         seen = rows_of_steps(engine, monkeypatch)
         assert same(answer(engine), wanted)
-        assert max(seen) == [STEP_ROWS]
+        assert [STEP_ROWS] < max(seen) <= [64]  # of a request alone, up to the end of the block
         assert_idle(engine)
 
 
