@@ -14,7 +14,7 @@ from types import FrameType
 
 from starlette.types import ASGIApp
 
-from polarlm.engine import Engine
+from polarlm.engine import Engine, EngineError
 from polarlm.engine.cli.commands import note_in_flags
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.state.plan import parse_size
@@ -48,6 +48,11 @@ def load_driver(model: EngineConfig, config: ServerConfig, log_name: str | None 
         note(engine.fit_line())
         if (most := engine.model.generation.max_tokens) >= 0 and config.max_tokens is None:
             note(f"Answers of this model end after {most} tokens, unless a request or --max-tokens says otherwise")
+        for name in reversed(engine.packs):  # if there is no room for all, the first ones stay
+            try:
+                engine.load_pack(name)
+            except EngineError as error:  # requests that name it are told, too
+                note(f"warning: {error}")
         journal.set_up(log_name)
         yield Driver(engine, config, sessions)
 

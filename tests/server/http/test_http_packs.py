@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from polarlm import pack
-from polarlm.engine import Engine
+from polarlm.engine import Engine, EngineConfig
+from polarlm.server.config import ServerConfig
+from polarlm.server.serving import load_driver
 from tests.server.apis import API, APIS
 from tests.server.http_server import Serving, serving
 
@@ -18,11 +20,16 @@ TEXT = "The harbour has a captain. " * 4
 @pytest.fixture(scope="module")
 def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("packs")
-    (folder / "harbour.txt").write_text(TEXT)
-    file = folder / "harbour.pack"
-    assert pack.main([str(folder / "harbour.txt"), "-m", str(tiny_path), "-o", str(file), "--device", "cpu"]) == 0
+    file = packed(folder, tiny_path)
     with Engine.load(tiny_path, device="cpu", packs={"harbour": str(file)}) as engine, serving(engine) as running:
         yield running
+
+
+def packed(folder: Path, model: Path) -> Path:
+    (folder / "harbour.txt").write_text(TEXT)
+    file = folder / "harbour.pack"
+    assert pack.main([str(folder / "harbour.txt"), "-m", str(model), "-o", str(file), "--device", "cpu"]) == 0
+    return file
 
 
 @pytest.mark.parametrize("api", APIS.values(), ids=APIS)
@@ -47,3 +54,19 @@ def test_packs_are_listed(server: Serving) -> None:
     assert one["id"] == "harbour"
     assert one["tokens"] == len(server.engine.packs["harbour"].token_ids)
     assert [text["name"] for text in one["texts"]] == ["harbour.txt"]
+
+
+def test_a_server_has_read_its_packs_before_the_first_request(
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is damaged is named, and keeps no other from being read."""
+    file = packed(tmp_path, tiny_path)
+    damaged = tmp_path / "damaged.pack"
+    damaged.write_bytes(file.read_bytes()[:-100] + bytes(100))
+    packs = {"harbour": str(file), "damaged": str(damaged)}
+    config = EngineConfig(weights=str(tiny_path), device="cpu", packs=packs)
+    with load_driver(config, ServerConfig()) as driver:
+        ids = driver.engine.packs["harbour"].token_ids
+        assert driver.engine._prefixes.match_prefix(ids, "").length == len(ids)
+    assert "warning" in (said := capsys.readouterr().err)
+    assert "damaged.pack" in said
