@@ -11,6 +11,7 @@ import numpy as np
 
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.quantization.conditioning import Scale
 from polarlm.engine.state.cache_types import setting_by_layer
 from polarlm.engine.state.store import KVStore
 
@@ -52,13 +53,18 @@ def settings(model: Transformer, name: str, *, replayable: bool = False) -> dict
 
 
 def scale_arrays(store: KVStore) -> dict[str, np.ndarray]:
-    """Return the divisors of keys and values that codes depend on, by names such as "3 centred keys"."""
-    return {
-        f"{layer} {SIDES[one.mean_bits > 0]} {side}": array
-        for layer, one in store.shape.kv_layers.items()
-        if (scale := store.conditioning[layer].scale) is not None
-        for side, array in scale._asdict().items()
-    }
+    """Return the divisors of keys and values that codes depend on, by the names of `name_scale`."""
+    arrays: dict[str, np.ndarray] = {}
+    for layer, one in store.shape.kv_layers.items():
+        if (scale := store.conditioning[layer].scale) is not None:
+            arrays |= name_scale(layer, one.mean_bits > 0, scale)
+    return arrays
+
+
+def name_scale(layer: int, is_centred: bool, scale: Scale) -> dict[str, np.ndarray]:
+    """Return the divisors of a layer by names such as "3 centred keys". is_centred: whether blocks of keys are stored
+    without their mean."""
+    return {f"{layer} {SIDES[is_centred]} {side}": array for side, array in scale._asdict().items()}
 
 
 def hash_root(settings: Mapping[str, str], others: Mapping[str, str]) -> bytes:
