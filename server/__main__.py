@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -137,12 +137,12 @@ def _need(room: str) -> Any:
 def _kv_events(config: ServerConfig) -> Any:
     """A context with the publisher of --kv-events. Raises _MissingPackages and ListenError."""
     try:
-        from polarlm.server.running.kv_events import kv_events
+        from polarlm.server.running.kv_events import KVEvents
     except ImportError as error:
         raise _MissingPackages(f"{error}: --kv-events needs more packages: pip install 'polarlm[kv-events]'") from None
     if re.match(r"tcp://(127\.|localhost:|\[::1\])|ipc://", str(config.kv_events)) is None:
         note(f"warning: --kv-events {config.kv_events} sends tokens of prompts to any program that connects to it")
-    return kv_events(str(config.kv_events), config.kv_events_topic)
+    return closing(KVEvents(str(config.kv_events), config.kv_events_topic))
 
 
 def _check_mcp(path: str) -> None:
