@@ -64,16 +64,7 @@ class Prefill(Endpoints):
             raise ApiError(409, f"This server lets {other} compute its prompts: ask that one", "other_server")
         events = self._events(ids, read_salt(body.get("cache_salt")), bytes.fromhex(root), first)
         begun = await while_connected(request.receive, anext(events))
-        done = begun
-
-        async def noted() -> AsyncGenerator[Event, None]:
-            nonlocal done
-            async with aclosing(events):
-                async for event in events:
-                    done = event if event is not None and _PACKED not in event else done
-                    yield event
-
-        stream = EventStream(begun, noted(), _OBJECTS, lambda error: {"error": error.message}, lambda: _frame(done))
+        stream = EventStream(begun, events, _OBJECTS, lambda error: {"error": error.message}, note)
         stream.silent_seconds = _SILENT_SECONDS
         return stream
 
