@@ -362,8 +362,7 @@ class Engine(Completions, AdapterLoading):
         params = replace(params, **settings)
         params = replay.with_seed(params) if self.config.replayable else params
         warnings: list[str] = []
-        if options.pack:
-            prompt = self.begin_with_pack(prompt, options)
+        prompt = self.begin_with_pack(prompt, options)
         params, close_tag = constrain_after_reasoning(prompt, params, options, self.model)
         constraint = self.grammars.constraint(params, constraint, gone, close_tag, warnings)
         request = Request.create(
