@@ -141,6 +141,16 @@ def test_progress_is_told_and_salts_are_kept_apart(plain: Pair) -> None:
     assert same_salt.usage.cached_tokens > 0
 
 
+def test_what_tiers_lack_is_computed_there(plain: Pair, tmp_path: Path) -> None:
+    prompt = ids(23, 150)
+    disk = {"cache_disk": "10M", "cache_disk_folder": str(tmp_path)}
+    with load_tiny(plain._model, **plain.settings, **disk) as engine:
+        engine.generate(prompt[: 4 * N], PARAMS)
+    answer = plain.weak(**disk).generate(prompt, PARAMS)
+    assert answer.usage.cached_from == {"prefill-at": ALL_SENT}
+    assert same(answer, plain.on_one_machine(prompt))
+
+
 def test_signs_of_life_are_no_blocks(plain: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "_SILENT_SECONDS", 1e-6)
     prompt, settings = ids(21, 300), dict(plain.strong._identity)
