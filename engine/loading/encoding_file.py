@@ -67,12 +67,13 @@ class ModelEncoding:
 
     @cached_property
     def digest(self) -> str:
-        """Of all numbers."""
-        digest = hashlib.sha256(self.model.encode())
-        for name, array in self.arrays.items():
-            digest.update(repr((name, array.shape)).encode())
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
+        """Of all numbers, whose checksum is before the payload."""
+        return hashlib.sha256(self.pack()[0]).hexdigest()
+
+    def pack(self) -> tuple[bytes, memoryview]:
+        """Return the parts of its file."""
+        header = {"kind": "encoding", "version": _VERSION, "model": self.model, "name": self.name}
+        return objects.join_arrays({**header, "block_size": self.block_size}, self.arrays).pack(_NAME)
 
 
 def place_beside(weights: Path) -> Path:
@@ -83,15 +84,8 @@ def place_beside(weights: Path) -> Path:
 
 def write(path: Path, encoding: ModelEncoding) -> None:
     """Raises EngineError ("storage")."""
-    header = {
-        "kind": "encoding",
-        "version": _VERSION,
-        "model": encoding.model,
-        "name": encoding.name,
-        "block_size": encoding.block_size,
-    }
     try:
-        files.write(path, objects.join_arrays(header, encoding.arrays).pack(_NAME))
+        files.write(path, encoding.pack())
         path.chmod(0o644)  # others load it, too
     except OSError as error:
         raise EngineError(
