@@ -318,7 +318,7 @@ class Engine(Completions, AdapterLoading):
     def differs_from(self, settings: Mapping[str, str]) -> str | None:
         """Return a sentence about why blocks of this engine are of no use to one with these `identity.settings`; None
         if they are."""
-        return identity.difference_from(settings, self._identity)
+        return identity.difference(settings, self._identity, identity.OF_AN_ENGINE)
 
     def work(self) -> bool:
         """Run one unit of work, a part of a prefill or a step of all running requests; False if there is no request."""

@@ -79,8 +79,7 @@ class KVEvents:
         event: dict[str, Any] = {}
         end: bytes | None = None  # the key of the last block of `event`
         for group, key, parent, ids in changes:
-            block, number = (group, key), int.from_bytes(key[:8], "big")
-            kind = "BlockRemoved" if ids is None else "BlockStored"
+            block, kind = (group, key), "BlockRemoved" if ids is None else "BlockStored"
             if ids is None and block not in published:  # it has a salt
                 continue
             follows = event.get("type") == kind and event["group_idx"] == group and (ids is None or end == parent)
@@ -88,15 +87,14 @@ class KVEvents:
                 if event:
                     yield event
                 event = {"type": kind, "block_hashes": [], "medium": self._medium, "group_idx": group}
-            event["block_hashes"].append(number)
+                event |= {} if ids is None else self._fields(group, parent)
+            event["block_hashes"].append(int.from_bytes(key[:8], "big"))
             if ids is None:
                 published.remove(block)
-                continue
-            if not follows:
-                event |= self._fields(group, parent)
-            event["token_ids"] += ids
-            published.add(block)
-            end = key
+            else:
+                event["token_ids"] += ids
+                published.add(block)
+                end = key
         if event:
             yield event
 
