@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
-from urllib.request import Request, urlopen
+from typing import BinaryIO
 
 import numpy as np
 
@@ -122,7 +122,7 @@ def load(
                 "block_size",
             )
         encoding = ModelEncoding(model, name, block_size, *_parse(stored, config, block_size))
-    except (OSError, HTTPException) as error:
+    except OSError as error:
         cause = getattr(error, "reason", None)  # of an error of urlopen
         reason = getattr(cause if isinstance(cause, OSError) else error, "strerror", None) or error
         raise _error(f"The encoding {place} cannot be read ({reason}): give the path or the URL of one") from None
@@ -138,17 +138,28 @@ def load(
 
 def _read(place: str | Path, key: str | None) -> Object:
     """Return the first object of a file or of what a server sends, of an encoding or a session. key: the API key of the
-    server at a URL; None for none. Raises OSError, HTTPException, ValueError or DamagedObject."""
-    if isinstance(place, str) and _URL.match(place):
-        question = Request(place, headers={} if key is None else {"Authorization": f"Bearer {key}"})
-        opened = urlopen(question, timeout=_SECONDS)
-    else:
-        opened = Path(place).expanduser().open("rb")
-    with opened as source:
+    server at a URL; None for none. Raises OSError, ValueError or DamagedObject."""
+    is_url = isinstance(place, str) and _URL.match(place)
+    with _open_url(str(place), key) if is_url else Path(place).expanduser().open("rb") as source:
         name, content = objects.read_packed(source.read, _MOST_BYTES) or (b"", b"")
     if name not in (_NAME, sessions.NAME):
         raise DamagedObject("it is another object, or none")
     return objects.unpack(name, content, len(content))
+
+
+@contextmanager
+def _open_url(url: str, key: str | None) -> Iterator[BinaryIO]:
+    """Raises OSError, also while it is read."""
+    from http.client import HTTPException  # imported where they are used: they take time
+    from urllib.request import Request, urlopen
+
+    try:
+        with urlopen(
+            Request(url, headers={"Authorization": f"Bearer {key}"} if key else {}), timeout=_SECONDS
+        ) as answer:
+            yield answer
+    except HTTPException as error:
+        raise ConnectionError(str(error) or type(error).__name__) from None
 
 
 def _error(sentence: str, *settings: str) -> EngineError:
