@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import BinaryIO
 
@@ -42,7 +43,7 @@ _URL, _SECONDS = re.compile("https?://"), 30.0  # timeout of a server that says 
 _MOST_BYTES = 1 << 30  # of an encoding: six times those of the largest models
 _WRITE = "write it again with polarlm fit --write"
 
-Scales = Mapping[int, Mapping[bool, Scale]]  # of each layer with K/V, by whether keys are stored without their mean
+Scales = Mapping[tuple[int, bool], Scale]  # by layer, and whether blocks of keys are stored without their mean
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,8 @@ class ModelEncoding:
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays by names such as "3 query_mean" and "3 plain keys", float32."""
         arrays = statistics_arrays(self.statistics)
-        for layer, scales in self.scales.items():
-            for is_centred, scale in scales.items():
-                arrays |= identity.name_scale(layer, is_centred, scale)
+        for (layer, is_centred), scale in self.scales.items():
+            arrays |= identity.name_scale(layer, is_centred, scale)
         return arrays
 
     @cached_property
@@ -128,7 +128,7 @@ def load(
         raise _error(f"The encoding {place} cannot be read ({reason}): give the path or the URL of one") from None
     except (DamagedObject, KeyError, TypeError, ValueError):
         raise _error(f"{place} is not an encoding, or a damaged one: {_WRITE}") from None
-    if not all(is_centred in encoding.scales[layer] for layer, is_centred in centred.items()):
+    if not centred.items() <= encoding.scales.keys():
         raise _error(
             f"{place} has the encoding of other cache types: give those as cache_type, or another encoding",
             "cache_type",
@@ -169,19 +169,16 @@ def _error(sentence: str, *settings: str) -> EngineError:
 def _parse(stored: Object, config: ModelConfig, block_size: int) -> tuple[Statistics, Scales]:
     """Raises KeyError, TypeError or ValueError for an object that neither `write` nor `sessions.write` has written for
     such a model."""
-    arrays, scales = objects.split_arrays(stored), dict[int, dict[bool, Scale]]()
+    arrays, scales = objects.split_arrays(stored), dict[tuple[int, bool], Scale]()
     is_whole = stored.header["kind"] == "encoding"  # with statistics, and for all cache types
-    for layer, one in config.kv_attentions.items():
-        scales[layer] = {
-            is_centred: Scale(*(arrays[f"{layer} {side} {field}"] for field in Scale._fields))
-            for is_centred, side in identity.SIDES.items()
-            if is_whole or f"{layer} {side} keys" in arrays
-        }
-        for keys, values in scales[layer].values():
+    for (layer, one), (is_centred, side) in product(config.kv_attentions.items(), identity.SIDES.items()):
+        if is_whole or f"{layer} {side} keys" in arrays:
+            keys, values = (arrays[f"{layer} {side} {field}"] for field in Scale._fields)
             if keys.shape != (one.kv_heads, one.head_dim) or values.shape != (one.kv_heads,):
                 raise ValueError("divisors have another shape")
             if not ((keys > 0).all() and (values > 0).all()):
                 raise ValueError("a divisor is not positive")
+            scales[layer, is_centred] = Scale(keys, values)
     return read_statistics(arrays, config, block_size) if is_whole else Statistics(), scales
 
 

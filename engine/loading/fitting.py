@@ -69,7 +69,7 @@ def load_or_fit(
     if given is None:
         scales = _scales(encoding, ops, config, weights, shape.block_size, centred, statistics)
     else:
-        scales = [given.scales[n][centred[n]] if n in centred else None for n in range(len(shape.layers))]
+        scales = [given.scales[n, centred[n]] if n in centred else None for n in range(len(shape.layers))]
     encodings = encode_layers(encoding, shape, scales, statistics)
     if is_kept:  # if it cannot be kept, neither can the calibration, which has said so
         kept_arrays.write(_KIND, key, _pack(*encodings), lambda sentence: None)
@@ -83,12 +83,11 @@ def fit_all_types(
     (ops, config, weights), block_size = (model.ops, model.config, model.weights), model.store.shape.block_size
     ids = text_ids(tokenizer, min(TOKENS, config.max_context))
     statistics = load_or_calibrate(ops, config, weights, ids, block_size, say, progress)
-    scales: dict[int, dict[bool, Scale]] = {layer: {} for layer in statistics}
+    scales: dict[tuple[int, bool], Scale] = {}
     for is_centred in SIDES:
         centred = dict.fromkeys(statistics, is_centred)
-        for layer, one in enumerate(_scales(FULL_ENCODING, ops, config, weights, block_size, centred, statistics)):
-            if one is not None:
-                scales[layer][is_centred] = one
+        of_layers = _scales(FULL_ENCODING, ops, config, weights, block_size, centred, statistics)
+        scales |= {(layer, is_centred): one for layer, one in enumerate(of_layers) if one is not None}
     return ModelEncoding(fingerprint(ops, config, weights), name, block_size, statistics, scales)
 
 
