@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
@@ -83,13 +83,13 @@ def fetch_adapter(name: HubName, verbose: Callable[[str], None] | None = None) -
 
     Raises LoadError.
     """
-    return _Fetch(name, verbose=verbose, find=_Fetch.adapter).run_with_load_errors(_Fetch.run)
+    return _Fetch(name, verbose=verbose, what="adapter").run_with_load_errors(_Fetch.run)
 
 
 def fetch_pack(name: HubName, verbose: Callable[[str], None] | None = None) -> Path:
     """The path of the one .pack file of a repository in the hub's cache; it is downloaded if need be. Raises
     LoadError."""
-    return _Fetch(name, verbose=verbose, find=_Fetch.pack).run_with_load_errors(_Fetch.run)
+    return _Fetch(name, verbose=verbose, what="pack").run_with_load_errors(_Fetch.run)
 
 
 def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
@@ -111,11 +111,11 @@ class _Fetch:
         verbose: Callable[[str], None] | None = None,
         progress: Progress | None = None,
         *,
-        find: Callable[[_Fetch], Path] | None = None,
+        what: Literal["model", "adapter", "pack"] = "model",
     ) -> None:
         self._client, self._name, self._fits = Client(), name, fits or (lambda config, size: True)
         self._say, self._is_silent = verbose or (lambda text: None), verbose is None
-        self._progress, self._find = progress, find or _Fetch.model
+        self._progress, self._what = progress, what
         self._listing = Listing(name.repo, "", {})
 
     def run_with_load_errors(self, work: Callable[[_Fetch], T]) -> T:
@@ -130,7 +130,7 @@ class _Fetch:
             raise
 
     def run(self) -> Path:
-        """The path of what `find` finds in the listing, such as the model."""
+        """The path of the model."""
         try:
             self._listing = self._client.listing(self._name)
         except (self._client.http_error, OSError) as error:
@@ -141,14 +141,14 @@ class _Fetch:
             why = "HF_HUB_OFFLINE is set" if self._client.is_offline else "The hub cannot be reached"
             self._say(f"{why}: using {self._name.repo} as it is in the cache (commit {cached.commit[:8]}).")
             try:
-                return self._find(self)
+                return self._model()
             except LoadError as problem:
                 raise LoadError(
                     f"{problem} This is about what the cache has; with a connection to the hub there may be more."
                 ) from error
         if self._listing.repo.lower() != self._name.repo.lower():
             self._say(f"{self._name.repo} is called {self._listing.repo} today.")
-        path = self._find(self)
+        path = self._model()
         self._client.remember(self._name, self._listing.commit)
         return path
 
@@ -172,7 +172,7 @@ class _Fetch:
         self._listing = self._client.listing(self._name)
         return self._ggufs().size()
 
-    def pack(self) -> Path:
+    def _pack(self) -> Path:
         packs = [file for path, file in self._listing.files.items() if path.endswith(".pack")]
         if len(packs) != 1:
             there = ", ".join(file.path for file in packs) or "none"
@@ -182,7 +182,7 @@ class _Fetch:
             )
         return self._fetch(packs)[0]
 
-    def adapter(self) -> Path:
+    def _adapter(self) -> Path:
         files = self._listing.files
         if self._name.quantization is None and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= files.keys():
             return self._fetch([files[ADAPTER_CONFIG], files[ADAPTER_WEIGHTS]])[0].parent
@@ -193,7 +193,11 @@ class _Fetch:
             "repository that holds one."
         )
 
-    def model(self) -> Path:
+    def _model(self) -> Path:
+        if self._what == "adapter":
+            return self._adapter()
+        if self._what == "pack":
+            return self._pack()
         if self._name.quantization is None and has_safetensors(self._listing.files):
             return self._folder()
         if (ggufs := self._ggufs()) and (ggufs.has_models or not has_safetensors(self._listing.files)):
