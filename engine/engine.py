@@ -46,7 +46,6 @@ from polarlm.engine.storage.sessions import KnownAnswers, Progress, Session, Ses
 from polarlm.engine.storage.tiers import prompt_blocks
 from polarlm.engine.storage.tiers.opening import open_remote_prefill
 from polarlm.engine.storage.tiers.patience import Patience
-from polarlm.engine.storage.tiers.search import count_sources
 from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
 from polarlm.engine.storage.tiers.tiers import Tiers
 
@@ -293,7 +292,8 @@ class Engine(Completions, AdapterLoading):
             request = self._request(
                 prompt, params, options, settings, outbox=into, progress=progress, constraint=constraint, gone=gone
             )
-            for _ in self._find(request):
+            for done in self._find(request):
+                request.report_progress(done)
                 if gone is not None and gone():
                     raise EngineError("The request was cancelled before its prompt was read", "cancelled")
         request.sequence.in_background = in_background
@@ -318,7 +318,7 @@ class Engine(Completions, AdapterLoading):
     def differs_from(self, settings: Mapping[str, str]) -> str | None:
         """Return a sentence about why blocks of this engine are of no use to one with these `identity.settings`; None
         if they are."""
-        return identity.difference_from(settings, self._identity)
+        return identity.difference(settings, self._identity, identity.OF_AN_ENGINE)
 
     def work(self) -> bool:
         """Run one unit of work, a part of a prefill or a step of all running requests; False if there is no request."""
@@ -362,8 +362,7 @@ class Engine(Completions, AdapterLoading):
         params = replace(params, **settings)
         params = replay.with_seed(params, options, is_replayable=self.config.replayable)
         warnings: list[str] = []
-        if options.pack:
-            prompt = self.begin_with_pack(prompt, options)
+        prompt = self.begin_with_pack(prompt, options)
         params, close_tag = constrain_after_reasoning(prompt, params, options, self.model)
         constraint = self.grammars.constraint(params, constraint, gone, close_tag, warnings)
         request = Request.create(
@@ -387,9 +386,9 @@ class Engine(Completions, AdapterLoading):
             packs.check_prefix(pack, request.sequence.prompt, self.cache_shape.block_size, warnings.append)
         return request
 
-    def _find(self, request: Request) -> Iterator[None]:
-        """Read what tiers have of a request's prompt, and let a server compute it; yields whenever it has computed some
-        of it. Raises EngineError if the engine has been closed."""
+    def _find(self, request: Request) -> Iterator[int]:
+        """Read what tiers have of a request's prompt, and let a server compute it; yields how many tokens it has
+        computed. Raises EngineError if the engine has been closed."""
         self._check_open()
         if not request.options.cache_prompt or request.reads_prompt:
             return
@@ -398,20 +397,15 @@ class Engine(Completions, AdapterLoading):
             request.hit = self._tiers.find(ids, request.salt)
         if self._remote_prefill is None or request.adapter is not None or request.image_positions is not None:
             return
-        found = sum(count_sources(request.hit, len(ids)).values()) if request.hit is not None else 0
-        arriving = self._remote_prefill.fetch(ids, request.salt, request.options.cache_salt, found)
-        while True:
-            try:
-                request.report_progress(next(arriving))
-            except StopIteration as end:
-                request.hit = end.value or request.hit
-                return
-            yield
+        found = 0 if request.hit is None else sum(request.hit.tokens(len(ids)).values())
+        arrived = yield from self._remote_prefill.fetch(ids, request.salt, request.options.cache_salt, found)
+        request.hit = arrived or request.hit
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:
         """Submit `request`, then yield its chunks. Until the next one exists, this thread runs units of work."""
         try:
-            for _ in self._find(request):
+            for done in self._find(request):
+                request.report_progress(done)
                 while outbox:
                     yield cast(Chunk, outbox.popleft())
             with self._exclusive():

@@ -25,9 +25,8 @@ from polarlm.engine.config import (
 )
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.assembly import assemble
-from polarlm.engine.loading.calibration import TOKENS, load_or_calibrate, text_ids
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.encoding_file import encoding_of, place_beside, write
+from polarlm.engine.loading.encoding_file import place_beside, write
 from polarlm.engine.loading.fit import (
     Advice,
     CacheFit,
@@ -39,6 +38,7 @@ from polarlm.engine.loading.fit import (
     fit_device,
     fit_files,
 )
+from polarlm.engine.loading.fitting import fit_all_types
 from polarlm.engine.loading.placement.request import companion_bytes
 from polarlm.engine.model.weights import describe_formats
 from polarlm.engine.state.plan import format_bytes
@@ -163,15 +163,11 @@ def _write_encoding(config: EngineConfig, output: str | None) -> str:
     """Calibrate the model, or read its calibration, and write its encoding; what to print. Raises EngineError."""
     parts = assemble(config, note)
     try:
-        model, source = parts.model, parts.source
+        source = parts.source
         if source.config.is_encoder:
             raise EngineError(f"{source.name} is an encoder, which keeps no keys and values: there is nothing to write")
-        ids = text_ids(source.tokenizer, min(TOKENS, source.config.max_context))
         with progress_bar(True, desc="Fitting the KV cache", bar_format=SHARE) as bar:
-            statistics = load_or_calibrate(
-                model.ops, source.config, model.weights, ids, config.block_size, note, amounts(bar)
-            )
-        own = encoding_of(model.ops, source.config, model.weights, source.name, config.block_size, statistics)
+            own = fit_all_types(parts.model, source.name, source.tokenizer, note, amounts(bar))
         path = place_beside(source.path) if output is None else Path(output).expanduser()
         write(path, own)
     finally:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.cli.commands import command, note
-from polarlm.engine.cli.flags import FlagError, parse
-from polarlm.engine.cli.progress import SHARE, progress_bar
+from polarlm.engine.cli.flags import FlagError, parse, read_text
+from polarlm.engine.cli.progress import SHARE, amounts, progress_bar
 from polarlm.engine.config import EngineConfig, hub_setting, model_setting, setting
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.state.plan import format_bytes
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
 def read_messages(paths: Sequence[str], system_prompt: str | None) -> tuple[list[dict[str, Any]], list[PackedText]]:
     """Return the messages of a pack of these files, and the texts in them. Raises FlagError."""
     files = [file for path in paths for file in _files(Path(path).expanduser())]
-    contents = {file: _read(file) for file in files}
+    contents = {file: read_text(str(file), file) for file in files}
     texts = [PackedText.of(file.name, content) for file, content in contents.items()]
     conversations = [file for file in files if file.suffix == ".json"]
     if conversations and len(files) > 1:
@@ -100,15 +101,6 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise FlagError(f"{file} cannot be read: {error.strerror or error}") from None
-    except UnicodeError:
-        raise FlagError(f"{file} is not UTF-8 text: leave it out, or convert it") from None
-
-
 def _conversation(file: Path, content: str) -> list[dict[str, Any]]:
     try:
         messages = json.loads(content)
@@ -133,11 +125,8 @@ def write_pack(
 ) -> str:
     """Compute and write a pack; what to print. Raises EngineError or LoadError."""
     begin = time.monotonic()
-    model = load(config.weights, verbose=note)
-    try:
+    with closing(load(config.weights, verbose=note)) as model:
         most = model.config.max_context
-    finally:
-        model.close()
     with Engine.load(config=replace(config, ctx_size=most, parallel=1), verbose=note) as engine:
         ids = _shared_ids(engine, messages)
         if len(ids) + _ROOM > engine.context:
@@ -147,10 +136,10 @@ def write_pack(
                 "context_length_exceeded",
             )
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-        with progress_bar(True, desc=f"Packing {len(ids):,} tokens", bar_format=SHARE, total=len(ids)) as bar:
+        with progress_bar(True, desc=f"Packing {len(ids):,} tokens", bar_format=SHARE) as bar:
             for chunk in engine.stream(ids, params, progress=True):
-                if bar is not None and chunk.prompt_tokens:
-                    bar.update(chunk.prefilled - bar.n)
+                if chunk.prompt_tokens:
+                    amounts(bar)(chunk.prefilled, len(ids))
         count = engine.save_session(path, prompt=ids, note=note_of(messages, texts))
     path.chmod(0o644)  # others load it, too
     return f"{path}: {count:,} tokens, {format_bytes(path.stat().st_size)}, in {time.monotonic() - begin:.0f} s."

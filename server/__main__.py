@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -126,23 +126,20 @@ def _tell(http: socket.socket, lines: socket.socket | None) -> None:
     print(where if lines is None else f"{where} and, for JSON lines, at {listening.address_of(lines)}", flush=True)
 
 
-def _need(room: str) -> Any:
-    """A module of the HTTP server. Raises _MissingPackages; `_run` calls it before it loads a model."""
+def _need(room: str, what: str = "the server", extra: str = "serve") -> Any:
+    """A module of the server, which `what` needs. Raises _MissingPackages; `_run` calls it before it loads a model."""
     try:
         return importlib.import_module(f"polarlm.server.{room}")
     except ImportError as error:
-        raise _MissingPackages(f"{error}: the server needs more packages: pip install 'polarlm[serve]'") from None
+        raise _MissingPackages(f"{error}: {what} needs more packages: pip install 'polarlm[{extra}]'") from None
 
 
 def _kv_events(config: ServerConfig) -> Any:
     """A context with the publisher of --kv-events. Raises _MissingPackages and ListenError."""
-    try:
-        from polarlm.server.running.kv_events import kv_events
-    except ImportError as error:
-        raise _MissingPackages(f"{error}: --kv-events needs more packages: pip install 'polarlm[kv-events]'") from None
+    module = _need("running.kv_events", "--kv-events", "kv-events")
     if re.match(r"tcp://(127\.|localhost:|\[::1\])|ipc://", str(config.kv_events)) is None:
         note(f"warning: --kv-events {config.kv_events} sends tokens of prompts to any program that connects to it")
-    return kv_events(str(config.kv_events), config.kv_events_topic)
+    return closing(module.KVEvents(str(config.kv_events), config.kv_events_topic))
 
 
 def _check_mcp(path: str) -> None:

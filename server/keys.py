@@ -11,7 +11,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.cli.flags import FlagError, read_text
 from polarlm.engine.errors import counted
 
 FLAG = "--api-key-file"
@@ -103,14 +103,9 @@ def _state(file: Path) -> tuple[int, ...]:
 def _read(file: Path) -> tuple[dict[bytes, str], dict[str, dict[str, int]]]:
     """Key → name, of each line, and name → limits. Raises FlagError, which names no key."""
     at = f"{FLAG} {file}"
-    try:
-        if not file.is_file():  # a pipe would wait for its writer
-            raise FlagError(f"{at}: there is no such file")
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise FlagError(f"{at}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise FlagError(f"{at}: is no text in UTF-8") from None
+    if not os.path.isfile(file):  # a pipe would wait for its writer
+        raise FlagError(f"{at}: there is no such file")
+    lines = read_text(f"{at}:", file).splitlines()
     keys: dict[bytes, str] = {}
     limits: dict[str, dict[str, int]] = {}
     for number, line in enumerate(lines, 1):

@@ -79,13 +79,13 @@ for path in (sys.argv[1], None):
 
 @pytest.mark.slow
 def test_what_a_model_does_not_need_takes_no_memory(tmp_path: Path) -> None:
-    """The constants of GGUF files would need a package of 6 MB, and a bar that is not shown another of 2."""
+    """The constants of GGUF files would need a package of 6 MB, a bar that is not shown another of 2, HTTP 25 ms."""
     pytest.importorskip("llvmlite")
     program = """
 from polarlm.engine import Engine, SamplingParams
 with Engine.load(sys.argv[1], device="cpu", verbose=print) as engine:
     engine.generate([7, 8, 9], SamplingParams(max_tokens=3, ignore_eos=True))
-print([name for name in ("gguf", "jinja2", "sentencepiece", "tqdm") if name in sys.modules])
+print([name for name in ("gguf", "http.client", "jinja2", "sentencepiece", "tqdm") if name in sys.modules])
 """
     assert run_without([], program, random_model(tmp_path)).splitlines()[-1] == "[]"
 

@@ -211,9 +211,9 @@ def test_numbers_that_no_calibration_gives_are_refused(loaded: tuple[Engine, byt
     model, content = loaded[0]._model, loaded[1]
     (tmp_path / "own").write_bytes(content)
     own = encoding_file.load(tmp_path / "own", model.ops, model.config, model.weights, 64, {})
-    layer = min(own.scales)
+    layer, _ = min(own.scales)
     for wrong in (np.nan, 0, -1):
-        arrays = {**own.arrays, f"{layer} plain keys": np.full_like(own.scales[layer][False].keys, wrong)}
+        arrays = {**own.arrays, f"{layer} plain keys": np.full_like(own.scales[layer, False].keys, wrong)}
         changed = replace(own)
         changed.__dict__["arrays"] = arrays
         encoding_file.write(tmp_path / "wrong", changed)

@@ -104,7 +104,7 @@ ROOMS: dict[str, set[str]] = {
 }
 ROOMS["loading.kept_arrays"] = {"storage.files", "storage.objects"}
 ROOMS["loading.calibration"] = ROOMS["model"] | {"backends.numpy.blas", "codecs", "loading.kept_arrays", "model"}
-ROOMS["storage.identity"] = {"model", "state"}
+ROOMS["storage.identity"] = {"model", "quantization", "state"}
 ROOMS["cli.flags"] = {"config", "errors", "version"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["cli.sources"] = {"errors", "cli.flags"}
@@ -113,7 +113,6 @@ ROOMS["loading.encoding_file"] = (
     ROOMS["loading.calibration"]
     | {
         "loading.calibration",
-        "loading.encoding",
         "storage.files",
         "storage.identity",
         "storage.objects",
@@ -122,7 +121,7 @@ ROOMS["loading.encoding_file"] = (
     }
     | TOLD
 )
-ROOMS["loading.fitting"] = ROOMS["loading.encoding_file"] | {"loading.encoding_file"}
+ROOMS["loading.fitting"] = ROOMS["loading.encoding_file"] | {"loading.encoding", "loading.encoding_file"}
 ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
 ROOMS["loading.placement"] = ROOMS["loading.sizes"] | {"backends.select", "loading.sizes"}
 ROOMS["loading.checks"] = {

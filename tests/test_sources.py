@@ -74,7 +74,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     file.write_bytes(text.encode("utf-8-sig"))
     assert chat.read_prompt(chat.ChatConfig(file=str(file)), lambda: "") == text
     file.write_bytes(text.encode("utf-16"))
-    with pytest.raises(FlagError, match="is no text in UTF-8"):
+    with pytest.raises(FlagError, match="is not UTF-8 text"):
         chat.read_command_line(["--config", str(file)], {})
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from polarlm.engine.cli.flags import Check, FlagError, check_that, close_to, parse, parser
+from polarlm.engine.cli.flags import Check, FlagError, check_that, close_to, parse, parser, read_text
 from polarlm.engine.cli.sources import CONFIG_HELP, naming, with_sources
 from polarlm.engine.config import EngineConfig, names_of, setting
 from polarlm.engine.limits import complaint
@@ -110,7 +110,8 @@ def read_prompt(chat: ChatConfig, read_pipe: Callable[[], str]) -> str | None:
     between them; None if there is neither -p nor -f. Raises FlagError."""
     if chat.conversation and chat.prompt is None and chat.file is None:
         return None
-    parts = [chat.prompt or "", "" if chat.file is None else _read_text("-f/--file", chat.file).removesuffix("\n")]
+    file = "" if chat.file is None else read_text(f"-f/--file: {chat.file}", Path(chat.file)).removesuffix("\n")
+    parts = [chat.prompt or "", file]
     if not chat.lines:
         parts.append(read_pipe())
     if text := "\n\n".join(filter(None, parts)):
@@ -158,17 +159,8 @@ def _in_word(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _read_text(flag: str, file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise FlagError(f"{flag}: {file} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise FlagError(f"{flag}: {file} is not UTF-8 text") from None
-
-
 def _read_schema(file: str) -> str:
-    text = _read_text("--json-schema", file)
+    text = read_text(f"--json-schema: {file}", Path(file))
     try:
         json.loads(text)
     except ValueError as error:

@@ -346,6 +346,16 @@ def _read_text(text: str) -> str:
         raise argparse.ArgumentTypeError("this is not UTF-8 text") from None
 
 
+def read_text(at: str, file: Path) -> str:
+    """Return the text of a file. at: what errors name it by. Raises FlagError."""
+    try:
+        return file.read_text(encoding="utf-8-sig")  # editors on Windows begin files with a byte order mark
+    except OSError as error:
+        raise FlagError(f"{at} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise FlagError(f"{at} is not UTF-8 text: save it as UTF-8") from None
+
+
 def _read_bias(text: str) -> tuple[int, float]:
     """`42-1.5` → (42, -1.5): a token id, then a signed number."""
     match = re.fullmatch(r"(\d+)([+-](?:inf|\d+\.?\d*|\.\d+))", text)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from polarlm.engine.cli.flags import Check, FlagError, close_to, join_values, parser
+from polarlm.engine.cli.flags import Check, FlagError, close_to, join_values, parser, read_text
 from polarlm.engine.errors import EngineError
 
 if sys.version_info >= (3, 11):
@@ -172,13 +172,8 @@ def naming(places: Mapping[str, str]) -> Iterator[None]:
 
 def read_toml(at: str, file: Path) -> dict[str, Any]:
     """The tables of a TOML file. at: the flag that names it. Raises FlagError."""
-    text = ""
+    text = read_text(f"{at}:", file)
     try:
-        text = file.read_text(encoding="utf-8-sig")  # editors on Windows begin files with a byte order mark
         return tomllib.loads(text)
-    except OSError as error:
-        raise FlagError(f"{at}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise FlagError(f"{at}: is no text in UTF-8: save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise FlagError(f"{at}: is not a TOML file: {error}" + QUOTES * ("\\" in text)) from None

@@ -3,7 +3,7 @@ depend only on the model and the block size, so blocks that are encoded with the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -65,13 +65,27 @@ def load_or_calibrate(
         }
     key = kept_arrays.digest_key(_FORMAT, block_size, list(ids), fingerprint(ops, config, weights))
     if (arrays := kept_arrays.read(_KIND, key)) is not None:
-        return {
-            layer: LayerStatistics(*(arrays[f"{layer} {name}"] for name in _NAMES)) for layer in config.kv_attentions
-        }
+        return read_statistics(arrays, config, block_size)
     say(f"Fitting the KV cache to this model on {len(ids)} tokens of text, once")
     statistics = calibrate(ops, config, weights, ids, block_size, progress)
-    arrays = {f"{layer} {name}": getattr(one, name) for layer, one in statistics.items() for name in _NAMES}
-    kept_arrays.write(_KIND, key, arrays, say)
+    kept_arrays.write(_KIND, key, statistics_arrays(statistics), say)
+    return statistics
+
+
+def statistics_arrays(statistics: Statistics) -> dict[str, np.ndarray]:
+    """Return the arrays of all layers by names such as "3 query_mean", float32."""
+    return {f"{layer} {name}": getattr(one, name) for layer, one in statistics.items() for name in _NAMES}
+
+
+def read_statistics(arrays: Mapping[str, np.ndarray], config: ModelConfig, block_size: int) -> Statistics:
+    """Return the statistics whose `statistics_arrays` are among these. Raises KeyError or ValueError if some are
+    missing, or are of another model or block size."""
+    statistics: Statistics = {}
+    for layer, one in config.kv_attentions.items():
+        statistics[layer] = LayerStatistics(*(arrays[f"{layer} {name}"] for name in _NAMES))
+        model = neutral(one.kv_heads, one.head_dim, block_size)
+        if any(getattr(statistics[layer], name).shape != getattr(model, name).shape for name in _NAMES):
+            raise ValueError("an array has another shape")
     return statistics
 
 

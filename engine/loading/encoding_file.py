@@ -12,28 +12,25 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from http.client import HTTPException
+from itertools import product
 from pathlib import Path
-from urllib.request import Request, urlopen
+from typing import BinaryIO
 
 import numpy as np
 
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.calibration import Statistics
-from polarlm.engine.loading.encoding import layer_scale
+from polarlm.engine.loading.calibration import Statistics, read_statistics, statistics_arrays
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights
-from polarlm.engine.model.kv_scales import variances
 from polarlm.engine.quantization.conditioning import Scale
-from polarlm.engine.quantization.statistics import LayerStatistics
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.engine.storage import files, objects, sessions
-from polarlm.engine.storage.identity import SIDES
+from polarlm.engine.storage import files, identity, objects, sessions
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.tiers.opening import KEY_VARIABLE
 from polarlm.model_loaders.config import ModelConfig
@@ -43,55 +40,40 @@ from polarlm.model_loaders.forks import cached_property
 _NAME = b"polarlm encoding"  # the name of the object
 _VERSION = "1"  # the version of the meaning of the numbers
 _URL, _SECONDS = re.compile("https?://"), 30.0  # timeout of a server that says nothing
+_MOST_BYTES = 1 << 30  # of an encoding: six times those of the largest models
+_WRITE = "write it again with polarlm fit --write"
+
+Scales = Mapping[tuple[int, bool], Scale]  # by layer, and whether blocks of keys are stored without their mean
 
 
 @dataclass(frozen=True)
 class ModelEncoding:
     """model: the fingerprint of the weights. name: of the model, for users. statistics: empty if the machine's own will
-    do. scales: of each layer with K/V, by whether blocks of keys are stored without their mean."""
+    do."""
 
     model: str
     name: str
     block_size: int
     statistics: Statistics
-    scales: Mapping[int, Mapping[bool, Scale]]
+    scales: Scales
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays by names such as "3 query_mean" and "3 plain keys", float32."""
-        arrays: dict[str, np.ndarray] = {}
-        for layer, scales in self.scales.items():
-            if (one := self.statistics.get(layer)) is not None:
-                arrays |= {f"{layer} {field.name}": getattr(one, field.name) for field in fields(one)}
-            for is_centred, scale in scales.items():
-                arrays |= {f"{layer} {SIDES[is_centred]} {name}": array for name, array in scale._asdict().items()}
+        arrays = statistics_arrays(self.statistics)
+        for (layer, is_centred), scale in self.scales.items():
+            arrays |= identity.name_scale(layer, is_centred, scale)
         return arrays
 
     @cached_property
     def digest(self) -> str:
-        """Of all numbers."""
-        digest = hashlib.sha256(self.model.encode())
-        for name, array in self.arrays.items():
-            digest.update(repr((name, array.shape)).encode())
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
+        """Of all numbers, whose checksum is before the payload."""
+        return hashlib.sha256(self.pack()[0]).hexdigest()
 
-
-def encoding_of(
-    ops: Ops, config: ModelConfig, weights: ModelWeights, name: str, block_size: int, statistics: Statistics
-) -> ModelEncoding:
-    """Return the encoding that these statistics lead to on this machine."""
-    sizes = {
-        is_centred: variances(ops, config, weights, [block_size if is_centred else None] * len(config.layers))
-        for is_centred in SIDES
-    }
-    scales: dict[int, dict[bool, Scale]] = {}
-    for layer, one in statistics.items():
-        scales[layer] = {}
-        for is_centred, of_layers in sizes.items():
-            if (size := of_layers[layer]) is not None:
-                scales[layer][is_centred] = layer_scale(size, one, is_centred)
-    return ModelEncoding(fingerprint(ops, config, weights), name, block_size, statistics, scales)
+    def pack(self) -> tuple[bytes, memoryview]:
+        """Return the parts of its file."""
+        header = {"kind": "encoding", "version": _VERSION, "model": self.model, "name": self.name}
+        return objects.join_arrays({**header, "block_size": self.block_size}, self.arrays).pack(_NAME)
 
 
 def place_beside(weights: Path) -> Path:
@@ -102,15 +84,8 @@ def place_beside(weights: Path) -> Path:
 
 def write(path: Path, encoding: ModelEncoding) -> None:
     """Raises EngineError ("storage")."""
-    header = {
-        "kind": "encoding",
-        "version": _VERSION,
-        "model": encoding.model,
-        "name": encoding.name,
-        "block_size": encoding.block_size,
-    }
     try:
-        files.write(path, objects.join_arrays(header, encoding.arrays).pack(_NAME))
+        files.write(path, encoding.pack())
         path.chmod(0o644)  # others load it, too
     except OSError as error:
         raise EngineError(
@@ -132,87 +107,79 @@ def load(
     damaged, or belongs to other weights, another block size, or, that of a session, other cache types."""
     try:
         stored = _read(place, key)
+        model, name, size = (str(stored.header[field]) for field in ("model", "name", "block_size"))
         if stored.header["kind"] == "encoding" and stored.header.get("version") != _VERSION:
-            raise _error(f"The encoding {place} is from another version of this program: write it again")
-        encoding = _parse(stored, config)
-    except (OSError, HTTPException) as error:
+            raise _error(f"The encoding {place} is from another version of this program: {_WRITE}")
+        if model != fingerprint(ops, config, weights):
+            raise _error(
+                f"The encoding {place} is of {name} with other weights than these, or the same ones in another "
+                "precision: write one for these with polarlm fit --write"
+            )
+        if size != str(block_size):
+            raise _error(
+                f"The encoding {place} is of blocks of {size} tokens, and here they have {block_size}: set block_size "
+                f"to {size}, or write another one",
+                "block_size",
+            )
+        encoding = ModelEncoding(model, name, block_size, *_parse(stored, config, block_size))
+    except OSError as error:
         cause = getattr(error, "reason", None)  # of an error of urlopen
         reason = getattr(cause if isinstance(cause, OSError) else error, "strerror", None) or error
-        raise EngineError(
-            f"The encoding {place} cannot be read ({reason}): give the path or the URL of one",
-            settings=("encoding",),
-        ) from None
+        raise _error(f"The encoding {place} cannot be read ({reason}): give the path or the URL of one") from None
     except (DamagedObject, KeyError, TypeError, ValueError):
-        raise _error(f"{place} is not an encoding, or a damaged one: write it again") from None
-    if encoding.model != fingerprint(ops, config, weights):
+        raise _error(f"{place} is not an encoding, or a damaged one: {_WRITE}") from None
+    if not centred.items() <= encoding.scales.keys():
         raise _error(
-            f"The encoding {place} is of {encoding.name} with other weights than these, or the same ones in another "
-            "precision: write one for these"
-        )
-    if encoding.block_size != block_size:
-        raise EngineError(
-            f"The encoding {place} is of blocks of {encoding.block_size} tokens, and here they have {block_size}: set "
-            f"block_size to {encoding.block_size}, or write another one",
-            settings=("encoding", "block_size"),
-        )
-    if not all(is_centred in encoding.scales[layer] for layer, is_centred in centred.items()):
-        raise EngineError(
             f"{place} has the encoding of other cache types: give those as cache_type, or another encoding",
-            settings=("encoding", "cache_type"),
+            "cache_type",
         )
     return encoding
 
 
 def _read(place: str | Path, key: str | None) -> Object:
-    """key: the API key of the server at a URL; None for none. Raises OSError, HTTPException, ValueError or
-    DamagedObject."""
-    if isinstance(place, str) and _URL.match(place):
-        question = Request(place, headers={} if key is None else {"Authorization": f"Bearer {key}"})
-        with urlopen(question, timeout=_SECONDS) as answer:
-            content = answer.read()
-        is_of_session = objects.read_name(content[: objects.NAME_END]) == sessions.NAME
-        return objects.unpack(sessions.NAME if is_of_session else _NAME, content, len(content))
-    path = Path(place).expanduser()
-    with path.open("rb") as file:
-        return objects.read(file, sessions.NAME if sessions.is_session(path) else _NAME)
+    """Return the first object of a file or of what a server sends, of an encoding or a session. key: the API key of the
+    server at a URL; None for none. Raises OSError, ValueError or DamagedObject."""
+    is_url = isinstance(place, str) and _URL.match(place)
+    with _open_url(str(place), key) if is_url else Path(place).expanduser().open("rb") as source:
+        name, content = objects.read_packed(source.read, _MOST_BYTES) or (b"", b"")
+    if name not in (_NAME, sessions.NAME):
+        raise DamagedObject("it is another object, or none")
+    return objects.unpack(name, content, len(content))
 
 
-def _error(sentence: str) -> EngineError:
-    return EngineError(f"{sentence} with polarlm fit --write", settings=("encoding",))
+@contextmanager
+def _open_url(url: str, key: str | None) -> Iterator[BinaryIO]:
+    """Raises OSError, also while it is read."""
+    from http.client import HTTPException  # imported where they are used: they take time
+    from urllib.request import Request, urlopen
+
+    try:
+        with urlopen(
+            Request(url, headers={"Authorization": f"Bearer {key}"} if key else {}), timeout=_SECONDS
+        ) as answer:
+            yield answer
+    except HTTPException as error:
+        raise ConnectionError(str(error) or type(error).__name__) from None
 
 
-def _parse(stored: Object, config: ModelConfig) -> ModelEncoding:
+def _error(sentence: str, *settings: str) -> EngineError:
+    return EngineError(sentence, settings=("encoding", *settings))
+
+
+def _parse(stored: Object, config: ModelConfig, block_size: int) -> tuple[Statistics, Scales]:
     """Raises KeyError, TypeError or ValueError for an object that neither `write` nor `sessions.write` has written for
     such a model."""
-    header, arrays = stored.header, objects.split_arrays(stored)
-    is_whole = header["kind"] == "encoding"  # with statistics, and for all cache types
-    size, statistics, scales = int(header["block_size"]), Statistics(), dict[int, dict[bool, Scale]]()
-
-    def array(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if arrays[name].shape != shape:
-            raise ValueError(f"{name} has another shape")
-        return arrays[name]
-
-    for layer, one in config.kv_attentions.items():
-        heads, dim = one.kv_heads, one.head_dim
-        if is_whole:
-            shapes = {
-                "token_correlation": (size,),
-                "query_second": (heads, dim, dim),
-                "output_second": (heads, dim, dim),
-            }
-            names = [field.name for field in fields(LayerStatistics)]
-            statistics[layer] = LayerStatistics(
-                **{name: array(f"{layer} {name}", shapes.get(name, (heads, dim))) for name in names}
-            )
-        scales[layer] = {
-            is_centred: Scale(array(f"{layer} {side} keys", (heads, dim)), array(f"{layer} {side} values", (heads,)))
-            for is_centred, side in SIDES.items()
-            if is_whole or f"{layer} {side} keys" in arrays
-        }
-        if not all((divisors > 0).all() for scale in scales[layer].values() for divisors in scale):
-            raise ValueError("a divisor that is not positive")
-    return ModelEncoding(str(header["model"]), str(header["name"]), size, statistics, scales)
+    arrays, scales = objects.split_arrays(stored), dict[tuple[int, bool], Scale]()
+    is_whole = stored.header["kind"] == "encoding"  # with statistics, and for all cache types
+    for (layer, one), (is_centred, side) in product(config.kv_attentions.items(), identity.SIDES.items()):
+        if is_whole or f"{layer} {side} keys" in arrays:
+            keys, values = (arrays[f"{layer} {side} {field}"] for field in Scale._fields)
+            if keys.shape != (one.kv_heads, one.head_dim) or values.shape != (one.kv_heads,):
+                raise ValueError("divisors have another shape")
+            if not ((keys > 0).all() and (values > 0).all()):
+                raise ValueError("a divisor is not positive")
+            scales[layer, is_centred] = Scale(keys, values)
+    return read_statistics(arrays, config, block_size) if is_whole else Statistics(), scales
 
 
 def find(

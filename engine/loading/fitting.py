@@ -12,6 +12,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import kept_arrays
 from polarlm.engine.loading.calibration import TOKENS, Progress, can_calibrate, load_or_calibrate, text_ids
 from polarlm.engine.loading.encoding import (
+    FULL_ENCODING,
     NO_ENCODING,
     Encoding,
     LayerEncodings,
@@ -21,13 +22,14 @@ from polarlm.engine.loading.encoding import (
 )
 from polarlm.engine.loading.encoding_file import ModelEncoding
 from polarlm.engine.model.fingerprint import fingerprint
-from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import variances
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.quantization.metric import Metric
 from polarlm.engine.quantization.statistics import LayerStatistics
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import Metrics
+from polarlm.engine.storage.identity import SIDES
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer
 
@@ -63,11 +65,30 @@ def load_or_fit(
         statistics = given.statistics
     elif tokenizer is not None:
         statistics = load_or_calibrate(ops, config, weights, ids, shape.block_size, say, progress)
-    scales = _scales(encoding, ops, config, weights, shape, statistics, given)
+    centred = {layer: one.mean_bits > 0 for layer, one in shape.kv_layers.items()}
+    if given is None:
+        scales = _scales(encoding, ops, config, weights, shape.block_size, centred, statistics)
+    else:
+        scales = [given.scales[n, centred[n]] if n in centred else None for n in range(len(shape.layers))]
     encodings = encode_layers(encoding, shape, scales, statistics)
     if is_kept:  # if it cannot be kept, neither can the calibration, which has said so
         kept_arrays.write(_KIND, key, _pack(*encodings), lambda sentence: None)
     return encodings
+
+
+def fit_all_types(
+    model: Transformer, name: str, tokenizer: Tokenizer, say: Callable[[str], None], progress: Progress
+) -> ModelEncoding:
+    """Return the encoding of this machine, which serves all cache types. name: of the model."""
+    (ops, config, weights), block_size = (model.ops, model.config, model.weights), model.store.shape.block_size
+    ids = text_ids(tokenizer, min(TOKENS, config.max_context))
+    statistics = load_or_calibrate(ops, config, weights, ids, block_size, say, progress)
+    scales: dict[tuple[int, bool], Scale] = {}
+    for is_centred in SIDES:
+        centred = dict.fromkeys(statistics, is_centred)
+        of_layers = _scales(FULL_ENCODING, ops, config, weights, block_size, centred, statistics)
+        scales |= {(layer, is_centred): one for layer, one in enumerate(of_layers) if one is not None}
+    return ModelEncoding(fingerprint(ops, config, weights), name, block_size, statistics, scales)
 
 
 def _scales(
@@ -75,19 +96,16 @@ def _scales(
     ops: Ops,
     config: ModelConfig,
     weights: ModelWeights,
-    shape: CacheShape,
+    block_size: int,
+    centred: Mapping[int, bool],
     statistics: Mapping[int, LayerStatistics],
-    given: ModelEncoding | None,
 ) -> list[Scale | None]:
-    """Return the scale of every layer; None for one without K/V."""
-    centred = {layer: one.mean_bits > 0 for layer, one in shape.kv_layers.items()}
-    numbers = range(len(shape.layers))
-    if given is not None:
-        return [given.scales[number][centred[number]] if number in centred else None for number in numbers]
-    sizes = variances(ops, config, weights, [shape.block_size if centred.get(number) else None for number in numbers])
+    """Return the scale of every layer; None for one without K/V. centred: of each layer with K/V, whether blocks of
+    keys are stored without their mean."""
+    block_sizes = [block_size if centred.get(number) else None for number in range(len(config.layers))]
     return [
         None if size is None else layer_scale(size, statistics.get(number), centred[number], encoding)
-        for number, size in enumerate(sizes)
+        for number, size in enumerate(variances(ops, config, weights, block_sizes))
     ]
 
 

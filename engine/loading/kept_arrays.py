@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from polarlm.engine.storage import files, objects
-from polarlm.engine.storage.objects import DamagedObject, Object
+from polarlm.engine.storage.objects import DamagedObject
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 
@@ -35,24 +34,16 @@ def read(kind: str, key: str) -> dict[str, np.ndarray] | None:
         return None
     with suppress(OSError):
         file.touch()  # marks it as recently used
-    arrays, end = {}, 0
-    numbers = stored.payload.view(np.float32)
-    numbers.flags.writeable = False
-    for name, shape in stored.header["arrays"]:
-        start, end = end, end + math.prod(shape)
-        arrays[name] = numbers[start:end].reshape(shape)
-    return arrays
+    stored.payload.flags.writeable = False
+    return objects.split_arrays(stored)
 
 
 def write(kind: str, key: str, arrays: Mapping[str, np.ndarray], say: Callable[[str], None]) -> None:
     """Keep arrays (float32), or say why that is not possible."""
-    shapes = [(name, array.shape) for name, array in arrays.items()]
-    payload = np.concatenate([array.reshape(-1) for array in arrays.values()] or [np.empty(0, np.float32)])
-    stored = Object({"kind": kind, "arrays": shapes}, payload)
     try:
         file = _file(kind, key)
         file.parent.mkdir(parents=True, exist_ok=True)
-        files.write(file, stored.pack(bytes.fromhex(key)))
+        files.write(file, objects.join_arrays({"kind": kind}, arrays).pack(bytes.fromhex(key)))
         names = re.compile(f"{kind}-[0-9a-f]{{32}}")
         files.remove_oldest(file.parent, names, _LIMIT_BYTES - file.stat().st_size, file)
     except LoadError as error:

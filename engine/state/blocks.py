@@ -134,18 +134,14 @@ def add_blocks(
     forget: Callable[[int], Callable[[], None]],
     *,
     are_first: bool = False,
-) -> list[int]:
-    """Put `blocks` into `known` in place of None and of blocks that no sequence holds, and return where None was.
-    are_first: as for `BlockAllocator.keep`."""
-    added = []
+) -> None:
+    """Put `blocks` into `known` in place of None and of blocks that no sequence holds. are_first: as for
+    `BlockAllocator.keep`."""
     for index, (allocator, block) in enumerate(zip(allocators, blocks, strict=True)):
         old = known[index]
         if block is None or (old is not None and allocator.references(old)):
             continue
-        if old is None:
-            added.append(index)
-        else:
+        if old is not None:
             allocator.drop(old)
         known[index] = block
         allocator.keep(block, forget(index), is_first=are_first)
-    return added

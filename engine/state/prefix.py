@@ -104,9 +104,13 @@ class PrefixCache:
         """Make a complete block that the caller holds findable, and return its hash. root: the hash that its chain
         starts from. parent: the hash before it, `root` for the first block."""
         key, is_first = _hash(parent, ids), parent == root
-        added = self.add_full(parent, ids, blocks) if is_first else self._add_quantized(key, blocks)
-        if root == self._root:
-            for group in added:
+        known_blocks = self.find_full(parent, ids) if is_first else self.find_quantized(key)
+        if is_first:
+            self.add_full(parent, ids, blocks)
+        else:
+            self._add_quantized(key, blocks)
+        for group, (known, block) in enumerate(zip(known_blocks, blocks, strict=True)):
+            if known is None and block is not None and root == self._root:
                 self._tell(group, key, None if is_first else parent, ids)
         return key
 
@@ -151,24 +155,22 @@ class PrefixCache:
         if self._watch is not None and len(entry.ids) == self._store.shape.block_size:
             self._tell(group, _hash(entry.parent, entry.ids))
 
-    def _add_quantized(self, key: bytes, blocks: Blocks) -> list[int]:
-        """Return the groups that had none."""
+    def _add_quantized(self, key: bytes, blocks: Blocks) -> None:
         allocators = [group.quantized for group in self._store.groups]
         stored_blocks = self._quantized_blocks.setdefault(key, [None] * len(blocks))
-        added = add_blocks(stored_blocks, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
+        add_blocks(stored_blocks, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
         if stored_blocks == [None] * len(blocks):
             del self._quantized_blocks[key]
-        return added
 
-    def add_full(self, parent: bytes, ids: Sequence[int], slots: Blocks) -> list[int]:
-        """Make the slots of a block with `ids`, which the caller holds, findable. Return the groups that had none."""
+    def add_full(self, parent: bytes, ids: Sequence[int], slots: Blocks) -> None:
+        """Make the slots of a block with `ids`, which the caller holds, findable."""
         entries, ids = self._full_blocks.setdefault(parent, []), tuple(ids)
         entry = next((one for one in entries if one.ids == ids), None)
         if entry is None:
             entry = _FullBlock(parent, ids, [None] * len(slots))
             entries.append(entry)
         allocators = [group.full for group in self._store.groups]
-        added = add_blocks(
+        add_blocks(
             entry.slots,
             slots,
             allocators,
@@ -176,7 +178,6 @@ class PrefixCache:
             are_first=len(ids) == self._store.shape.block_size,
         )
         self._remove_if_empty(entry)
-        return added
 
     def _forget_quantized(self, key: bytes, index: int) -> None:
         if self._observer is not None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.quantization.conditioning import Scale
 from polarlm.engine.state.cache_types import setting_by_layer
 from polarlm.engine.state.store import KVStore
 
@@ -26,6 +27,15 @@ _DIFFERENCES = {
     "one of its packs; if neither helps, key_conditioning and calibration were others, or the version of this program",
 }
 DETERMINE = tuple(_DIFFERENCES)
+# The same of an engine that asks for blocks of this one.
+OF_AN_ENGINE = {
+    "model": "the model of the engine that asks is {there}, and this is {here}, or the same one with weights in "
+    "another precision",
+    "block_size": "the block size of the engine that asks: {there}, and here {here}",
+    "cache_types": "the cache types of the engine that asks: {there}, and here {here}",
+    "conditioning": "keys and values are encoded in another way there: start that engine again while this server runs, "
+    "or with the server's URL and /encoding as its encoding",
+}
 SIDES = {True: "centred", False: "plain"}  # whether blocks of keys are stored without their mean
 _UNNAMED_STATE = "8bit"  # the default, which a session does not name
 
@@ -52,13 +62,18 @@ def settings(model: Transformer, name: str, *, replayable: bool = False) -> dict
 
 
 def scale_arrays(store: KVStore) -> dict[str, np.ndarray]:
-    """Return the divisors of keys and values that codes depend on, by names such as "3 centred keys"."""
-    return {
-        f"{layer} {SIDES[one.mean_bits > 0]} {side}": array
-        for layer, one in store.shape.kv_layers.items()
-        if (scale := store.conditioning[layer].scale) is not None
-        for side, array in scale._asdict().items()
-    }
+    """Return the divisors of keys and values that codes depend on, by the names of `name_scale`."""
+    arrays: dict[str, np.ndarray] = {}
+    for layer, one in store.shape.kv_layers.items():
+        if (scale := store.conditioning[layer].scale) is not None:
+            arrays |= name_scale(layer, one.mean_bits > 0, scale)
+    return arrays
+
+
+def name_scale(layer: int, is_centred: bool, scale: Scale) -> dict[str, np.ndarray]:
+    """Return the divisors of a layer by names such as "3 centred keys". is_centred: whether blocks of keys are stored
+    without their mean."""
+    return {f"{layer} {SIDES[is_centred]} {side}": array for side, array in scale._asdict().items()}
 
 
 def hash_root(settings: Mapping[str, str], others: Mapping[str, str]) -> bytes:
@@ -70,39 +85,19 @@ def _state_types(layers: Sequence[Any]) -> Iterable[str]:
     return dict.fromkeys(layer.codes.name for layer in layers if hasattr(layer, "codes"))
 
 
-def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
-    """Return the end of a sentence about the first setting in which a session differs from an engine; None if none."""
-    key = _first_difference(there, here)
+def difference(
+    there: Mapping[str, Any], here: Mapping[str, str], sentences: Mapping[str, str] = _DIFFERENCES
+) -> str | None:
+    """Return what `sentences` say of the first setting in which a session, or an engine that asks for blocks, differs
+    from an engine; None if none."""
+    key = next((key for key in DETERMINE if there.get(key) != here[key]), None)
     if key is None:
         return None
     shown = "name" if key == "model" else key
-    old, new = (", ".join(dict.fromkeys(side[shown].split(" "))) for side in (there, here))
-    if key == "cache_types" and set(there[key].split(" ")) == set(here[key].split(" ")):  # in other layers
+    old, new = (", ".join(dict.fromkeys(str(side.get(shown)).split(" "))) for side in (there, here))
+    if key == "cache_types" and set(str(there.get(key)).split(" ")) == set(here[key].split(" ")):  # in other layers
         old, new = _types_by_layer(there[key]), _types_by_layer(here[key])
-    return _DIFFERENCES[key].format(there=old, here=new)
-
-
-def difference_from(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | None:
-    """Return a sentence about the first setting in which an engine that asks for blocks differs; None if none."""
-    key = _first_difference(theirs, ours)
-    if key is None:
-        return None
-    if key == "conditioning":
-        return (
-            "keys and values are encoded in another way there: start that engine again while this server runs, or with "
-            "the server's URL and /encoding as its encoding"
-        )
-    if key == "model":
-        return (
-            f"the model of the engine that asks is {theirs.get('name')}, and this is {ours['name']}, or the same one "
-            "with weights in another precision"
-        )
-    return f"the {key.replace('_', ' ')} of the engine that asks: {theirs.get(key)}, and here {ours[key]}"
-
-
-def _first_difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
-    """Return the first setting in which two engines differ."""
-    return next((key for key in DETERMINE if there.get(key) != here[key]), None)
+    return sentences[key].format(there=old, here=new)
 
 
 def _types_by_layer(types: str) -> str:

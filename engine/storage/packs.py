@@ -18,7 +18,6 @@ from polarlm.engine.state.prefix import common_prefix
 from polarlm.engine.storage import sessions
 from polarlm.engine.storage.files import file_state, sha256
 from polarlm.model_loaders import hub
-from polarlm.model_loaders.errors import LoadError
 
 _KEY = "pack"  # of the note
 
@@ -66,15 +65,11 @@ def note_of(messages: Sequence[Mapping[str, Any]], texts: Sequence[PackedText]) 
 
 
 def local_packs(config: EngineConfig, say: Callable[[str], None]) -> dict[str, str]:
-    """Return the paths of packs by their names; those of the hub are downloaded if need be. Raises EngineError."""
-    paths = dict(config.packs)
-    for name, where in paths.items():
-        if where.startswith(hub.PREFIX):
-            try:
-                paths[name] = str(hub.fetch_pack(hub.parse(where), say))
-            except LoadError as error:
-                raise EngineError(str(error), "session", ("packs",)) from error
-    return paths
+    """Return the paths of packs by their names; those of the hub are downloaded if need be. Raises LoadError."""
+    return {
+        name: str(hub.fetch_pack(hub.parse(where), say)) if where.startswith(hub.PREFIX) else where
+        for name, where in config.packs.items()
+    }
 
 
 def open_packs(config: EngineConfig, settings: Mapping[str, str], vocabulary: range, context: int) -> dict[str, Pack]:

@@ -37,7 +37,6 @@ from polarlm.server.http.plain.adapters import AdapterChanges
 from polarlm.server.http.plain.blocks import Blocks
 from polarlm.server.http.plain.mcp_tools import McpTools
 from polarlm.server.http.plain.metrics import exposition
-from polarlm.server.http.plain.packs import Packs
 from polarlm.server.http.plain.prefill import Prefill
 from polarlm.server.http.plain.sessions import Sessions
 from polarlm.server.http.plain.stats import requested_tokens, stats
@@ -65,7 +64,6 @@ def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None 
         *Tokens(driver).routes(),
         Route("/stats", front.stats),
         *Sessions(driver).routes(),
-        *Packs(driver).routes(),
         *AdapterChanges(driver).routes(),
         *Prefill(driver).routes(),
         *(

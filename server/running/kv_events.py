@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from queue import Empty, SimpleQueue
+from collections.abc import Iterable, Iterator, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -69,23 +68,18 @@ class KVEvents:
         is_open = True
         while is_open:
             changes = [self._changes.get()]
-            while changes[-1] is not None and len(changes) < _MOST_EVENTS:
-                try:
-                    changes.append(self._changes.get_nowait())
-                except Empty:
-                    break
-            is_open = changes[-1] is not None
-            if events := [*self._events(changes if is_open else changes[:-1], published)]:
+            changes += [self._changes.get() for _ in range(min(self._changes.qsize(), _MOST_EVENTS - 1))]
+            is_open = None not in changes
+            if events := [*self._events(filter(None, changes), published)]:
                 self._send(events)
         self._send([_CLEARED])
 
-    def _events(self, changes: Sequence[Any], published: set[tuple[int, bytes]]) -> Iterator[dict[str, Any]]:
+    def _events(self, changes: Iterable[Any], published: set[tuple[int, bytes]]) -> Iterator[dict[str, Any]]:
         """Yield changes in vLLM's shape, those of consecutive blocks in one. published: blocks; updated."""
         event: dict[str, Any] = {}
         end: bytes | None = None  # the key of the last block of `event`
         for group, key, parent, ids in changes:
-            block, number = (group, key), int.from_bytes(key[:8], "big")
-            kind = "BlockRemoved" if ids is None else "BlockStored"
+            block, kind = (group, key), "BlockRemoved" if ids is None else "BlockStored"
             if ids is None and block not in published:  # it has a salt
                 continue
             follows = event.get("type") == kind and event["group_idx"] == group and (ids is None or end == parent)
@@ -93,15 +87,14 @@ class KVEvents:
                 if event:
                     yield event
                 event = {"type": kind, "block_hashes": [], "medium": self._medium, "group_idx": group}
-            event["block_hashes"].append(number)
+                event |= {} if ids is None else self._fields(group, parent)
+            event["block_hashes"].append(int.from_bytes(key[:8], "big"))
             if ids is None:
                 published.remove(block)
-                continue
-            if not follows:
-                event |= self._fields(group, parent)
-            event["token_ids"] += ids
-            published.add(block)
-            end = key
+            else:
+                event["token_ids"] += ids
+                published.add(block)
+                end = key
         if event:
             yield event
 
@@ -121,13 +114,3 @@ class KVEvents:
         batch, number = msgspec.msgpack.encode([time.time(), events, 0]), self._next.to_bytes(8, "big")
         self._next += 1
         self._publisher.send_multipart((self._topic, number, batch))
-
-
-@contextmanager
-def kv_events(address: str, topic: str) -> Iterator[KVEvents]:
-    """Yields a `KVEvents`, and closes it at the end. Raises ListenError."""
-    events = KVEvents(address, topic)
-    try:
-        yield events
-    finally:
-        events.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import random
 import threading
@@ -18,7 +19,8 @@ from polarlm.engine import Completion, Engine, EngineError, PromptOptions, Sampl
 from polarlm.engine.storage import objects
 from polarlm.engine.storage.tiers import remote_prefill
 from polarlm.engine.storage.tiers.opening import KEY_VARIABLE
-from polarlm.engine.storage.tiers.prompt_blocks import note
+from polarlm.engine.storage.tiers.prompt_blocks import NOTE, note
+from polarlm.server.http.plain import prefill
 from tests.hybrids import EXACT
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
@@ -137,6 +139,27 @@ def test_progress_is_told_and_salts_are_kept_apart(plain: Pair) -> None:
     assert other.usage.cached_tokens == 0
     same_salt = plain.strong.generate(ids(5, 200), PARAMS, PromptOptions(cache_salt="mine"))
     assert same_salt.usage.cached_tokens > 0
+
+
+def test_what_tiers_lack_is_computed_there(plain: Pair, tmp_path: Path) -> None:
+    prompt = ids(23, 150)
+    disk = {"cache_disk": "10M", "cache_disk_folder": str(tmp_path)}
+    with load_tiny(plain._model, **plain.settings, **disk) as engine:
+        engine.generate(prompt[: 4 * N], PARAMS)
+    answer = plain.weak(**disk).generate(prompt, PARAMS)
+    assert answer.usage.cached_from == {"prefill-at": ALL_SENT}
+    assert same(answer, plain.on_one_machine(prompt))
+
+
+def test_signs_of_life_are_no_blocks(plain: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "_SILENT_SECONDS", 1e-6)
+    prompt, settings = ids(21, 300), dict(plain.strong._identity)
+    sent = plain.server.post("/v1/blocks", {"ids": prompt, "first": 0, "root": "0" * 32, "settings": settings})
+    source = io.BytesIO(sent.content)
+    arrived = [*iter(lambda: objects.read_packed(source.read, 1 << 30), None)]
+    assert {} in [objects.unpack(*one).header for one in arrived if one[0] == NOTE]
+    answer = plain.weak().generate(ids(22, 300), PARAMS)
+    assert answer.usage.cached_from == {"prefill-at": 299}
 
 
 @pytest.mark.parametrize(

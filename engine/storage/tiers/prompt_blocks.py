@@ -6,7 +6,8 @@ engine lacks, in order, each with the snapshot of recurrent layers at its end, i
     POST URL/blocks   {"model": its name, "ids", "first": the number of the first block to send, "root": the hash, in
                        hexadecimal digits, that the engine's chain of hashes begins with, "settings": its
                        `identity.settings`, "cache_salt"}
-    → objects: blocks as tiers have them, under the names in `NAMES`, and notes: {"tokens"} computed, or an {"error"}
+    → objects: blocks as tiers have them, under the names in `NAMES`, and notes: {"tokens"} computed, an {"error"}, or
+      nothing, as a sign of life
 """
 
 from __future__ import annotations

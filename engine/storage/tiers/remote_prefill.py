@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
@@ -24,22 +25,13 @@ from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
 from polarlm.engine.storage.tiers.tier_store import CircuitBreaker, MemoryTier, TierQuery
 
 _LOG = logging.getLogger(__name__)
+_LABEL = "prefill-at"
 _LEAST_BLOCKS = 2  # fewer are computed as fast as they are asked for
 _CONNECT_SECONDS = 2.0
 _SILENT_SECONDS = 10.0  # a server says something every second
 _LEAST_SECONDS, _MOST_SECONDS = 5.0, 600.0  # for which a server may compute and send, however fast this engine is
 _SUSPENSION = 30.0  # seconds for which a server that has failed is not asked
 _MOST_MESSAGE = 2000  # characters of a server's error
-
-
-class _Arrived(MemoryTier):
-    """What a server has sent of a prompt."""
-
-    label = "prefill-at"
-
-    def __init__(self, place: str):
-        super().__init__(1 << 62)
-        self.place = place
 
 
 class RemotePrefill:
@@ -58,7 +50,7 @@ class RemotePrefill:
         self._reason = ""  # of the last failure; empty after a success
 
     def status(self) -> TierStatus:
-        return TierStatus(_Arrived.label, None, None, self._damaged, 0, self._failures, 0)
+        return TierStatus(_LABEL, None, None, self._damaged, 0, self._failures, 0)
 
     def fetch(self, ids: Sequence[int], salt: str, cache_salt: str, found: int) -> Generator[int, None, TierHit | None]:
         """Let the server compute a prompt unless the store lacks few of its blocks. Yields how many tokens it has
@@ -67,7 +59,7 @@ class RemotePrefill:
         missing, n = search.missing_tokens() - found, self._access.store.shape.block_size
         if missing < _LEAST_BLOCKS * n or time.monotonic() < self._suspended_until:
             return None
-        arrived = CircuitBreaker(_Arrived(self._url))
+        arrived = CircuitBreaker(MemoryTier(sys.maxsize, _LABEL, self._url))
         question = {
             "model": self._settings["name"],
             "ids": list(ids),
@@ -77,7 +69,7 @@ class RemotePrefill:
             "cache_salt": cache_salt,
         }
         seconds, left = self._patience.prefill_seconds(missing), 2 * (len(ids) // n) + 1  # objects to come at most
-        end = time.monotonic() + (_MOST_SECONDS if seconds is None else max(_LEAST_SECONDS, seconds))
+        tokens, end = 0, time.monotonic() + (_MOST_SECONDS if seconds is None else max(_LEAST_SECONDS, seconds))
         try:
             with closing(self._objects(question)) as objects:
                 for name, content in objects:
@@ -85,7 +77,7 @@ class RemotePrefill:
                         header = unpack(name, content).header
                         if "error" in header:
                             raise OSError(str(header["error"])[:_MOST_MESSAGE])
-                        yield int(header["tokens"])
+                        yield (tokens := int(header.get("tokens", tokens)))
                     else:
                         arrived.write(name, content, memoryview(b""))
                         left -= 1

@@ -78,9 +78,8 @@ class TierStore(Protocol):
 class MemoryTier:
     """Objects in at most `size` bytes of memory."""
 
-    label = place = "ram"
-
-    def __init__(self, size: int):
+    def __init__(self, size: int, label: str = "ram", place: str = "ram"):
+        self.label, self.place = label, place
         self._size, self._objects = size, Recent[bytes, bytes](size, len)
 
     @property

@@ -17,7 +17,7 @@ from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.storage.tiers.prompt_blocks import note
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import ApiError
-from polarlm.server.http.streams import Event, EventStream, Framing, while_connected
+from polarlm.server.http.streams import EventStream, Framing, while_connected
 from polarlm.server.reading.prompts import read_salt
 from polarlm.server.reading.values import BadRequest
 
@@ -25,14 +25,7 @@ _TYPE = "application/octet-stream"
 _ROOT = re.compile("[0-9a-f]{32}")
 _SILENT_SECONDS = 1.0  # an engine that waits gives a silent server up
 _PACKED = "packed"  # the field of an event that is an object already; others are a note
-
-
-def _frame(event: Event) -> bytes:
-    assert event is not None
-    return event[_PACKED] if _PACKED in event else note(**event)
-
-
-_OBJECTS = Framing(_TYPE, _frame)
+_OBJECTS = Framing(_TYPE, lambda event: (event or {}).get(_PACKED) or note(**(event or {})))
 
 
 class Prefill(Endpoints):
@@ -64,16 +57,7 @@ class Prefill(Endpoints):
             raise ApiError(409, f"This server lets {other} compute its prompts: ask that one", "other_server")
         events = self._events(ids, read_salt(body.get("cache_salt")), bytes.fromhex(root), first)
         begun = await while_connected(request.receive, anext(events))
-        done = begun
-
-        async def noted() -> AsyncGenerator[Event, None]:
-            nonlocal done
-            async with aclosing(events):
-                async for event in events:
-                    done = event if event is not None and _PACKED not in event else done
-                    yield event
-
-        stream = EventStream(begun, noted(), _OBJECTS, lambda error: {"error": error.message}, lambda: _frame(done))
+        stream = EventStream(begun, events, _OBJECTS, lambda error: {"error": error.message}, note)
         stream.silent_seconds = _SILENT_SECONDS
         return stream
 

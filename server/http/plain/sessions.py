@@ -1,4 +1,5 @@
-"""/sessions: saves and loads a conversation's part of the KV store by name."""
+"""/sessions: saves and loads a conversation's part of the KV store by name; /v1/packs: lists the contexts that requests
+begin with by a name."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from polarlm.server.running.sessions import read_name, read_options_to_save
 
 
 class Sessions(Endpoints):
-    """Four endpoints, which answer 501 if the server has no folder for sessions."""
+    """Those of sessions answer 501 if the server has no folder for them."""
 
     def routes(self) -> list[Route]:
         return [
@@ -26,6 +27,7 @@ class Sessions(Endpoints):
             Route("/sessions/save", self.save, methods=["POST"]),
             Route("/sessions/load", self.load, methods=["POST"]),
             Route("/sessions/{name}", self.remove, methods=["DELETE"]),
+            Route("/v1/packs", self.packs),
         ]
 
     async def all(self, _request: Request) -> Response:
@@ -57,3 +59,11 @@ class Sessions(Endpoints):
     async def remove(self, request: Request) -> Response:
         await self._driver.remove_session(read_name("name", request.path_params["name"]))
         return Response(status_code=204)
+
+    async def packs(self, _request: Request) -> Response:
+        """As /v1/models: {"object", "data": [{"id", "object", "tokens", "texts": [{"name", "sha256"}]}]}"""
+        packs = [
+            {"id": one.name, "object": "pack", "tokens": len(one.token_ids), "texts": [*map(asdict, one.texts)]}
+            for one in self._driver.engine.packs.values()
+        ]
+        return JSONResponse({"object": "list", "data": packs})

@@ -51,7 +51,7 @@ WRONG = [
     ("secret-0123456789 anna", "line 1 has a key of fewer than 8 characters; a name goes before its key"),
     ("anna secret-0123456789\nben secret-0123456789", "line 2 has a key that has another name above"),
     ("# nothing\n", "has no key"),
-    (b"\xff\xfe", "is no text in UTF-8"),
+    (b"\xff\xfe", "is not UTF-8 text"),
     (None, "there is no such file"),
 ]
 

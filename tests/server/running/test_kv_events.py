@@ -6,7 +6,7 @@ import itertools
 import random
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import zmq
 from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.cli.flags import FlagError
 from polarlm.server.config import read_command_line
-from polarlm.server.running.kv_events import KVEvents, kv_events
+from polarlm.server.running.kv_events import KVEvents
 from polarlm.server.running.listening import ListenError
 from tests.ports import free_port
 from tests.server.process import SMALL_BLOCKS, Process
@@ -149,7 +149,7 @@ def published(tiny_path: Path) -> Iterator[tuple[Engine, Subscriber]]:
     """An engine with room for few blocks, and a subscriber that is connected before the first message."""
     address = free_address()
     with ExitStack() as ends, load_tiny(tiny_path, **PLAIN, ctx_size=96) as engine:
-        events = ends.enter_context(kv_events(address, "kv@here@tiny"))
+        events = ends.enter_context(closing(KVEvents(address, "kv@here@tiny")))
         subscriber = ends.enter_context(Subscriber(address, "kv@"))
         _joined(events, subscriber)
         events.watch(engine)
@@ -260,7 +260,7 @@ def test_messages_of_a_server_that_was_started_again_have_higher_numbers(tiny_pa
     address, last = free_address(), -1
     with Subscriber(address) as subscriber:
         for _ in range(2):
-            with load_tiny(tiny_path, **PLAIN) as engine, kv_events(address, "") as events:
+            with load_tiny(tiny_path, **PLAIN) as engine, closing(KVEvents(address)) as events:
                 _joined(events, subscriber)
                 events.watch(engine)
                 subscriber.next = 0
