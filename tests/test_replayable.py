@@ -166,7 +166,7 @@ def test_answers_do_not_depend_on_the_level_of_the_cpu(tmp_path: Path, model: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", FAMILIES[:3])
+@pytest.mark.parametrize("model", [FAMILIES[0], FAMILIES[2]])
 def test_answers_do_not_depend_on_the_machine(tmp_path: Path, model: str) -> None:
     """Of AArch64, whose prompts attend in float32: log-probabilities of prompts are others there."""
     if not (folder := os.environ.get(ARM)):
