@@ -34,10 +34,11 @@ def thinned() -> Iterator[tuple[Variant, int]]:
     """Every kernel for every kind of GPU, and every trait once."""
     seen: set[tuple[str, int] | tuple[str, str]] = set()
     for variant, arch in covering():
-        new = {(variant.kernel, LIKE[arch]), *traits(variant)} - seen
+        like = LIKE[arch] if variant.dynamic_shared <= SHARED_LIMIT[LIKE[arch]] else 80
+        new = {(variant.kernel, like), *traits(variant)} - seen
         if new:
             seen |= new
-            yield variant, LIKE[arch]
+            yield variant, like
 
 
 COVERING = [*thinned()]
