@@ -52,7 +52,7 @@ def configure(fields: Fields, model: ModelConfig, tensors: Collection[str]) -> E
     )
 
 
-def slots(head: Eagle3Head, states: int) -> Slots:
+def slots(head: Eagle3Head, states: int) -> tuple[Slots]:
     """The slots of the layer. states: numbers of a hidden state of the model."""
     table, e = plain_tensors(head.model), head.model.hidden_size
     found = {**table.layers[0], "mtp_norm": table.top["norm"]}
@@ -65,7 +65,7 @@ def slots(head: Eagle3Head, states: int) -> Slots:
     if not head.model.tied_head:
         (spec,) = table.top["head"]
         found["eagle3_head"] = (replace(spec, shape=(len(head.ids) or head.model.vocab_size, e)),)
-    return {slot: tuple(replace(one, name=PREFIX + one.name) for one in specs) for slot, specs in found.items()}
+    return ({slot: tuple(replace(one, name=PREFIX + one.name) for one in specs) for slot, specs in found.items()},)
 
 
 def _of_state(at: int, shape: tuple[int, int]) -> TensorSpec:

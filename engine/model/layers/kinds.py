@@ -74,6 +74,15 @@ class Eagle3Weights(MtpWeights):
 
 
 @dataclass(frozen=True)
+class AssistantWeights(MtpWeights):
+    """What the layers of `ModelConfig.assistant` have besides others. A: their hidden size. `projection` is (A, 2E),
+    `norm` (A,); there are no other norms."""
+
+    head: Linear = slot("assistant_head", "linear")  # (V, A)
+    out: Linear = slot("assistant_out", "linear")  # (E, A)
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """The weights of a decoder layer."""
 
