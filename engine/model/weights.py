@@ -16,7 +16,7 @@ from polarlm.engine.model import vision_encoders
 from polarlm.engine.model.adapters import Loaded, deltas
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.encoder import EncoderInputs, PairHead
-from polarlm.engine.model.layers.kinds import FFNS, MIXERS, AssistantWeights, Eagle3Weights, LayerWeights, MtpWeights
+from polarlm.engine.model.layers.kinds import FFNS, MIXERS, HeadWeights, LayerWeights, MtpWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
 from polarlm.engine.model.vision_encoders import ImageReader
 from polarlm.engine.state.plan import format_bytes
@@ -228,7 +228,7 @@ def load_weights(
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
     (embedding,) = read.matrices(top["embedding"])
     layers = list[LayerWeights]()
-    head_kind = AssistantWeights if config.assistant else Eagle3Weights if config.eagle3 else MtpWeights
+    head_kind = HeadWeights if config.eagle3 or config.assistant else MtpWeights
     for number in range(len(config.layers)) if numbers is None else numbers:
         layer = config.layers[number]
         reader_of_layer = reader(number)

@@ -15,38 +15,32 @@ from polarlm.model_loaders.families import gemma4
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec
 
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 PREFIX = "assistant."  # of the names of its tensors, beside the model's
 # Names of tensors that files may have, and that are not read: centroids, a second head, keys and values.
 UNUSED = re.compile(r"masked_embedding\.|lm_head\.weight$|model\.layers\.\d+\.self_attn\.[kv]_(?:proj|norm)\.")
 
 
-def is_assistant(fields: Fields) -> bool:
-    """Whether a configuration is of an assistant."""
-    return fields.value("model_type") in ("gemma4_assistant", "gemma4_unified_assistant")
-
-
 def configure(fields: Fields, model: ModelConfig) -> ModelConfig:
     """`model`, with the assistant of a configuration. Raises LoadError."""
     section = fields.section("text_config")
-    if section is None or not is_assistant(fields):
+    if section is None or fields.value("model_type") not in MODEL_TYPES:
         raise LoadError(f"{fields.where} describes no assistant of Gemma 4; give an assistant's folder.")
     fields.require("tie_word_embeddings", True)
     for key, value in (("hidden_size_per_layer_input", 0), ("enable_moe_block", False), ("use_double_wide_mlp", False)):
         section.require(key, value)
     found = gemma4.configure(section.with_values({"num_kv_shared_layers": 0}))
     found = replace(found.with_attention(lambda one: replace(one, shares_kv=True)), tied_head=True)
-    size, (own, there) = fields.integer("backbone_hidden_size", 1536), map(_kinds, (found, model))
+    size = fields.integer("backbone_hidden_size", 1536)
+    own, there = (
+        {(one.window, one.kv_heads, one.head_dim) for one in each.attentions.values()} for each in (found, model)
+    )
     if (model.family, model.hidden_size, model.vocab_size) != ("gemma4", size, found.vocab_size) or own - there:
         raise LoadError(
             f"{fields.where}: it is for a Gemma 4 with hidden states of {size:,} numbers, {found.vocab_size:,} tokens, "
             "and keys and values of its own shapes; give the assistant of this model."
         )
     return replace(model, layers=(*model.layers, *found.layers), mtp=True, assistant=found)
-
-
-def _kinds(model: ModelConfig) -> set[tuple[int | None, int, int]]:
-    """What layers must have in common to share keys and values."""
-    return {(one.window, one.kv_heads, one.head_dim) for one in model.attentions.values()}
 
 
 def slots(assistant: ModelConfig, states: int) -> tuple[Slots, ...]:
@@ -56,8 +50,8 @@ def slots(assistant: ModelConfig, states: int) -> tuple[Slots, ...]:
     whole = {
         "mtp_in": (TensorSpec("pre_projection.weight", "", (e, 2 * states)),),
         "mtp_norm": table.top["norm"],
-        "assistant_head": table.top["embedding"],
-        "assistant_out": (TensorSpec("post_projection.weight", "", (states, e)),),
+        "head_logits": table.top["embedding"],
+        "head_out": (TensorSpec("post_projection.weight", "", (states, e)),),
     }
     return tuple(
         {slot: tuple(replace(one, name=PREFIX + one.name) for one in specs) for slot, specs in layer.items()}

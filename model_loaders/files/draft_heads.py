@@ -15,7 +15,7 @@ from polarlm.model_loaders import weight_quantization
 from polarlm.model_loaders.config import ModelConfig, RopeConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import _eagle3 as eagle3
-from polarlm.model_loaders.families import _gemma4_assistant as gemma4_assistant
+from polarlm.model_loaders.families import _gemma4_assistant as assistant
 from polarlm.model_loaders.fields import Fields, describe, usable
 from polarlm.model_loaders.files.folder import refuse_other_layouts
 from polarlm.model_loaders.files.ggml_types import BY_NAME
@@ -70,13 +70,13 @@ def with_assistant(config: ModelConfig, weights: StoredWeights, path: Path) -> t
     refuse_other_layouts(path)
     fields = Fields.read(path / "config.json")
     weight_quantization.check(fields, ())
-    config = gemma4_assistant.configure(fields, config)
+    config = assistant.configure(fields, config)
     assert config.assistant is not None
-    table = TensorTable({}, gemma4_assistant.slots(config.assistant, config.hidden_size))
-    names = {spec.name.removeprefix(gemma4_assistant.PREFIX): spec for spec in table.specs()}
+    table = TensorTable({}, assistant.slots(config.assistant, config.hidden_size))
+    names = {spec.name.removeprefix(assistant.PREFIX): spec for spec in table.specs()}
     stored = open_safetensors(path)
     try:
-        unused = gemma4_assistant.UNUSED.match
+        unused = assistant.UNUSED.match
         return config, _joined(weights, stored, stored.tensors, names, "an assistant", unused)
     except BaseException:
         stored.close()
@@ -85,8 +85,8 @@ def with_assistant(config: ModelConfig, weights: StoredWeights, path: Path) -> t
 
 # Kind → what it is called, whether a configuration is of one, and what reads it.
 HEADS: dict[str, tuple[str, Callable[[Fields], bool], Callable[..., tuple[ModelConfig, StoredWeights]]]] = {
-    "eagle3": ("EAGLE-3 head", lambda fields: fields.has(_KEY), with_eagle3),
-    "assistant": ("assistant of Gemma 4", gemma4_assistant.is_assistant, with_assistant),
+    "eagle3": ("EAGLE-3 head", lambda one: one.has(_KEY), with_eagle3),
+    "assistant": ("assistant of Gemma 4", lambda one: one.value("model_type") in assistant.MODEL_TYPES, with_assistant),
 }
 
 

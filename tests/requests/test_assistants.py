@@ -21,6 +21,7 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.need import need
 from polarlm.engine.model.layers.mtp import MtpRow
 from polarlm.engine.outputs import Chunk, fold
+from polarlm.model_loaders.files.draft_heads import head_beside
 from tests.conftest import FIXTURES
 from tests.cuda.several_devices import LimitedDevice
 from tests.mtp import Beside
@@ -187,6 +188,7 @@ def test_what_is_not_there_or_not_an_assistant_is_told_in_a_sentence(tmp_path: P
     with pytest.raises(EngineError, match=r"no assistant of Gemma 4 beside .*; give one with model_draft"):
         load_tiny(make_model(tmp_path, NAMES[0]), **SETTINGS)
     model, assistant = with_assistant(tmp_path)
+    assert head_beside("assistant", tmp_path / "model.gguf") == assistant
     (tmp_path / "assistant.gguf").touch()
     with pytest.raises(EngineError, match=r"is no folder: give an assistant's folder"):
         load_tiny(model, **SETTINGS, model_draft=str(tmp_path / "assistant.gguf"))

@@ -14,7 +14,7 @@ from typing import Any
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.decoder import Inputs
-from polarlm.engine.model.layers.kinds import AssistantWeights
+from polarlm.engine.model.layers.kinds import HeadWeights
 from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import ModelConfig
@@ -24,10 +24,11 @@ class AssistantLayers(MtpLayer):
     """The layers of `ModelConfig.assistant`."""
 
     def __init__(
-        self, ops: Ops, config: ModelConfig, weights: AssistantWeights, last_norm: Array, head: Linear, *others: Any
+        self, ops: Ops, config: ModelConfig, weights: HeadWeights, last_norm: Array, head: Linear, *others: Any
     ) -> None:
         assert config.assistant is not None
-        super().__init__(ops, config, weights, last_norm, weights.head, *others)
+        assert weights.out is not None
+        super().__init__(ops, config, weights, last_norm, weights.head or head, *others)
         self._norm, self._out = (weights.norm, config.assistant.norm_eps), weights.out
 
     def _draft(self, inputs: Inputs) -> tuple[Array, Array, Array]:
