@@ -80,7 +80,7 @@ class EngineConfig(Settings):
         "--spec-draft-model",
         metavar="PATH",
         help="a smaller model of the same vocabulary, which drafts tokens, with a KV store of f16; with --spec-type "
-        "eagle3 the head: a folder, a GGUF file, or USER/REPO",
+        "eagle3 or assistant the head: a folder, a GGUF file, or USER/REPO",
         elsewhere=("draft_model", "speculative_model", "assistant_model"),
     )
     mmproj: str | None = setting(
@@ -257,7 +257,7 @@ class EngineConfig(Settings):
         help="draft tokens and verify several in one step: ngram-simple drafts what followed the last occurrence of "
         "the newest tokens; draft-simple asks the draft model, and is the default where there is one; mtp asks a layer "
         "of the model that predicts several tokens, which is loaded for it alone; eagle3 a head of another file, "
-        "--model-draft or the one beside the model",
+        "--model-draft or the one beside the model; assistant a Gemma 4's assistant there",
     )
     draft_max: int = setting(limits.MOST_DRAFTED, "--draft-max", metavar="N", help="most tokens of a draft, 0 to 15")
     kept_sequences: int = setting(
@@ -303,14 +303,14 @@ class EngineConfig(Settings):
         return self.spec_type == limits.MTP
 
     @property
-    def eagle3(self) -> str | None:
-        """The EAGLE-3 head to load; empty for the one beside the model, None for none."""
-        return (self.model_draft or "") if self.spec_type == limits.EAGLE3 else None
+    def head(self) -> tuple[str, str] | None:
+        """The kind and the path of the draft head to load; no path for the one beside the model, None for none."""
+        return (self.spec_type, self.model_draft or "") if self.spec_type in limits.HEADS else None
 
     @property
     def small_model(self) -> str | None:
         """The draft model to load: a model, not a head."""
-        return None if self.spec_type == limits.EAGLE3 else self.model_draft
+        return None if self.head else self.model_draft
 
     @property
     def drafts(self) -> bool:

@@ -11,8 +11,9 @@ from polarlm.engine.errors import EngineError, shown
 
 PENALTY_WINDOW = 64  # most last tokens, prompt included, that the penalties look at
 MOST_LOGPROBS = 20  # most tokens that log-probabilities can be requested for at each position
-DRAFT_MODEL, MTP, EAGLE3 = "draft-simple", "mtp", "eagle3"
-DRAFTS = ("none", "ngram-simple", DRAFT_MODEL, MTP, EAGLE3)  # kinds of drafts
+DRAFT_MODEL, MTP, EAGLE3, ASSISTANT = "draft-simple", "mtp", "eagle3", "assistant"
+HEADS = (EAGLE3, ASSISTANT)  # those of files of their own
+DRAFTS = ("none", "ngram-simple", DRAFT_MODEL, MTP, *HEADS)  # kinds of drafts
 DRAFT_NAMES = {**dict(zip(DRAFTS, DRAFTS, strict=True)), "draft-mtp": MTP, "draft-eagle3": EAGLE3}  # with llama.cpp's
 # Rows of a request in a step with drafts. Each number needs a recorded step and kernels of its own. A few suffice: the
 # neighbours of the fastest number are almost as fast.

@@ -18,7 +18,7 @@ from polarlm.model_loaders import generation
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import read_json, usable
-from polarlm.model_loaders.files.draft_heads import eagle3_beside, with_eagle3
+from polarlm.model_loaders.files.draft_heads import HEADS, head_beside
 from polarlm.model_loaders.files.folder import open_folder
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.gguf_source import open_gguf
@@ -123,7 +123,7 @@ def load(
     template: str | None = None,
     mmproj: str | None = None,
     mtp: bool = False,
-    eagle3: str | None = None,
+    head: tuple[str, str] | None = None,
 ) -> Model:
     """Loads a folder in Hugging Face's layout, a .gguf file, "user/repo" or "hf:user/repo" from the hub, or (None) the
     demonstration model.
@@ -132,8 +132,8 @@ def load(
     while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on the
     hub. template: a file with a chat template in place of the model's own. mmproj: a file of llama.cpp's with the part
     that reads images; None: the folder's, or the one next to a .gguf file; "none": leave it out. mtp: whether
-    `ModelConfig.mtp` is wanted. eagle3: an EAGLE-3 head for the model, by path or by name on the hub; empty: the one
-    beside it. Raises LoadError.
+    `ModelConfig.mtp` is wanted. head: the kind of a draft head for the model, and its path or its name on the hub;
+    empty: the one beside it. Raises LoadError.
     """
     from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
@@ -141,7 +141,7 @@ def load(
     where = (
         demo_model(verbose) if path is None else _existing_path(path) if name is None else fetch(name, fits, verbose)
     )
-    parts = where, mtp, None if eagle3 is None else _head(where, eagle3, verbose)
+    parts = where, mtp, head and (head[0], _head(where, *head, verbose))
     model = _load_folder(*parts) if where.is_dir() else _load_gguf(*parts)
     try:
         vision_encoder, vision_weights = load_vision_encoder(where, model.config, mmproj) or (None, None)
@@ -196,40 +196,41 @@ def _projectors(file: Path) -> list[Path]:
     return [folder / one.files[0].path for one in projectors(contents, model)]
 
 
-def _head(model: Path, eagle3: str, verbose: Callable[[str], None] | None = None) -> Path:
+def _head(model: Path, kind: str, path: str, verbose: Callable[[str], None] | None = None) -> Path:
     """The folder or file of a draft head, as `load` takes it."""
-    if eagle3:
-        name = hub_name(eagle3)
-        return _existing_path(eagle3) if name is None else fetch_head(name, verbose)
-    if (found := eagle3_beside(model)) is None:
-        raise LoadError(f"There is no EAGLE-3 head beside {model}; give one with model_draft, or another spec_type.")
+    if path:
+        name = hub_name(path)
+        return _existing_path(path) if name is None else fetch_head(name, verbose)
+    if (found := head_beside(kind, model)) is None:
+        what = HEADS[kind][0]
+        raise LoadError(f"There is no {what} beside {model}; give one with model_draft, or another spec_type.")
     return found
 
 
 def load_weights(
-    path: str | Path, *, mtp: bool = False, eagle3: str | None = None
+    path: str | Path, *, mtp: bool = False, head: tuple[str, str] | None = None
 ) -> tuple[ModelConfig, WeightSource, str]:
-    """Configuration, weights and the type of most of them; reads no tokenizer. mtp, eagle3: as for `load`. Raises
+    """Configuration, weights and the type of most of them; reads no tokenizer. mtp, head: as for `load`. Raises
     LoadError."""
     name = hub_name(path)
     where = _existing_path(path) if name is None else fetch(name)
-    config, weights, _ = _open(where, mtp, None if eagle3 is None else _head(where, eagle3))
+    config, weights, _ = _open(where, mtp, head and (head[0], _head(where, *head)))
     return config, weights, main_dtype(weights)
 
 
-def _open(where: Path, mtp: bool, head: Path | None) -> tuple[ModelConfig, StoredWeights, GgufFile | None]:
-    """The configuration and weights of a model, with those of an EAGLE-3 head, and its file if it is one."""
+def _open(where: Path, mtp: bool, head: tuple[str, Path] | None) -> tuple[ModelConfig, StoredWeights, GgufFile | None]:
+    """The configuration and weights of a model, with those of a draft head, and its file if it is one."""
     with ExitStack() as files:
         gguf = None if where.is_dir() else files.enter_context(closing(GgufFile(where)))
         config, weights = open_folder(where, mtp=mtp) if gguf is None else open_gguf(gguf, mtp=mtp)
         files.callback(weights.close)
         if head is not None:
-            config, weights = with_eagle3(config, weights, head)
+            config, weights = HEADS[head[0]][2](config, weights, head[1])
         files.pop_all()
     return config, weights, gguf
 
 
-def _load_folder(folder: Path, mtp: bool, head: Path | None) -> Model:
+def _load_folder(folder: Path, mtp: bool, head: tuple[str, Path] | None) -> Model:
     from polarlm.model_loaders import tokenizers
     from polarlm.model_loaders.chat import templates
 
@@ -266,7 +267,7 @@ def _folder_name(folder: Path) -> str:
     return repository.rpartition("--")[2] if repository.startswith("models--") else folder.name
 
 
-def _load_gguf(file: Path, mtp: bool, head: Path | None) -> Model:
+def _load_gguf(file: Path, mtp: bool, head: tuple[str, Path] | None) -> Model:
     from polarlm.model_loaders import tokenizers
     from polarlm.model_loaders.chat import templates
 

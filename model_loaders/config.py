@@ -273,11 +273,12 @@ class ModelConfig:
     pooled_pairs: bool = False  # it reads the mean of the pair's states, not the first one
     mtp: bool = False  # the last of `layers` is no part of the model: it guesses the token after the next one
     eagle3: Eagle3Head | None = None  # what that layer belongs to, if not to the model's own files
+    assistant: ModelConfig | None = None  # an assistant, whose layers are the last ones and no part of the model
 
     @property
     def depth(self) -> int:
         """The layers of the model itself."""
-        return len(self.layers) - self.mtp
+        return len(self.layers) - (self.mtp if self.assistant is None else len(self.assistant.layers))
 
     @property
     def is_encoder(self) -> bool:

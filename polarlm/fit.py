@@ -122,7 +122,7 @@ def _report(argv: Sequence[str]) -> str:
             raise FlagError("--lora: adapters are counted with a model that is here: give its path")
         model, dtype, fits = _fit_hub(on_hub, config, numbers)
     else:
-        model, source, dtype = model_loaders.load_weights(path, mtp=config.mtp, eagle3=config.eagle3)
+        model, source, dtype = model_loaders.load_weights(path, mtp=config.mtp, head=config.head)
         try:
             contexts = numbers or context_steps(model.max_context)
             fits = []

@@ -168,7 +168,7 @@ class _Loader:
             template=template,
             mmproj=config.mmproj,
             mtp=config.mtp,
-            eagle3=config.eagle3,
+            head=config.head,
         )
         self._config = replace(limit_context(config, source.config, say), packs=local_packs(config, say))
         source = replace(source, config=source.config.for_context(self._config.ctx_size))

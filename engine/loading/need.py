@@ -76,7 +76,7 @@ def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, limit:
 
 def _place(config: EngineConfig, ops: Ops, reserved_bytes: int, memory_limit: int | None) -> Placement:
     try:
-        model, source, _ = model_loaders.load_weights(str(config.weights), mtp=config.mtp, eagle3=config.eagle3)
+        model, source, _ = model_loaders.load_weights(str(config.weights), mtp=config.mtp, head=config.head)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     try:

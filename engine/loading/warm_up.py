@@ -130,6 +130,6 @@ def warm_up_later(later: Sequence[Callable[[], None]], wait: Callable[[], None])
 
 def _different_layers(model: ModelConfig, shape: CacheShape, formats: Sequence[object]) -> list[int]:
     """Return the numbers of layers that have all kernels of the model: also the last layer, where a prompt computes
-    only its last rows. formats: the formats of each layer's matrices."""
-    kinds, last = [*zip(model.layers, shape.layers, formats, strict=True)], len(model.layers) - 1
-    return [number for number, kind in enumerate(kinds) if number == last or kind not in kinds[number + 1 : last]]
+    only its last rows, and those that draft. formats: the formats of each layer's matrices."""
+    kinds, last = [*zip(model.layers, shape.layers, formats, strict=True)], min(model.depth, len(model.layers) - 1)
+    return [number for number, kind in enumerate(kinds) if number >= last or kind not in kinds[number + 1 : last]]

@@ -32,6 +32,7 @@ from polarlm.engine.model.decoder import (
     stages,
 )
 from polarlm.engine.model.layers import Eps
+from polarlm.engine.model.layers.assistant import AssistantLayers
 from polarlm.engine.model.layers.eagle3 import Eagle3Layer
 from polarlm.engine.model.layers.encoder import EncoderInputs, PairHead
 from polarlm.engine.model.layers.kinds import LayerWeights
@@ -111,14 +112,16 @@ class Transformer:
         ]
         self._batch_graphs = BatchGraphs(self.ops, self._layers, self._choice, self.config.hidden_size, self._embed)
         if self.config.mtp:
-            number, mtp = self.config.depth, weights.layers[-1].mtp
+            depth, eagle3, assistant = self.config.depth, self.config.eagle3, self.config.assistant
+            mtp, head = weights.layers[depth].mtp, eagle3.model if eagle3 else assistant
             assert mtp is not None
-            if (head := self.config.eagle3) is not None:  # its layer has nothing of the model's own kinds
-                eps = Eps(head.model.norm_eps, head.model.norm_eps)
-                parts = weights.layers[-1], cache(number), transform(number)
-                self._layers[-1] = decoder_layer(layer_ops(number), head.model, eps, *parts, 0)
-            shared = weights.norm, weights.head, self._layers[-1], self._choice, self._embed
-            kind: Any = MtpLayer if head is None else Eagle3Layer
+            if head is not None:  # its layers have nothing of the model's own kinds
+                eps = Eps(head.norm_eps, head.norm_eps)
+                for number, w in enumerate(weights.layers[depth:], depth):
+                    parts = w, cache(number), transform(number), number - depth
+                    self._layers[number] = decoder_layer(layer_ops(number), head, eps, *parts)
+            shared = weights.norm, weights.head, self._layers[depth:], self._choice, self._embed
+            kind: Any = AssistantLayers if assistant else Eagle3Layer if eagle3 else MtpLayer
             self.mtp = kind(self._stages[0].ops, self.config, mtp, *shared)
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
@@ -170,7 +173,8 @@ class Transformer:
         rows = table_rows(self.weights.embedding, ids)
         states = None if self.mtp is None else self.mtp.states()
         x, added = self._embed(self._stages[0].ops.to_device(rows), read)
-        first_output, last = 0 if outputs is None else len(ids) - outputs, len(self._layers) - 1
+        mtp = self.mtp if self.mtp is not None and self.mtp.has_kv else None
+        first_output, last = 0 if outputs is None else len(ids) - outputs, self.config.depth - (mtp is None)
         prompt = PromptRows(
             self._choice,
             last,
@@ -180,7 +184,7 @@ class Transformer:
             rows=self.ops.prefill_rows,
             images=read,
             tap=self.tap,
-            mtp_input=None if self.mtp is None else partial(self.mtp.prompt_input, spans[0], rows, states),
+            mtp_input=None if mtp is None else partial(mtp.prompt_input, spans[0], rows, states),
             only_last=only_last,
             watch=None if states is None else states.add,
         )
@@ -189,13 +193,15 @@ class Transformer:
             if number:
                 x = ops.to_device(PeerArray(x, self._stages[number - 1].ops))
             prompt.cut_for(ops, added)
-            for layer, chunk in compute(((one, self._layers[one]) for one in numbers), x, prompt):
+            for layer, chunk in compute(((one, self._layers[one]) for one in numbers if one <= last), x, prompt):
                 count = chunk.rows.stop - chunk.rows.start
                 done += count
                 if by_layer or done + count > prompt.step or (layer == last and chunk.rows.stop == len(x)):
                     yield done
                     done = 0
                     prompt.follow_blocks()
+        if self.mtp is not None:
+            self.mtp.keep_last(spans[0], x if states is None else states.sum)
         return x[first_output:]
 
     def forward(
@@ -372,7 +378,7 @@ class Transformer:
             hidden = run_graph(ops, name, self._work[number], Inputs(x, ropes, tables, adapters))
             x, newest = PeerArray(hidden, ops), ids if sampler_inputs else None
         sampler = last.ops.pack_sampler_inputs(sampler_inputs) if sampler_inputs else None
-        mtp = None if self.mtp is None else self.mtp.step_inputs(spans, ids)
+        mtp = None if self.mtp is None or not self.mtp.has_kv else self.mtp.step_inputs(spans, ids)
         work = self._work[-1]
         if outputs:
             if outputs not in self._work_by_outputs:
@@ -387,7 +393,7 @@ class Transformer:
         states = None if self.mtp is None else self.mtp.states()
         chunk = Chunk(slice(None), self._choice.distinct(inputs._replace(added=added)))
         rows = Rows(self._choice, [chunk], watch=None if states is None else states.add)
-        layers = [layer for layer in self._stages[number].layers if layer != self.config.depth]
+        layers = [layer for layer in self._stages[number].layers if layer < self.config.depth]
         for _ in compute([(layer, self._layers[layer]) for layer in layers], x, rows):
             pass
         if number < len(self._stages) - 1:

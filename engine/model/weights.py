@@ -16,7 +16,7 @@ from polarlm.engine.model import vision_encoders
 from polarlm.engine.model.adapters import Loaded, deltas
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.encoder import EncoderInputs, PairHead
-from polarlm.engine.model.layers.kinds import FFNS, MIXERS, Eagle3Weights, LayerWeights, MtpWeights
+from polarlm.engine.model.layers.kinds import FFNS, MIXERS, HeadWeights, LayerWeights, MtpWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
 from polarlm.engine.model.vision_encoders import ImageReader
 from polarlm.engine.state.plan import format_bytes
@@ -227,7 +227,8 @@ def load_weights(
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
     (embedding,) = read.matrices(top["embedding"])
-    layers = []
+    layers = list[LayerWeights]()
+    head_kind = HeadWeights if config.eagle3 or config.assistant else MtpWeights
     for number in range(len(config.layers)) if numbers is None else numbers:
         layer = config.layers[number]
         reader_of_layer = reader(number)
@@ -240,9 +241,7 @@ def load_weights(
                 None if layer.ffn is None else layer_reader.weights(FFNS[type(layer.ffn)].Weights),
                 layer_reader.vector("layer_scale"),
                 layer_reader.weights(LayerEmbeddingWeights) if "layer_gate" in layer_reader.slots else None,
-                layer_reader.weights(Eagle3Weights if config.eagle3 else MtpWeights)
-                if number == config.depth
-                else None,
+                layer_reader.weights(head_kind) if number == config.depth else None,
             )
         )
     last_reader = reader(last)

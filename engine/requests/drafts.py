@@ -17,7 +17,7 @@ from statistics import median
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFT_MODEL, DRAFT_NAMES, DRAFT_ROWS, DRAFTS, EAGLE3, MTP
+from polarlm.engine.limits import DRAFT_MODEL, DRAFT_NAMES, DRAFT_ROWS, DRAFTS, HEADS, MTP
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.params import SamplingParams
@@ -183,7 +183,7 @@ class Drafting:
 
     def drafter(self, kind: str, ids: Sequence[int], kv: Callable[[], SequenceKV | None]) -> Drafter:
         """Return a drafter of `kind` for a request with the prompt `ids`. Raises EngineError as `drafts` does."""
-        if kind in (MTP, EAGLE3):
+        if kind in (MTP, *HEADS):
             if self._mtp is None or kind != self._config.spec_type:
                 sentence = f"spec_type={kind} needs a layer that is not loaded: load the engine with spec_type={kind}"
                 raise EngineError(sentence, settings=("spec_type",))

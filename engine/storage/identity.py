@@ -18,7 +18,7 @@ from polarlm.engine.state.store import KVStore
 # What determines codes, in the order in which it is checked → what to say if it differs.
 _DIFFERENCES = {
     "model": "was saved with the model {there}, and this is {here}, or the same one with weights in another precision, "
-    "or with or without spec_type=mtp or eagle3: load it where it was saved",
+    "or with or without spec_type=mtp, eagle3 or assistant: load it where it was saved",
     "block_size": "was saved with blocks of {there} tokens, and this engine's have {here}: set block_size to {there}",
     "cache_types": "was saved with the cache types {there} (keys/values), and this engine has {here}: "
     "choose them with cache_type, or with cache_type_k and cache_type_v",

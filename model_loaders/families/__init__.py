@@ -23,10 +23,11 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.families import _eagle3
+from polarlm.model_loaders.families import _eagle3, _gemma4_assistant
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.families._unsupported import why_not
 from polarlm.model_loaders.fields import Fields, usable
@@ -95,9 +96,10 @@ def quantizations(name: str) -> tuple[str, ...]:
 
 def tensors(config: ModelConfig) -> TensorTable:
     """Every tensor of a model, by the slot that it fills."""
-    if config.eagle3 is not None:
-        own = tensors(replace(config, layers=config.layers[: config.depth], mtp=False, eagle3=None))
-        return replace(own, layers=(*own.layers, _eagle3.slots(config.eagle3, config.hidden_size)))
+    if (head := config.eagle3 or config.assistant) is not None:
+        own = tensors(replace(config, layers=config.layers[: config.depth], mtp=False, eagle3=None, assistant=None))
+        kind: Any = _gemma4_assistant if head is config.assistant else _eagle3
+        return replace(own, layers=(*own.layers, *kind.slots(head, config.hidden_size)))
     return _module(config.family).tensors(config)
 
 

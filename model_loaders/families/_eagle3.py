@@ -52,20 +52,20 @@ def configure(fields: Fields, model: ModelConfig, tensors: Collection[str]) -> E
     )
 
 
-def slots(head: Eagle3Head, states: int) -> Slots:
+def slots(head: Eagle3Head, states: int) -> tuple[Slots]:
     """The slots of the layer. states: numbers of a hidden state of the model."""
     table, e = plain_tensors(head.model), head.model.hidden_size
     found = {**table.layers[0], "mtp_norm": table.top["norm"]}
     found["mtp_embedding_norm"] = found.pop("attention_norm")
     found["mtp_hidden_norm"] = (TensorSpec("model.layers.0.hidden_norm.weight", "blk.0.attn_norm_2.weight", (e,)),)
     sides = [replace(spec, shape=(spec.shape[0], 2 * e)) for spec in found["qkv"]]
-    found |= {"qkv": tuple(sides), "eagle3_states": tuple(_of_state(at, (e, states)) for at in range(len(head.layers)))}
+    found |= {"qkv": tuple(sides), "head_states": tuple(_of_state(at, (e, states)) for at in range(len(head.layers)))}
     if head.has_embedding:
-        found["eagle3_embedding"] = table.top["embedding"]
+        found["head_embedding"] = table.top["embedding"]
     if not head.model.tied_head:
         (spec,) = table.top["head"]
-        found["eagle3_head"] = (replace(spec, shape=(len(head.ids) or head.model.vocab_size, e)),)
-    return {slot: tuple(replace(one, name=PREFIX + one.name) for one in specs) for slot, specs in found.items()}
+        found["head_logits"] = (replace(spec, shape=(len(head.ids) or head.model.vocab_size, e)),)
+    return ({slot: tuple(replace(one, name=PREFIX + one.name) for one in specs) for slot, specs in found.items()},)
 
 
 def _of_state(at: int, shape: tuple[int, int]) -> TensorSpec:

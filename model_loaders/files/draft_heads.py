@@ -1,9 +1,9 @@
-"""Reads a draft head of a file of its own, whose layer is then one more of its model."""
+"""Reads a draft head of a file of its own, whose layers are then more of its model."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from polarlm.model_loaders import weight_quantization
 from polarlm.model_loaders.config import ModelConfig, RopeConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import _eagle3 as eagle3
+from polarlm.model_loaders.families import _gemma4_assistant as assistant
 from polarlm.model_loaders.fields import Fields, describe, usable
 from polarlm.model_loaders.files.folder import refuse_other_layouts
 from polarlm.model_loaders.files.ggml_types import BY_NAME
@@ -22,6 +23,7 @@ from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.gguf_source import EMBEDDING, ROPE_DIVISORS, divisors_of, fields_of
 from polarlm.model_loaders.files.repository import Role, files_of, gguf_contents, repository_of, role_of_file
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
+from polarlm.model_loaders.files.tensor_table import TensorSpec, TensorTable
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 from polarlm.model_loaders.files.weights import arrange, complete
 
@@ -50,33 +52,73 @@ def with_eagle3(config: ModelConfig, weights: StoredWeights, path: Path) -> tupl
             rope = replace(head.model.attention.rope or RopeConfig(), divisors=divisors)
             head = replace(head, model=head.model.with_attention(lambda one: replace(one, rope=rope)))
         tensors |= _parts(path, tensors.pop(_JOINED, None), len(head.layers), config)
-        table = eagle3.slots(head, config.hidden_size)
-        specs = [spec for of_slot in table.values() for spec in of_slot]
-        names = {spec.gguf if is_gguf else spec.name.removeprefix(eagle3.PREFIX): spec.name for spec in specs}
-        if strange := [one for one in tensors if one not in names and one not in (*_UNUSED, EMBEDDING)]:
-            raise LoadError(
-                f"{path} has the tensor {strange[0]!r}, which EAGLE-3 heads do not have; give another head."
-            )
-        found = StoredWeights(path, {names[one]: tensors[one] for one in tensors if one in names}, ())
-        complete_tensors = complete(found, specs, "an EAGLE-3 head", is_gguf=is_gguf)
+        specs = TensorTable({}, eagle3.slots(head, config.hidden_size)).specs()
+        names = {spec.gguf if is_gguf else spec.name.removeprefix(eagle3.PREFIX): spec for spec in specs}
+        unused = {*_UNUSED, EMBEDDING}.__contains__
+        weights = _joined(weights, stored, tensors, names, "an EAGLE-3 head", unused, is_gguf=is_gguf)
     except BaseException:
         stored.close()
         raise
-    own = {spec.name: arrange(complete_tensors[spec.name], spec, is_gguf, is_gguf) for spec in specs}
-    files = *weights.open_files, *stored.open_files
-    config = replace(config, layers=(*config.layers, *head.model.layers), mtp=True, eagle3=head)
-    return config, StoredWeights(weights.where, {**weights.tensors, **own}, files)
+    return replace(config, layers=(*config.layers, *head.model.layers), mtp=True, eagle3=head), weights
 
 
-def eagle3_beside(model: Path) -> Path | None:
-    """The EAGLE-3 head beside a model: a folder in the model's, or a GGUF file in its repository."""
+def with_assistant(config: ModelConfig, weights: StoredWeights, path: Path) -> tuple[ModelConfig, StoredWeights]:
+    """The configuration and weights of a Gemma 4, with those of the assistant in a folder. Raises LoadError for another
+    kind of file, and for an assistant of another model."""
+    if not path.is_dir():
+        raise LoadError(f"{path} is no folder: give an assistant's folder, with config.json and safetensors files.")
+    refuse_other_layouts(path)
+    fields = Fields.read(path / "config.json")
+    weight_quantization.check(fields, ())
+    config = assistant.configure(fields, config)
+    assert config.assistant is not None
+    table = TensorTable({}, assistant.slots(config.assistant, config.hidden_size))
+    names = {spec.name.removeprefix(assistant.PREFIX): spec for spec in table.specs()}
+    stored = open_safetensors(path)
+    try:
+        unused = assistant.UNUSED.match
+        return config, _joined(weights, stored, stored.tensors, names, "an assistant", unused)
+    except BaseException:
+        stored.close()
+        raise
+
+
+# Kind → what it is called, whether a configuration is of one, and what reads it.
+HEADS: dict[str, tuple[str, Callable[[Fields], bool], Callable[..., tuple[ModelConfig, StoredWeights]]]] = {
+    "eagle3": ("EAGLE-3 head", lambda one: one.has(_KEY), with_eagle3),
+    "assistant": ("assistant of Gemma 4", lambda one: one.value("model_type") in assistant.MODEL_TYPES, with_assistant),
+}
+
+
+def head_beside(kind: str, model: Path) -> Path | None:
+    """The draft head of a kind beside a model: a folder in the model's or in its repository, or there an EAGLE-3 head's
+    GGUF file."""
     root = model if model.is_dir() else repository_of(model)
     for file in sorted(root.glob("*/config.json")):
-        if (fields := usable(partial(Fields.read, file))) is not None and fields.has(_KEY):
+        if (fields := usable(partial(Fields.read, file))) is not None and HEADS[kind][1](fields):
             return file.parent
     contents = gguf_contents(files_of(root, ("*.gguf", "*/*.gguf")).values(), lambda one: role_of_file(root / one.path))
     heads = (root / one.files[0].path for one in contents if one.role is Role.HEAD and one.is_whole)
-    return next(filter(_is_eagle3, heads), None)
+    return next(filter(_is_eagle3, heads), None) if kind == "eagle3" else None
+
+
+def _joined(
+    weights: StoredWeights,
+    stored: StoredWeights,
+    tensors: Mapping[str, StoredTensor],
+    names: Mapping[str, TensorSpec],
+    what: str,
+    is_unused: Callable[[str], object],
+    *,
+    is_gguf: bool = False,
+) -> StoredWeights:
+    """The weights of a model, with those of a head. tensors: what `stored` has, whose `names` have these specs."""
+    if strange := [one for one in tensors if one not in names and not is_unused(one)]:
+        raise LoadError(f"{stored.where} has the tensor {strange[0]!r}, which {what} does not have; give another head.")
+    found = {names[one].name: tensors[one] for one in tensors if one in names}
+    own = complete(StoredWeights(stored.where, found, ()), names.values(), what, is_gguf=is_gguf)
+    own = {spec.name: arrange(own[spec.name], spec, is_gguf, is_gguf) for spec in names.values()}
+    return StoredWeights(weights.where, {**weights.tensors, **own}, (*weights.open_files, *stored.open_files))
 
 
 def _is_eagle3(path: Path) -> bool:

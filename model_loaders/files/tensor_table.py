@@ -151,8 +151,9 @@ class TensorTable:
     if they have inputs of another size; and with norms of their own router_norm, experts_norm, experts_post_norm,
     shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate, layer_out, layer_post_norm.
     The layer of `ModelConfig.mtp` has mtp_embedding_norm, mtp_hidden_norm, mtp_in (for an embedding and a hidden state,
-    side by side) and mtp_norm. Where channels of a delta rule decay by themselves, delta_in has queries, keys, values,
-    b, and the inputs of delta_decay_up and of delta_gate_up. Biases are in slots with names that end with "_bias", such
+    side by side) and mtp_norm; the first one of an assistant head_logits and head_out, too. Where channels of a
+    delta rule decay by themselves, delta_in has queries, keys, values, b, and the inputs of delta_decay_up and of
+    delta_gate_up. Biases are in slots with names that end with "_bias", such
     as qkv_bias. A slot that a model lacks is absent.
     """
 

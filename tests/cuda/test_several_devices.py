@@ -34,6 +34,7 @@ from tests.cuda.several_devices import LimitedDevice, Traffic
 from tests.cuda.test_model_emulated import N, Talk, model_of, talk
 from tests.eagle3 import DRAFTED_IDS, make_head
 from tests.mtp import make_mtp
+from tests.requests.test_assistants import with_assistant
 from tests.requests.test_drafts import prompts
 from tests.requests.test_mtp import guesses
 from tests.tiny import assert_idle, load_tiny, make_model
@@ -261,7 +262,7 @@ def test_what_runs_on_one_gpu_is_refused_by_name(
     tmp_path: Path, fixture: str, settings: dict[str, Any], says: str
 ) -> None:
     config = settle(make_model(tmp_path, fixture), None, {"block_size": N, "calibration": False} | settings)
-    if config.eagle3 is not None:
+    if config.head is not None:
         make_head(tmp_path / "head", tmp_path)
     with pytest.raises(EngineError, match=says):
         assembly.assemble(config, None, ops=gpus())
@@ -321,6 +322,13 @@ def test_a_layer_of_the_model_drafts_as_on_the_cpu(tmp_path: Path, fixture: str,
 def test_an_eagle3_head_drafts_as_on_the_cpu(tmp_path: Path) -> None:
     make_head(tmp_path / "head", make_model(tmp_path), ids=DRAFTED_IDS)
     assert_drafts_alike(tmp_path, "eagle3", CudaOps(LimitedDevice(0)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma4_shared_kv", "gemma4_values_are_keys"])
+def test_an_assistant_drafts_as_on_the_cpu(tmp_path: Path, name: str) -> None:
+    with_assistant(tmp_path, name)
+    assert_drafts_alike(tmp_path, "assistant", CudaOps(LimitedDevice(0)))
 
 
 def assert_drafts_alike(path: Path, kind: str, ops: Ops) -> None:

@@ -23,6 +23,7 @@ from polarlm.engine.requests.request import Ticket
 from tests.eagle3 import DRAFTED_IDS, make_head
 from tests.mtp import Beside, make_mtp
 from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin
+from tests.requests.test_assistants import with_assistant
 from tests.tiny import VOCABULARY, blocks_left, load_tiny, make_model
 
 BLOCK = 8
@@ -210,8 +211,16 @@ class OfEagle3(OfDeltaRules):
         return folder
 
 
+class OfAssistant(Schedules):
+    """With layers that read the K/V of the model's."""
+
+    model = "gemma4_shared_kv"
+    more: Mapping[str, Any] = {"spec_type": "assistant"}
+    make = staticmethod(lambda folder, fixture: with_assistant(folder, fixture)[0])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [WithTurns, OfDeltaRules, OfMamba2, OfMtp, OfEagle3])
+@pytest.mark.parametrize("machine", [WithTurns, OfDeltaRules, OfMamba2, OfMtp, OfEagle3, OfAssistant])
 def test_answers_are_those_of_plain_runs(machine: type[Schedules]) -> None:
     """With requests that are preempted, and drafts that are right. Each machine runs for half a minute."""
     Schedules.preempted = Schedules.drafted = Schedules.saved = Schedules.joined = 0
@@ -220,4 +229,4 @@ def test_answers_are_those_of_plain_runs(machine: type[Schedules]) -> None:
     assert Schedules.preempted > 0
     assert (Schedules.joined > 10) == (machine is WithTurns)  # recurrent layers have prompts
     assert Schedules.drafted > 200
-    assert Schedules.saved > 0 or machine is WithTurns  # whose copies are back before the unit ends
+    assert Schedules.saved > 0 or not issubclass(machine, OfDeltaRules)  # whose copies are back before the unit ends

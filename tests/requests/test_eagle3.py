@@ -311,7 +311,7 @@ def test_tensors_that_no_head_has_are_not_ignored(tmp_path: Path) -> None:
     model, head = with_head(tmp_path, ids=DRAFTED_IDS)
     tensors = load_file(head / "model.safetensors")
     for name, value, says in (
-        ("layers.1.mlp.up_proj.weight", np.zeros((2, 2), np.float32), "which EAGLE-3 heads do not have"),
+        ("layers.1.mlp.up_proj.weight", np.zeros((2, 2), np.float32), "which an EAGLE-3 head does not have"),
         ("d2t", tensors["d2t"] + 90, "names tokens that the model has not"),
         ("d2t", tensors["d2t"].astype(np.float32), "must have integers"),
     ):

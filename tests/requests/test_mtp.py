@@ -196,7 +196,7 @@ def test_a_session_with_its_keys_and_values_is_not_loaded_without_it(tmp_path: P
             engine.save_session(tmp_path / kind)
         with (
             load_tiny(path, **SETTINGS | {"spec_type": other}) as engine,
-            pytest.raises(EngineError, match=r"spec_type=mtp or eagle3: load it where it was saved"),
+            pytest.raises(EngineError, match=r"spec_type=mtp, eagle3 or assistant: load it where it was saved"),
         ):
             engine.load_session(tmp_path / kind)
 

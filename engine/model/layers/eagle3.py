@@ -17,7 +17,7 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array, Fusion, Ops
 from polarlm.engine.model.decoder import Inputs, MtpInputs
-from polarlm.engine.model.layers.kinds import Eagle3Weights
+from polarlm.engine.model.layers.kinds import HeadWeights
 from polarlm.engine.model.layers.mtp import JoinedStates, MtpLayer, MtpRow
 from polarlm.engine.sampling.sample import Sampled, greedy
 from polarlm.engine.weight_formats import Linear
@@ -28,7 +28,7 @@ class Eagle3Layer(MtpLayer):
     """The layer of `ModelConfig.eagle3`, on the one device of the model."""
 
     def __init__(
-        self, ops: Ops, config: ModelConfig, weights: Eagle3Weights, last_norm: Array, head: Linear, *others: Any
+        self, ops: Ops, config: ModelConfig, weights: HeadWeights, last_norm: Array, head: Linear, *others: Any
     ) -> None:
         assert config.eagle3 is not None
         super().__init__(ops, config, weights, last_norm, weights.head or head, *others)

@@ -65,12 +65,16 @@ class MtpWeights:
 
 
 @dataclass(frozen=True)
-class Eagle3Weights(MtpWeights):
-    """What the layer of `ModelConfig.eagle3` has besides others. E: of the head."""
+class HeadWeights(MtpWeights):
+    """What the layer of `ModelConfig.eagle3`, or the first of `ModelConfig.assistant`, has besides others. E: of the
+    head."""
 
-    states: tuple[Linear, ...] = slot("eagle3_states", "linears")  # (E, E of the model) each
-    head: Linear | None = slot("eagle3_head", "linear")  # (its V, E); None: the model's
-    embedding: Matrix | None = slot("eagle3_embedding", "matrix")  # (V, E); None: the model's
+    states: tuple[Linear, ...] = slot("head_states", "linears")  # (E, E of the model) each
+    head: Linear | None = slot("head_logits", "linear")  # (its V, E); None: the model's
+    embedding: Matrix | None = slot("head_embedding", "matrix")  # (V, E); None: the model's
+    out: Linear | None = slot(
+        "head_out", "linear"
+    )  # (E of the model, E): of the state for the next row, in an assistant
 
 
 @dataclass(frozen=True)

@@ -62,19 +62,21 @@ class MtpLayer:
         weights: MtpWeights,
         last_norm: Array,
         head: Linear,
-        layer: DecoderLayer,
+        layers: Sequence[DecoderLayer],
         choice: InputChoice,
         embed: Callable[..., tuple[Array, Array | None]],
     ) -> None:
         """ops: of the first GPU, if there are several. last_norm, head: the model's. embed: as `Transformer`'s."""
         self._number, self._size, self._head = config.depth, config.hidden_size, head
-        self._first, self._ops, self.store, self._layer = ops, layer.ops, choice.store, layer
+        self._layer, self._layers = layers[0], layers
+        self._first, self._ops, self.store = ops, layers[0].ops, choice.store
         self._choice, self._embed = choice, embed
-        self._group = self.store.groups[self.store.group_of(self._number)]
+        self._groups = {self.store.group_of(self._number + at): self._number + at for at in range(len(layers))}
         norms = last_norm, weights.embedding_norm, weights.hidden_norm, weights.norm
         self._last_norm, self._embedding_norm, self._hidden_norm, self._norm = ((one, config.norm_eps) for one in norms)
         self._projection, self._greedy = weights.projection, [greedy(config.vocab_size)]
         self._is_eagle3 = config.eagle3 is not None
+        self.has_kv = config.assistant is None  # without K/V of its own it drafts all tokens from one place
 
     def states(self) -> JoinedStates | None:
         """Return what joins the hidden states that rows are made of; None: they are the model's last ones."""
@@ -97,11 +99,13 @@ class MtpLayer:
         if len(before):
             self._take_states(before, both[is_first:, e:])
         ops.rms_norm(both[:, e:], self._hidden_norm)
-        if rows.stop == len(x):
-            newest = ops.to_device(np.zeros((1, e), np.float32))
-            self._take_states(x[len(x) - 1 : len(x)], newest)
-            span.hidden = ops.to_host(newest)
         return self._layer_input(both)
+
+    def keep_last(self, span: Span, x: Array) -> None:
+        """Let the span of a prompt keep its last row of x (T, E), the model's hidden states or joined ones."""
+        newest = self._ops.to_device(np.zeros((1, self._size), np.float32))
+        self._take_states(x[len(x) - 1 : len(x)], newest)
+        span.hidden = self._ops.to_host(newest)
 
     def _take_states(self, x: Array, zeros: Array) -> None:
         """Put rows of the model's hidden states x (T, E) where there are zeros (T, E), normed, or joined ones."""
@@ -129,11 +133,12 @@ class MtpLayer:
         return MtpInputs(np.concatenate([embedded, np.zeros_like(before)], axis=1), before, follows)
 
     def append(self, x: Array, inputs: Inputs) -> Array:
-        """Append the K/V of a step's rows. x (T, E): the model's hidden states, which are normed here, or joined ones.
-        Return them."""
-        assert inputs.mtp is not None
+        """Append the K/V of a step's rows, if any. x (T, E): the model's hidden states, which are normed here, or
+        joined ones. Return them."""
         if not self._is_eagle3:
             self._ops.rms_norm(x, self._last_norm)
+        if inputs.mtp is None:
+            return x
         ops, e, rows, (both, before, follows) = self._ops, self._size, len(x), inputs.mtp
         ops.rms_norm(both[:, :e], self._embedding_norm)
         if rows > 1:
@@ -161,10 +166,11 @@ class MtpLayer:
         embedded = self._ops.to_host(self._embedded(np.array([row.token for row in rows], np.int32)))
         inputs = self._draft_inputs(embedded, np.stack([row.hidden for row in rows]))
         spans, samplers = [row.span for row in rows], self._greedy * len(rows)
-        views = [self.store.view(self._number, span, slice(at, at + 1), span.start) for at, span in enumerate(spans)]
-        view, ropes = self._group.spans(views), self._choice.ropes.tables(rope_positions(spans))
-        of_groups = tuple(view if group is self._group else None for group in self.store.groups)
-        run = inputs._replace(ropes=ropes, spans=of_groups, sampler=self._ops.pack_sampler_inputs(samplers))
+        ropes, of_groups = self._choice.ropes.tables(rope_positions(spans)), [None] * len(self.store.groups)
+        for group, layer in self._groups.items():
+            rows_of = [(span, slice(at, at + 1), span.start - (not self.has_kv)) for at, span in enumerate(spans)]
+            of_groups[group] = self.store.groups[group].spans([self.store.view(layer, *one) for one in rows_of])
+        run = inputs._replace(ropes=ropes, spans=tuple(of_groups), sampler=self._ops.pack_sampler_inputs(samplers))
         chosen, logits, states = run_graph(self._ops, "mtp", self._draft, run)
         sampled = self._ops.fetch_tokens(chosen, logits, samplers)
         return [*zip(sampled, np.array(self._ops.to_host(states)), strict=True)]

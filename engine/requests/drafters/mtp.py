@@ -27,6 +27,9 @@ class MtpDrafter(StepDrafter):
         kv, guesses = self._kv(), list[int]()
         if kv is None or kv.hidden is None or kv.length != len(ids) - 1:
             return ()
+        layer = self._layer
+        if not layer.has_kv and kv.length == layer.store.first_of_block(kv):  # the K/V before it are in another block
+            return ()
         hidden = kv.hidden
         try:
             span = self._layer.store.open_step(kv, most)
@@ -34,7 +37,8 @@ class MtpDrafter(StepDrafter):
             return ()
         try:
             while len(guesses) < most:
-                token, hidden = yield MtpRow(span.part(len(guesses), 1), guesses[-1] if guesses else ids[-1], hidden)
+                row = span.part(len(guesses) if layer.has_kv else 0, 1)
+                token, hidden = yield MtpRow(row, guesses[-1] if guesses else ids[-1], hidden)
                 if not isinstance(token, int):  # it is an error, which the model's own row has too if it is the model's
                     break
                 if token >= self._vocabulary:  # the head may have rows that are no tokens

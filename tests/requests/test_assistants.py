@@ -1,0 +1,209 @@
+"""Assistants of Gemma 4: what they draft, and that answers stay the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from polarlm import EngineError, SamplingParams
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.loading.need import need
+from polarlm.engine.model.layers.mtp import MtpRow
+from polarlm.engine.outputs import Chunk, fold
+from polarlm.model_loaders.files.draft_heads import head_beside
+from tests.conftest import FIXTURES
+from tests.cuda.several_devices import LimitedDevice
+from tests.mtp import Beside
+from tests.pairs import each, mostly_slow
+from tests.requests.drafters import ANEW, Known, Unpaced, drafting, summary
+from tests.requests.test_drafts import plain, prompts
+from tests.requests.test_mtp import guesses
+from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny, make_model
+
+SETTINGS: dict[str, Any] = {
+    "block_size": 16,
+    "ctx_size": 200,
+    "parallel": 4,
+    "calibration": False,
+    "spec_type": "assistant",
+}
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+BACKENDS = pytest.mark.parametrize("backend", [NumpyOps, lambda: None], ids=["numpy", "default"])
+ASSISTANTS = FIXTURES.parent / "assistants"
+WINDOW = 12  # of both models
+NAMES = ["gemma4_shared_kv", "gemma4_values_are_keys"]
+
+
+def with_assistant(folder: Path, fixture: str = NAMES[0]) -> tuple[Path, Path]:
+    """A model, and its assistant in a folder inside it."""
+    model = make_model(folder, fixture)
+    return model, shutil.copytree(ASSISTANTS / fixture, folder / "assistant")
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", NAMES)
+def test_it_drafts_what_transformers_drafts(name: str, backend: Callable[[], Any], tmp_path: Path) -> None:
+    """After prompts, and after steps of one token, but where a block begins. Left out are places where two tokens are
+    as good as equal, and where the first token that the window shows is in a block that has left it."""
+    reference = np.load(ASSISTANTS / name / "reference.npz")
+    ids, sure = reference["ids"].tolist(), 0
+    model, _ = with_assistant(tmp_path, name)
+    with load_tiny(model, ops=backend(), **SETTINGS, cache_type="f16") as engine:
+        for (place, *wanted), margin in zip(reference["drafts"].tolist(), reference["margins"], strict=True):
+            if place % 16 == 0:
+                assert guesses(engine, ids[: place + 1], place, 4) == []
+            elif margin > 0.02 and (place - WINDOW) % 16 != 15:
+                for begun in {max(1, place - place % 4), place}:
+                    found = guesses(engine, ids[: place + 1], begun, 4)
+                    assert found == wanted[: 16 - place % 16]
+                sure += 1
+    assert sure > 40
+
+
+@BACKENDS
+@mostly_slow("name, temperature", product(NAMES, [0, 1.5]), each(NAMES, [0, 1.5]), ids=str)
+def test_answers_are_those_of_steps_of_one_token(
+    tmp_path: Path, name: str, temperature: float, backend: Callable[[], Any]
+) -> None:
+    """Of several requests at once, beside drafts that are accepted."""
+    model, _ = with_assistant(tmp_path, name)
+    with load_tiny(model, ops=backend(), **SETTINGS, cache_type="balanced") as engine:
+        params, rng = replace(PARAMS, temperature=temperature, seed=3), np.random.default_rng(0)
+        asked = prompts(4)
+        wanted = [plain(engine, prompt, params) for prompt in asked]
+        known = [Beside(engine, Known([*p, *w.token_ids], 0.8, VOCABULARY)) for p, w in zip(asked, wanted, strict=True)]
+        waiting = iter(known)
+        drafting(engine, lambda ids: Unpaced(next(waiting), lambda: int(rng.integers(1, 8))))
+        forget(engine)
+        trays: list[list[Chunk | Exception]] = [[] for _ in asked]
+        for prompt, tray in zip(asked, trays, strict=True):
+            engine.submit(prompt, params, ANEW, into=tray)
+        while engine.work():
+            pass
+        assert [summary(fold(tray)) for tray in trays] == [summary(one) for one in wanted]
+        assert all(one.drafted > 10 for one in known)
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [NumpyOps, lambda: None, pytest.param(lambda: CudaOps(LimitedDevice(0)), marks=pytest.mark.slow)],
+    ids=["numpy", "default", "cuda"],
+)
+@pytest.mark.parametrize("cache_type", ["f16", "balanced"])
+def test_rows_of_several_sequences_are_those_of_each_alone(
+    cache_type: str, tmp_path: Path, backend: Callable[[], Any]
+) -> None:
+    """Of three sequences of unlike lengths, whose rows are computed together; with keys and values in half precision
+    they are those of transformers, also of prompts that continue what the prefix cache has."""
+    reference = np.load(ASSISTANTS / NAMES[0] / "reference.npz")
+    ids, wanted = reference["ids"].tolist(), reference["drafts"][:, 1].tolist()
+    model_path, _ = with_assistant(tmp_path)
+    with load_tiny(model_path, ops=backend(), **SETTINGS, cache_type=cache_type) as engine:
+        model, store, rows = engine._model, engine._store, list[MtpRow]()
+        lengths = [5, 28, 42]
+        for count in lengths:
+            kv = store.new_sequence()
+            for first, end in ((0, count // 2), (count // 2, count)):
+                span = store.open(kv, end - first)
+                model.forward([span], ids[first:end], outputs=1)
+                store.commit(span)
+            assert kv.hidden is not None
+            rows.append(MtpRow(store.open_step(kv), ids[count], kv.hidden))
+        together, alone = model.mtp.draft(rows), [model.mtp.draft([row])[0] for row in rows]
+        assert [token for token, _ in together] == [token for token, _ in alone]
+        for (_, one), (_, other) in zip(together, alone, strict=True):
+            np.testing.assert_allclose(one, other, atol=5e-3)
+        if cache_type == "f16":
+            assert [token for token, _ in alone] == [wanted[count - 1] for count in lengths]
+        for row in rows:
+            store.abort(row.span)
+
+
+def test_requests_are_drafted_for_with_the_assistants_own_tokens(tmp_path: Path) -> None:
+    """From the path that is given, with nothing beside the model; and a request may say that it wants none."""
+    model, assistant = with_assistant(tmp_path)
+    elsewhere = shutil.move(assistant, tmp_path.with_name(f"{tmp_path.name} elsewhere"))
+    with load_tiny(model, **SETTINGS, model_draft=str(elsewhere)) as engine:
+        answers = [engine.generate(prompts(1)[0], replace(PARAMS, spec_type=kind)) for kind in (None, "none")]
+        assert summary(answers[0]) == summary(answers[1])
+        assert answers[0].usage.drafted_tokens > 0 == answers[1].usage.drafted_tokens
+        with pytest.raises(EngineError, match="load the engine with spec_type=eagle3"):
+            engine.generate([5, 6], replace(PARAMS, spec_type="eagle3"))
+
+
+def test_it_takes_memory_only_if_asked_for(tmp_path: Path) -> None:
+    """Of weights alone: its layers have no keys and values."""
+    model, _ = with_assistant(tmp_path)
+    sizes = []
+    for kind in ("none", "assistant"):
+        with load_tiny(model, **SETTINGS | {"spec_type": kind, "device": "cpu"}) as engine:
+            assert "(gemma4, 4 layers)" in engine.fit_line()
+            plan, weights = engine._parts.plan, engine._parts.model.weights.bytes
+            needed = need(EngineConfig(weights=str(model), ctx_size=200, spec_type=kind, device="cpu")).bytes
+            sizes.append((plan.bytes, weights, needed))
+    (cache, *others), (cache_too, *others_too) = sizes
+    assert cache == cache_too
+    assert all(one < other for one, other in zip(others, others_too, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"backbone_hidden_size": 48},
+            "is for a Gemma 4 with hidden states of 48 numbers.* the assistant of this model",
+        ),
+        ({"vocab_size": 95}, r"95 tokens, .* give the assistant of this model"),
+        ({"sliding_window": 13}, r"keys and values of its own shapes; give the assistant of this model"),
+        ({"head_dim": 8}, r"keys and values of its own shapes"),
+        ({"hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input is 4, but only 0 is supported"),
+        ({"enable_moe_block": True}, "enable_moe_block is True, but only False is supported"),
+        ({"intermediate_size": 32}, r"gate_proj.* has the shape"),
+        ({"model_type": "gemma4"}, "describes no assistant of Gemma 4"),
+    ],
+)
+def test_assistants_of_another_model_or_kind_are_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    model, assistant = with_assistant(tmp_path)
+    config = json.loads((assistant / "config.json").read_text())
+    (key, value), *_ = change.items()
+    (config if key in config else config["text_config"])[key] = value
+    (assistant / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match=says):
+        load_tiny(model, **SETTINGS, model_draft=str(assistant))
+
+
+def test_what_is_not_there_or_not_an_assistant_is_told_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"no assistant of Gemma 4 beside .*; give one with model_draft"):
+        load_tiny(make_model(tmp_path, NAMES[0]), **SETTINGS)
+    model, assistant = with_assistant(tmp_path)
+    assert head_beside("assistant", tmp_path / "model.gguf") == assistant
+    (tmp_path / "assistant.gguf").touch()
+    with pytest.raises(EngineError, match=r"is no folder: give an assistant's folder"):
+        load_tiny(model, **SETTINGS, model_draft=str(tmp_path / "assistant.gguf"))
+    (tmp_path / "assistant.gguf").unlink()
+    tensors = load_file(assistant / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.3.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}, assistant / "model.safetensors"
+    )
+    with pytest.raises(EngineError, match=r"layers.3.* which an assistant does not have"):
+        load_tiny(model, **SETTINGS)
+    save_file(
+        {key: one for key, one in tensors.items() if key != "pre_projection.weight"}, assistant / "model.safetensors"
+    )
+    with pytest.raises(EngineError, match=r"lacks the tensor .*pre_projection.weight, which an assistant has"):
+        load_tiny(model, **SETTINGS)
+    other = make_model(tmp_path, "llama_gqa_linear")
+    with pytest.raises(EngineError, match="is for a Gemma 4"):
+        load_tiny(other, **SETTINGS, model_draft=str(shutil.copytree(ASSISTANTS / NAMES[0], tmp_path / "again")))
