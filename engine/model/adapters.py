@@ -189,7 +189,7 @@ def deltas(
     """Load what adapters add to the product of a `Linear`, or of an `ExpertLinear` of so many `experts`, with the
     tensors `names` of `rows` rows; None if none changes it. An adapter's rank is the sum of the ranks of its changes of
     these tensors, or of an expert's. Raises EngineError for what the device does not compute."""
-    names_of_each = _of_each(names, experts or 1)
+    names_of_each = _split_by_expert(names, experts or 1)
     rank = max(_rank(adapters, one) for one in names_of_each)
     if not rank:
         return None
@@ -223,7 +223,7 @@ def delta_bytes(ops: Ops, config: ModelConfig, adapters: Loaded) -> int:
     for layer, slots in zip(config.layers, tensors(config).layers, strict=True):
         for slot, specs in slots.items():
             experts = layer.ffn.count if slot in OF_EXPERTS and isinstance(layer.ffn, Experts) else 1
-            rank = max(_rank(adapters, one) for one in _of_each([spec.name for spec in specs], experts))
+            rank = max(_rank(adapters, one) for one in _split_by_expert([spec.name for spec in specs], experts))
             if rank and all(len(spec.shape) == 2 for spec in specs):
                 rows = sum(spec.shape[0] for spec in specs) // experts
                 sizes.append((rank, specs[0].shape[1] + rows, experts))
@@ -231,7 +231,7 @@ def delta_bytes(ops: Ops, config: ModelConfig, adapters: Loaded) -> int:
     return len(adapters) * matrices + 4 * ops.prefill_rows * max(rank + width for rank, width, _ in sizes)
 
 
-def _of_each(names: Sequence[str], experts: int) -> list[Sequence[str]]:
+def _split_by_expert(names: Sequence[str], experts: int) -> list[Sequence[str]]:
     """The names of the first expert's tensors, then the next one's."""
     each = len(names) // experts
     return [names[first : first + each] for first in range(0, len(names), each)]

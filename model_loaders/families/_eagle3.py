@@ -59,7 +59,10 @@ def slots(head: Eagle3Head, states: int) -> tuple[Slots]:
     found["mtp_embedding_norm"] = found.pop("attention_norm")
     found["mtp_hidden_norm"] = (TensorSpec("model.layers.0.hidden_norm.weight", "blk.0.attn_norm_2.weight", (e,)),)
     sides = [replace(spec, shape=(spec.shape[0], 2 * e)) for spec in found["qkv"]]
-    found |= {"qkv": tuple(sides), "head_states": tuple(_of_state(at, (e, states)) for at in range(len(head.layers)))}
+    found |= {
+        "qkv": tuple(sides),
+        "head_states": tuple(_state_projection(at, (e, states)) for at in range(len(head.layers))),
+    }
     if head.has_embedding:
         found["head_embedding"] = table.top["embedding"]
     if not head.model.tied_head:
@@ -68,6 +71,6 @@ def slots(head: Eagle3Head, states: int) -> tuple[Slots]:
     return ({slot: tuple(replace(one, name=PREFIX + one.name) for one in specs) for slot, specs in found.items()},)
 
 
-def _of_state(at: int, shape: tuple[int, int]) -> TensorSpec:
+def _state_projection(at: int, shape: tuple[int, int]) -> TensorSpec:
     """The part of the product with one of the hidden states, which files have side by side."""
     return TensorSpec(f"fc.weight[{at}]", f"fc.weight[{at}]", shape)

@@ -195,7 +195,7 @@ class _Fetch:
         files = self._listing.files
         if self._name.quantization is None and set(names) <= files.keys():
             return self._fetch([files[name] for name in names])[0].parent
-        if (one := self._ggufs().of_role(role)) is not None:
+        if (one := self._ggufs().file_with_role(role)) is not None:
             return self._fetch(one.files)[0]
         raise LoadError(
             f"{self._name} has neither {names[1]} with {names[0]} nor a GGUF file of {role.value}: choose a repository "

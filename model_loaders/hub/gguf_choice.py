@@ -80,7 +80,7 @@ class GgufChoice:
             raise self._problem or self._refusal()
         return models_found
 
-    def of_role(self, role: Role) -> GgufContent | None:
+    def file_with_role(self, role: Role) -> GgufContent | None:
         """What the name asks for among the files of a role, or the only one; None if there is none."""
         contents = self._matches() if self._name.quantization is not None else self._all
         found = [one for one in contents if one.is_whole and self._role(one) is role]

@@ -50,20 +50,20 @@ def configure(fields: Fields, preprocessor: Fields) -> GlmVisionEncoder:
         values = {"merger_size": vision.integer("intermediate_size"), "intermediate_size": outputs}
         values["positions"] = side**2
     encoder = _vision_encoder(vision.with_values(values), preprocessor, _PIXELS)
-    return replace(encoder, pixels=_of_one_frame(encoder.pixels))
+    return replace(encoder, pixels=_pixels_of_frame(encoder.pixels))
 
 
 def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> GlmVisionEncoder:
     sizes = {ours: shapes.get(label, (None,))[0] for ours, label in _ROWS.items()}
     vision = _qwen.fields_of_mmproj(fields, shapes).with_values(sizes)
     vision = vision.with_file_keys({"rms_norm_eps": "attention.layer_norm_epsilon"})
-    return _vision_encoder(vision, vision, _of_one_frame(_PIXELS))
+    return _vision_encoder(vision, vision, _pixels_of_frame(_PIXELS))
 
 
 PROJECTORS = {"glm4v": _from_mmproj}
 
 
-def _of_one_frame(pixels: tuple[int, int]) -> tuple[int, int]:
+def _pixels_of_frame(pixels: tuple[int, int]) -> tuple[int, int]:
     return -(-pixels[0] // _qwen.FRAMES), pixels[1] // _qwen.FRAMES
 
 

@@ -20,16 +20,14 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.need import need
 from polarlm.engine.model.layers.mtp import MtpRow
-from polarlm.engine.outputs import Chunk, fold
 from polarlm.model_loaders.files.draft_heads import head_beside
 from tests.conftest import FIXTURES
 from tests.cuda.several_devices import LimitedDevice
-from tests.mtp import Beside
 from tests.pairs import each, mostly_slow
-from tests.requests.drafters import ANEW, Known, Unpaced, drafting, summary
-from tests.requests.test_drafts import plain, prompts
-from tests.requests.test_mtp import guesses
-from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny, make_model
+from tests.requests.drafters import summary
+from tests.requests.test_drafts import prompts
+from tests.requests.test_mtp import check_answers, guesses
+from tests.tiny import load_tiny, make_model
 
 SETTINGS: dict[str, Any] = {
     "block_size": 16,
@@ -79,21 +77,7 @@ def test_answers_are_those_of_steps_of_one_token(
     """Of several requests at once, beside drafts that are accepted."""
     model, _ = with_assistant(tmp_path, name)
     with load_tiny(model, ops=backend(), **SETTINGS, cache_type="balanced") as engine:
-        params, rng = replace(PARAMS, temperature=temperature, seed=3), np.random.default_rng(0)
-        asked = prompts(4)
-        wanted = [plain(engine, prompt, params) for prompt in asked]
-        known = [Beside(engine, Known([*p, *w.token_ids], 0.8, VOCABULARY)) for p, w in zip(asked, wanted, strict=True)]
-        waiting = iter(known)
-        drafting(engine, lambda ids: Unpaced(next(waiting), lambda: int(rng.integers(1, 8))))
-        forget(engine)
-        trays: list[list[Chunk | Exception]] = [[] for _ in asked]
-        for prompt, tray in zip(asked, trays, strict=True):
-            engine.submit(prompt, params, ANEW, into=tray)
-        while engine.work():
-            pass
-        assert [summary(fold(tray)) for tray in trays] == [summary(one) for one in wanted]
-        assert all(one.drafted > 10 for one in known)
-        assert_idle(engine)
+        check_answers(engine, temperature)
 
 
 @pytest.mark.parametrize(

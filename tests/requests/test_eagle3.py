@@ -29,12 +29,11 @@ from polarlm.engine.requests.drafters.mtp import MtpDrafter
 from polarlm.engine.sampling.sample import greedy
 from tests.cuda.several_devices import LimitedDevice
 from tests.eagle3 import DRAFTED_IDS, HEADS, KV_HEADS, D, F, drafts, hidden_size, make_head
-from tests.mtp import Beside
 from tests.pairs import each, mostly_slow
-from tests.requests.drafters import ANEW, Known, Unpaced, drafting, summary
-from tests.requests.test_drafts import plain, prompts
-from tests.requests.test_mtp import guesses
-from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny, make_model, preempt
+from tests.requests.drafters import Unpaced, drafting, summary
+from tests.requests.test_drafts import prompts
+from tests.requests.test_mtp import check_answers, guesses
+from tests.tiny import VOCABULARY, assert_idle, load_tiny, make_model, preempt
 
 SETTINGS: dict[str, Any] = {
     "block_size": 16,
@@ -99,21 +98,7 @@ def test_answers_are_those_of_steps_of_one_token(
     fixture, cache_type = of
     model, _ = with_head(tmp_path, fixture, ids=DRAFTED_IDS)
     with load_tiny(model, ops=backend(), **SETTINGS, cache_type=cache_type) as engine:
-        params, rng = replace(PARAMS, temperature=temperature, seed=3), np.random.default_rng(0)
-        asked = prompts(4)
-        wanted = [plain(engine, prompt, params) for prompt in asked]
-        known = [Beside(engine, Known([*p, *w.token_ids], 0.8, VOCABULARY)) for p, w in zip(asked, wanted, strict=True)]
-        waiting = iter(known)
-        drafting(engine, lambda ids: Unpaced(next(waiting), lambda: int(rng.integers(1, 8))))
-        forget(engine)
-        trays: list[list[Chunk | Exception]] = [[] for _ in asked]
-        for prompt, tray in zip(asked, trays, strict=True):
-            engine.submit(prompt, params, ANEW, into=tray)
-        while engine.work():
-            pass
-        assert [summary(fold(tray)) for tray in trays] == [summary(one) for one in wanted]
-        assert all(one.drafted > 10 for one in known)
-        assert_idle(engine)
+        check_answers(engine, temperature)
 
 
 @BACKENDS

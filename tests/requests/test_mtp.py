@@ -100,6 +100,25 @@ OF_TYPES = [
 ]
 
 
+def check_answers(engine: Engine, temperature: float) -> None:
+    """Answers to several requests at once are those of steps of one token, beside drafts that are accepted."""
+    params, rng = replace(PARAMS, temperature=temperature, seed=3), np.random.default_rng(0)
+    asked = prompts(4)
+    wanted = [plain(engine, prompt, params) for prompt in asked]
+    known = [Beside(engine, Known([*p, *w.token_ids], 0.8, VOCABULARY)) for p, w in zip(asked, wanted, strict=True)]
+    waiting = iter(known)
+    drafting(engine, lambda ids: Unpaced(next(waiting), lambda: int(rng.integers(1, 8))))
+    forget(engine)
+    trays: list[list[Chunk | Exception]] = [[] for _ in asked]
+    for prompt, tray in zip(asked, trays, strict=True):
+        engine.submit(prompt, params, ANEW, into=tray)
+    while engine.work():
+        pass
+    assert [summary(fold(tray)) for tray in trays] == [summary(one) for one in wanted]
+    assert all(one.drafted > 10 for one in known)
+    assert_idle(engine)
+
+
 @BACKENDS
 @mostly_slow("of, temperature", product(OF_TYPES, [0, 1.5]), each(OF_TYPES, [0, 1.5]), ids=str)
 def test_answers_are_those_of_steps_of_one_token(
@@ -108,21 +127,7 @@ def test_answers_are_those_of_steps_of_one_token(
     """Of hybrids, and of attention and experts alone, with drafts that are accepted and others."""
     model, cache_type = of
     with load_tiny(make_mtp(tmp_path, model), ops=backend(), **SETTINGS, cache_type=cache_type) as engine:
-        params, rng = replace(PARAMS, temperature=temperature, seed=3), np.random.default_rng(0)
-        asked = prompts(4)
-        wanted = [plain(engine, prompt, params) for prompt in asked]
-        known = [Beside(engine, Known([*p, *w.token_ids], 0.8, VOCABULARY)) for p, w in zip(asked, wanted, strict=True)]
-        waiting = iter(known)
-        drafting(engine, lambda ids: Unpaced(next(waiting), lambda: int(rng.integers(1, 8))))
-        forget(engine)
-        trays: list[list[Chunk | Exception]] = [[] for _ in asked]
-        for prompt, tray in zip(asked, trays, strict=True):
-            engine.submit(prompt, params, ANEW, into=tray)
-        while engine.work():
-            pass
-        assert [summary(fold(tray)) for tray in trays] == [summary(one) for one in wanted]
-        assert all(one.drafted > 10 for one in known)
-        assert_idle(engine)
+        check_answers(engine, temperature)
 
 
 @BACKENDS
