@@ -331,5 +331,10 @@ def largest(e: Emitter, parts: Values) -> Value:
 
 def scaled_to(e: Emitter, parts: Values, top: Value, limit: float) -> list[Value]:
     """Vectors of float32 → int32, scaled so that `top` would become `limit` ≤ 32767; 0 if it is at most 1e-34."""
-    inverse = e.select(top > _LEAST, e.const_like(limit, top) / top, e.zero(F32))
+    inverse = step_inverse(e, top, limit)
     return [e.round(part * inverse) for part in parts]
+
+
+def step_inverse(e: Emitter, top: Value, limit: float) -> Value:
+    """What float32 are multiplied by so that `top` becomes `limit`; 0 if it is at most 1e-34."""
+    return e.select(top > _LEAST, e.const_like(limit, top) / top, e.zero(top.type))

@@ -11,6 +11,7 @@ from polarlm.engine.backends.kv import AttentionRule, SpanView
 from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
+from polarlm.engine.backends.native.kernels.attention.latent_steps import LANES, attend_to_latents
 from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
 from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
@@ -58,8 +59,8 @@ class AttentionOps(PromptOps):
         (rows, heads, dim), format, arrays = q.shape, cache.format, table.arrays
         parts = self._launch.empty((rows * heads * arrays.most_chunks * partial_bytes(dim),), np.uint8)
         group = heads // format.kv_heads
-        decodes = any(stored.value_tiles is None and stored.key_tiles.value_order is None for stored in cache.kinds)
-        sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows, decodes=decodes)
+        is_latent = cache.value_tiles is None
+        sizes = format.block_size, dim, group, LANES if is_latent else query_tile_of(group, table.most_rows)
         is_capped = rule.softcap is not None
         # The first kind comes last, since it has the short units (chunk 0). The launches overlap.
         for kind, stored in reversed(list(enumerate(cache.kinds))):
@@ -86,7 +87,8 @@ class AttentionOps(PromptOps):
                 softcap=rule.softcap or 0.0,
                 **stored.strides,
             )
-            kernel = attend(Attention(stored.key_tiles, stored.value_tiles, format.mean_bits, *sizes, is_capped))
+            spec = Attention(stored.key_tiles, stored.value_tiles, format.mean_bits, *sizes, is_capped)
+            kernel = attend_to_latents(spec) if is_latent else attend(spec)
             units = partial(_units, table, kind, format.kv_heads)
             self._launch(kernel, units, arguments, grain=1, overlaps=kind > 0)
 

@@ -15,7 +15,7 @@ import importlib
 import math
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -43,6 +43,7 @@ class Tiles(ABC):
 
     def __init__(self, name: str, codec: Codec, block_size: int, head_dim: int, *sections: Section) -> None:
         self.name, self._schema = f"{name}_{block_size}_{head_dim}", codec.schema(block_size, head_dim)
+        self._tokens, self._head_dim = block_size, head_dim
         self._sections = Sections(sections, alignment=1, line=64)
         self.nbytes = self._sections.nbytes
 
@@ -74,9 +75,15 @@ class KeyTiles(Tiles):
     query_bytes: int  # bytes of a prepared query: a multiple of 64
 
     @property
-    def value_order(self) -> ValueOrder | None:
-        """How steps read the same codes as values, where values are keys; None if they decode them."""
+    def byte_order(self) -> ByteOrder | None:
+        """How steps read keys that are values as bytes; None if they decode them."""
         return None
+
+    def emit_floats(self, e: Emitter, block: Value, out: Value, scratch: Value) -> tuple[int, int]:
+        """`emit_decode` in the order that takes least: returns the bytes from token to token, and from channel to
+        channel."""
+        self.emit_decode(e, block, out, scratch)
+        return 4 * self._head_dim, 4
 
     @abstractmethod
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
@@ -101,14 +108,21 @@ class ValueTiles(Tiles):
         """
 
 
-class ValueOrder(NamedTuple):
-    """The order for values of codes that are stored in the order for keys.
+class ByteOrder(NamedTuple):
+    """Keys that are values, as bytes: D / 4 words of 4 channels, which are every `width`-th, 1 or 2, in turn.
 
-    emit: emit(e, block, out) writes a tile of keys as one of `tiles` to `out`.
+    emit: emit(e, block, next_tile, queries, values) writes the bytes of a tile as values (D / 4, N / 4, 4 channels,
+    4 tokens) int8. It yields, for 16 tokens after the other, their norms and, for each of 16 prepared queries, the sums
+    int32 (16,) of their products with it.
+    scale: of a byte of a value plus half_step. factor_at: offset in a prepared query of a float32, which its sums are
+    multiplied by, as by norms.
     """
 
-    tiles: ValueTiles
-    emit: Callable[[Emitter, Value, Value], None]
+    emit: Callable[[Emitter, Value, Value, Values, Value], Iterator[tuple[Value, list[Value]]]]
+    width: int
+    scale: float
+    half_step: float
+    factor_at: int
 
 
 @runtime_checkable

@@ -73,7 +73,6 @@ class HalfKeys(KeyTiles):
         values = codec.schema(block_size, head_dim)["values"]
         section = Section.numbers("values", values, ((block_size,), (head_dim,)), (1, 0))
         super().__init__("half_keys", codec, block_size, head_dim, section)
-        self._tokens, self._head_dim = block_size, head_dim
         self.query_bytes = -(-head_dim // 16) * 64
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
@@ -93,6 +92,11 @@ class HalfKeys(KeyTiles):
         unroll = math.gcd(self._head_dim, 4)
         _multiply(e, block, next_tile, (self._head_dim, self._tokens), unroll, queries, out, adds=False)
 
+    def emit_floats(self, e: Emitter, block: Value, out: Value, scratch: Value) -> tuple[int, int]:
+        with e.loop(0, self._head_dim * self._tokens, 16) as at:
+            e.store(e.half_to_float(e.load(block + at * 2, _I16)), out + at * 4)
+        return 4, 4 * self._tokens
+
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         for channel in range(0, self._head_dim, 16):
             channels = range(channel, min(channel + 16, self._head_dim))
@@ -106,7 +110,7 @@ class HalfKeys(KeyTiles):
 class HalfValues(ValueTiles):
     def __init__(self, codec: Codec, block_size: int, head_dim: int) -> None:
         values = codec.schema(block_size, head_dim)["values"]
-        self._tokens, self._head_dim, self._row = block_size, head_dim, -(-head_dim // 16) * 16
+        self._row = -(-head_dim // 16) * 16
         section = Section.numbers("values", values, ((block_size,), (self._row,)), (0, 1))
         super().__init__("half_values", codec, block_size, head_dim, section)
 

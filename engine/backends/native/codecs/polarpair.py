@@ -61,7 +61,7 @@ class PolarPairKeys(KeyTiles):
         totals = emit_products(e, self._table, block, next_tile, self._tokens, self._head_dim, prepared)
         e.prefetch(next_tile + self._steps_at, self.nbytes - self._steps_at)
         each = self._tokens // 16 // self._spans
-        for number, (total, target) in enumerate(zip(totals, out, strict=True)):
+        for number, (total, target) in enumerate(zip(zip(*totals, strict=True), out, strict=True)):
             for group, dots in enumerate(total):
                 factor = e.broadcast(prepared[group // each][number], F32, 16, factor_at)
                 e.store(dots.to_float() * factor, target, 64 * group)

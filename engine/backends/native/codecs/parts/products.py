@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from functools import reduce
 
+from polarlm.engine.backends.native.codecs import MOST_QUERIES
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.backends.native.codecs.parts.packing import BYTES, Packing
@@ -16,6 +17,8 @@ _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
 PAIR_LANES = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in range(4)]
 """The channels of 8 pairs in the order of a prepared query."""
+_FOURS = [16 * part + 4 * b + k for part in range(4) for k in range(4) for b in range(4)]
+"""4 bytes of 4 tokens in turn, as 4 tokens of 4 codes."""
 
 
 def read_codes(e: Emitter, packing: Packing, address: Value, count: int) -> Iterator[list[Value]]:
@@ -46,72 +49,90 @@ def store_query(e: Emitter, parts: Values, table: CodeTable, out: Value) -> None
         total = total + part
         e.store(part.trunc(I8), out, 16 * number)
     e.store(top * (table.scale / 127), out, 16 * len(parts))
-    bias = round(2 * (table.half_step - _bias(e)))  # in halves; a last half is left out
-    e.store((e.sum_lanes(total) * bias).ashr(1), out, 16 * len(parts) + 4)
+    start = round(2 * (table.half_step - bias(e)))  # in halves; a last half is left out
+    e.store((e.sum_lanes(total) * start).ashr(1), out, 16 * len(parts) + 4)
 
 
-def _bias(e: Emitter) -> int:
+def bias(e: Emitter) -> int:
     """What makes a table's bytes unsigned, where products of signed bytes would take longer."""
     return 0 if e.level.signed_dots else 128
 
 
 def emit_products(
-    e: Emitter, table: CodeTable, block: Value, next_tile: Value, tokens: int, head_dim: int, prepared: Sequence[Values]
-) -> list[list[Value]]:
-    """The dot products of a tile's keys with prepared queries: for each query, int32, 16 tokens per vector.
+    e: Emitter,
+    table: CodeTable,
+    block: Value,
+    next_tile: Value,
+    tokens: int,
+    head_dim: int,
+    prepared: Sequence[Values],
+    values: Value | None = None,
+) -> Iterator[list[Value]]:
+    """Yields the dot products of 16 of a tile's keys after the other with prepared queries: for each query int32 (16,).
 
     next_tile: a tile whose codes are prefetched. prepared: the tokens are cut into len(prepared) equal spans; the
-    prepared queries of each.
+    prepared queries of each. values: where the tile's bytes go in the order of `ByteOrder`.
     """
     groups, width, packing = tokens // 16, table.width, Packing(table.bits)
     vectors, factor_at = tokens * head_dim // width // 64, -(-head_dim // 16) * 16
-    lookup, multiply = table.emit(e, _bias(e)), e.level.dot4_signed if e.level.signed_dots else e.level.dot4
+    lookup, multiply = table.emit(e, bias(e)), e.level.dot4_signed if e.level.signed_dots else e.level.dot4
     each = groups // len(prepared)
-    starts = [[e.broadcast(query, I32, 16, factor_at + 4) for query in queries] for queries in prepared]
-    totals = [[e.variable(start) for start in starts[group // each]] for group in range(groups)]
-
+    totals: dict[int, list[Variable]] = {}  # of each group of 16 tokens
     previous: dict[int, Variable] = {}  # the last code vector of each group
 
-    def add(address: Value, part_queries: Sequence[Values], count: int, own_groups: Sequence[int]) -> None:
+    def add(
+        address: Value, part_queries: Sequence[Values], count: int, own_groups: Sequence[int], part_values: Value | None
+    ) -> None:
         """Add the products of `count` code vectors at `address` with the queries at `part_queries`, of the chosen
-        groups."""
+        groups. part_values: where their bytes go."""
         for number, code in enumerate(read_codes(e, packing, address, count)):
             quad, group = divmod(number, groups)
             if group not in own_groups:
                 continue
             e.keep_order()
-            previous_codes = None
-            if table.flips:
-                word = code[0].bits(_I16)
-                previous_codes = e.same("fshl", word, previous[group].get(), 8).bits(
-                    BYTES
-                )  # each byte is the one before it
-                previous[group].set(word)
-            for channel, value in enumerate(lookup(code, range(width), previous_codes)):
+            last = _shift_in(e, code, previous[group]) if table.flips else None
+            for channel, value in enumerate(lookup(code, range(width), last)):
+                if part_values is not None:
+                    signed = value ^ -128 if bias(e) else value
+                    place = 64 * ((quad * width + channel) * groups + group)
+                    e.store(e.shuffle(signed, signed, _FOURS), part_values, place)
                 for query, total in zip(part_queries[group // each], totals[group], strict=True):
                     e.keep_order()
                     factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
                     total.set(multiply(e, total.get(), value.bits(_I16), factor))
 
-    code_tile = math.lcm(packing.run, groups)
-    group_tile = sum_tile(e, len(prepared[0]), groups) if e.level.keeps_order else groups
+    code_tile, queries = math.lcm(packing.run, groups), len(prepared[0])
+    # Where few registers hold sums, those of some groups are finished before the next ones'.
+    group_tile = sum_tile(e, queries, groups) if e.level.keeps_order or queries > MOST_QUERIES else groups
     for first in range(0, groups, group_tile):
         own_groups = range(first, first + group_tile)
+        for group in own_groups:
+            starts = [e.broadcast(query, I32, 16, factor_at + 4) for query in prepared[group // each]]
+            totals[group] = [e.variable(start) for start in starts]
         if table.flips:
             previous.update({group: e.variable(e.zero(_I16)) for group in own_groups})
         if vectors % code_tile:
             if not first:
                 e.prefetch(next_tile, packing.nbytes(vectors))
-            add(block, prepared, vectors, own_groups)
-            continue
-        nbytes = packing.nbytes(code_tile)
-        with e.loop(0, vectors // code_tile) as part:
-            offset = part * (code_tile // groups * 4 * width)
-            part_queries = [[query + offset for query in queries] for queries in prepared]
-            if not first:
-                e.prefetch(next_tile + part * nbytes, nbytes)
-            add(block + part * nbytes, part_queries, code_tile, own_groups)
-    return [[total.get() for total in column] for column in zip(*totals, strict=True)]
+            add(block, prepared, vectors, own_groups, values)
+        else:
+            nbytes = packing.nbytes(code_tile)
+            with e.loop(0, vectors // code_tile) as part:
+                offset = part * (code_tile // groups * 4 * width)
+                part_queries = [[query + offset for query in queries] for queries in prepared]
+                if not first:
+                    e.prefetch(next_tile + part * nbytes, nbytes)
+                part_values = None if values is None else values + part * (64 * width * code_tile)
+                add(block + part * nbytes, part_queries, code_tile, own_groups, part_values)
+        for group in own_groups:
+            yield [total.get() for total in totals[group]]
+
+
+def _shift_in(e: Emitter, code: list[Value], previous: Variable) -> Value:
+    """The code before each of a code vector of keys. previous: the vector before, and then this one."""
+    word, last = code[0].bits(_I16), previous.get()
+    previous.set(word)
+    return e.same("fshl", word, last, 8).bits(BYTES)  # each byte is the one before it
 
 
 def quantize_weights(e: Emitter, weights: Values, factors: Values) -> tuple[list[Value], list[Value]]:

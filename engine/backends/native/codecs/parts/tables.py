@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain
 
 import numpy as np
 
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.native.codecs import KeyTiles, Tiles, ValueOrder, ValueTiles, codes_section
+from polarlm.engine.backends.native.codecs import MOST_QUERIES, ByteOrder, KeyTiles, Tiles, ValueTiles, codes_section
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.backends.native.codecs.parts.decoding import emit_norms, emit_pack_norms, emit_points
 from polarlm.engine.backends.native.codecs.parts.packing import Packing, pack_bytes
@@ -43,7 +45,6 @@ from polarlm.engine.codecs.parts.pair_codec import PairCodec
 from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.codecs.schema.streams import Stream, codes, join, split
 from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Kernel, Value, Values, vector
-from polarlm.model_loaders.forks import cached_property
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
@@ -143,7 +144,6 @@ class TableKeys(_TableTiles, KeyTiles):
         self._groups, self._factor_at = block_size // 16, -(-head_dim // 16) * 16
         self.query_bytes = -(-(self._factor_at + 8) // 64) * 64
         super().__init__(codec, points, block_size, head_dim)
-        self._made_of = codec, points, block_size, head_dim
 
     def _codes_section(self, stream: Stream) -> Section:
         cuts = (self._groups, 16), (self._codes // 4, 4)
@@ -154,45 +154,22 @@ class TableKeys(_TableTiles, KeyTiles):
         address = codes + number // self._groups * (4 * row) + number % self._groups * 64
         return self._four_bytes([e.load(address, _I16, row * i) for i in range(4)])
 
-    @cached_property
-    def value_order(self) -> ValueOrder | None:
-        """None unless 16 codes of all tokens are whole runs of vectors."""
-        are_whole = self._codes % 16 == 0 and 4 * self._groups % self._packing.run == 0
-        return ValueOrder(TableValues(*self._made_of), self._emit_value_tile) if are_whole else None
+    @property
+    def byte_order(self) -> ByteOrder | None:
+        table = self._table
+        return ByteOrder(self._emit_bytes, table.width, table.scale, table.half_step, self._factor_at)
 
-    def _emit_value_tile(self, e: Emitter, block: Value, out: Value) -> None:
-        """Of 16 codes, the vectors of 4 codes of 16 tokens become vectors of 4 tokens and 16 codes: 4 bytes of 4 lanes
-        are transposed in each vector, then quarters of 4 vectors."""
-        packing, count = self._packing, 4 * self._groups  # vectors of 16 codes of all tokens
-        bytes_order = [16 * quarter + 4 * b + k for quarter in range(4) for k in range(4) for b in range(4)]
-
-        def transpose(vectors: list[Value]) -> list[Value]:
-            """vectors[i]: codes 4i to 4i + 3 of 16 tokens → vectors of 16 codes, of 4 tokens each."""
-            words = [e.shuffle(x, x, bytes_order).bits(_I16) for x in vectors]
-            halves = [
-                [
-                    e.shuffle(a, b, [*range(4 * q, 4 * q + 4), *range(16 + 4 * q, 20 + 4 * q)])
-                    for a, b in (words[:2], words[2:])
-                ]
-                for q in range(4)
-            ]
-            return [e.join(pair).bits(x.type) for pair, x in zip(halves, vectors, strict=True)]
-
-        with e.loop(0, self._codes // 16) as chunk:
-            offset = chunk * packing.nbytes(count)
-            codes = [
-                code
-                for first in range(0, count, packing.run)
-                for code in packing.emit(e, block + offset + packing.nbytes(first), packing.run)
-            ]
-            out_codes: list[list[Value]] = []
-            for group in range(self._groups):
-                parts = zip(*(codes[quad * self._groups + group] for quad in range(4)), strict=True)  # low, high
-                out_codes += map(list, zip(*(transpose(list(part)) for part in parts), strict=True))
-            for first in range(0, count, packing.run):
-                packing.emit_pack(e, out_codes[first : first + packing.run], out + offset + packing.nbytes(first))
-        for at in range(self._norms_at, self.nbytes, 64):
-            e.store(e.load(block, _I16, at), out, at)
+    def _emit_bytes(
+        self, e: Emitter, block: Value, next_tile: Value, queries: Values, values: Value
+    ) -> Iterator[tuple[Value, list[Value]]]:
+        norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
+        e.prefetch(next_tile + self._norms_at, self.nbytes - self._norms_at)
+        products = partial(emit_products, e, self._table, block, next_tile, self._tokens, self._head_dim)
+        if e.level.has_room:
+            return zip(norms, products([queries], values), strict=True)
+        cuts = range(0, len(queries), MOST_QUERIES)
+        parts = [[*products([queries[i : i + MOST_QUERIES]], None if i else values)] for i in cuts]
+        return zip(norms, ([*chain(*totals)] for totals in zip(*parts, strict=True)), strict=True)
 
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         parts = [e.load(q, _F16, 4 * first) for first in range(0, self._factor_at, 16)]
@@ -201,13 +178,13 @@ class TableKeys(_TableTiles, KeyTiles):
         store_query(e, parts, self._table, out)
 
     def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
-        totals = emit_products(e, self._table, block, next_tile, self._tokens, self._head_dim, [queries])
+        totals = [*emit_products(e, self._table, block, next_tile, self._tokens, self._head_dim, [queries])]
         e.prefetch(next_tile + self._norms_at, self.nbytes - self._norms_at)
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
-        for query, target, total in zip(queries, out, totals, strict=True):
+        for query, target, own_totals in zip(queries, out, zip(*totals, strict=True), strict=True):
             factor = e.broadcast(query, F32, 16, self._factor_at)
-            for group, norm in enumerate(norms):
-                e.store(total[group].to_float() * (norm * factor), target, 64 * group)
+            for group, (total, norm) in enumerate(zip(own_totals, norms, strict=True)):
+                e.store(total.to_float() * (norm * factor), target, 64 * group)
 
 
 class TableValues(_TableTiles, ValueTiles):

@@ -143,7 +143,7 @@ def full_scores(
                         key = e.load(key_floats, kind, 4 * dim * number + offset)
                         dot = e.fma(key, e.load(query + query_offset, kind, offset), dot)
                     dots.append(dot)
-                parts.append(_sums(e, dots))
+                parts.append(lane_sums(e, dots))
             prefetch_address.set(prefetch_address.get() + 64 * lines)
             while len(parts) > 1:
                 parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -151,10 +151,9 @@ def full_scores(
 
 
 def add_full_values(
-    e: Emitter, values: Value, next_keys: Value | None, dim: int, count: Value, weights: Values, sums: Values
+    e: Emitter, values: Value, next_keys: Value, dim: int, count: Value, weights: Values, sums: Values
 ) -> None:
-    """Add Σ weight · value over the first `count` tokens to each of the sums (D,). next_keys: as in `full_scores`; None
-    for values in float32, which need no prefetch."""
+    """Add Σ weight · value over the first `count` tokens to each of the sums (D,). next_keys: as in `full_scores`."""
     lanes = _lanes(e, dim)
     kind = vector(F32, lanes)
     size = lanes * max(1, e.level.registers // 2 // len(weights))
@@ -163,16 +162,13 @@ def add_full_values(
         channels = range(first, min(first + size, dim), lanes)
         totals = [[e.variable(e.load(address, kind, 4 * channel)) for channel in channels] for address in sums]
         with e.loop(0, count) as token:
-            if not first and next_keys is not None:
+            if not first:
                 prefetch_address = token + distance
                 is_own = prefetch_address < count
                 place = e.select(is_own, prefetch_address, prefetch_address - count) * (2 * dim)
                 e.prefetch(e.select(is_own, values, next_keys) + place, 2 * dim)
-            if next_keys is None:
-                row = [e.load(values + token * (4 * dim), kind, 4 * channel) for channel in channels]
-            else:
-                halves = [e.load(values + token * (2 * dim), vector(I16, lanes), 2 * channel) for channel in channels]
-                row = [e.half_to_float(half) for half in halves]
+            halves = [e.load(values + token * (2 * dim), vector(I16, lanes), 2 * channel) for channel in channels]
+            row = [e.half_to_float(half) for half in halves]
             for address, row_totals in zip(weights, totals, strict=True):
                 weight = e.broadcast(address + token * 4, F32, lanes)
                 for value, total in zip(row, row_totals, strict=True):
@@ -182,7 +178,7 @@ def add_full_values(
                 e.store(total.get(), address, 4 * channel)
 
 
-def _sums(e: Emitter, vectors: list[Value]) -> Value:
+def lane_sums(e: Emitter, vectors: list[Value]) -> Value:
     """n vectors of n lanes → a vector of the sums of their lanes."""
     lanes = vectors[0].lanes
     while len(vectors) > 1:

@@ -6,13 +6,12 @@ partial result (`engine.backends.native.kernels.attention.partials`).
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.codecs import MOST_QUERIES, ValueOrder
+from polarlm.engine.backends.native.codecs import MOST_QUERIES
 from polarlm.engine.backends.native.kernels.attention import blocks
 from polarlm.engine.backends.native.kernels.attention.blocks import Query
 from polarlm.engine.backends.native.kernels.attention.partials import (
@@ -24,14 +23,13 @@ from polarlm.engine.backends.native.kernels.attention.partials import (
     padded,
     partial_bytes,
 )
-from polarlm.engine.backends.native.kernels.attention.prompts import Decoding, decode_keys, emit_mean
+from polarlm.engine.backends.native.kernels.attention.prompts import Decoding
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Value, Values, vector
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
 
 _F16 = vector(F32, 16)
 _TILE_TOKENS = 256  # tokens per step of the softmax, but at least a block
-_MOST_DECODED = 8  # most queries that share a decoded block; twice as many take twice as long to compile
 _BYTES_AHEAD = 6144  # prefetch distance, in tiles as they are read: the keys of a softmax step, then its values
 
 
@@ -63,14 +61,10 @@ class Attention(Decoding):
         return f"attention_{self.tile_names}_mean{self.mean_bits}_{sizes}{'_capped' * self.is_capped}"
 
 
-def query_tile_of(group: int, rows: int, *, decodes: bool = False) -> int:
-    """The query tile for `rows` rows: one row's tile, which is compiled already, unless it is small.
-
-    decodes: whether blocks are decoded to be values.
-    """
-    most = _MOST_DECODED if decodes else MOST_QUERIES
-    size = -(-group // -(-group // most))
-    return size if rows == 1 or 2 * size > most else most
+def query_tile_of(group: int, rows: int) -> int:
+    """The query tile for `rows` rows: one row's tile, which is compiled already, unless it is small."""
+    size = -(-group // -(-group // MOST_QUERIES))
+    return size if rows == 1 or 2 * size > MOST_QUERIES else MOST_QUERIES
 
 
 class AttendArguments(NamedTuple):
@@ -113,12 +107,12 @@ def attend(spec: Attention) -> Kernel[AttendArguments]:
     """
 
     def emit(e: Emitter, args: AttendArguments, begin: Value, end: Value, scratch: Value) -> None:
-        _Body(e, spec, args, scratch).units(begin, end)
+        StepBody(e, spec, args, scratch).units(begin, end)
 
     return Kernel(spec.name, emit, AttendArguments)
 
 
-class _Body:
+class StepBody:
     def __init__(self, e: Emitter, spec: Attention, args: AttendArguments, scratch: Value) -> None:
         self.e, self.spec, self.args, self.scratch = e, spec, args, scratch
 
@@ -130,23 +124,43 @@ class _Body:
             self.next_unit = e.imin(unit + 1, end - 1)
             self.header = read(e, SpanHeader, args.headers, sequence)
             with e.loop(0, self.header.rows * spec.group, spec.query_tile) as first:
-                queries = self._queries(first)
+                self.open(first)
                 with e.when(chunk.equals(0)):
-                    self._full_blocks(queries, self._full(sequence))
+                    self.attend_to_full_blocks(self.full_of(sequence))
                 begin = (chunk - self.header.first_quantized) * self.header.chunk_blocks
                 with e.when((begin >= 0) & (begin < self.header.quantized)):
-                    self._quantized_blocks(queries, args.table + sequence * args.width * 8, begin)
-                self._write(queries, first, chunk)
+                    end = e.imin(begin + self.header.chunk_blocks, self.header.quantized)
+                    oldest = self.header.position + first // spec.group - args.window + 1 - self.header.table_start
+                    begin = e.imax(begin, e.imax(oldest, 0) // spec.block_size)
+                    self.attend_to_codes(args.table + sequence * args.width * 8, begin, end)
+                self.close(first, chunk)
+
+    def place(self, first: Value, number: int | Value) -> tuple[Value, Value]:
+        """For query `number` of the pass that starts at query `first`: its row in the sequence, its index in (T, H).
+        The sequence's last query is repeated to fill a pass up."""
+        e, spec = self.e, self.spec
+        query = e.imin(first + number, self.header.rows * spec.group - 1)
+        row = query // spec.group
+        heads = self.args.kv_heads * spec.group
+        return row, (self.header.first_row + row) * heads + self.head * spec.group + query % spec.group
+
+    def full_of(self, sequence: Value) -> Value:
+        """A sequence's blocks in full precision, a `FullBlock` each."""
+        return self.args.full + sequence * self.args.most_full * (8 * len(FullBlock._fields))
+
+    def full_offset(self, slot: Value, head: Value) -> Value:
+        """Of a block of a KV head in full precision."""
+        return (slot * self.args.kv_heads + head) * (2 * self.spec.block_size * self.spec.head_dim)
 
     # -- queries and results -----------------------------------------------------------------------------------
 
-    def _queries(self, first: Value) -> list[Query]:
-        """The queries of a pass, scaled; the sequence's last query is repeated to fill it up."""
+    def open(self, first: Value) -> None:
+        """Begin a pass with the queries from query `first` of the sequence on, scaled."""
         e, spec = self.e, self.spec
         size = padded(spec.head_dim)
-        queries = []
+        self._queries: list[Query] = []
         for number in range(spec.query_tile):
-            row, index = self._place(first, number)
+            row, index = self.place(first, number)
             address = self.scratch + number * self._stride
             query = Query(
                 vector=address,
@@ -157,7 +171,7 @@ class _Body:
                 row_max=e.variable(e.constant(F32, LOWEST)),
                 row_sum=e.variable(e.zero(_F16)),
             )
-            queries.append(query)
+            self._queries.append(query)
             source = self.args.q + index * (4 * spec.head_dim)
             for offset in range(0, size, 64):
                 e.store(e.zero(_F16), query.weighted, offset)
@@ -166,26 +180,18 @@ class _Body:
             for channel, lanes in pieces(spec.head_dim):
                 x = e.load(source, vector(F32, lanes), 4 * channel)
                 e.store(x * self.args.scale, query.vector, 4 * channel)
-        return queries
 
     @property
     def _stride(self) -> int:
         spec = self.spec
         return 2 * padded(spec.head_dim) + spec.keys.query_bytes + 4 * spec.block_size * spec.block_tile
 
-    def _place(self, first: Value, number: int) -> tuple[Value, Value]:
-        """For query `number` of the pass that starts at query `first`: its row in the sequence, its index in (T, H)."""
-        e, spec = self.e, self.spec
-        query = e.imin(first + number, self.header.rows * spec.group - 1) if number else first
-        row = query // spec.group
-        heads = self.args.kv_heads * spec.group
-        return row, (self.header.first_row + row) * heads + self.head * spec.group + query % spec.group
-
-    def _write(self, queries: Sequence[Query], first: Value, chunk: Value) -> None:
+    def close(self, first: Value, chunk: Value) -> None:
+        """Write the partial results of a pass."""
         e, args, size = self.e, self.args, partial_bytes(self.spec.head_dim)
-        for number, query in enumerate(queries):
+        for number, query in enumerate(self._queries):
             with e.when(first + number < self.header.rows * self.spec.group):
-                _, index = self._place(first, number)
+                _, index = self.place(first, number)
                 target = args.parts + (index * args.most_chunks + chunk) * size
                 e.store(query.row_max.get(), target)
                 e.store(e.sum_lanes(query.row_sum.get()), target, 4)
@@ -194,14 +200,13 @@ class _Body:
 
     # -- quantized blocks --------------------------------------------------------------------------------------
 
-    def _quantized_blocks(self, queries: Sequence[Query], table: Value, begin: Value) -> None:
-        """Attend to a chunk, several blocks per softmax step: its dependency chain is hidden by independent blocks."""
-        e, spec, args, header = self.e, self.spec, self.args, self.header
+    def attend_to_codes(self, table: Value, begin: Value, end: Value) -> None:
+        """Attend to the quantized blocks `begin` to `end` of a table of ids, several per softmax step: its dependency
+        chain is hidden by independent blocks."""
+        e, spec, args, header, queries = self.e, self.spec, self.args, self.header, self._queries
+        assert spec.values is not None
         for query in queries:
             spec.keys.emit_query(e, query.vector, query.prepared)
-        end = e.imin(begin + header.chunk_blocks, header.quantized)
-        oldest = queries[0].position - args.window + 1 - header.table_start
-        begin = e.imax(begin, e.imax(oldest, 0) // spec.block_size)
         keys, values = args.keys + self.head * args.key_stride, args.values + self.head * args.value_stride
         with e.loop(begin, end, spec.block_tile) as number:
             ids, count = table + number * 8, e.imin(end - number, spec.block_tile)
@@ -235,43 +240,7 @@ class _Body:
                     are_values, values + next_block * args.value_bytes, keys + next_block * args.key_bytes
                 )
                 weighted = [query.weighted for query in queries]
-                if spec.values is None:
-                    self._add_keys(block, weights, weighted)
-                else:
-                    tile = values + block * args.value_bytes
-                    spec.values.emit_values(e, tile, prefetch_address, weights, weighted)
-
-    def _add_keys(self, block: Value, weights: Values, sums: Values) -> None:
-        """Add Σ weight · key of a block, whose keys are its values, to each of the sums (D,)."""
-        e, spec, args = self.e, self.spec, self.args
-        floats = self.scratch + spec.query_tile * self._stride
-        nbytes = 4 * spec.block_size * spec.head_dim
-        if (order := spec.keys.value_order) is not None:
-            self._add_in_order(order, block, floats, weights, sums)
-            return
-        decode_keys(e, spec, args, self.head, block, floats, floats + nbytes)
-        blocks.add_full_values(e, floats, None, spec.head_dim, e.i64(spec.block_size), weights, sums)
-
-    def _add_in_order(self, order: ValueOrder, block: Value, tile: Value, weights: Values, sums: Values) -> None:
-        """The same from codes in the order for values, which are written to `tile`. A mean is added once."""
-        e, spec, args = self.e, self.spec, self.args
-        totals = []
-        for address in weights if spec.mean_bits else ():
-            lanes = [e.load(address, _F16, offset) for offset in range(0, 4 * spec.block_size, 64)]
-            totals.append(e.sum_lanes(reduce(operator.add, lanes)))
-        order.emit(e, args.keys + self.head * args.key_stride + block * args.key_bytes, tile)
-        for first in range(0, len(weights), MOST_QUERIES):
-            part = slice(first, first + MOST_QUERIES)
-            order.tiles.emit_values(e, tile, tile, weights[part], sums[part])
-        if not spec.mean_bits:
-            return
-        mean = tile + order.tiles.nbytes
-        emit_mean(e, spec, args, self.head, block, mean)
-        for channel, width in pieces(spec.head_dim):
-            x = e.load(mean, vector(F32, width), 4 * channel)
-            for total, target in zip(totals, sums, strict=True):
-                old = e.load(target, x.type, 4 * channel)
-                e.store(e.fma(x, e.const_like(total, x), old), target, 4 * channel)
+                spec.values.emit_values(e, values + block * args.value_bytes, prefetch_address, weights, weighted)
 
     def _block_scores(
         self, queries: Sequence[Query], keys: Value, block: Value, prefetch_address: Value, scores: Values
@@ -316,18 +285,19 @@ class _Body:
 
     # -- blocks in full precision ------------------------------------------------------------------------------
 
-    def _full_blocks(self, queries: Sequence[Query], full: Value) -> None:
+    def attend_to_full_blocks(self, full: Value) -> None:
+        """full: of `full_of`."""
         e, spec, args, n, dim = self.e, self.spec, self.args, self.spec.block_size, self.spec.head_dim
-        next_unit = read(e, Unit, args.units, self.next_unit // args.kv_heads)
-        next_slot = read(e, FullBlock, self._full(next_unit.sequence)).slot
-        next_number = args.full_k + self._offset(next_slot, self.next_unit % args.kv_heads)
+        queries, next_unit = self._queries, read(e, Unit, args.units, self.next_unit // args.kv_heads)
+        next_slot = read(e, FullBlock, self.full_of(next_unit.sequence)).slot
+        next_number = args.full_k + self.full_offset(next_slot, self.next_unit % args.kv_heads)
         with e.loop(0, self.header.full) as number:
             slot, start = read(e, FullBlock, full, number)
             lows = [query.position - args.window + 1 - start for query in queries]
             highs = [query.position + 1 - start for query in queries]
             count = e.imin(highs[-1], n)  # rows are in order of position
             with e.when(count > e.imax(lows[0], 0)):
-                offset = self._offset(slot, self.head)
+                offset = self.full_offset(slot, self.head)
                 first, keys, values = queries[0], args.full_k + offset, args.full_v + offset
                 key_floats = self.scratch + spec.query_tile * self._stride
                 places = first.vector, first.scores, len(queries), self._stride, key_floats
@@ -337,13 +307,7 @@ class _Body:
                 blocks.mask(e, queries, lows, highs, e.i64(n))
                 blocks.softmax(e, queries, e.i64(n), n, dim)
                 next_block = read(e, FullBlock, full, e.imin(number + 1, self.header.full - 1)).slot
-                own_keys = args.full_k + self._offset(next_block, self.head)
+                own_keys = args.full_k + self.full_offset(next_block, self.head)
                 next_keys = e.select(number + 1 < self.header.full, own_keys, next_number)
                 scores, weighted = [query.scores for query in queries], [query.weighted for query in queries]
                 blocks.add_full_values(e, values, next_keys, dim, count, scores, weighted)
-
-    def _full(self, sequence: Value) -> Value:
-        return self.args.full + sequence * self.args.most_full * (8 * len(FullBlock._fields))
-
-    def _offset(self, slot: Value, head: Value) -> Value:
-        return (slot * self.args.kv_heads + head) * (2 * self.spec.block_size * self.spec.head_dim)
