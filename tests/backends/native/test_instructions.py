@@ -10,6 +10,7 @@ import pytest
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.kernels.attention.bfloat_matrices import BFLOAT
+from polarlm.engine.backends.native.kernels.attention.latent_steps import LANES, LatentBody
 from polarlm.engine.backends.native.kernels.attention.matrix_prompts import attend_by_matrices
 from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_prompt
 from polarlm.engine.backends.native.kernels.attention.steps import Attention
@@ -122,6 +123,17 @@ def test_loops_over_floats(kernel: str, level: Level) -> None:
     loop = Loop(OF_FLOATS[kernel](), level, product=True)
     assert loop.count(r"vfmadd\d+ps") >= max(4, len(loop) / 2)
     assert loop.on_stack == 0
+
+
+@in_turn("level", [level for level in X86 if level.has_room and "vnni" in level.features])
+def test_steps_over_latent_vectors_multiply_what_is_in_memory(level: Level) -> None:
+    """Each number or four bytes of a block by those of 16 queries, whose sums never go to the stack."""
+    for name, instruction in (("ring3", "vpdpbusd"), ("f16", "vfmadd")):
+        spec = Attention(tiles.keys(codecs.get(name), 64, 64), None, 0, 64, 64, LANES, LANES)
+        loop = Loop(attend_step(spec, LatentBody), level, share_of=instruction)
+        products = loop.count(rf"{instruction}\S*.*1to16.*")
+        assert products >= max(2 * LANES, len(loop) * 2 / 3)
+        assert loop.on_stack == 0
 
 
 @in_turn("level", [level for level in X86 if level.matrices is not None])

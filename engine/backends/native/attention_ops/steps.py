@@ -11,7 +11,8 @@ from polarlm.engine.backends.kv import AttentionRule, SpanView
 from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
-from polarlm.engine.backends.native.kernels.attention.latent_steps import LANES, attend_to_latents
+from polarlm.engine.backends.native.codecs import MOST_QUERIES
+from polarlm.engine.backends.native.kernels.attention.latent_steps import LANES, LatentBody
 from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
 from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
@@ -60,7 +61,8 @@ class AttentionOps(PromptOps):
         parts = self._launch.empty((rows * heads * arrays.most_chunks * partial_bytes(dim),), np.uint8)
         group = heads // format.kv_heads
         is_latent = cache.value_tiles is None
-        sizes = format.block_size, dim, group, LANES if is_latent else query_tile_of(group, table.most_rows)
+        query_tile = query_tile_of(group, table.most_rows, LANES if is_latent else MOST_QUERIES)
+        sizes = format.block_size, dim, group, query_tile
         is_capped = rule.softcap is not None
         # The first kind comes last, since it has the short units (chunk 0). The launches overlap.
         for kind, stored in reversed(list(enumerate(cache.kinds))):
@@ -88,7 +90,7 @@ class AttentionOps(PromptOps):
                 **stored.strides,
             )
             spec = Attention(stored.key_tiles, stored.value_tiles, format.mean_bits, *sizes, is_capped)
-            kernel = attend_to_latents(spec) if is_latent else attend(spec)
+            kernel = attend(spec, LatentBody if is_latent else None)
             units = partial(_units, table, kind, format.kv_heads)
             self._launch(kernel, units, arguments, grain=1, overlaps=kind > 0)
 

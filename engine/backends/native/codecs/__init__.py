@@ -112,7 +112,7 @@ class ByteOrder(NamedTuple):
     """Keys that are values, as bytes: D / 4 words of 4 channels, which are every `width`-th, 1 or 2, in turn.
 
     emit: emit(e, block, next_tile, queries, values) writes the bytes of a tile as values (D / 4, N / 4, 4 channels,
-    4 tokens) int8. It yields, for 16 tokens after the other, their norms and, for each of 16 prepared queries, the sums
+    4 tokens) int8. It yields, for 16 tokens after the other, their norms and, for each prepared query, the sums
     int32 (16,) of their products with it.
     scale: of a byte of a value plus half_step. factor_at: offset in a prepared query of a float32, which its sums are
     multiplied by, as by norms.

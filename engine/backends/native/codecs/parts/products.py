@@ -49,11 +49,11 @@ def store_query(e: Emitter, parts: Values, table: CodeTable, out: Value) -> None
         total = total + part
         e.store(part.trunc(I8), out, 16 * number)
     e.store(top * (table.scale / 127), out, 16 * len(parts))
-    start = round(2 * (table.half_step - bias(e)))  # in halves; a last half is left out
-    e.store((e.sum_lanes(total) * start).ashr(1), out, 16 * len(parts) + 4)
+    bias = round(2 * (table.half_step - _bias(e)))  # in halves; a last half is left out
+    e.store((e.sum_lanes(total) * bias).ashr(1), out, 16 * len(parts) + 4)
 
 
-def bias(e: Emitter) -> int:
+def _bias(e: Emitter) -> int:
     """What makes a table's bytes unsigned, where products of signed bytes would take longer."""
     return 0 if e.level.signed_dots else 128
 
@@ -75,7 +75,7 @@ def emit_products(
     """
     groups, width, packing = tokens // 16, table.width, Packing(table.bits)
     vectors, factor_at = tokens * head_dim // width // 64, -(-head_dim // 16) * 16
-    lookup, multiply = table.emit(e, bias(e)), e.level.dot4_signed if e.level.signed_dots else e.level.dot4
+    lookup, multiply = table.emit(e, _bias(e)), e.level.dot4_signed if e.level.signed_dots else e.level.dot4
     each = groups // len(prepared)
     totals: dict[int, list[Variable]] = {}  # of each group of 16 tokens
     previous: dict[int, Variable] = {}  # the last code vector of each group
@@ -90,10 +90,16 @@ def emit_products(
             if group not in own_groups:
                 continue
             e.keep_order()
-            last = _shift_in(e, code, previous[group]) if table.flips else None
-            for channel, value in enumerate(lookup(code, range(width), last)):
+            previous_codes = None
+            if table.flips:
+                word = code[0].bits(_I16)
+                previous_codes = e.same("fshl", word, previous[group].get(), 8).bits(
+                    BYTES
+                )  # each byte is the one before it
+                previous[group].set(word)
+            for channel, value in enumerate(lookup(code, range(width), previous_codes)):
                 if part_values is not None:
-                    signed = value ^ -128 if bias(e) else value
+                    signed = value ^ -128 if _bias(e) else value
                     place = 64 * ((quad * width + channel) * groups + group)
                     e.store(e.shuffle(signed, signed, _FOURS), part_values, place)
                 for query, total in zip(part_queries[group // each], totals[group], strict=True):
@@ -126,13 +132,6 @@ def emit_products(
                 add(block + part * nbytes, part_queries, code_tile, own_groups, part_values)
         for group in own_groups:
             yield [total.get() for total in totals[group]]
-
-
-def _shift_in(e: Emitter, code: list[Value], previous: Variable) -> Value:
-    """The code before each of a code vector of keys. previous: the vector before, and then this one."""
-    word, last = code[0].bits(_I16), previous.get()
-    previous.set(word)
-    return e.same("fshl", word, last, 8).bits(BYTES)  # each byte is the one before it
 
 
 def quantize_weights(e: Emitter, weights: Values, factors: Values) -> tuple[list[Value], list[Value]]:

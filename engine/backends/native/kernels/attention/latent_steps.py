@@ -22,7 +22,7 @@ largest score by _SLACK: seldom does a block change it, and the sums with it.
 from __future__ import annotations
 
 import operator
-from functools import cache, reduce
+from functools import reduce
 
 from polarlm.engine.backends.native.codecs import ByteOrder
 from polarlm.engine.backends.native.codecs.parts.packing import pack_bytes
@@ -33,7 +33,7 @@ from polarlm.engine.backends.native.kernels.attention.steps import AttendArgumen
 from polarlm.engine.backends.native.kernels.attention.unit import LOG2_E, larger
 from polarlm.engine.backends.native.kernels.multiply import offsets, pieces
 from polarlm.engine.backends.native.kernels.rows import apply_softcap
-from polarlm.engine.jit.lang import F32, I16, I32, I64, Emitter, Kernel, Value, read, step_inverse, vector
+from polarlm.engine.jit.lang import F32, I16, I32, I64, Emitter, Value, read, step_inverse, vector
 
 LANES = 16
 _SLACK = 8.0  # weights are at most 2^_SLACK then
@@ -41,17 +41,9 @@ _ROW = 4 * LANES  # bytes
 _FLOATS, _WORDS = vector(F32, LANES), vector(I32, LANES)
 
 
-@cache
-def attend_to_latents(spec: Attention) -> Kernel[AttendArguments]:
-    """`steps.attend` where values are keys. The specification's query_tile is LANES."""
+class LatentBody(StepBody):
+    """`StepBody` where values are keys. A query tile of fewer than LANES leaves lanes whose numbers are not used."""
 
-    def emit(e: Emitter, args: AttendArguments, begin: Value, end: Value, scratch: Value) -> None:
-        _LatentBody(e, spec, args, scratch).units(begin, end)
-
-    return Kernel(spec.name, emit, AttendArguments)
-
-
-class _LatentBody(StepBody):
     def __init__(self, e: Emitter, spec: Attention, args: AttendArguments, scratch: Value) -> None:
         super().__init__(e, spec, args, scratch)
         self._order, self._size, n = spec.keys.byte_order, padded(spec.head_dim), spec.block_size
@@ -62,11 +54,12 @@ class _LatentBody(StepBody):
         self._indices, self._positions, self._block = places
         self._row_max, self._row_sum = (e.variable(e.zero(_FLOATS)) for _ in range(2))
         self._tile = 8 if e.level.has_room else 4  # sums that stay in registers
+        self._lanes = [min(lane, spec.query_tile - 1) for lane in range(LANES)]  # whose query each lane has
 
     def open(self, first: Value) -> None:
         e, spec, size, nbytes = self.e, self.spec, self._size, self.spec.keys.query_bytes
         e.store(e.zero(_FLOATS), self._mean, size - 64)
-        with e.loop(0, LANES) as lane:
+        with e.loop(0, spec.query_tile) as lane:
             row, index = self.place(first, lane)
             e.store(index, self._indices + lane * 8)
             e.store((self.header.position + row).trunc(I32), self._positions + lane * 4)
@@ -86,14 +79,14 @@ class _LatentBody(StepBody):
         """The last query, which fills up a pass, is written several times."""
         e, args, size = self.e, self.args, partial_bytes(self.spec.head_dim)
         row_max = self._row_max.get() * (1 / LOG2_E)
-        indices = (e.load(self._indices, I64, 8 * lane) for lane in range(LANES))
+        indices = (e.load(self._indices, I64, 8 * lane) for lane in range(self.spec.query_tile))
         targets = [args.parts + (index * args.most_chunks + chunk) * size for index in indices]
         for lane, target in enumerate(targets):
             e.store(e.extract(row_max, lane), target)
             e.store(e.extract(self._row_sum.get(), lane), target, 4)
         with e.loop(0, size - WEIGHTED, 64) as offset:
             rows = [e.load(self._sums + offset * LANES, _FLOATS, _ROW * i) for i in range(LANES)]
-            for target, x in zip(targets, e.transpose(rows), strict=True):
+            for target, x in zip(targets, e.transpose(rows), strict=False):
                 e.store(x, target + offset, WEIGHTED)
 
     # -- blocks ------------------------------------------------------------------------------------------------
@@ -137,32 +130,33 @@ class _LatentBody(StepBody):
         """vectors → columns."""
         e = self.e
         with e.loop(0, self._size, 64) as offset:
-            parts = [e.load(self._vectors + offset, _FLOATS, self._size * lane) for lane in range(LANES)]
+            parts = [e.load(self._vectors + offset, _FLOATS, self._size * lane) for lane in self._lanes]
             for number, column in enumerate(e.transpose(parts)):
                 e.store(column, self._columns + offset * LANES, _ROW * number)
 
     def _mean_products(self) -> Value:
         """The products of the queries with a block's mean."""
-        e, totals = self.e, [self.e.variable(self.e.zero(_FLOATS)) for _ in range(LANES)]
+        e, totals = self.e, [self.e.variable(self.e.zero(_FLOATS)) for _ in range(self.spec.query_tile)]
         with e.loop(0, self._size, 64) as offset:
             mean = e.load(self._mean + offset, _FLOATS)
             for lane, total in enumerate(totals):
                 total.set(e.fma(e.load(self._vectors + offset, _FLOATS, self._size * lane), mean, total.get()))
-        return lane_sums(e, [total.get() for total in totals])
+        return lane_sums(e, [totals[lane].get() for lane in self._lanes])
 
     # -- scores ------------------------------------------------------------------------------------------------
 
     def _score_bytes(self, order: ByteOrder, tile: Value, next_tile: Value, start: Value, more: Value) -> None:
         """The scores with a tile's keys, and `more` → scores; the bytes of its values → block."""
-        e, queries = self.e, [self._prepared + self.spec.keys.query_bytes * lane for lane in range(LANES)]
-        factor = e.collect([e.load(query, F32, order.factor_at) for query in queries])
+        e, spec = self.e, self.spec
+        queries = [self._prepared + spec.keys.query_bytes * lane for lane in range(spec.query_tile)]
+        factor = e.collect([e.load(queries[lane], F32, order.factor_at) for lane in self._lanes])
         for group, (norm, totals) in enumerate(order.emit(e, tile, next_tile, queries, self._block)):
             e.store(norm, self._norms, 64 * group)
-            for i, total in enumerate(e.transpose(totals)):
+            for i, total in enumerate(e.transpose([totals[lane] for lane in self._lanes])):
                 own_norm = e.broadcast(self._norms, F32, LANES, 64 * group + 4 * i)
                 score = e.fma(total.to_float(), own_norm * factor, more)
                 self._store_score(score, self._scores, 16 * group + i)
-        self._mask(start, e.i64(self.spec.block_size))
+        self._mask(start, e.i64(spec.block_size))
 
     def _score_floats(
         self, strides: tuple[int, int], start: Value, count: Value, more: Value, next_tile: Value | None = None
@@ -196,7 +190,7 @@ class _LatentBody(StepBody):
         """Set scores to LOWEST of tokens that a query does not see, or that are not among the first `count`. start: the
         position of the first one."""
         e, n = self.e, self.spec.block_size
-        first, last = (e.load(self._positions, I32, 4 * lane).sext(I64) for lane in (0, LANES - 1))
+        first, last = (e.load(self._positions, I32, 4 * lane).sext(I64) for lane in (0, self._lanes[-1]))
         window = e.imin(self.args.window, 1 << 30)
         with e.when((count < n) | (first < start + (n - 1)) | (last - window >= start)):
             positions = e.load(self._positions, _WORDS)

@@ -264,7 +264,13 @@ def decode(spec: Decoding, matrices: MatrixFormat | None = None) -> Kernel[Decod
                 key, value = scratch + nbytes, scratch + 2 * nbytes
             else:
                 key, value = args.k + unit * nbytes, args.v + unit * nbytes
-            decode_keys(e, spec, args, head, block, key, scratch)
+            spec.keys.emit_decode(e, args.keys + (head * args.key_stride + block * args.key_bytes), key, scratch)
+            if spec.mean_bits:
+                emit_mean(e, spec, args, head, block, scratch)
+                with e.loop(0, n) as token:
+                    for first, lanes in pieces(dim):
+                        x, row = e.load(scratch, vector(F32, lanes), 4 * first), key + token * (4 * dim)
+                        e.store(e.load(row, x.type, 4 * first) + x, row, 4 * first)
             if spec.values is None:
                 value = key
             else:
@@ -281,23 +287,8 @@ def decode(spec: Decoding, matrices: MatrixFormat | None = None) -> Kernel[Decod
     return Kernel(name, emit, DecodeArguments, scratch=nbytes * (1 if matrices is None else 3))
 
 
-def decode_keys(e: Emitter, spec: Decoding, args: Any, head: Value, block: Value, out: Value, scratch: Value) -> None:
-    """The keys of a block of a KV head, with its mean → out (N, D) float32. args: of `decode`, or others of that name.
-    scratch: 4·N·D bytes."""
-    dim = spec.head_dim
-    spec.keys.emit_decode(e, args.keys + (head * args.key_stride + block * args.key_bytes), out, scratch)
-    if not spec.mean_bits:
-        return
-    emit_mean(e, spec, args, head, block, scratch)
-    with e.loop(0, spec.block_size) as token:
-        row = out + token * (4 * dim)
-        for first, lanes in pieces(dim):
-            kind = vector(F32, lanes)
-            e.store(e.load(row, kind, 4 * first) + e.load(scratch, kind, 4 * first), row, 4 * first)
-
-
 def emit_mean(e: Emitter, spec: Decoding, args: Any, head: Value, block: Value, out: Value) -> None:
-    """The mean of a block of a KV head → out (D,) float32. args: as for `decode_keys`."""
+    """The mean of a block of a KV head → out (D,) float32. args: of `decode`, or others of that name."""
     number = head * args.blocks + block
     mean = args.mean + number * (spec.head_dim * spec.mean_bits // 8)
     factor = e.half_to_float(e.load(args.mean_scale + number * 2, I16)) if spec.mean_bits == 8 else None

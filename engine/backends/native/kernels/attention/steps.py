@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.codecs import MOST_QUERIES
 from polarlm.engine.backends.native.kernels.attention import blocks
 from polarlm.engine.backends.native.kernels.attention.blocks import Query
 from polarlm.engine.backends.native.kernels.attention.partials import (
@@ -61,10 +60,10 @@ class Attention(Decoding):
         return f"attention_{self.tile_names}_mean{self.mean_bits}_{sizes}{'_capped' * self.is_capped}"
 
 
-def query_tile_of(group: int, rows: int) -> int:
-    """The query tile for `rows` rows: one row's tile, which is compiled already, unless it is small."""
-    size = -(-group // -(-group // MOST_QUERIES))
-    return size if rows == 1 or 2 * size > MOST_QUERIES else MOST_QUERIES
+def query_tile_of(group: int, rows: int, most: int) -> int:
+    """The query tile for `rows` rows: one row's tile, which is compiled already, unless it is small. most: its most."""
+    size = -(-group // -(-group // most))
+    return size if rows == 1 or 2 * size > most else most
 
 
 class AttendArguments(NamedTuple):
@@ -95,8 +94,8 @@ class AttendArguments(NamedTuple):
 
 
 @cache
-def attend(spec: Attention) -> Kernel[AttendArguments]:
-    """Partial results of the chunks of sequences, one unit per chunk and KV head.
+def attend(spec: Attention, body: type[StepBody] | None = None) -> Kernel[AttendArguments]:
+    """Partial results of the chunks of sequences, one unit per chunk and KV head. body: another one than `StepBody`.
 
     q (T, H, D) float32. parts (T, H, most_chunks): partial results. keys, values: tiles (K, blocks), key_stride and
     value_stride bytes from head to head, key_bytes and value_bytes from block to block. mean, mean_scale
@@ -107,7 +106,7 @@ def attend(spec: Attention) -> Kernel[AttendArguments]:
     """
 
     def emit(e: Emitter, args: AttendArguments, begin: Value, end: Value, scratch: Value) -> None:
-        StepBody(e, spec, args, scratch).units(begin, end)
+        (body or StepBody)(e, spec, args, scratch).units(begin, end)
 
     return Kernel(spec.name, emit, AttendArguments)
 
@@ -249,10 +248,7 @@ class StepBody:
         prefetch_address: a tile to prefetch."""
         e, spec = self.e, self.spec
         tile = keys + block * self.args.key_bytes
-        for first in range(0, len(queries), MOST_QUERIES):
-            part = slice(first, first + MOST_QUERIES)
-            prepared = [query.prepared for query in queries[part]]
-            spec.keys.emit_scores(e, tile, prefetch_address, prepared, scores[part])
+        spec.keys.emit_scores(e, tile, prefetch_address, [query.prepared for query in queries], scores)
         if not spec.mean_bits:
             return
         mean_scores = self._mean_scores(queries, self.head * self.args.blocks + block)
