@@ -210,9 +210,10 @@ class LatentBody(StepBody):
             for i, top in enumerate(tops):
                 top.set(larger(e.load(self._scores + token * _ROW, _FLOATS, _ROW * i), top.get()))
         highest = reduce(larger, [top.get() for top in tops])
-        with e.when(e.any(highest > old + _SLACK)):
-            rescale = e.exp2(old - highest)
-            self._row_max.set(highest)
+        exceeds = highest > old + _SLACK
+        with e.when(e.any(exceeds)):
+            self._row_max.set(e.select(exceeds, highest, old))  # no query depends on the others
+            rescale = e.exp2(old - self._row_max.get())  # 1 in others
             self._row_sum.set(self._row_sum.get() * rescale)
             with e.loop(0, self._size * LANES, _ROW) as offset:
                 e.store(e.load(self._sums + offset, _FLOATS) * rescale, self._sums + offset)
