@@ -138,7 +138,7 @@ def test_rows_attend_to_codes(ops: Any, types: tuple[str, str]) -> None:
 
 @backend_cases("ops name dim", [(ops, *of) for ops in (NUMPY, *BEST, CUDA) for of in LATENTS])
 def test_rows_attend_to_keys_that_are_values(ops: Any, name: str, dim: int) -> None:
-    """Codes are stored once, in the order for keys: values have them turned where whole vectors are, or decoded."""
+    """Codes are stored once, in the order for keys. Of 18 heads a pass of compiled kernels has 9."""
     for group, mean_bits, sequences in ((18, 8, [Sequence_(1000, 1), Sequence_(10)]), (5, 0, [Sequence_(320, 3)])):
         shape = Shape((name, None), dim, group, 64, mean_bits, kv_heads=1)
         for is_prompt in (False, True):
