@@ -126,6 +126,14 @@ class ExpertCache:
     bytes: int = 0
 
 
+class Expansion(NamedTuple):
+    """What makes keys and values of all heads of a latent vector: keys (H · own channels, L), values (H · value
+    channels, L)."""
+
+    keys: Linear
+    values: Linear
+
+
 class LatentOps(Protocol):
     """The ops that only latent attention needs. Rows (T·H, n) are those of T tokens, of each its heads. L: channels of
     a latent vector; R: those that RoPE rotates, both even."""
@@ -144,6 +152,25 @@ class LatentOps(Protocol):
 
     def take_latents(self, x: Array, latent: int) -> Array:
         """The L channels that are not rotated of heads x (T, H, L + R), in order → (T·H, L)."""
+
+    @property
+    def expansion_ops(self) -> ExpansionOps | None:
+        """The ops of prompts that attend to keys and values of each head; None where they attend to latent vectors."""
+
+
+class ExpansionOps(Protocol):
+    """The ops of prompts that attend to keys and values of each head, which are made of latent vectors."""
+
+    def expands(self, cache: Any, spans: Any) -> bool:
+        """Whether the rows of a prompt attend by `attend_by_heads`: of a long one, without earlier turns."""
+
+    def join_queries(self, own: Array, rotated: Array, rope: tuple[Array, ...], columns: int) -> Array:
+        """Both parts of queries, own (T·H, n) and rotated (T·H, R), with RoPE by cos and sin of a wider head → (T, H,
+        columns). Each half of a head has half of the rotated channels, zeros, then half of the others."""
+
+    def attend_by_heads(self, q: Array, cache: Any, spans: Any, rule: Any, expansion: Expansion) -> Array:
+        """Attention of q (T, H, C), from `join_queries`, to the keys and values that `expansion` makes of the latent
+        vectors in the buffer → (T·H, value channels). spans, rule: as for `attention`."""
 
 
 class EncoderOps(Protocol):

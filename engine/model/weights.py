@@ -179,6 +179,11 @@ class TensorReader:
                 self._progress(_file_bytes(self._source, name))
         return ExpertLinear(count, parts, self.vector(biases).reshape(count, -1) if biases else None)
 
+    @property
+    def expands_latents(self) -> bool:
+        latent_ops = self._ops.latent_ops
+        return latent_ops is not None and latent_ops.expansion_ops is not None
+
     def heads(self, weights: Sequence[str]) -> ExpertLinear:
         """Load a matrix of each head."""
         parts = self._ops.load_experts([[one] for one in self._matrices(weights)], self._kept)
@@ -441,6 +446,10 @@ class LayerReader:
     def heads(self, slot: str) -> ExpertLinear:
         """The matrix of each head."""
         return self.read.heads(self._names(slot))
+
+    def rows_of_heads(self, slot: str) -> Linear | None:
+        """The matrices of all heads as one; None if the ops attend without it."""
+        return self.linear(slot) if self.read.expands_latents else None
 
     def _names(self, slot: str) -> list[str]:
         return [spec.name for spec in self.slots.get(slot, ())]

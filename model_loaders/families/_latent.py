@@ -145,7 +145,11 @@ def latent_tensors(config: ModelConfig, more: Names = _NO_NAMES) -> TensorTable:
             tuple(_head_part(spec, head, mixer, side, number) for head, spec in enumerate(slots[slot]))
             for side, slot in enumerate(("latent_keys", "latent_values"))
         )
-        layers.append({**slots, "latent_keys": keys, "latent_values": values})
+        rows = tuple(
+            replace(one, name=f"{one.name}.T", gguf="", shape=one.shape[::-1], copy_of=one.name, row_parts=None)
+            for one in keys
+        )
+        layers.append({**slots, "latent_keys": keys, "latent_key_rows": rows, "latent_values": values})
     return replace(table, layers=tuple(layers))
 
 

@@ -68,7 +68,8 @@ class TensorSpec:
     factor: a number that all files leave to be multiplied with the values. flat: files have the values in an array of
     more dimensions, the last ones of which are read as one. copy_of: the name of the tensor that stands for this
     one, which files lack; empty if they have it. negated_exp: Hugging Face's files have x of the value −exp(x).
-    row_parts: how to make this tensor of a file that lacks it. is_transposed: these rows are its columns.
+    row_parts: how to make this tensor of a file that lacks it. is_transposed: these rows, or those of `copy_of`, are
+    its columns.
     """
 
     name: str  # Hugging Face's
@@ -139,9 +140,9 @@ class TensorTable:
 
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
     attention_post_norm; or, if it is latent attention, attention_norm, q_down and q_latent_norm if queries are made of
-    a latent vector, q_up, kv_down, kv_norm, latent_keys and latent_values (of each head), out; or, if it is a short
-    convolution, conv_norm, conv_in (B, C, x), conv, conv_out, conv_post_norm; or, if it is a gated delta rule,
-    delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay,
+    a latent vector, q_up, kv_down, kv_norm, latent_keys, latent_key_rows and latent_values (of each head), out; or, if
+    it is a short convolution, conv_norm, conv_in (B, C, x), conv, conv_out, conv_post_norm; or, if it is a gated delta
+    rule, delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay,
     delta_dt_bias, delta_out_norm, delta_out; or, if it is Mamba 2, mamba_norm, mamba_in (z, x, B, C, dt), mamba_conv,
     mamba_decay, mamba_dt_bias, mamba_skip, mamba_out_norm, mamba_out. With a network it has ffn_norm, gate_up (up alone
     if there is no gate), down, ffn_post_norm. A mixture of experts has, instead of gate_up and down, router,

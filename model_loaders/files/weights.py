@@ -122,6 +122,8 @@ def complete(
 
 def _make_tensor(spec: TensorSpec, tensors: Mapping[str, StoredTensor]) -> StoredTensor | None:
     """The tensor of a spec, made of what a file has; None if the file has no tensor to make it of."""
+    if spec.is_transposed and spec.copy_of in tensors:
+        return tensors[spec.copy_of].transpose()
     tensor = tensors.get(spec.copy_of, tensors.get(spec.name))
     if tensor is None and spec.row_parts is not None and (whole := tensors.get(spec.row_parts.source)) is not None:
         # One that cannot be divided stays whole, and is then refused for its shape.

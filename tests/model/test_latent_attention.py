@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.model.weights import load_weights
+from polarlm.model_loaders import load_weights as open_weights
 from tests.bare import bare_model, prefill_logits, read_model, spread
 
 EPS, LATENT_EPS, TOKENS = 1e-5, 1e-6, 40
@@ -125,3 +128,32 @@ def test_logits_are_those_of_the_definition(seed: int, tmp_path: Path) -> None:
     wanted = defined_logits(config, tensors, ids)
     logits = prefill_logits(bare_model(*read_model(tmp_path)), ids)
     assert np.abs(logits - wanted).max() <= 3e-6 * spread(wanted)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_prompts_logits_are_those_of_the_definition(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To 3e-6 of their spread, by keys and values of each head, which are made of latent vectors that are rotated to be
+    stored; the same to the bit however many rows are computed at a time."""
+    ops = NativeOps(1)
+    config, tensors = random_model(tmp_path, seed, EXPANDED)
+    ids = np.random.default_rng(seed).integers(0, 64, 1100).tolist()
+    wanted, chunks = defined_logits(config, tensors, ids), 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal chunks
+        chunks += 1
+        return type(ops).attend_by_heads(ops, *args)
+
+    monkeypatch.setattr(ops, "attend_by_heads", counted, raising=False)
+    model_config, source, _ = open_weights(tmp_path)
+    model = bare_model(model_config, load_weights(ops, model_config, source), ("ring4", "ring4"), ops=ops)
+    source.close()
+    results = []
+    for rows in (512, 200):
+        monkeypatch.setattr(ops, "prefill_rows", rows)
+        results.append(prefill_logits(model, ids))
+        assert np.abs(results[-1] - wanted).max() <= 3e-6 * spread(wanted)
+    np.testing.assert_array_equal(*results)
+    assert chunks == 2 * (3 + 6)

@@ -63,7 +63,7 @@ def as_gguf(
         changes |= dict(zip(("attention__key_length", "attention__value_length"), lengths, strict=True))
         changes |= {"attention__head_count_kv": shape.heads, **dict.fromkeys(ONLY_NEW)}
     writer, written = gguf_header(path, "deepseek2", config, **changes), {}
-    for name, rows in tensors.items():
+    for name, rows in ((name, rows) for name, rows in tensors.items() if not name.endswith(".T")):
         heads = {"q_proj": shape.heads, "q_b_proj": shape.heads, "kv_a_proj_with_mqa": 1}.get(name.split(".")[-2])
         written[gguf_name(name, "deepseek2")] = rows if heads is None else with_neighbours(rows, heads, shape.rotated)
     joined = joined_experts(written)

@@ -304,6 +304,26 @@ def test_a_prompt_keeps_its_own_keys_and_values_in_32_bits(ops: Any) -> None:
         np.testing.assert_array_equal(side[:, n:], halves.astype(np.float32))
 
 
+@backends(*SOME)
+def test_keys_that_are_values_are_transformed_without_queries_as_beside_them(
+    ops: Any, rng: np.random.Generator
+) -> None:
+    heads, dim, rows = 3, 16, 5
+    scale = rng.uniform(0.5, 2, (heads + 2, dim)).astype(np.float32)
+    (transform,) = ops.prepare([HeadTransform(1, scale, values_are_keys=True)])
+    qk = rng.standard_normal((rows, heads + 1, dim), np.float32)
+    rope = tuple(ops.to_device(rng.standard_normal((rows, dim // 2), np.float32)) for _ in range(2))
+    q, k, v = ops.transform_heads(ops.to_device(qk.copy()), rope, HeadRule(transform))
+    none, alone, _ = ops.transform_heads(ops.to_device(qk[:, heads:].copy()), rope, HeadRule(transform))
+    cos, sin = (ops.to_host(turns).astype(np.float64)[:, None] for turns in rope)
+    low, high = np.split(qk.astype(np.float64), 2, axis=2)
+    turned = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=2) * scale[: heads + 1]
+    np.testing.assert_allclose(ops.to_host(q), turned[:, :heads], rtol=1e-5, atol=1e-6)
+    assert none.shape[1] == 0
+    for keys in (k, v, alone):
+        np.testing.assert_allclose(ops.to_host(keys), turned[:, heads:], rtol=1e-5, atol=1e-6)
+
+
 @backends(NUMPY, *SOME, CUDA)
 @pytest.mark.parametrize("sizes", [(1, 1, 2, 2), (3, 4, 24, 8), (2, 5, 64, 32)])
 def test_latent_vectors_and_rotated_channels_become_heads_and_back(

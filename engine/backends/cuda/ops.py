@@ -99,6 +99,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     keeps_tiles = False
     batches_take_steps = True
     cache_experts = None
+    expansion_ops = None
     stored_as = transfer.RECORDS
     warm_up_rows: tuple[Sequence[int], Sequence[int]] = ((16, 64, 128, 256), (1, 2, 4, 8))
 

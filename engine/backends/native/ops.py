@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends import transfer
+from polarlm.engine.backends.native.attention_ops.latent import ExpansionOps
 from polarlm.engine.backends.native.attention_ops.prompts import EncoderOps
 from polarlm.engine.backends.native.attention_ops.steps import AttentionOps
 from polarlm.engine.backends.native.graphs import Graphs
@@ -52,7 +53,7 @@ NUMPY_FALLBACKS = frozenset(
 _MATRIX_ROWS = 256  # of a batch of prompts: weights become matrices once for all of them
 
 
-class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, EncodingOps, CacheOps):
+class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, ExpansionOps, EncodingOps, CacheOps):
     """The ops on a CPU. NumPy computes NUMPY_OPS, and NUMPY_FALLBACKS where there is no kernel."""
 
     backend = "native"

@@ -36,6 +36,7 @@ from polarlm.engine.backends.numpy.rows import ACTIVATIONS, apply_rope, quiet, r
 from polarlm.engine.backends.ops import (
     PLAIN,
     EncoderOps,
+    ExpansionOps,
     ExpertCache,
     Fusion,
     KeptTiles,
@@ -65,6 +66,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     batches_take_steps = False  # whose rows are computed in another way
     warm_up_rows: tuple[Sequence[int], Sequence[int]] = ((), ())
     encoded_at_once = 1
+    expansion_ops: ExpansionOps | None = None
     fetch_later = None
     next_spans = None
 

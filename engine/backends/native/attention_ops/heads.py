@@ -17,7 +17,7 @@ from polarlm.engine.backends.native.kernels.heads import (
     JoinArguments,
     SlotArguments,
     TakeArguments,
-    join_latents,
+    join_heads,
     take_latents,
     to_slot,
     transform,
@@ -59,11 +59,20 @@ class PreparedTransform(HeadTransform):
 
 class HeadOps(KernelOps):
     def join_latents(self, absorbed: np.ndarray, rotated: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        heads, (latent, size) = len(absorbed) // len(kv), (absorbed.shape[1], rotated.shape[1])
-        joined = self._launch.empty((len(kv), heads + 1, latent + size))
-        arguments = JoinArguments(absorbed, rotated, kv, joined, heads, latent, size, rotated.strides[0])
-        self._launch(join_latents(), len(kv) * (heads + 1), arguments)
+        (rows, columns), size, heads = kv.shape, rotated.shape[1], len(absorbed) // len(kv)
+        joined = self._launch.empty((rows, heads + 1, columns))
+        self._join(absorbed, rotated, joined[:, :heads])
+        self._join(kv[:, : columns - size], kv[:, columns - size :], joined[:, heads:])
         return joined
+
+    def _join(self, own: np.ndarray, rotated: np.ndarray, joined: np.ndarray) -> None:
+        """own (T·H, L), and rotated (T·H, R), or (T, H, 2, R / 2) anywhere, → joined (T, H, columns)."""
+        rows, heads, columns = joined.shape
+        own = own.reshape(rows, heads, own.shape[1])
+        if rotated.ndim == 2:
+            rotated = rotated.reshape(rows, heads, 2, rotated.shape[1] // 2)
+        sizes = own.shape[2], *own.strides[:2], 2 * rotated.shape[3], *rotated.strides[:3], columns, *joined.strides[:2]
+        self._launch(join_heads(), rows * heads, JoinArguments(own, rotated, joined, heads, *sizes))
 
     def take_latents(self, x: np.ndarray, latent: int) -> np.ndarray:
         tokens, heads, columns = x.shape
@@ -145,7 +154,7 @@ class HeadOps(KernelOps):
             sin=sin,
             q_norm=q_norm,
             k_norm=k_norm,
-            key_factor=prepared.key_factor,
+            key_factor=None if factors[0] is None else factors[0][-heads:],  # there may be no queries
             value_factor=prepared.value_factor,
             key_rotation=prepared.keys.memory,
             value_rotation=prepared.values.memory,
@@ -184,12 +193,12 @@ def _prepare_transform(
         keys=keys,
         values=values,
         inverse=inverse,
-        key_factor=_factor(key_scale, keys.input_signs),
-        value_factor=_factor(value_scale, values.input_signs),
+        key_factor=factor_of(key_scale, keys.input_signs),
+        value_factor=factor_of(value_scale, values.input_signs),
     )
 
 
-def _factor(scale: np.ndarray | None, signs: np.ndarray | None) -> np.ndarray | None:
+def factor_of(scale: np.ndarray | None, signs: np.ndarray | None) -> np.ndarray | None:
     """scale (heads, D) times signs (D,), where None counts as ones; None if both are."""
     if scale is None:
         return None if signs is None else signs[None]

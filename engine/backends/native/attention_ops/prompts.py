@@ -188,7 +188,7 @@ class PromptOps(KernelOps):
         format, tokens = cache.format, len(ids) * cache.format.block_size
         decoding = None if matrix_format is None else cache.matrix_decoding(matrix_format)
         if matrix_format is None or decoding is None:
-            return _segment(self.decode_to_float(cache, ids), start, tokens)
+            return segment(self.decode_to_float(cache, ids), start, tokens)
         made = self._matrices(matrix_format, (format.kv_heads, format.head_dim), start, tokens)
         kernel, arguments = decoding
         arguments = arguments._replace(ids=ids, k=made.keys, v=made.values, count=len(ids))
@@ -241,7 +241,7 @@ def _text_rows(lengths: Sequence[int], most: int) -> np.ndarray:
     return np.stack([first + part * most, np.minimum(length - part * most, most), first, length], axis=1)
 
 
-def _segment(sides: Sequence[np.ndarray], start: int, tokens: int) -> Segment:
+def segment(sides: Sequence[np.ndarray], start: int, tokens: int) -> Segment:
     """The segment of k, v (K, at least `tokens`, D) float32, whose first token has position `start`."""
     k, v = sides
     return Segment(k=k, v=v, head_stride=k.strides[0], start=start, tokens=tokens)
@@ -253,11 +253,11 @@ def _full_segments(cache: TileCache, span: SpanView, oldest: int, end: int) -> t
     block_size, sink = cache.format.block_size, list[Segment]()
     if span.sink is not None and oldest < block_size:
         sides = [side.astype(np.float32) for side in cache.full(KVLocation(None, span.sink))]
-        sink = [_segment(sides, 0, block_size)]
+        sink = [segment(sides, 0, block_size)]
     k, v = (side.astype(np.float32, copy=False) for side in cache.full(span.current))
     tokens, most = min(end - span.current_start, k.shape[1]), max(KEYS, _pool_tokens(cache))
     current = [
-        _segment((k[:, first:], v[:, first:]), span.current_start + first, min(tokens - first, most))
+        segment((k[:, first:], v[:, first:]), span.current_start + first, min(tokens - first, most))
         for first in range(max(0, oldest - span.current_start) // KEYS * KEYS, tokens, most)
     ]
     return sink, current

@@ -138,41 +138,45 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
 
 
 class JoinArguments(NamedTuple):
-    absorbed: Pointer
+    own: Pointer
     rotated: Pointer
-    kv: Pointer
     joined: Pointer
     heads: Int64
-    latent_size: Int64
+    own_size: Int64
+    own_row: Int64
+    own_head: Int64
     rotated_size: Int64
-    rotated_stride: Int64
+    rotated_row: Int64
+    rotated_head: Int64
+    rotated_half: Int64
+    columns: Int64
+    row: Int64
+    head: Int64
 
 
 @cache
-def join_latents() -> Kernel[JoinArguments]:
-    """See `Ops.join_latents`; one unit per row and head of the result, of H queries and a key.
+def join_heads() -> Kernel[JoinArguments]:
+    """Both parts of heads → heads, each half of which has half of `rotated`, zeros, then half of `own`; one unit per
+    row and head.
 
-    latent_size, rotated_size: L and R. rotated_stride: bytes from row to row of `rotated`.
+    own_size, rotated_size, columns: of a head. The others are bytes from row to row and from head to head of what is
+    read and of `joined`, and from half to half.
     """
 
     def emit(e: Emitter, args: JoinArguments, begin: Value, end: Value, scratch: Value) -> None:
-        columns, half_latent, half_rotated = (
-            args.latent_size + args.rotated_size,
-            args.latent_size // 2,
-            args.rotated_size // 2,
-        )
+        own_half, rotated_half, half = args.own_size // 2, args.rotated_size // 2, args.columns // 2
         with e.loop(begin, end) as unit:
-            row, head = unit // (args.heads + 1), unit % (args.heads + 1)
-            kv, query = args.kv + row * columns * 4, row * args.heads + head
-            is_query = head < args.heads
-            latent = e.select(is_query, args.absorbed + query * args.latent_size * 4, kv)
-            rotated = e.select(is_query, args.rotated + query * args.rotated_stride, kv + args.latent_size * 4)
+            row, head = unit // args.heads, unit % args.heads
+            own = args.own + row * args.own_row + head * args.own_head
+            rotated = args.rotated + row * args.rotated_row + head * args.rotated_head
             for side in range(2):
-                target = args.joined + unit * columns * 4 + columns * (2 * side)
-                _copy(e, rotated + half_rotated * (4 * side), target, half_rotated)
-                _copy(e, latent + half_latent * (4 * side), target + half_rotated * 4, half_latent)
+                target = args.joined + row * args.row + head * args.head + half * (4 * side)
+                zeros, count = target + rotated_half * 4, half - rotated_half - own_half
+                _copy(e, rotated + args.rotated_half * side, target, rotated_half)
+                for_each_column(e, count, lambda offset, kind, zeros=zeros: e.store(e.zero(kind), zeros + offset))  # type: ignore[misc]
+                _copy(e, own + own_half * (4 * side), target + (half - own_half) * 4, own_half)
 
-    return Kernel("join_latents", emit, JoinArguments)
+    return Kernel("join_heads", emit, JoinArguments)
 
 
 class TakeArguments(NamedTuple):
