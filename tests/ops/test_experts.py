@@ -76,7 +76,7 @@ def test_the_experts_of_a_row_are_those_of_numpy(ops: Any, rng: np.random.Genera
         check_choice(ops, rule, hard_logits(rng, count), *numbers)
 
 
-@backends(NUMPY, *SOME)
+@backends(NUMPY, *SOME, CUDA)
 def test_experts_are_chosen_from_the_best_groups(ops: Any, rng: np.random.Generator) -> None:
     for scoring, groups, top_groups in (("softmax", 4, 2), ("softmax", 40, 7), ("sigmoid", 8, 4), ("sigmoid", 5, 1)):
         rule = Experts(80, 5, 1, scoring=scoring, renormalize=True, groups=groups, top_groups=top_groups)
@@ -95,13 +95,6 @@ def test_experts_are_chosen_from_the_best_groups(ops: Any, rng: np.random.Genera
             expected = sorted(allowed, key=lambda expert: -ranks[expert])[:5]
             assert chosen.tolist() == expected
             np.testing.assert_allclose(weight, row[expected] / row[expected].sum(), rtol=1e-5)
-
-
-@backends(CUDA)
-def test_a_gpu_refuses_groups_of_experts(ops: Any) -> None:
-    logits = ops.to_device(np.zeros((2, 16), np.float32))
-    with pytest.raises(EngineError, match=r"experts that are chosen from groups, .*device=cpu"):
-        ops.route(logits, Experts(16, 2, 1, groups=4, top_groups=2))
 
 
 @backends(CUDA)
