@@ -29,7 +29,8 @@ struct RounderMemory {
     static constexpr int PARTIAL = L::D * STRIDE * 4, POINTS = PARTIAL + SHARES * SUMS * TOKENS * 4;
     static constexpr int MEAN = POINTS + Codec::POINTS * Codec::WIDTH * 4;
     static constexpr int SIZES = MEAN + (L::MEAN_BITS ? L::D * 4 : 0), NORMS = SIZES + L::N * 4;
-    static constexpr int LEAST = NORMS + L::N * 4, CODES = LEAST + TOKENS * 4, NEW_CODES = CODES + L::N * PAIRS * int(sizeof(Code));
+    static constexpr int LEAST = NORMS + L::N * 4, CODES = LEAST + TOKENS * 4;
+    static constexpr int NEW_CODES = CODES + L::N * PAIRS * int(sizeof(Code));
     static constexpr int LINKS = NEW_CODES + PAIRS * CODE_STRIDE * int(sizeof(Code));
     static constexpr int BYTES = LINKS + (Codec::PATHS ? PAIRS * TOKENS * 4 * 2 : 0);
 };
