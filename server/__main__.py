@@ -73,8 +73,6 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
-    if config.keys.have_limits:
-        raise FlagError(f"--api-key-file {config.api_key_file}: limits are for a server of one model; leave them out")
     models = _need("models.app")
     place = config.models if config.models in (None, HUB) else Path(config.models).expanduser()
     registry = models.Registry(common, place, config.hub_models, config.pin)

@@ -277,7 +277,8 @@ class Driver:
 
     def _ranked(self, job: Job, options: PromptOptions | None) -> PromptOptions:
         """Return options with the priority of the request's key, unless its own is larger: it is served later then."""
-        options, least = options or PromptOptions(), self.config.keys.limits_of(job.entry.key or "").get("priority")
+        options, limits = options or PromptOptions(), self.config.keys.limits_of(job.entry.key or "")
+        least = limits.get("priority", job.entry.priority)
         return options if least is None else replace(options, priority=max(least, options.priority))
 
     async def _submit(
