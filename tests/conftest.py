@@ -14,6 +14,7 @@ import ssl
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,12 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 # Reproducible, and without time limits: the machine may be busy.
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("tests")
+# Hypothesis reads all of our sources for numbers and texts to try: each process would parse them, for seconds, and a
+# new line anywhere would change the examples of tests that have nothing to do with it.
+with suppress(ImportError, AttributeError):  # versions before and after have no such thing
+    from hypothesis.internal.conjecture import providers
+
+    providers._get_local_constants = providers.Constants  # type: ignore[assignment]
 
 if importlib.util.find_spec("llvmlite") is None:
     collect_ignore_glob = ["backends/native/*", "jit/*"]  # whose kernels nothing compiles

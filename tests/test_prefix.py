@@ -15,7 +15,7 @@ from polarlm.engine.outputs import fold
 from tests.tiny import assert_idle, held, ids, make_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-N = 8
+N = 16
 
 
 def load(path: Path, type: str = "f16", **more) -> Engine:

@@ -32,7 +32,7 @@ CONTEXT = 256
 # How the fixture `tiny` is loaded.
 PLAIN: dict[str, Any] = {
     "device": "cpu",
-    "block_size": 8,
+    "block_size": 16,
     "cache_type": "polarquant",
     "calibration": False,
     "encoding": Encoding(small_means=False),

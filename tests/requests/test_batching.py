@@ -15,7 +15,7 @@ from polarlm.engine.state.plan import StorePlan
 from tests.cpu import CpuOps
 from tests.tiny import assert_idle, blocks_left, by_count, forget, ids, preempt, preemptions, rows_of_steps
 
-BLOCK = 8
+BLOCK = 16
 REQUESTS = 5
 
 

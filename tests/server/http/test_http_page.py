@@ -24,7 +24,7 @@ PAGE = _build()
 FOLDER = Path(str(server_package.__file__)).parent / "page"
 OWN = "".join(path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.*")))  # without what is vendored
 SCRIPTS = sorted(FOLDER.rglob("*.js"))
-BLOCK = 8  # tokens, in the tiny model's engine
+BLOCK = 16  # tokens, in the tiny model's engine
 
 
 def policy(response: httpx.Response) -> dict[str, str]:

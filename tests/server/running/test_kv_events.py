@@ -218,7 +218,7 @@ def test_fields_are_vllms(published: tuple[Engine, Subscriber]) -> None:
     assert events[0].pop("parent_block_hash") is None
     assert events[0] == {
         "type": "BlockStored",
-        "block_size": 8,
+        "block_size": 16,
         "lora_id": None,
         "medium": None,
         "lora_name": None,
