@@ -128,7 +128,7 @@ def test_a_salt_separates_stored_sequences(tiny: Engine, prompt: Any) -> None:
     for others in (theirs, None):
         assert cached(tiny.generate(prompt, GREEDY, others)) == 0
     for same in (ours, theirs, None):
-        assert cached(tiny.generate(prompt, GREEDY, same)) > 20
+        assert cached(tiny.generate(prompt, GREEDY, same)) > 15
     assert held(tiny) == [(0, 0)]
 
 

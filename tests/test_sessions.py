@@ -20,7 +20,7 @@ from polarlm.engine.storage.payloads import Payloads
 from tests.bare import feed
 from tests.tiny import VOCABULARY, assert_idle, forget, held, ids, load_tiny, make_model
 
-N = 16
+N = 8
 LENGTH = 61  # sink, six quantized blocks, and five tokens in the current block
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 NOTE = {"messages": ["é😀", None, 1.5]}

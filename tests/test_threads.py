@@ -22,7 +22,7 @@ THREADS = 6
 @pytest.fixture
 def shared_engine(tiny_path: Path) -> Iterator[Engine]:
     """An engine without kept sequences, so that no answer depends on those before it."""
-    with Engine.load(tiny_path, device="cpu", block_size=16, kept_sequences=0) as engine:
+    with Engine.load(tiny_path, device="cpu", block_size=8, kept_sequences=0) as engine:
         yield engine
         assert_idle(engine)
 
@@ -70,7 +70,7 @@ def test_closed_streams_do_not_change_the_others(shared_engine: Engine) -> None:
 
 
 def test_closing_the_engine_fails_the_streams_of_other_threads(tiny_path: Path) -> None:
-    engine = Engine.load(tiny_path, device="cpu", block_size=16)
+    engine = Engine.load(tiny_path, device="cpu", block_size=8)
     begun = threading.Barrier(3)
 
     def read() -> str:

@@ -17,7 +17,7 @@ from polarlm.engine.requests.sampler import Sampler
 from tests.sampling.constrained import InTurn
 from tests.tiny import EOS, VOCABULARY, assert_idle, forget, rows_of_steps
 
-BLOCK = 16
+BLOCK = 8
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11]
 ANEW = PromptOptions(cache_prompt=False)
 FREE, SOME = None, range(5, 60)

@@ -22,7 +22,7 @@ from tests.server.lines import PATIENCE
 from tests.storage.arrays import assert_same, stored
 from tests.tiny import assert_idle, blocks_left, forget, ids, load_tiny, make_model
 
-N = 16
+N = 8
 FIXTURES = ["llama_gqa_linear", "qwen2_mixed_windows"]
 PARAMS = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True, logprobs=3)
 
