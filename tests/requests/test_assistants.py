@@ -52,13 +52,14 @@ def with_assistant(folder: Path, fixture: str = NAMES[0]) -> tuple[Path, Path]:
 @BACKENDS
 @pytest.mark.parametrize("name", NAMES)
 def test_it_drafts_what_transformers_drafts(name: str, backend: Callable[[], Any], tmp_path: Path) -> None:
-    """After prompts, and after steps of one token, but where a block begins. Left out are places where two tokens are
-    as good as equal, and where the first token that the window shows is in a block that has left it."""
+    """After prompts, and after steps of one token, at every other place, but where a block begins. Left out are places
+    where two tokens are as good as equal, and where the first token that the window shows is in a block that has left
+    it."""
     reference = np.load(ASSISTANTS / name / "reference.npz")
     ids, sure = reference["ids"].tolist(), 0
     model, _ = with_assistant(tmp_path, name)
     with load_tiny(model, ops=backend(), **SETTINGS, cache_type="f16") as engine:
-        for (place, *wanted), margin in zip(reference["drafts"].tolist(), reference["margins"], strict=True):
+        for (place, *wanted), margin in zip(reference["drafts"].tolist()[::2], reference["margins"][::2], strict=True):
             if place % 16 == 0:
                 assert guesses(engine, ids[: place + 1], place, 4) == []
             elif margin > 0.02 and (place - WINDOW) % 16 != 15:
@@ -66,7 +67,7 @@ def test_it_drafts_what_transformers_drafts(name: str, backend: Callable[[], Any
                     found = guesses(engine, ids[: place + 1], begun, 4)
                     assert found == wanted[: 16 - place % 16]
                 sure += 1
-    assert sure > 40
+    assert sure > 20
 
 
 @BACKENDS

@@ -102,7 +102,7 @@ OF_TYPES = [
 
 def check_answers(engine: Engine, temperature: float) -> None:
     """Answers to several requests at once are those of steps of one token, beside drafts that are accepted."""
-    params, rng = replace(PARAMS, temperature=temperature, seed=3), np.random.default_rng(0)
+    params, rng = replace(PARAMS, temperature=temperature, seed=3, max_tokens=28), np.random.default_rng(0)
     asked = prompts(4)
     wanted = [plain(engine, prompt, params) for prompt in asked]
     known = [Beside(engine, Known([*p, *w.token_ids], 0.8, VOCABULARY)) for p, w in zip(asked, wanted, strict=True)]
