@@ -26,7 +26,7 @@ from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_differ
 from tests.requests.test_assistants import with_assistant
 from tests.tiny import VOCABULARY, blocks_left, load_tiny, make_model
 
-BLOCK = 16
+BLOCK = 8
 SETTINGS: dict[str, Any] = {"block_size": BLOCK, "cache_type": "f16", "parallel": 3, "ctx_size": 160}
 CLOSE = 0.02  # nats: full precision everywhere, but products of several rows are rounded otherwise
 TOKENS = st.lists(st.integers(5, VOCABULARY - 1), min_size=20, max_size=50)
