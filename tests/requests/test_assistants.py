@@ -26,7 +26,7 @@ from tests.cuda.several_devices import LimitedDevice
 from tests.pairs import each, mostly_slow
 from tests.requests.drafters import summary
 from tests.requests.test_drafts import prompts
-from tests.requests.test_mtp import check_answers, guesses
+from tests.requests.test_mtp import BACKENDS, OPS, check_answers, guesses
 from tests.tiny import load_tiny, make_model
 
 SETTINGS: dict[str, Any] = {
@@ -37,7 +37,6 @@ SETTINGS: dict[str, Any] = {
     "spec_type": "assistant",
 }
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-BACKENDS = pytest.mark.parametrize("backend", [NumpyOps, lambda: None], ids=["numpy", "default"])
 ASSISTANTS = FIXTURES.parent / "assistants"
 WINDOW = 12  # of both models
 NAMES = ["gemma4_shared_kv", "gemma4_values_are_keys"]
@@ -70,14 +69,11 @@ def test_it_drafts_what_transformers_drafts(name: str, backend: Callable[[], Any
     assert sure > 20
 
 
-@BACKENDS
-@mostly_slow("name, temperature", product(NAMES, [0, 1.5]), each(NAMES, [0, 1.5]), ids=str)
-def test_answers_are_those_of_steps_of_one_token(
-    tmp_path: Path, name: str, temperature: float, backend: Callable[[], Any]
-) -> None:
+@mostly_slow("name, temperature, ops", product(NAMES, [0, 1.5], OPS), each(NAMES, [0, 1.5], OPS), ids=str)
+def test_answers_are_those_of_steps_of_one_token(tmp_path: Path, name: str, temperature: float, ops: str) -> None:
     """Of several requests at once, beside drafts that are accepted."""
     model, _ = with_assistant(tmp_path, name)
-    with load_tiny(model, ops=backend(), **SETTINGS, cache_type="balanced") as engine:
+    with load_tiny(model, ops=OPS[ops](), **SETTINGS, cache_type="balanced") as engine:
         check_answers(engine, temperature)
 
 

@@ -32,7 +32,8 @@ from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny, make_model
 
 SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 200, "parallel": 4, "calibration": False, "spec_type": "mtp"}
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-BACKENDS = pytest.mark.parametrize("backend", [NumpyOps, lambda: None], ids=["numpy", "default"])
+OPS: dict[str, Callable[[], Any]] = {"numpy": NumpyOps, "default": lambda: None}
+BACKENDS = pytest.mark.parametrize("backend", OPS.values(), ids=OPS)
 
 
 def guesses(engine: Engine, ids: list[int], begun: int, most: int, vocabulary: int | None = None) -> list[int]:
@@ -119,14 +120,13 @@ def check_answers(engine: Engine, temperature: float) -> None:
     assert_idle(engine)
 
 
-@BACKENDS
-@mostly_slow("of, temperature", product(OF_TYPES, [0, 1.5]), each(OF_TYPES, [0, 1.5]), ids=str)
+@mostly_slow("of, temperature, ops", product(OF_TYPES, [0, 1.5], OPS), each(OF_TYPES, [0, 1.5, 1.5, 0], OPS), ids=str)
 def test_answers_are_those_of_steps_of_one_token(
-    tmp_path: Path, of: tuple[str, str], temperature: float, backend: Callable[[], Any]
+    tmp_path: Path, of: tuple[str, str], temperature: float, ops: str
 ) -> None:
     """Of hybrids, and of attention and experts alone, with drafts that are accepted and others."""
     model, cache_type = of
-    with load_tiny(make_mtp(tmp_path, model), ops=backend(), **SETTINGS, cache_type=cache_type) as engine:
+    with load_tiny(make_mtp(tmp_path, model), ops=OPS[ops](), **SETTINGS, cache_type=cache_type) as engine:
         check_answers(engine, temperature)
 
 
