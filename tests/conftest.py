@@ -210,7 +210,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(tiny_path: Path) -> Iterator[Engine]:
-    """The tiny model with polarquant in blocks of 8. Asserts after every test that nothing runs and no block leaked."""
+    """The tiny model with polarquant in blocks of 16. Asserts after every test that nothing runs and no block leaks."""
     from tests.tiny import PLAIN, assert_idle, load_tiny
 
     with load_tiny(tiny_path, **PLAIN) as engine:
