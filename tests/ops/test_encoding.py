@@ -331,13 +331,13 @@ def compared(case: Case) -> list[tuple[float, float, float]]:
     return results
 
 
+WITH_METRIC = [("ring3.5", 1), ("ring5+norm16", 0), ("turbo3", 1), ("trellis3", 1), ("trellis3.5", 0)]
+
+
 @backend_cases(
     "ops name along",
-    [
-        (backend, *of)
-        for backend in FLOAT_LEVELS
-        for of in [("ring3.5", 1), ("ring5+norm16", 0), ("turbo3", 1), ("trellis3", 1), ("trellis3.5", 0)]
-    ],
+    [(backend, *of) for backend, of in each(FLOAT_LEVELS or [NUMPY], WITH_METRIC)],
+    slow=[(backend, *of) for backend in FLOAT_LEVELS for of in WITH_METRIC],
 )
 def test_codes_with_a_metric_in_compiled_kernels(ops: Any, name: str, along: int) -> None:
     shape = Shape((name, name), 32, 32, 8)

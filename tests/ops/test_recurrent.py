@@ -42,7 +42,8 @@ OF_GPU = [
 ]
 FULL = [NUMPY, *BEST]  # every shape here; the other levels differ in how they compile a line
 CASES: list[tuple[Backend, Recurrent, int]] = [(backend, *of) for backend in FULL for of in SHAPES]
-CASES += [(backend, *SHAPES[number]) for backend in EVERY_LEVEL[:-1] for number in (1, 4, 7)]
+OF_LEVELS = [(backend, *SHAPES[number]) for backend in EVERY_LEVEL[:-1] for number in (1, 4, 7)]
+CASES += OF_LEVELS[::4]  # with each of the shapes
 
 
 class Layer:
@@ -116,7 +117,7 @@ def check_prompt(ops: Any, shape: Recurrent, block: int) -> None:
         np.testing.assert_array_equal(ops.to_host(ends.inputs)[kept], kept_inputs)
 
 
-@backend_cases("ops shape block", CASES)
+@backend_cases("ops shape block", CASES, slow=OF_LEVELS)
 def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(ops: Any, shape: Recurrent, block: int) -> None:
     check_prompt(ops, shape, block)
 
@@ -148,7 +149,7 @@ def test_heads_of_the_size_that_models_have(ops: Any, shape: Recurrent) -> None:
     check_prompt(ops, shape, 64)
 
 
-@backend_cases("ops shape block", [*CASES, *((CUDA, *OF_GPU[number]) for number in (0, 3, 5))])
+@backend_cases("ops shape block", [*CASES, *((CUDA, *OF_GPU[number]) for number in (0, 3, 5))], slow=OF_LEVELS)
 def test_rows_that_are_not_kept_leave_no_trace(ops: Any, shape: Recurrent, block: int) -> None:
     """Compiled kernels compute a row alone as with others. Products of NumPy differ by roundings, and so may kernels
     that a GPU's compiler has made for one row and for several."""

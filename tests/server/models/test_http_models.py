@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import ollama
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,7 +25,7 @@ from polarlm.server.models.app import GET_PATHS, POST_PATHS, create_models_app, 
 from polarlm.server.models.process import FAILED, LOADING, READY, UNLOADED
 from polarlm.server.running.driver import Driver
 from tests.encoders import make_folder
-from tests.lazily import anthropic, openai
+from tests.lazily import anthropic, ollama, openai
 from tests.server.lines import PATIENCE, eventually
 from tests.server.models.running import KEY, Front, front, two_models
 
