@@ -32,13 +32,21 @@ def use_utf8() -> None:
             stream.reconfigure(errors="replace")
 
 
-def run(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
-    """Run `work` on a command line and return the exit code: what it returns; 2, with a sentence, for bad input; 130
-    after Ctrl-C; the code of `lost_output`. argv: without the program's name; None means the process's own."""
+def run(
+    work: Callable[[Sequence[str]], int | None],
+    argv: Sequence[str] | None,
+    failures: tuple[type[Exception], ...] = (),
+) -> int:
+    """Run `work` on a command line and return the exit code: what it returns; 1, with a sentence, for one of `failures`
+    and 2 for bad input; 130 after Ctrl-C; the code of `lost_output`. argv: without the program's name; None means the
+    process's own."""
     use_utf8()
     try:
         code = work(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
+    except failures as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _UNEXPECTED_ERROR
     except FlagError as error:
         print(f"error: {error}; --help lists the flags", file=sys.stderr)
     except EngineError as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from polarlm.engine import EngineError
 from polarlm.engine.state.plan import format_bytes
@@ -29,13 +30,9 @@ CREATE INDEX IF NOT EXISTS changed_messages ON messages (revision);
 """
 
 
-@dataclass
-class Change:
-    """What is new of a conversation. `head` and the bodies of messages are JSON; a deleted one has no head."""
-
-    head: str | None = None
-    has_head: bool = False  # whether the head, or the deletion, is part of what is new
-    messages: dict[str, str] = field(default_factory=dict)
+Changes = dict[str, dict[str, Any]]
+"""What is new of conversations, by id: {"head", "messages": {ID: a message}}, without a head that is the same. A
+deleted one has the head None."""
 
 
 class ConversationStore:
@@ -65,7 +62,7 @@ class ConversationStore:
     def close(self) -> None:
         self._file.close()
 
-    def changes_since(self, revision: int) -> tuple[dict[str, Change], int, bool]:
+    def changes_since(self, revision: int) -> tuple[Changes, int, bool]:
         """(what changed after a revision, by conversation; the revision that this leads to; whether there is more)."""
         with self._lock, self._storage_errors():
             rows = self._file.execute(
@@ -73,16 +70,17 @@ class ConversationStore:
                 "SELECT revision, conversation, id, body FROM messages WHERE revision > ? ORDER BY 1",
                 (revision, revision),
             )
-            changes: dict[str, Change] = {}
+            changes: Changes = {}
             size = 0
             for row_revision, conversation, message, text in rows:
                 if size > _MOST_BYTES and row_revision != revision:
                     return changes, revision, True
-                change = changes.setdefault(conversation, Change())
+                change = changes.setdefault(conversation, {"messages": {}})
+                value = None if text is None else json.loads(text)
                 if message is None:
-                    change.head, change.has_head = text, True
+                    change["head"] = value
                 else:
-                    change.messages[message] = text
+                    change["messages"][message] = value
                 size += len(text or "")
                 revision = row_revision
             return changes, revision, False
