@@ -7,11 +7,11 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 
-from polarlm.engine.cli.flags import FlagError, in_flags
+from polarlm.engine.cli.flags import Check, FlagError, in_flags, parse
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.errors import LoadError
 
@@ -73,6 +73,17 @@ def command(work: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
         return run(work, argv)
 
     return main
+
+
+def with_flags(
+    groups: Mapping[str, type], prog: str, description: str, checks: Mapping[str, Check] = {}
+) -> Callable[[Callable[..., int | None]], Callable[..., int]]:
+    """Make a function of flags the `main` of a command: it gets an instance of each of `groups`, as `parse` says."""
+
+    def decorate(work: Callable[..., int | None]) -> Callable[..., int]:
+        return command(lambda argv: work(*parse(argv, groups, prog=prog, description=description, checks=checks)))
+
+    return decorate
 
 
 def note(sentence: str) -> None:
