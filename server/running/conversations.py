@@ -8,12 +8,11 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from polarlm.engine import EngineError
 from polarlm.engine.state.plan import format_bytes
-from polarlm.server.running.sessions import unusable
+from polarlm.server.running.sessions import private_folder, unusable
 
 FILE = "conversations.sqlite3"
 _BUSY_SECONDS = 10.0  # for which another server with the same folder may write
@@ -45,9 +44,8 @@ class ConversationStore:
     def __init__(self, folder: str, most: int) -> None:
         """most: bytes that the file may have; one that has more already does not grow. Raises EngineError."""
         self._lock, self._most = threading.Lock(), most
+        path = private_folder("--conversations", folder)
         try:
-            path = Path(folder).expanduser()
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path / FILE, os.O_CREAT | os.O_RDWR, 0o600))  # for its owner alone
             self._file = sqlite3.connect(
                 path / FILE, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -56,7 +54,7 @@ class ConversationStore:
             self._file.executescript(_TABLES)
             (page,) = self._file.execute("PRAGMA page_size").fetchone()
             self._file.execute(f"PRAGMA max_page_count = {max(1, most // page)}")
-        except (OSError, RuntimeError, sqlite3.Error) as error:  # RuntimeError: ~ without a home folder
+        except (OSError, sqlite3.Error) as error:
             raise unusable("--conversations", folder, error) from None
 
     def close(self) -> None:
