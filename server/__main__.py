@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.engine.cli.commands import run
-from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import DeviceLost
 from polarlm.engine.state.plan import parse_size
