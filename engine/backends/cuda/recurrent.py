@@ -243,11 +243,9 @@ class RecurrentOps(DeviceOps):
         y = self._device.empty((count, inner), np.float32)
         pitch, size = row_stride(projected), inner // groups
         if ends is None:
-            config, weights = (
-                Mamba2Sizes.from_slots(slots).step(_span_rows(spans, y)),
-                (w.conv, w.bias, w.decay, w.dt_bias),
-            )
-            args = y, *_step_state(slots), projected, *weights, w.skip, spans, pitch, groups
+            config = Mamba2Sizes.from_slots(slots).step(_span_rows(spans, y))
+            weights = w.conv, w.bias, w.decay, w.dt_bias, w.skip
+            args = y, *_step_state(slots), projected, *weights, spans, pitch, groups
             self._launch("mamba2", (len(w.skip), len(spans)), config, *args)
         else:
             for part in _parts(y, projected, rows):

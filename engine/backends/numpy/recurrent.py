@@ -85,10 +85,7 @@ def _add_gated_delta_rows(rows: np.ndarray, w: DeltaWeights, slots: DeltaSlots, 
     new_decays = add_decays(decays, w.decay[:, None] * softplus(a + w.dt_bias[:, None]), place)
     slots.keys[slot, :, :, place:end] = k.transpose(0, 2, 1)
     keys, matrix = slots.keys[slot, :, :, :end], slots.matrices[slot]
-    start_decay, pair_decays = (
-        np.exp(new_decays)[..., None],
-        decays_between(decays, place, count),
-    )  # since: the matrix, (H, count, 1)
+    start_decay, pair_decays = np.exp(new_decays)[..., None], decays_between(decays, place, count)
     _update(updates, place, v, b, start_decay * (k[key_head] @ matrix), pair_decays * (k @ keys)[key_head])
     read = start_decay * (q[key_head] @ matrix)
     read += pair_decays * (q @ keys)[key_head] @ updates[:, :end]

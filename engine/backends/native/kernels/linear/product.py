@@ -432,10 +432,8 @@ def _packed_sums(
 ) -> list[list[Value]]:
     """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
     format, place = spec.format, layout(spec.format)
-    codes, distance = (
-        Codes(e, place, spec.row_tile, spec.inputs),
-        place.codes + prefetch_distance(e.level, spec.row_tile),
-    )
+    codes = Codes(e, place, spec.row_tile, spec.inputs)
+    distance = place.codes + prefetch_distance(e.level, spec.row_tile)
     panel = x + first // spec.row_tile * stride
 
     def add(outputs: Outputs, sums: Sequence[Sequence[Variable]]) -> None:
