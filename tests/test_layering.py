@@ -53,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
     "quantization": {"codecs"},
     "records": {"codecs"},
     "sampling": TOLD,
-    "jit": {"errors"},
+    "jit": {"errors", "storage.files"},
     "backends": {"codecs", "jit", "quantization", "records", "sampling", "weight_formats"} | TOLD,
     "storage.payloads": {"backends.transfer", "state", "storage.objects"},
     "storage.copies": {"state", "storage.objects", "storage.payloads"},
@@ -228,7 +228,7 @@ APART = {
 }
 
 # What the language of kernels imports of this project, and its parts: each imports only parts before it.
-OF_THE_LANGUAGE = {"engine.errors", "model_loaders.forks", "model_loaders.user_dirs"}
+OF_THE_LANGUAGE = {"engine.errors", "engine.storage.files", "model_loaders.forks", "model_loaders.user_dirs"}
 PARTS_OF_THE_LANGUAGE = ["lang", "isa", "compile", "run"]
 
 # Rooms that need almost nothing from outside.

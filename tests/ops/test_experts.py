@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.backends.numpy.rows import ACTIVATIONS
+from polarlm.engine.backends.numpy.rows import apply_activation
 from polarlm.engine.backends.ops import ExpertNetwork, Fusion, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Deltas, ExpertLinear
@@ -170,7 +170,7 @@ class Layer:
         for row, number in np.ndindex(*routing.ids.shape):
             expert = routing.ids[row, number]
             up, down = (0 if bias is None else bias[expert] for bias in self.biases)
-            inner = ACTIVATIONS[activation]((matrix(self.gate_up[expert]) @ x[row] + up)[None])[0]
+            inner = apply_activation((matrix(self.gate_up[expert]) @ x[row] + up)[None], activation)[0]
             out[row] += routing.weights[row, number] * (matrix(self.down[expert]) @ inner + down)
         return out
 
@@ -316,7 +316,7 @@ def test_adapters_of_experts_are_changes_of_their_matrices(ops: Any, rng: np.ran
             * np.matmul(*(one[ids[row, 0] * count + expert][0].values for one in (b, a)))
             for matrices, (a, b), is_changed in zip((layer.gate_up, layer.down), stored, changed, strict=True)
         )
-        inner = ACTIVATIONS["silu"]((gate_up @ wide[row] + layer.biases[0][expert])[None])[0]
+        inner = apply_activation((gate_up @ wide[row] + layer.biases[0][expert])[None], "silu")[0]
         wanted[row] += routing.weights[row, number] * (down @ inner + layer.biases[1][expert])
     for factors in itertools.chain(*stored):
         factors += [[StoredArray(np.full(factors[0][0].shape, np.nan, np.float32), name)] for _ in range(count)]

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadRule, HeadTransform, Norm
-from polarlm.engine.backends.ops import Array, Fusion, Ops
+from polarlm.engine.backends.ops import Array, Fusion, Ops, Texts
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import parts
 from polarlm.engine.weight_formats import Linear
@@ -99,7 +99,7 @@ class PatchReader(Generic[AnyVisionEncoder, W, L]):
         None for heads without norms."""
         (qkv, out), heads, dim = weights, self.encoder.heads, self.encoder.hidden_size // self.encoder.heads
         mixed = self._ops.linear(y, qkv, Fusion(norm)).reshape(len(x), 3 * heads, dim)
-        mixed = self._encoder_ops.self_attention(mixed, rope, rule or self._heads, lengths, dim**-0.5)
+        mixed = self._encoder_ops.self_attention(mixed, rope, rule or self._heads, Texts(lengths), dim**-0.5)
         self._ops.linear(mixed.reshape(len(x), heads * dim), out, residual=x)
 
     def _layer_norm(self, x: Array, norm: Array, bias: Array) -> Array:
