@@ -2,12 +2,11 @@
 
 Values of a matrix (out, in) have a mean near 0 and a variance of 1/in, so that activations neither grow nor vanish. All
 matrices of a format take their blocks from one piece of random blocks, from different places on, so that a model of any
-size needs little time and memory. No package besides NumPy is needed for formats of bytes that kernels unpack.
+size needs little time and memory.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from polarlm.engine.weight_formats import WeightFormat, get
+from polarlm.engine.weight_formats import get
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.files.tensor_table import TensorSpec
@@ -41,7 +40,6 @@ KINDS = {
     "tq1_0": ("tq1_0", "q6_k"),
     **{name: (name, name) for name in ("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")},
 }
-_GGUF = importlib.util.find_spec("gguf") is not None
 _PIECE_VALUES = 1 << 20
 _MXFP4_DEVIATION = 2.9  # the standard deviation of the values of all codes
 
@@ -70,14 +68,6 @@ def random_blocks(
     return raw.reshape(rows, -1)
 
 
-def dequantize(format: WeightFormat, raw: np.ndarray, out: np.ndarray) -> None:
-    """Write the values of raw (rows, bytes of a row) to `out` (rows, columns) float32."""
-    if format.unpack is None or _GGUF:
-        format.dequantize(raw, out)
-    else:  # the same values: tests/weight_formats compare them to the bit
-        out[...] = format.unpack(raw).dequantize()
-
-
 @lru_cache(maxsize=16)
 def _piece(name: str, columns: int) -> np.ndarray:
     """Random blocks, uint8 (blocks, bytes of a block), of a matrix with rows of `columns` numbers.
@@ -104,7 +94,7 @@ def _unit(name: str) -> float:
     format = get(name)
     raw = random_blocks(np.random.default_rng(9), name, 1 << 18 >> format.values.bit_length(), format.values, (1, -1))
     values = np.empty((len(raw), format.values), np.float32)
-    dequantize(format, raw, values)
+    format.dequantize(raw, values)
     return float(values.std())
 
 
@@ -128,7 +118,7 @@ class RandomMatrix:
 
     def dequantize(self, out: np.ndarray, first: int = 0) -> None:
         """Write the values of rows, from `first` on, to `out` (rows, columns) float32."""
-        dequantize(self.format, self.raw(slice(first, first + len(out))), out)
+        self.format.dequantize(self.raw(slice(first, first + len(out))), out)
 
     def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
         step = max(1, nbytes // self.format.size(self.shape[1]))

@@ -13,18 +13,15 @@
 // even ones of 8 codes lie in the low half of the bits and the odd ones in the high half, so that a shift and a mask
 // give a pair of neighbours, each in its 16 bits; in codes of 8 bits, two pairs have a word.
 //
-// F describes a format: VALUES, NBYTES of a block in the file, BITS, GROUP, ZERO, SUBS, OFFSETS, POWERS, TABLED, and
-//   code(block, i)            of input i
-//   scale(block), offset(block)                   the 16 bits of the tile
-//   sub_scale(block, group), sub_offset(block, group)
-//   table(i)                  with TABLED: four of the 16 numbers of codes, as bytes with 128 added; ZERO is 128
+// F are a format's constants, which Python writes: VALUES, BITS, GROUP and ZERO; SUBS, OFFSETS, POWERS and TABLED, each
+// 0 or 1; with TABLED, TABLE_0 … TABLE_3 are the 16 numbers of codes, as bytes with 128 added, and ZERO is 128.
 //
 // A tile is aligned to 16 bytes, and in % VALUES == 0.
 template <class F>
 struct PackedWeights {
     using Product = __half;
     static constexpr bool PACKED = true;
-    static constexpr int VALUES = F::VALUES, NBYTES = F::NBYTES, BITS = F::BITS, GROUP = F::GROUP;
+    static constexpr int VALUES = F::VALUES, BITS = F::BITS, GROUP = F::GROUP;
     static constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, HIGH = BITS - LOW;  // bits of the planes
     static constexpr int PART_GROUPS = 32 / GROUP;
     static constexpr bool OFFSETS = F::OFFSETS;
@@ -142,8 +139,8 @@ struct PackedWeights {
     }
     // The numbers of the four codes in the low 16 bits, as bytes.
     static __device__ __forceinline__ unsigned table_bytes(unsigned w) {
-        const unsigned low = __byte_perm(F::table(0), F::table(1), w & 0x7777u);
-        const unsigned high = __byte_perm(F::table(2), F::table(3), w & 0x7777u);
+        const unsigned low = __byte_perm(F::TABLE_0, F::TABLE_1, w & 0x7777u);
+        const unsigned high = __byte_perm(F::TABLE_2, F::TABLE_3, w & 0x7777u);
         return __byte_perm(low, high, 0x3210u | (w & 0x8888u) >> 1);
     }
 
@@ -181,82 +178,5 @@ struct PackedWeights {
             out[j] = __fmul_rn(float(code - F::ZERO), factors.x);
             if (F::OFFSETS) out[j] = __fadd_rn(out[j], factors.y);
         }
-    }
-
-    // Writes weights k … k + 7 of a row, from the row's bytes in the file, and the factors whose first weight they
-    // have.
-    static __device__ __forceinline__ void repack8(unsigned char *matrix, const unsigned char *raw, int row, int in,
-                                                   int k) {
-        constexpr int groups = VALUES / GROUP;
-        unsigned char *const block = const_cast<unsigned char *>(block_at(matrix, row / 16, in, k));
-        const int i = k % VALUES, group = i / GROUP, at = row % 16, place = 2 * (at % 8 * 4 + i % 32 / 8) + at / 8;
-        raw += k / VALUES * NBYTES;
-        constexpr int fields = F::OFFSETS ? 2 : 1;
-        if (i == 0) {
-            unsigned short *const numbers = reinterpret_cast<unsigned short *>(block) + fields * at;
-            numbers[0] = F::scale(raw);
-            if (F::OFFSETS) numbers[1] = F::offset(raw);
-        }
-        if (F::SUBS && i % GROUP == 0) {
-            unsigned char *const sub_numbers = block + NUMBERS + SUB_NUMBERS * group + fields * at;
-            sub_numbers[0] = F::sub_scale(raw, group) + 128;
-            if (F::OFFSETS) sub_numbers[1] = F::sub_offset(raw, group);
-        }
-        unsigned long long low = 0, high = 0;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const unsigned long long code = F::code(raw, i + j);
-            low |= (code & ((1ull << LOW) - 1)) << place_of<LOW>(j);
-            high |= (code >> LOW) << place_of<HIGH>(j);
-        }
-        unsigned char *const plane = block + codes(groups) + i / 32 * 64 * BITS;
-#pragma unroll
-        for (int b = 0; b < LOW; ++b) plane[place * LOW + b] = low >> 8 * b;
-#pragma unroll
-        for (int b = 0; b < HIGH; ++b) plane[64 * LOW + place * HIGH + b] = high >> 8 * b;
-    }
-    // The lowest bit of code j in a plane of B bits.
-    template <int B>
-    static constexpr int place_of(int j) {
-        return B == 8 ? j / 4 * 32 + j / 2 % 2 * 8 + j % 2 * 16 : B * (j / 2 + j % 2 * 4);
-    }
-};
-
-// The 16 bits of a number in a file, which may begin at any byte.
-__device__ __forceinline__ unsigned short two_bytes(const unsigned char *p) { return p[0] | p[1] << 8; }
-
-// Code i of codes of BITS bits: each run of WIDTH bytes holds 8 / BITS runs of WIDTH codes, the first in the lowest
-// bits.
-template <int WIDTH, int BITS>
-__device__ __forceinline__ int packed_code(const unsigned char *p, int i) {
-    constexpr int run = WIDTH * 8 / BITS;
-    return p[i / run * WIDTH + i % WIDTH] >> BITS * (i % run / WIDTH) & ((1 << BITS) - 1);
-}
-
-// The defaults of format descriptions.
-struct BlocksOf32 {
-    static constexpr int VALUES = 32, GROUP = 32, ZERO = 0;
-    static constexpr bool SUBS = false, OFFSETS = false, POWERS = false, TABLED = false;
-    static __device__ __forceinline__ unsigned short scale(const unsigned char *block) { return two_bytes(block); }
-    static __device__ __forceinline__ unsigned short offset(const unsigned char *block) { return two_bytes(block + 2); }
-    static __device__ __forceinline__ int sub_scale(const unsigned char *, int) { return 1; }
-    static __device__ __forceinline__ int sub_offset(const unsigned char *, int) { return 1; }
-    static __device__ __forceinline__ unsigned table(int) { return 0; }
-};
-
-// Blocks of 256 in groups of 32, w = d * scale * q - dmin * min, with 8 scales and 8 minima of 6 bits in 12 bytes.
-struct BlocksOf256 : BlocksOf32 {
-    static constexpr int VALUES = 256;
-    static constexpr bool SUBS = true, OFFSETS = true;
-    static __device__ __forceinline__ unsigned short offset(const unsigned char *block) {
-        return two_bytes(block + 2) ^ 0x8000;
-    }
-    static __device__ __forceinline__ int sub_scale(const unsigned char *block, int group) {
-        const unsigned char *const p = block + 4 + group;
-        return group < 4 ? *p & 63 : (p[4] & 15) | (p[-4] >> 2 & 48);
-    }
-    static __device__ __forceinline__ int sub_offset(const unsigned char *block, int group) {
-        const unsigned char *const p = block + 4 + group;
-        return group < 4 ? p[4] & 63 : p[4] >> 4 | (*p >> 2 & 48);
     }
 };

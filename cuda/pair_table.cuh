@@ -140,7 +140,8 @@ struct PairTable {
     }
 
     // Stores codes [N][D / WIDTH] and norms [N] from shared memory in a record.
-    static __device__ void pack(unsigned char *record, const unsigned short *codes, const float *norms,
+    template <class Code>
+    static __device__ void pack(unsigned char *record, const Code *codes, const float *norms,
                                 const unsigned char *tables, int thread, int threads) {
         unsigned *words = reinterpret_cast<unsigned *>(record);
         for (int at = thread; at < L::PARTS * L::WORDS * 32; at += threads) {
@@ -161,17 +162,19 @@ struct PairTable {
 
 private:
     // The code of c[r] of a lane and tile.
-    static __device__ __forceinline__ unsigned code_at(const unsigned short *codes, int part, int t, int lane, int r) {
+    template <class Code>
+    static __device__ __forceinline__ unsigned code_at(const Code *codes, int part, int t, int lane, int r) {
         const int g = lane / 4, tg = lane % 4;
         const int token =
             L::VALUES ? 16 * (t / L::STEPS) + 8 * (r / 2) + 2 * tg + r % 2 : 16 * (t % L::PT) + g + 8 * (r % 2);
         const int pair = L::VALUES ? 8 * (t % L::STEPS) + g : 8 * (t / L::PT) + 4 * (r / 2) + tg;
         if (pair >= L::D / 2) return 0;
-        const unsigned short *own = codes + ((part * L::PART + token) * L::D + 2 * pair) / WIDTH;
+        const Code *own = codes + ((part * L::PART + token) * L::D + 2 * pair) / WIDTH;
         return WIDTH == 2 ? own[0] : own[0] | own[1] << L::CODE_BITS;
     }
 
-    static __device__ __forceinline__ unsigned packed_word(const unsigned short *codes, int part, int word, int lane) {
+    template <class Code>
+    static __device__ __forceinline__ unsigned packed_word(const Code *codes, int part, int word, int lane) {
         constexpr int spare = Decoder::SPARE;
         unsigned packed = 0;
 #pragma unroll

@@ -1,5 +1,5 @@
-// Weight formats: each is a struct in `cuda/weights/`, the twin of a file in `engine/weight_formats/`. WEIGHT is the
-// struct of the format that a kernel reads. Its members:
+// Weight formats: Python writes a struct for each that kernels read, from its file in `engine/weight_formats/`. WEIGHT
+// is the struct of the format of a kernel's matrices. Its members:
 //
 //   Product                     the type in which tensor cores multiply weights: __half or __nv_bfloat16
 //   PACKED                      whether it is in tiles: then the members of packed_weights.cuh are there as well

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from polarlm.model_loaders import generation
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
-from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError, close_on_error
 from polarlm.model_loaders.fields import read_json, usable
 from polarlm.model_loaders.files.draft_heads import HEADS, head_beside
 from polarlm.model_loaders.files.folder import open_folder
@@ -43,7 +43,7 @@ from polarlm.model_loaders.files.repository import (
 from polarlm.model_loaders.files.tensors import StoredWeights
 from polarlm.model_loaders.files.weights import WeightSource, main_dtype
 from polarlm.model_loaders.forks import cached_property
-from polarlm.model_loaders.hub import Fits, fetch, fetch_head, hub_name, local, search_for
+from polarlm.model_loaders.hub import Fits, fetch, fetch_part, hub_name, local, search_for
 from polarlm.model_loaders.rope import rope_frequencies
 from polarlm.model_loaders.vision_encoders import VisionEncoder, belongs, open_mmproj, reads_images, vision_encoder_of
 
@@ -141,13 +141,9 @@ def load(
     where = (
         demo_model(verbose) if path is None else _existing_path(path) if name is None else fetch(name, fits, verbose)
     )
-    parts = where, mtp, head and (head[0], _head(where, *head, verbose))
-    model = _load_folder(*parts) if where.is_dir() else _load_gguf(*parts)
-    try:
+    model = _load(where, mtp, head and (head[0], _head(where, *head, verbose)))
+    with close_on_error(model.weights):
         vision_encoder, vision_weights = load_vision_encoder(where, model.config, mmproj) or (None, None)
-    except BaseException:
-        model.weights.close()
-        raise
     model = replace(model, vision_encoder=vision_encoder, vision_weights=vision_weights)
     if path is None or is_demo(where):
         model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
@@ -200,7 +196,7 @@ def _head(model: Path, kind: str, path: str, verbose: Callable[[str], None] | No
     """The folder or file of a draft head, as `load` takes it."""
     if path:
         name = hub_name(path)
-        return _existing_path(path) if name is None else fetch_head(name, verbose)
+        return _existing_path(path) if name is None else fetch_part(name, "head", verbose)
     if (found := head_beside(kind, model)) is None:
         what = HEADS[kind][0]
         raise LoadError(f"There is no {what} beside {model}; give one with model_draft, or another spec_type.")
@@ -230,64 +226,44 @@ def _open(where: Path, mtp: bool, head: tuple[str, Path] | None) -> tuple[ModelC
     return config, weights, gguf
 
 
-def _load_folder(folder: Path, mtp: bool, head: tuple[str, Path] | None) -> Model:
+def _load(where: Path, mtp: bool, head: tuple[str, Path] | None) -> Model:
+    """The model in a folder or a GGUF file, without the part that reads images."""
     from polarlm.model_loaders import tokenizers
     from polarlm.model_loaders.chat import templates
 
-    config, weights, _ = _open(folder, mtp, head)
-    try:
-        return Model(
-            name=_folder_name(folder.resolve()),
-            path=folder,
-            config=config,
-            weights=weights,
+    config, weights, gguf = _open(where, mtp, head)
+    with close_on_error(weights):
+        of_model = partial(Model, path=where, config=config, weights=weights, dtype=main_dtype(weights))
+        if gguf is not None:
+            return of_model(
+                name=_DTYPE_SUFFIX.sub("", where.stem),
+                read_tokenizer=_in_thread(config.vocab_size, tokenizers.load_for_gguf, gguf),
+                template=templates.for_gguf(gguf),
+                generation=generation.defaults_of_gguf(gguf, config.vocab_size),
+                pooling=pooling_of_gguf(gguf),
+            )
+        return of_model(
+            name=_folder_name(where.resolve()),
             read_tokenizer=_in_thread(
                 config.vocab_size,
                 tokenizers.load_for_folder,
-                folder,
-                read_json(folder / "config.json"),
-                read_json(folder / "generation_config.json", required=False),
+                where,
+                read_json(where / "config.json"),
+                read_json(where / "generation_config.json", required=False),
             ),
             template=templates.for_folder(
-                folder, read_json(companion_in(folder, "tokenizer_config.json"), required=False)
+                where, read_json(companion_in(where, "tokenizer_config.json"), required=False)
             ),
-            generation=generation.defaults_of_folder(folder, config.vocab_size),
-            dtype=main_dtype(weights),
-            pooling=pooling_of_folder(folder),
-            prompts=prompts_of_folder(folder),
+            generation=generation.defaults_of_folder(where, config.vocab_size),
+            pooling=pooling_of_folder(where),
+            prompts=prompts_of_folder(where),
         )
-    except BaseException:
-        weights.close()
-        raise
 
 
 def _folder_name(folder: Path) -> str:
     """The folder's name; the repository's if it lies in the hub's cache, where it is named after a commit."""
     repository = folder.parents[1].name if folder.parent.name == "snapshots" else ""
     return repository.rpartition("--")[2] if repository.startswith("models--") else folder.name
-
-
-def _load_gguf(file: Path, mtp: bool, head: tuple[str, Path] | None) -> Model:
-    from polarlm.model_loaders import tokenizers
-    from polarlm.model_loaders.chat import templates
-
-    config, weights, gguf = _open(file, mtp, head)
-    assert gguf is not None
-    try:
-        return Model(
-            name=_DTYPE_SUFFIX.sub("", file.stem),
-            path=file,
-            config=config,
-            weights=weights,
-            read_tokenizer=_in_thread(config.vocab_size, tokenizers.load_for_gguf, gguf),
-            template=templates.for_gguf(gguf),
-            generation=generation.defaults_of_gguf(gguf, config.vocab_size),
-            dtype=main_dtype(weights),
-            pooling=pooling_of_gguf(gguf),
-        )
-    except BaseException:
-        weights.close()
-        raise
 
 
 def _in_thread(rows: int, read: Callable[..., Tokenizer], *arguments: Any) -> Callable[[], Tokenizer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class LoadError(ValueError):
@@ -24,6 +25,16 @@ def stand_in(path: Path, beginning: bytes) -> LoadError | None:
             "/blob/, and logged in if the model needs it."
         )
     return None
+
+
+@contextmanager
+def close_on_error(source: Any) -> Iterator[None]:
+    """Close what a model is read from, such as a file, if reading it fails."""
+    try:
+        yield
+    except BaseException:
+        source.close()
+        raise
 
 
 @contextmanager

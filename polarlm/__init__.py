@@ -34,22 +34,7 @@ if [Path(program).stem for program in sys.argv[:1]] in (["-m"], ["polarlm"]):  #
     sys.excepthook = _tell_errors
 
 if TYPE_CHECKING:
-    from polarlm.engine import (
-        AsyncEngine,
-        CacheStats,
-        Chunk,
-        Completion,
-        Embedding,
-        Engine,
-        EngineConfig,
-        EngineError,
-        PromptOptions,
-        SamplingParams,
-        Score,
-        Session,
-        TokenLogprob,
-        Usage,
-    )
+    from polarlm.engine import *
 
 __all__ = [
     "AsyncEngine",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from polarlm.engine.cli.commands import columns, command, note
-from polarlm.engine.cli.flags import FlagError, parse
+from polarlm.engine.cli.commands import columns, note, with_flags
+from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import setting
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders.user_dirs import cache_folder
@@ -34,14 +34,10 @@ class CacheConfig:
 GROUPS: Mapping[str, type] = {"Cache": CacheConfig}
 
 
-@command
-def main(argv: Sequence[str]) -> None:
-    (options,) = parse(
-        argv,
-        GROUPS,
-        prog="polarlm cache",
-        description="Show what this program keeps in its cache folder. Models are shown by polarlm list.",
-    )
+@with_flags(
+    GROUPS, "polarlm cache", "Show what this program keeps in its cache folder. Models are shown by polarlm list."
+)
+def main(options: CacheConfig) -> None:
     folder = cache_folder()
     kinds = [] if options.prune is None else [kind.strip() for kind in options.prune.split(",")]
     for kind in kinds:

@@ -15,8 +15,8 @@ import shtab
 
 from polarlm.command import COMMANDS
 from polarlm.engine import codecs, weight_formats
-from polarlm.engine.cli.commands import command
-from polarlm.engine.cli.flags import parse, parser
+from polarlm.engine.cli.commands import with_flags
+from polarlm.engine.cli.flags import parser
 from polarlm.engine.config import AS_STORED, setting
 from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 
@@ -31,18 +31,13 @@ class Options:
 GROUPS: Mapping[str, type] = {"Completion": Options}
 
 
-@command
-def main(argv: Sequence[str]) -> None:
-    (options,) = parse(
-        argv,
-        GROUPS,
-        prog="polarlm completion",
-        description=(
-            "Print a script that completes polarlm's commands, flags and their values. For bash: polarlm "
-            "completion bash > ~/.local/share/bash-completion/completions/polarlm; docs/flags.md has the lines for "
-            "zsh and fish."
-        ),
-    )
+@with_flags(
+    GROUPS,
+    "polarlm completion",
+    "Print a script that completes polarlm's commands, flags and their values. For bash: polarlm completion bash > "
+    "~/.local/share/bash-completion/completions/polarlm; docs/flags.md has the lines for zsh and fish.",
+)
+def main(options: Options) -> None:
     print(script(options.shell))
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from polarlm import model_loaders
-from polarlm.engine.cli.commands import columns, command, note
-from polarlm.engine.cli.flags import FlagError, check_that, parse
+from polarlm.engine.cli.commands import columns, note, with_flags
+from polarlm.engine.cli.flags import FlagError, check_that
 from polarlm.engine.cli.progress import SHARE, amounts, progress_bar
 from polarlm.engine.config import (
     AS_STORED,
@@ -91,20 +91,22 @@ class FitConfig:
 GROUPS: Mapping[str, type] = {"Fit": FitConfig}
 
 
-@command
-def main(argv: Sequence[str]) -> None:
-    print(_report(argv))
+def _is_list(text: str) -> bool:
+    return all(word.strip().isdecimal() and 0 < int(word) < 2**31 for word in text.split(","))
 
 
-def _report(argv: Sequence[str]) -> str:
+@with_flags(
+    GROUPS,
+    "polarlm fit",
+    "Show what fits on this machine, computed from a model's configuration before anything is loaded.",
+    {"contexts": check_that(_is_list, "takes whole numbers above 0, separated by commas")},
+)
+def main(options: FitConfig) -> None:
+    print(_report(options))
+
+
+def _report(options: FitConfig) -> str:
     """The text to print. Raises FlagError, EngineError or LoadError."""
-    (options,) = parse(
-        argv,
-        GROUPS,
-        prog="polarlm fit",
-        description="Show what fits on this machine, computed from a model's configuration before anything is loaded.",
-        checks={"contexts": check_that(_is_list, "takes whole numbers above 0, separated by commas")},
-    )
     names = "weights", "hf_repo", "weight_type", "device", "lora", "tensor_split"
     settings = {name: getattr(options, name) for name in names}
     config = settle(None, None, settings)
@@ -173,10 +175,6 @@ def _write_encoding(config: EngineConfig, output: str | None) -> str:
     finally:
         parts.close()
     return f"{path}: the encoding of {source.name}, {format_bytes(path.stat().st_size)}."
-
-
-def _is_list(text: str) -> bool:
-    return all(word.strip().isdecimal() and 0 < int(word) < 2**31 for word in text.split(","))
 
 
 def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:

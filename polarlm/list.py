@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from polarlm.engine.cli.commands import columns, command, note
-from polarlm.engine.cli.flags import parse
+from polarlm.engine.cli.commands import columns, note, with_flags
 from polarlm.engine.config import setting
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import demo
@@ -27,9 +26,8 @@ class ListConfig:
 GROUPS: Mapping[str, type] = {"List": ListConfig}
 
 
-@command
-def main(argv: Sequence[str]) -> None:
-    (options,) = parse(argv, GROUPS, prog="polarlm list", description="List the models on this machine, by name.")
+@with_flags(GROUPS, "polarlm list", "List the models on this machine, by name.")
+def main(options: ListConfig) -> None:
     models = local_models()
     if options.json:
         print(json.dumps([{"name": name, "bytes": size, "path": str(path)} for name, size, path in models], indent=1))

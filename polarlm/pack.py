@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.engine import Engine, EngineError, SamplingParams
-from polarlm.engine.cli.commands import command, note
-from polarlm.engine.cli.flags import FlagError, parse, read_text
+from polarlm.engine.cli.commands import note, with_flags
+from polarlm.engine.cli.flags import FlagError, read_text
 from polarlm.engine.cli.progress import SHARE, amounts, progress_bar
 from polarlm.engine.config import EngineConfig, hub_setting, model_setting, setting
 from polarlm.engine.loading.checks import settle
@@ -50,14 +50,10 @@ class PackConfig:
 GROUPS: Mapping[str, type] = {"Pack": PackConfig}
 
 
-@command
-def main(argv: Sequence[str]) -> None:
-    (options,) = parse(
-        argv,
-        GROUPS,
-        prog="polarlm pack",
-        description="Compute a context once, and keep it in a file that --pack gives to chats and servers.",
-    )
+@with_flags(
+    GROUPS, "polarlm pack", "Compute a context once, and keep it in a file that --pack gives to chats and servers."
+)
+def main(options: PackConfig) -> None:
     if options.output is None:
         raise FlagError("-o: say where the pack is written, such as -o manual.pack")
     messages, texts = read_messages(options.texts, options.system_prompt)

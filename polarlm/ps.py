@@ -9,14 +9,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePath
 
 import psutil
 
-from polarlm.engine.cli.commands import columns, command, note
-from polarlm.engine.cli.flags import parse
+from polarlm.engine.cli.commands import columns, note, with_flags
 from polarlm.engine.state.plan import format_bytes
 
 _SECONDS = 2.0  # until a server counts as silent
@@ -25,17 +23,11 @@ _MODULES = {"polarlm.engine.chat": "chat", "engine.chat": "chat", "polarlm.serve
 _WIDEST = 50  # characters of a command
 
 
-@dataclass(frozen=True)
-class NoFlags:
-    pass
+GROUPS: Mapping[str, type] = {}
 
 
-GROUPS: Mapping[str, type] = {"Processes": NoFlags}
-
-
-@command
-def main(argv: Sequence[str]) -> None:
-    parse(argv, GROUPS, prog="polarlm ps", description="Show the chats and servers that run here.")
+@with_flags(GROUPS, "polarlm ps", "Show the chats and servers that run here.")
+def main() -> None:
     rows = list(_rows())
     if rows:
         print("\n".join(columns([["command", "pid", "memory", "since", "address", "models"], *rows])))

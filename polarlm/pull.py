@@ -6,12 +6,12 @@ Ctrl-C.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polarlm.engine.cli.commands import command, note, note_in_flags
-from polarlm.engine.cli.flags import FlagError, parse
+from polarlm.engine.cli.commands import note, note_in_flags, with_flags
+from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.engine import Engine
 from polarlm.engine.loading.checks import settle
@@ -34,11 +34,8 @@ class PullConfig:
 GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Download": PullConfig}
 
 
-@command
-def main(argv: Sequence[str]) -> None:
-    engine_config, options = parse(
-        argv, GROUPS, prog="polarlm pull", description="Download a model from the Hugging Face hub."
-    )
+@with_flags(GROUPS, "polarlm pull", "Download a model from the Hugging Face hub.")
+def main(engine_config: EngineConfig, options: PullConfig) -> None:
     config = settle(None, engine_config, {})
     if config.weights is None:
         raise FlagError("MODEL is missing: give user/repo of the Hugging Face hub, or user/repo:Q4_K_M")

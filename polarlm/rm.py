@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from polarlm.engine.cli.commands import command, note
-from polarlm.engine.cli.flags import parse
+from polarlm.engine.cli.commands import note, with_flags
 from polarlm.engine.config import setting
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.plan import format_bytes
@@ -29,9 +28,8 @@ class RemoveConfig:
 GROUPS: Mapping[str, type] = {"Remove": RemoveConfig}
 
 
-@command
-def main(argv: Sequence[str]) -> None:
-    (options,) = parse(argv, GROUPS, prog="polarlm rm", description="Remove models from this machine.")
+@with_flags(GROUPS, "polarlm rm", "Remove models from this machine.")
+def main(options: RemoveConfig) -> None:
     for name in options.names:
         try:
             size = _remove(name)

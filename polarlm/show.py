@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from polarlm import model_loaders
-from polarlm.engine.cli.commands import command, note
-from polarlm.engine.cli.flags import parse
+from polarlm.engine.cli.commands import note, with_flags
 from polarlm.engine.config import EngineConfig, hub_setting, model_setting
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.state.plan import format_bytes
@@ -24,9 +23,8 @@ class ShowConfig:
 GROUPS: Mapping[str, type] = {"Model": ShowConfig}
 
 
-@command
-def main(argv: Sequence[str]) -> None:
-    (options,) = parse(argv, GROUPS, prog="polarlm show", description="Show what a model's files say about it.")
+@with_flags(GROUPS, "polarlm show", "Show what a model's files say about it.")
+def main(options: ShowConfig) -> None:
     path = settle(None, EngineConfig(weights=options.weights, hf_repo=options.hf_repo), {}).weights
     model = model_loaders.load(path, verbose=note)
     try:

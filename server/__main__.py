@@ -11,7 +11,6 @@ import asyncio
 import importlib
 import os
 import re
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -21,9 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from polarlm.engine import EngineError
-from polarlm.engine.cli.commands import use_utf8
-from polarlm.engine.cli.flags import FlagError, in_flags
+from polarlm.engine.cli.commands import run
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import DeviceLost
 from polarlm.engine.state.plan import parse_size
@@ -37,8 +34,6 @@ from polarlm.server.running.journal import note
 
 __all__ = ["CHECKS", "GROUPS", "main"]
 
-_FAILURE, _BAD_REQUEST, _SIGNAL = 1, 2, 128
-
 
 class _MissingPackages(Exception):
     """Packages that only the server needs are missing."""
@@ -46,20 +41,7 @@ class _MissingPackages(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until a signal arrives, and returns the exit code."""
-    use_utf8()
-    try:
-        _run(sys.argv[1:] if argv is None else argv)
-        return 0
-    except DeviceLost as error:
-        return _complain(str(error), _FAILURE)
-    except FlagError as error:
-        return _complain(f"{error}; --help lists the flags", _BAD_REQUEST)
-    except EngineError as error:
-        return _complain(in_flags(error), _BAD_REQUEST)
-    except (listening.ListenError, _MissingPackages) as error:
-        return _complain(str(error), _FAILURE)
-    except KeyboardInterrupt:
-        return _SIGNAL + signal.SIGINT
+    return run(_run, argv, (DeviceLost, listening.ListenError, _MissingPackages))
 
 
 def _run(argv: Sequence[str]) -> None:
@@ -73,8 +55,6 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
-    if config.keys.have_limits:
-        raise FlagError(f"--api-key-file {config.api_key_file}: limits are for a server of one model; leave them out")
     models = _need("models.app")
     place = config.models if config.models in (None, HUB) else Path(config.models).expanduser()
     registry = models.Registry(common, place, config.hub_models, config.pin)
@@ -149,11 +129,6 @@ def _check_mcp(path: str) -> None:
         version("mcp")
     except PackageNotFoundError:
         raise _MissingPackages("--mcp-config needs more packages: pip install 'polarlm[mcp]'") from None
-
-
-def _complain(sentence: str, code: int) -> int:
-    note(f"error: {sentence}")
-    return code
 
 
 if __name__ == "__main__":

@@ -68,10 +68,6 @@ class Keys:
         least "priority" of its requests."""
         return self._limits.get(name, {})
 
-    @property
-    def have_limits(self) -> bool:
-        return bool(self._limits)
-
     def warning(self) -> str | None:
         """A sentence about a file that other users of this machine may read; None if there is none."""
         if self._file is None or os.name != "posix" or not self._file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):

@@ -8,7 +8,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import FrameType
 
@@ -31,6 +31,7 @@ from polarlm.server.running.sessions import SessionFolder
 from polarlm.server.socket.connection import SocketServer
 
 _DRAIN_SECONDS = 30.0
+_NO_LIMIT = 1 << 30  # bytes of a request, and seconds of an answer, where a file is answered
 SIGNAL_EXIT_CODE = 128  # and the signal's number: the exit code after a second signal
 
 
@@ -96,8 +97,16 @@ async def serve_engine(
         raise driver.device_lost
 
 
-async def answer_files(driver: Driver, files: LineFiles, say: Callable[[], None]) -> None:
-    """Answer what has no answer yet, without a port. say: called after each answer. Raises OSError and EngineError."""
+def answer_files(
+    model: EngineConfig, files: LineFiles, progress: AbstractContextManager[Callable[[str], None]]
+) -> None:
+    """Answer what has no answer yet, without a port. progress: once the model is loaded, yields a function that is
+    called after each answer. Raises OSError and EngineError."""
+    with load_driver(model, ServerConfig(max_body=_NO_LIMIT, request_seconds=_NO_LIMIT)) as driver, progress as say:
+        asyncio.run(_answer_files(driver, files, lambda: say("")))
+
+
+async def _answer_files(driver: Driver, files: LineFiles, say: Callable[[], None]) -> None:
     await driver.start()
     try:
         count, app = driver.engine.config.parallel, create_app(driver, driver.config)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from polarlm.engine import EngineError
-from polarlm.engine.cli.commands import command
-from polarlm.engine.cli.flags import FlagError, parse
+from polarlm.engine.cli.commands import with_flags
+from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.checks import settle
 from polarlm.model_loaders import first_model
-from polarlm.server.config import ServerConfig
+from polarlm.server.batch import import_serving
 
-_NO_LIMIT = 1 << 30  # bytes of a request, and seconds of an answer
 _PATHS = {"chat.completion": "/v1/chat/completions", "text_completion": "/v1/completions"}
 # The parts of `Engine.fingerprint`, and what to do if one differs.
 _PARTS = {
@@ -41,12 +39,9 @@ class VerifyConfig:
 GROUPS: Mapping[str, type] = {"Verify": VerifyConfig, "Model": EngineConfig}
 
 
-@command
-def main(argv: Sequence[str]) -> int:
+@with_flags(GROUPS, "polarlm verify", "Compute an answer of a server with --replayable again.")
+def main(verify: VerifyConfig, model: EngineConfig) -> int:
     """Returns 1 if the answer is another one."""
-    verify, model = parse(
-        argv, GROUPS, prog="polarlm verify", description="Compute an answer of a server with --replayable again."
-    )
     request, response = _read(verify.request), _read(verify.response)
     path = _PATHS.get(str(response.get("object")))
     if path is None:
@@ -78,17 +73,11 @@ def _read(name: str) -> dict[str, Any]:
 
 def _answer(model: EngineConfig, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to a request, as a batch of one line. Raises EngineError."""
-    try:
-        serving, lines = (import_module(f"polarlm.server.{name}") for name in ("serving", "http.openai.lines"))
-    except ImportError as error:
-        raise EngineError(f"{error}: this needs more packages: pip install 'polarlm[serve]'") from None
+    serving = import_serving()
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder, "requests"), Path(folder, "answers")
         source.write_text(json.dumps({"custom_id": "1", "method": "POST", "url": path, "body": body}))
-        limits = ServerConfig(max_body=_NO_LIMIT, request_seconds=_NO_LIMIT)
-        files = lines.LineFiles(source, output, output)
-        with serving.load_driver(model, limits) as driver:
-            asyncio.run(serving.answer_files(driver, files, lambda: None))
+        serving.answer_files(model, serving.LineFiles(source, output, output), nullcontext(lambda text: None))
         answer = json.loads(output.read_bytes())
     if answer["error"] or answer["response"]["status_code"] != 200:
         raise EngineError((answer["error"] or answer["response"]["body"]["error"])["message"])

@@ -14,6 +14,7 @@ import ssl
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,12 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 # Reproducible, and without time limits: the machine may be busy.
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("tests")
+# Hypothesis reads all of our sources for numbers and texts to try: each process would parse them, for seconds, and a
+# new line anywhere would change the examples of tests that have nothing to do with it.
+with suppress(ImportError, AttributeError):  # versions before and after have no such thing
+    from hypothesis.internal.conjecture import providers
+
+    providers._get_local_constants = providers.Constants  # type: ignore[assignment]
 
 if importlib.util.find_spec("llvmlite") is None:
     collect_ignore_glob = ["backends/native/*", "jit/*"]  # whose kernels nothing compiles
@@ -110,6 +117,7 @@ def pytest_collection_finish() -> None:
     """Leave modules and cases out of later garbage collections: dozens of collections would take half a second each."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(7000)  # ten times as many objects as otherwise: collections took a twentieth of the time
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -202,7 +210,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(tiny_path: Path) -> Iterator[Engine]:
-    """The tiny model with polarquant in blocks of 8. Asserts after every test that nothing runs and no block leaked."""
+    """The tiny model with polarquant in blocks of 16. Asserts after every test that nothing runs and no block leaks."""
     from tests.tiny import PLAIN, assert_idle, load_tiny
 
     with load_tiny(tiny_path, **PLAIN) as engine:

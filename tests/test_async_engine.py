@@ -22,7 +22,7 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 @pytest.fixture
 def engine(tiny_path: Path) -> Iterator[Engine]:
     """An engine without kept sequences, so that no answer depends on those before it."""
-    with Engine.load(tiny_path, device="cpu", block_size=8, kept_sequences=0) as engine:
+    with Engine.load(tiny_path, device="cpu", block_size=16, kept_sequences=0) as engine:
         yield engine
 
 
@@ -211,7 +211,7 @@ def test_the_event_loop_runs_while_a_prompt_is_computed(engine: Engine, monkeypa
 
 def test_event_loops_one_after_the_other_share_an_engine(tiny_path: Path) -> None:
     async def load() -> AsyncEngine:
-        return await AsyncEngine.load(tiny_path, device="cpu", block_size=8, kept_sequences=0)
+        return await AsyncEngine.load(tiny_path, device="cpu", block_size=16, kept_sequences=0)
 
     asynchronous = asyncio.run(load())
     first, second = (asyncio.run(asynchronous.generate(*job(2))) for _ in range(2))

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -107,13 +108,24 @@ def names(row):
 
 
 FOLDERS = "bench", "cuda", "engine", "examples", "model_loaders", "polarlm", "scripts", "server", "tests"
-CODE = {
-    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for folder in FOLDERS
-    for path in (ROOT / folder).rglob("*")
-    if path.suffix in (".py", ".cu", ".cuh", ".js")
-}
-WORDS = {word for text in CODE.values() for word in re.findall(r"\w+", text)}
+
+
+@cache
+def code():
+    """The texts of all code, by path."""
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cu", ".cuh", ".js")
+    }
+
+
+@cache
+def words():
+    return {word for text in code().values() for word in re.findall(r"\w+", text)}
+
+
 OTHERS = {"hex3.py", "int8.py", "q1_0.py", "server.py"}  # docs/adding.md's, and a user's own
 OF_TODAY = [page for page in PAGES if page.parent.name != "results"]  # results have the names of their day
 
@@ -121,15 +133,15 @@ OF_TODAY = [page for page in PAGES if page.parent.name != "results"]  # results 
 @pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: str(page.relative_to(ROOT)))
 def test_names_in_code_spans_are_those_of_the_code(page):
     """Members of classes, files, tests and classes."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    for name in {*re.findall(r"`([^`\n]+)`", text)}:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for name in {*re.findall(r"`([^`\n]+)`", prose)}:
         if member := re.fullmatch(r"([A-Z]\w*[a-z]\w*)\.(_?[a-z]\w*)(?:\(.*\))?", name):
-            classes = [code for code in CODE.values() if re.search(rf"^class {member[1]}\b", code, re.MULTILINE)]
-            assert any(re.search(rf"\b{member[2]}\b", code) for code in classes), name
+            classes = [text for text in code().values() if re.search(rf"^class {member[1]}\b", text, re.MULTILINE)]
+            assert any(re.search(rf"\b{member[2]}\b", text) for text in classes), name
         elif re.fullmatch(r"[\w./]+\.(?:py|cuh?|js)", name) and name.split("/")[-1] not in OTHERS:
-            assert any(f"/{path}".endswith(f"/{name}") for path in CODE), name
+            assert any(f"/{path}".endswith(f"/{name}") for path in code()), name
         elif re.fullmatch(r"test_\w+|(?:[A-Z][a-z]+){2,}", name):
-            assert name in WORDS, name
+            assert name in words(), name
 
 
 # -- tables of results ---------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true, "include_prompt": true}')
     modules = [{"path": "", "type": "models.Transformer"}, {"path": "1_Pooling", "type": "models.Pooling"}]
     (folder / "modules.json").write_text(json.dumps(modules))
-    with Engine.load(folder, device="cpu", cache_type="f16", block_size=8) as loaded:
+    with Engine.load(folder, device="cpu", cache_type="f16", block_size=16) as loaded:
         yield loaded
 
 

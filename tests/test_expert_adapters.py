@@ -25,7 +25,7 @@ from tests.tiny import load_tiny, make_model
 
 ADAPTERS = FIXTURES.parent / "adapters"
 MODELS = ("qwen3_moe_normed", "gpt_oss_transposed")  # gate before up; and rows of both in turn
-SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "cache_type": "f16", "calibration": False}
+SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 16, "cache_type": "f16", "calibration": False}
 RANK = 3
 
 

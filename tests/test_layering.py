@@ -53,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
     "quantization": {"codecs"},
     "records": {"codecs"},
     "sampling": TOLD,
-    "jit": {"errors"},
+    "jit": {"errors", "storage.files"},
     "backends": {"codecs", "jit", "quantization", "records", "sampling", "weight_formats"} | TOLD,
     "storage.payloads": {"backends.transfer", "state", "storage.objects"},
     "storage.copies": {"state", "storage.objects", "storage.payloads"},
@@ -103,12 +103,13 @@ ROOMS: dict[str, set[str]] = {
     | TOLD,
 }
 ROOMS["loading.kept_arrays"] = {"storage.files", "storage.objects"}
-ROOMS["loading.calibration"] = ROOMS["model"] | {"backends.numpy.blas", "codecs", "loading.kept_arrays", "model"}
+ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
+ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
+ROOMS["loading.calibration"] = ROOMS["loading.sizes"] | {"backends.numpy.blas", "loading.kept_arrays", "loading.sizes"}
 ROOMS["storage.identity"] = {"model", "quantization", "state"}
 ROOMS["cli.flags"] = {"config", "errors", "version"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["cli.sources"] = {"errors", "cli.flags"}
-ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
 ROOMS["loading.encoding_file"] = (
     ROOMS["loading.calibration"]
     | {
@@ -122,7 +123,6 @@ ROOMS["loading.encoding_file"] = (
     | TOLD
 )
 ROOMS["loading.fitting"] = ROOMS["loading.encoding_file"] | {"loading.encoding", "loading.encoding_file"}
-ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
 ROOMS["loading.placement"] = ROOMS["loading.sizes"] | {"backends.select", "loading.sizes"}
 ROOMS["loading.checks"] = {
     "backends.ops",
@@ -228,7 +228,7 @@ APART = {
 }
 
 # What the language of kernels imports of this project, and its parts: each imports only parts before it.
-OF_THE_LANGUAGE = {"engine.errors", "model_loaders.forks", "model_loaders.user_dirs"}
+OF_THE_LANGUAGE = {"engine.errors", "engine.storage.files", "model_loaders.forks", "model_loaders.user_dirs"}
 PARTS_OF_THE_LANGUAGE = ["lang", "isa", "compile", "run"]
 
 # Rooms that need almost nothing from outside.

@@ -56,7 +56,7 @@ def test_a_cache_type_that_cannot_serve_the_model_is_named_before_the_weights_ar
 
 
 def test_memory_limits_the_context(tiny_path: Path) -> None:
-    with Engine.load(tiny_path, device="cpu", block_size=8, kv_memory="12K") as small:
+    with Engine.load(tiny_path, device="cpu", block_size=16, kv_memory="12K") as small:
         assert 16 <= small.context < CONTEXT
         answer = small.generate([7, 8, 9], SamplingParams(ignore_eos=True))
         assert 3 + len(answer.token_ids) == small.context
@@ -80,7 +80,7 @@ def test_a_context_beyond_the_models_own_is_allowed_with_a_warning(tiny_path: Pa
 
 def test_a_context_that_does_not_fit_is_reduced_with_a_warning(tiny_path: Path) -> None:
     said: list[str] = []
-    settings = {"kv_memory": "12K", "ctx_size": CONTEXT, "block_size": 8}
+    settings = {"kv_memory": "12K", "ctx_size": CONTEXT, "block_size": 16}
     with Engine.load(tiny_path, device="cpu", **settings, verbose=said.append) as small:
         (warning,) = [line for line in said if line.startswith("warning: ")]
         assert f"of the {CONTEXT} tokens of context that were asked for, {small.context} fit" in warning
@@ -88,7 +88,7 @@ def test_a_context_that_does_not_fit_is_reduced_with_a_warning(tiny_path: Path) 
 
 @pytest.mark.parametrize("context", [2, 5, 8, 9, 17])
 def test_a_small_context_can_be_filled(tiny_path: Path, context: int) -> None:
-    with Engine.load(tiny_path, device="cpu", ctx_size=context, block_size=8) as small:
+    with Engine.load(tiny_path, device="cpu", ctx_size=context, block_size=16) as small:
         for _ in range(3):
             answer = small.generate([7], SamplingParams(ignore_eos=True))
             assert 1 + len(answer.token_ids) == context

@@ -15,7 +15,7 @@ from polarlm.engine.outputs import fold
 from tests.tiny import assert_idle, held, ids, make_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-N = 8
+N = 16
 
 
 def load(path: Path, type: str = "f16", **more) -> Engine:
@@ -95,7 +95,7 @@ def test_cache_stats_are_those_of_the_newest_sequence(tiny: Engine) -> None:
     tiny.generate(ids(2, 20), SamplingParams(max_tokens=0))
     stats = tiny.cache_stats()
     assert (stats.tokens, stats.context) == (20, 256)
-    assert stats.f16_bytes == 24 * 2 * 2 * 2 * 8 * 2  # tokens of three blocks, K and V, layers, heads, channels, bytes
+    assert stats.f16_bytes == 32 * 2 * 2 * 2 * 8 * 2  # tokens of two blocks, K and V, layers, heads, channels, bytes
 
 
 @pytest.mark.parametrize("place", ["sink", "quantized", "current"])

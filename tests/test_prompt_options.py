@@ -94,7 +94,7 @@ def test_cache_prompt_false_computes_the_whole_prompt(tiny: Engine, prompt: Any)
 
 def test_cache_prompt_false_holds_after_preemption(tiny_path: Path) -> None:
     """A preempted request is recomputed as it was the first time, or its codes would differ."""
-    with Engine.load(tiny_path, device="cpu", cache_type="polarquant", calibration=False, block_size=8) as engine:
+    with Engine.load(tiny_path, device="cpu", cache_type="polarquant", calibration=False, block_size=16) as engine:
         alone = engine.generate(PROMPT, GREEDY).token_ids
         chunks = engine.stream(PROMPT, GREEDY, PromptOptions(cache_prompt=False))
         answer = [next(chunks).token_ids for _ in range(4)]
@@ -128,7 +128,7 @@ def test_a_salt_separates_stored_sequences(tiny: Engine, prompt: Any) -> None:
     for others in (theirs, None):
         assert cached(tiny.generate(prompt, GREEDY, others)) == 0
     for same in (ours, theirs, None):
-        assert cached(tiny.generate(prompt, GREEDY, same)) > 20
+        assert cached(tiny.generate(prompt, GREEDY, same)) > 15
     assert held(tiny) == [(0, 0)]
 
 

@@ -21,7 +21,7 @@ from tests.tiny import VOCABULARY, assert_idle, make_model
 TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
 CONTROL = ("<s>", "</s>", "<|im_end|>", "<|im_start|>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
 TAGS = ("<think>", "</think>")
-BLOCK = 8
+BLOCK = 16
 QUESTION = "a question of more than one block"
 AGAIN = "and now"
 

@@ -45,7 +45,7 @@ def reasoning_ids(engine: Engine, ids: list[int]) -> list[int]:  # noqa: F811
     return next(ids[:at] for at in range(len(ids)) if ids[at : at + len(ending)] == ending)
 
 
-@pytest.mark.parametrize("budget", [0, 1, 7, 30])
+@pytest.mark.parametrize("budget", [0, 1, 30])
 def test_reasoning_ends_where_its_budget_is_used_up(engine: Engine, budget: int) -> None:  # noqa: F811
     ids = answer_ids(engine, replace(writing(engine, "t", "h"), reasoning_budget=budget))
     assert len(reasoning_ids(engine, ids)) == budget

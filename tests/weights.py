@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from polarlm.bench.random_weights import BLOCKS, dequantize
+from polarlm.bench.random_weights import BLOCKS
 from polarlm.bench.random_weights import random_blocks as random_blocks
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
@@ -49,7 +49,7 @@ class StoredBytes:
         return out
 
     def dequantize(self, out: np.ndarray) -> None:
-        dequantize(self.format, self.raw, out)
+        self.format.dequantize(self.raw, out)
 
     def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
         step = max(1, nbytes // self.raw.shape[1])

@@ -208,9 +208,14 @@ def _is_same(call: Call, asked: Call) -> bool:
 
 def beginning(engine: Engine, listed: Sequence[Order], tokens: int) -> list[dict[str, Any]]:
     """The longest history of up to `tokens`, or the shortest that there is."""
-    options, low, high = PromptOptions(tools=TOOLS), 0, tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = len(engine.prompt_ids(history(listed, middle), options)) <= tokens
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return history(listed, low)
+    options, more = PromptOptions(tools=TOOLS), 1
+
+    def fits(sentences: int) -> bool:
+        return len(engine.prompt_ids(history(listed, sentences), options)) <= tokens
+
+    while fits(more):
+        more *= 2
+    sentences = more = more // 2
+    while more := more // 2:
+        sentences += more * fits(sentences + more)
+    return history(listed, sentences)

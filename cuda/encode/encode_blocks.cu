@@ -22,7 +22,7 @@
 // Codes that depend on the ones before are the best path's: paths.cuh. Without a metric, codes, norms and means equal
 // NumPy's to the bit: sums are in its order, multiplications not fused.
 // Grid (count, K), block WARPS · 32, dynamic shared memory RounderMemory::BYTES (x and mean for a codec that is not
-// ROUNDED).
+// ROUNDED; none in half precision).
 // DEFINES: TOKENS, tokens of a block that are in shared memory at once: a divisor of N, 16 or a multiple of 32; WARPS,
 // a multiple of TOKENS / 32, at least twice that; LARGEST, to which values are clipped before rounding; TILT_LOW,
 // TILT_HIGH, least and largest ratio of a tilted norm to the norm of least squares; NORM_FACTORS, a list of floats:
@@ -32,11 +32,18 @@
 
 template <class Codec, class L, class Full>
 __device__ __forceinline__ void encode_block(const Move<L, Full> &move) {
+    if constexpr (!Codec::QUANTIZED) {
+        static_assert(L::MEAN_BITS == 0 && L::NBYTES == Full::NBYTES, "a block in half precision is copied");
+        const uint4 *const full = reinterpret_cast<const uint4 *>(move.full());
+        uint4 *const record = reinterpret_cast<uint4 *>(move.record());
+        for (int i = threadIdx.x; i < L::NBYTES / 16; i += THREADS) record[i] = full[i];
+        return;
+    }
     DYNAMIC_SHARED(unsigned char, shared);
     if constexpr (Codec::ROUNDED) {
         if constexpr (Codec::PATHS) PathRounder<L, Codec>(shared, move.side).encode(move);
         else Rounder<L, Codec>(shared, move.side->candidates).encode(move);
-    } else {
+    } else if constexpr (Codec::QUANTIZED) {
         float *x = reinterpret_cast<float *>(shared), *mean = x + L::N * L::D;
         load_tokens<L, L::D, 1>(x, move.full(), 0, L::N);
         __syncthreads();

@@ -28,11 +28,6 @@
 constexpr float ALL_FACTORS[] = {NORM_FACTORS};
 constexpr int NUMBERS = 1 + sizeof ALL_FACTORS / sizeof *ALL_FACTORS;
 
-template <bool SMALL>
-struct RowCode { using Type = unsigned short; };
-template <>
-struct RowCode<true> { using Type = unsigned char; };
-
 // Shared memory.
 template <class L, class Codec>
 struct KeyArrays {
@@ -42,7 +37,7 @@ struct KeyArrays {
     float4 tokens[TOKENS];                // a·Ma and a·a, over rms², and a·mean_query
     union {
         float x[L::D * STRIDE];
-        typename RowCode<Codec::POINTS <= 256>::Type row_codes[CODES][ROWS];
+        typename CodeOf<Codec::POINTS <= 256>::Type row_codes[CODES][ROWS];
     };
     float points[Codec::POINTS * Codec::WIDTH];
     float2 fitted[ROWS];  // norm, cost

@@ -5,17 +5,19 @@ struct Rounder {
     using R = RounderMemory<L, Codec>;
     static constexpr int W = Codec::WIDTH, PAIRS = R::PAIRS, STRIDE = R::STRIDE;
 
-    float *x;                   // (D, STRIDE); columns are tokens
-    float *points, *mean;       // (POINTS, W), (D)
-    float *sizes;               // (N): the norms
-    unsigned short *codes;      // (N, PAIRS)
-    unsigned short *new_codes;  // (PAIRS, CODE_STRIDE): codes of the tokens in x
+    using Code = typename R::Code;
+
+    float *x;              // (D, STRIDE); columns are tokens
+    float *points, *mean;  // (POINTS, W), (D)
+    float *sizes;          // (N): the norms
+    Code *codes;           // (N, PAIRS)
+    Code *new_codes;       // (PAIRS, CODE_STRIDE): codes of the tokens in x
     Nearest<Codec> nearest;
 
     __device__ Rounder(unsigned char *shared, const unsigned short *candidates)
         : x(area<float>(shared, 0)), points(area<float>(shared, R::POINTS)), mean(area<float>(shared, R::MEAN)),
-          sizes(area<float>(shared, R::SIZES)), codes(area<unsigned short>(shared, R::CODES)),
-          new_codes(area<unsigned short>(shared, R::NEW_CODES)), nearest{points, candidates} {}
+          sizes(area<float>(shared, R::SIZES)), codes(area<Code>(shared, R::CODES)),
+          new_codes(area<Code>(shared, R::NEW_CODES)), nearest{points, candidates} {}
 
     template <class Full>
     __device__ __forceinline__ void encode(const Move<L, Full> &move) {
@@ -49,7 +51,7 @@ struct Rounder {
             if (W == 2) size = fminf(size, __int_as_float(L::LARGEST_NORM));
 #pragma unroll
             for (int w = 0; w < W; ++w) unit[w] = __fdiv_rn(x[(pair * W + w) * STRIDE + t], size > 0.0f ? size : 1.0f);
-            new_codes[pair * R::CODE_STRIDE + t] = static_cast<unsigned short>(nearest(unit));
+            new_codes[pair * R::CODE_STRIDE + t] = static_cast<Code>(nearest(unit));
         }
     }
 };

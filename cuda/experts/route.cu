@@ -4,11 +4,13 @@
 // bias, divided by their sum with RENORMALIZE, times scale, times the expert's factor. logits (T, COUNT). bias, factors
 // (COUNT) or null. Of equal scores, the lowest number is chosen. A row whose logits are not finite has experts 0, 1, …
 // and NaN for weights. A warp has a row; lane l has experts l, l + 32, ….
-// Grid (ceil(T / warps of a block)), block a multiple of 32. DEFINES: COUNT, TOP_K, SIGMOID (1: scores are σ of logits;
-// 0: their softmax), RENORMALIZE (0 or 1).
-// PRECOND: TOP_K <= COUNT.
+// With GROUPS > 1, experts come from TOP_GROUPS groups of as many neighbouring experts each: those whose BEST largest
+// scores with bias have the largest sum.
+// Grid (ceil(T / warps of a block)), block 128. DEFINES: COUNT, TOP_K, SIGMOID (1: scores are σ of logits; 0: their
+// softmax), RENORMALIZE (0 or 1), GROUPS, TOP_GROUPS, BEST (1 or 2).
+// PRECOND: TOP_K <= COUNT / GROUPS * TOP_GROUPS, BEST <= COUNT / GROUPS.
 
-constexpr int OWN = (COUNT + 31) / 32, NONE = 1 << 30;
+constexpr int OWN = (COUNT + 31) / 32, NONE = 1 << 30, WARPS = 4;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
 // The larger of two scores, and the number of its expert: of equal ones, the lower number.
@@ -16,7 +18,26 @@ __device__ __forceinline__ void take_better(float &score, int &expert, float oth
     if (other > score || (other == score && other_expert < expert)) score = other, expert = other_expert;
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+#if GROUPS > 1
+// Whether expert `expert` is in a group that is among the best. sums (GROUPS): of each group.
+__device__ __forceinline__ bool is_in_best_groups(const float *sums, int expert) {
+    const int group = expert / (COUNT / GROUPS);
+    int better = 0;
+    for (int other = 0; other < GROUPS; ++other)
+        better += sums[other] > sums[group] || (sums[other] == sums[group] && other < group);
+    return better < TOP_GROUPS;
+}
+
+// The sum of the BEST largest of a group's ranks (COUNT / GROUPS).
+__device__ __forceinline__ float sum_best(const float *ranks) {
+    float best = NEGATIVE_INFINITY, second = NEGATIVE_INFINITY;
+    for (int i = 0; i < COUNT / GROUPS; ++i)
+        second = fmaxf(second, fminf(best, ranks[i])), best = fmaxf(best, ranks[i]);
+    return BEST > 1 ? best + second : best;
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
 route_kernel(int *ids, float *weights, const float *logits, const float *bias, const float *factors, int rows,
              float scale) {
     let_next_begin();
@@ -53,7 +74,20 @@ route_kernel(int *ids, float *weights, const float *logits, const float *bias, c
         for (int i = 0; i < OWN; ++i) scores[i] /= sum;
     }
 
-    unsigned taken[(OWN + 31) / 32] = {};  // bit i: the lane's score i was chosen
+    unsigned taken[(OWN + 31) / 32] = {};  // bit i: the lane's score i was chosen, or may not be
+#if GROUPS > 1
+    __shared__ float all_ranks[WARPS][COUNT], all_sums[WARPS][GROUPS];
+    float *ranks = all_ranks[threadIdx.x / 32], *sums = all_sums[threadIdx.x / 32];
+#pragma unroll
+    for (int i = 0; i < OWN; ++i)
+        if (32 * i + lane < COUNT) ranks[32 * i + lane] = scores[i] + (bias ? bias[32 * i + lane] : 0.0f);
+    __syncwarp();
+    for (int group = lane; group < GROUPS; group += 32) sums[group] = sum_best(ranks + group * (COUNT / GROUPS));
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < OWN; ++i)
+        if (32 * i + lane < COUNT && !is_in_best_groups(sums, 32 * i + lane)) taken[i / 32] |= 1u << i % 32;
+#endif
     float sum = 0.0f;
 #pragma unroll 1
     for (int j = 0; j < TOP_K; ++j) {

@@ -80,24 +80,35 @@ class DeltaEnds(NamedTuple):
     inputs: Array  # (n, width − 1, C): the convolution's inputs at the last tokens of each block
 
 
+class SlotRows(NamedTuple):
+    """Where an op adds its rows.
+
+    slots: a layer's `DeltaSlots`; of `short_conv`, an array. spans: int32 (spans, 4), each a `DeltaSpan`; of a prompt
+    on the host, of a step on the device; of `short_conv`, of each row. ends: given for prompts, whose slots advance to
+    the next block at the end of each block. Without them a span has at most STEP_ROWS rows, all of one block.
+    """
+
+    slots: Any
+    spans: Array
+    ends: DeltaEnds | None = None
+
+
 class RecurrentOps(Protocol):
     """The part of `Ops` for layers whose state is not K/V."""
 
     def check_recurrent(self, mixer: Recurrent, block_size: int) -> None:
         """Raises ValueError if there are no kernels for such layers."""
 
-    def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Array) -> Array:
+    def short_conv(self, inputs: Array, conv: Array, bias: Array | None, rows: SlotRows) -> Array:
         """C · (Σ_j conv[j] · u_j + bias) of each row (T, E), where u = B · x, and inputs (T, 3E) is [B | C | x].
 
         conv (width, E): the oldest token's numbers first. slots (S, width − 1 + N, E): the u of the tokens of blocks,
-        after the u of the tokens before each block; this op writes the u of its rows. rows: int32 (T, 4): 1 + the slot
+        after the u of the tokens before each block; this op writes the u of its rows. spans: int32 (T, 4): 1 + the slot
         of each row, 0 for none; its place in the block; 1 + the slot of the next block, in which the u of a block's
         last tokens are repeated, 0 for none; and how many of the rows before it are the tokens before it.
         """
 
-    def gated_delta(
-        self, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None
-    ) -> Array:
+    def gated_delta(self, projected: Array, w: DeltaWeights, rows: SlotRows) -> Array:
         """The results (T, H·D) of a gated delta rule for rows that are added to slots.
 
         projected (T, C + H·D + 2H) is [q | k | v | z | b | a]. q, k and v are convolved, and q and k get the length 1;
@@ -105,22 +116,11 @@ class RecurrentOps(Protocol):
 
             u = β (v − exp(g) Sᵀk),   S ← exp(g) S + k uᵀ,   y = A^-½ Sᵀq
 
-        and the result is RMSNorm(y) · silu(z). spans: int32 (spans, 4), each a DeltaSpan; of a
-        prompt on the host, of a step on the device. ends: given for prompts, whose slots advance to the next block at
-        the end of each block. Without them a span has at most STEP_ROWS rows, all of one block.
+        and the result is RMSNorm(y) · silu(z).
         CUDA: gated_delta for a step; delta_blocks, delta_scan, delta_results and delta_inputs for a prompt.
         """
 
-    def channel_delta(
-        self,
-        projected: Array,
-        decays: Array,
-        gates: Array,
-        w: DeltaWeights,
-        slots: DeltaSlots,
-        spans: Array,
-        ends: DeltaEnds | None = None,
-    ) -> Array:
+    def channel_delta(self, projected: Array, decays: Array, gates: Array, w: DeltaWeights, rows: SlotRows) -> Array:
         """As `gated_delta`, of which each channel of a head's keys decays by itself, and each head has its own key.
 
         projected (T, C + H + …) begins with [q | k | v | b]. The decay of a token is a vector (A,) of a head,
@@ -131,9 +131,7 @@ class RecurrentOps(Protocol):
         where exp(g) multiplies rows. The result is RMSNorm(y) · σ(gates), gates (T, H·D).
         """
 
-    def mamba2(
-        self, projected: Array, w: Mamba2Weights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None
-    ) -> Array:
+    def mamba2(self, projected: Array, w: Mamba2Weights, rows: SlotRows) -> Array:
         """The results (T, H·D) of Mamba 2 for rows that are added to slots.
 
         projected (T, H·D + C + H) is [z | x | B | C | dt]. x, B and C are convolved; with Δ = softplus(dt + w.dt_bias)
@@ -141,7 +139,7 @@ class RecurrentOps(Protocol):
 
             S ← exp(w.decay Δ) S + B (Δ x)ᵀ,   y = SᵀC + w.skip x
 
-        and the result is RMSNorm(y · silu(z)), normalized in Q parts. spans, ends: as in `gated_delta`.
+        and the result is RMSNorm(y · silu(z)), normalized in Q parts.
         CUDA: mamba2 for a step; mamba2_blocks, delta_scan and delta_inputs for a prompt; mamba2_results for both.
         """
 

@@ -173,6 +173,16 @@ class ExpansionOps(Protocol):
         vectors in the buffer → (T·H, value channels). spans, rule: as for `attention`."""
 
 
+class Texts(NamedTuple):
+    """Texts whose tokens see each other.
+
+    lengths: the numbers of their rows, in order. window: rows attend to those at most window // 2 away; None: to all.
+    """
+
+    lengths: Sequence[int]
+    window: int | None = None
+
+
 class EncoderOps(Protocol):
     """The ops that only encoders need, in which every token of a text sees all others of it."""
 
@@ -185,20 +195,11 @@ class EncoderOps(Protocol):
     def clip(self, x: Array, least: float, most: float) -> None:
         """Values of x (T, n) below `least` become it, and those above `most`, in place."""
 
-    def self_attention(
-        self,
-        qkv: Array,
-        rope: Rope | None,
-        rule: HeadRule,
-        lengths: Sequence[int],
-        scale: float,
-        window: int | None = None,
-    ) -> Array:
+    def self_attention(self, qkv: Array, rope: Rope | None, rule: HeadRule, texts: Texts, scale: float) -> Array:
         """`transform_heads` of qkv (T, H + 2K, D), then attention of each text to its own rows → (T, H, D).
 
         rope: None if heads have neither RoPE nor norms, and the transform changes nothing: they are taken as they are.
-        lengths: the numbers of rows of the texts, in order; their sum is T. Nothing is kept. scale: multiplies scores.
-        window: rows attend to those at most window // 2 away; None: to all.
+        texts: T rows in all. Nothing is kept. scale: multiplies scores.
         """
 
 

@@ -7,11 +7,11 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 
-from polarlm.engine.cli.flags import FlagError, in_flags
+from polarlm.engine.cli.flags import Check, FlagError, in_flags, parse
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.errors import LoadError
 
@@ -32,13 +32,21 @@ def use_utf8() -> None:
             stream.reconfigure(errors="replace")
 
 
-def run(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
-    """Run `work` on a command line and return the exit code: what it returns; 2, with a sentence, for bad input; 130
-    after Ctrl-C; the code of `lost_output`. argv: without the program's name; None means the process's own."""
+def run(
+    work: Callable[[Sequence[str]], int | None],
+    argv: Sequence[str] | None,
+    failures: tuple[type[Exception], ...] = (),
+) -> int:
+    """Run `work` on a command line and return the exit code: what it returns; 1, with a sentence, for one of `failures`
+    and 2 for bad input; 130 after Ctrl-C; the code of `lost_output`. argv: without the program's name; None means the
+    process's own."""
     use_utf8()
     try:
         code = work(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
+    except failures as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _UNEXPECTED_ERROR
     except FlagError as error:
         print(f"error: {error}; --help lists the flags", file=sys.stderr)
     except EngineError as error:
@@ -65,6 +73,17 @@ def command(work: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
         return run(work, argv)
 
     return main
+
+
+def with_flags(
+    groups: Mapping[str, type], prog: str, description: str, checks: Mapping[str, Check] = {}
+) -> Callable[[Callable[..., int | None]], Callable[..., int]]:
+    """Make a function of flags the `main` of a command: it gets an instance of each of `groups`, as `parse` says."""
+
+    def decorate(work: Callable[..., int | None]) -> Callable[..., int]:
+        return command(lambda argv: work(*parse(argv, groups, prog=prog, description=description, checks=checks)))
+
+    return decorate
 
 
 def note(sentence: str) -> None:

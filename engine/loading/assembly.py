@@ -41,10 +41,10 @@ from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.weights import file_bytes, left_out, load_vision_encoder, load_weights
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.plan import StorePlan
-from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.packs import local_packs
 from polarlm.engine.storage.tiers.opening import open_tiers
+from polarlm.model_loaders.errors import close_on_error
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -94,11 +94,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None) -> Parts:
         (verbose or _silent)(f"{error.reason}: weights are packed again.")
         parts = _Loader(config, ops, verbose).run()
     if config.small_model is not None:
-        try:
+        with close_on_error(parts):
             parts.draft = _draft(parts, verbose)
-        except BaseException:
-            parts.close()
-            raise
     return parts
 
 
@@ -289,7 +286,6 @@ def replace_cache(
     parts: Parts,
     config: EngineConfig,
     verbose: Say | None = None,
-    plan_store: Callable[[CacheShape], StorePlan] | None = None,
     encoding: Encoding = FULL_ENCODING,
 ) -> Parts:
     """Return parts with the weights of `parts` and a KV store of their own for `config`, which has the same model,
@@ -297,7 +293,7 @@ def replace_cache(
     EngineError."""
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
     ops.forget()  # or else the memory of stores that are not used any more
-    placement = parts.placement.after_loading(config, plan_store, encoding)
+    placement = parts.placement.after_loading(config, encoding)
     store = _store(config, encoding, ops, source, weights, placement.store_plan, verbose)
     return Parts(config, source, placement, Transformer(ops, source.config, weights, store))
 

@@ -12,21 +12,21 @@ import numpy as np
 from polarlm.engine import codecs
 from polarlm.engine.backends.numpy.blas import parallel_map
 from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading import kept_arrays
+from polarlm.engine.loading.encoding import FULL_ENCODING
+from polarlm.engine.loading.sizes import cache_shape
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import scale, variances
-from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.layers.latent_attention import LatentAttentionWeights, latent_output
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, output_second
 from polarlm.engine.sampling.sample import NOT_FINITE
-from polarlm.engine.state.layer_shapes import LayerShape, SharedShape
 from polarlm.engine.state.plan import plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
-from polarlm.model_loaders.config import Attention, LatentAttention, ModelConfig
+from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 TOKENS = 512  # four times as many give the same quality
@@ -196,28 +196,10 @@ class _QueriesAndKeys:
             self._arrays[name][x.shape[1:]][rows] = self._ops.layer_ops(layer).to_host(x) / head_scales
 
 
-def full_precision_shape(config: ModelConfig, block_size: int) -> CacheShape:
-    full = codecs.get(codecs.FULL)
-    layers = (
-        SharedShape(one.mixer.kv_heads, one.mixer.head_dim, one.mixer.window)
-        if isinstance(one.mixer, Attention) and one.mixer.shares_kv
-        else LayerShape(
-            full,
-            None if isinstance(one.mixer, LatentAttention) else full,
-            one.mixer.kv_heads,
-            one.mixer.head_dim,
-            window=one.mixer.window,
-        )
-        if isinstance(one.mixer, Attention)
-        else MIXERS[type(one.mixer)].state_shape(one.mixer)
-        for one in config.layers
-    )
-    return CacheShape(block_size, tuple(layers))
-
-
 def _full_precision_model(
     ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int
 ) -> Transformer:
-    plan = plan_for_tokens(full_precision_shape(config, block_size), tokens, 1)
+    settings = EngineConfig(cache_type=codecs.FULL, block_size=block_size, key_conditioning=False)
+    plan = plan_for_tokens(cache_shape(settings, FULL_ENCODING, ops, config), tokens, 1)
     conditioning = [Conditioning(scale=size and scale(size)) for size in variances(ops, config, weights)]
     return Transformer(ops, config, weights, KVStore(ops, plan, conditioning))

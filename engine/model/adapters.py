@@ -137,7 +137,9 @@ def load_adapter(
     is_gguf = any(file.suffix == ".gguf" for file in weights.files())
     path, scale = parse_adapter(text)
     try:
-        where = hub.fetch_adapter(hub.parse(path), say) if path.startswith(hub.PREFIX) else Path(path).expanduser()
+        where = (
+            hub.fetch_part(hub.parse(path), "adapter", say) if path.startswith(hub.PREFIX) else Path(path).expanduser()
+        )
         if not where.exists():
             sentence = f"lora={name}: {where} does not exist; give a folder of peft, or a GGUF file"
             raise EngineError(sentence, "model_unavailable", ("lora",))

@@ -61,7 +61,6 @@ class ModelWeights:
     bytes: int
     layer_inputs: TokenInputs | None = None
     expert_cache: ExpertCache | None = None  # None: all experts are in memory
-    host_bytes: int = 0  # bytes of experts in the memory of a GPU's host
     encoder_inputs: EncoderInputs | None = None  # None for a model that adds nothing to its embeddings
     dense: Sequence[Linear] = ()  # see `ModelConfig.dense`
     pair_head: PairHead | None = None  # see `ModelConfig.scores_pairs`

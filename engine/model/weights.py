@@ -251,14 +251,11 @@ def load_weights(
         head = last_reader.linear(top.get("head", top["embedding"]))
     top_reader = LayerReader(read, read, table.top, 0)
     inputs = top_reader.weights(TokenInputs) if "layer_embedding" in top else None
-    host_bytes = 0 if host_reader is None else host_reader.bytes
     encoder_inputs = top_reader.weights(EncoderInputs) if "embedding_norm" in top else None
     dense = [last_reader.linear(top[f"dense_{i}"], top.get(f"dense_{i}_bias", ())) for i in range(len(config.dense))]
     pair_head = top_reader.weights(PairHead) if config.scores_pairs else None
     nbytes = sum(one.bytes for one in readers.values())
-    weights = ModelWeights(
-        embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, encoder_inputs, dense, pair_head
-    )
+    weights = ModelWeights(embedding, layers, norm, head, nbytes, inputs, cache, encoder_inputs, dense, pair_head)
     weights = with_adapters(ops, config, weights, adapters, numbers) if adapters else weights
     ops.wait()  # on a GPU, an overlapped launch may read weights before their upload has finished
     return weights

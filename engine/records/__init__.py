@@ -30,6 +30,12 @@ _MEAN_TYPES = {8: np.int8, 16: np.float16}
 ROW_BYTES = 256
 
 
+def struct_text(name: str, constants: Mapping[str, int]) -> str:
+    """The text of a C++ struct of constants."""
+    lines = "".join(f"    static constexpr int {constant} = {value};\n" for constant, value in constants.items())
+    return f"struct {name} {{\n{lines}}};\n"
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The byte layout of records of a codec.
@@ -77,8 +83,7 @@ class Layout:
             "MEAN_SCALE": after_mean[0] if after_mean else mean_at,
             **self.record.constants,
         }
-        lines = "".join(f"    static constexpr int {name} = {value};\n" for name, value in constants.items())
-        return f"struct {struct_name} {{\n{lines}}};\n"
+        return struct_text(struct_name, constants)
 
     def pack(self, fields: Mapping[str, np.ndarray], mean_fields: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
         """Fields of `Codec.encode` (..., *shape), and of `conditioning.centre` → records (..., nbytes) uint8."""

@@ -31,6 +31,7 @@ class PairRecord(Record):
     store: PairStore
     points: np.ndarray
     pairs: np.ndarray
+    takes_metric: bool = True
     searches_paths: bool = False
 
     @property
@@ -89,4 +90,4 @@ def record(codec: PairCodec, geometry: Geometry) -> PairRecord | None:
     if codec.points is None:
         return None
     pairs = pair_points(codec)[:256] if codec.store.bits <= 10 else np.empty((0, 2), np.float32)
-    return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pairs)
+    return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pairs, codec.takes_metric)

@@ -86,10 +86,8 @@ class ChannelReader:
         ends = (self._channels.end, self._channels.start)
         places = [at for end in ends if (at := self._pending.find(end)) >= 0]
         if places:
-            text, self._pending = (
-                self._pending[: min(places)],
-                self._pending[min(places) :].removeprefix(self._channels.end),
-            )
+            text, rest = self._pending[: min(places)], self._pending[min(places) :]
+            self._pending = rest.removeprefix(self._channels.end)
             self._state = self._header
             return self._text_parts(text)
         keep = max(overlap(self._pending, end) for end in ends)

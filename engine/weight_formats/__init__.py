@@ -1,7 +1,7 @@
 """Formats in which model files store weight matrices, one per module; and matrices on a device.
 
 A module of this folder whose name does not begin with an underscore is a format of that name. It defines `VALUES` and
-`NBYTES` of a block, and `dequantize(raw, out)`, unless the package gguf does that. There is no list to edit. Rows
+`NBYTES` of a block, and `unpack(raw)`, or `dequantize(raw, out)` if it has numbers. There is no list to edit. Rows
 consist of whole blocks.
 
 A format of codes and scales also defines `BITS` of a code, `GROUP`, the number of inputs that share a scale, `ZERO` or
@@ -21,9 +21,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, quantize_gguf
+from polarlm.engine.weight_formats._grouped import Grouped, quantize_gguf
 from polarlm.engine.weight_formats._lattice import Grid, Lattice
 from polarlm.engine.weight_formats._trits import Trits
+
+_SLAB = 1 << 18  # values dequantized at a time, so that temporaries stay in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +99,18 @@ def _format(name: str, module: Any) -> WeightFormat:
         for key in ("bits", "group", "zero", "table", "grid", "runs")
         if hasattr(module, key.upper())
     }
-    dequantize = getattr(module, "dequantize", None) or partial(dequantize_gguf, name.upper())
+    unpack = getattr(module, "unpack", None)
+    dequantize = partial(_dequantize, unpack) if unpack else module.dequantize
     written = partial(quantize_gguf, name.upper()) if hasattr(module, "IS_WRITTEN") else None
-    others = getattr(module, "quantize", written), getattr(module, "unpack", None)
-    return WeightFormat(name, module.VALUES, module.NBYTES, dequantize, *others, **optional)
+    quantize = getattr(module, "quantize", written)
+    return WeightFormat(name, module.VALUES, module.NBYTES, dequantize, quantize, unpack, **optional)
+
+
+def _dequantize(unpack: Callable[[np.ndarray], Grouped | Lattice | Trits], raw: np.ndarray, out: np.ndarray) -> None:
+    """`WeightFormat.dequantize`. Needs a few MB besides `out`."""
+    step = max(1, _SLAB // max(1, out.shape[1]))
+    for first in range(0, len(raw), step):
+        out[first : first + step] = unpack(raw[first : first + step]).dequantize()
 
 
 def available() -> tuple[str, ...]:

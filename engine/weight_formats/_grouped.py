@@ -1,12 +1,10 @@
-"""Blocks of GGUF files as integers: `Grouped`, the functions that unpack bytes, and gguf's dequantizers."""
+"""Blocks of GGUF files as integers: `Grouped`, and the functions that unpack bytes; and gguf's quantizers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-
-_SLAB = 1 << 18  # values dequantized at a time, so that temporaries stay in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +37,14 @@ class Grouped:
         gguf's to the bit."""
         rows, width = self.codes.shape
         if self.table is None:
-            codes = np.subtract(self.codes, np.float32(self.zero), dtype=np.float32)
+            codes = self.codes.astype(np.float32)
+            codes -= self.zero
         else:
             codes = self.table.astype(np.float32)[self.codes]
         scale = _product(self.scale, self.sub_scale)
         with np.errstate(all="ignore"):  # a damaged scale gives infinities; a warning would not help the user
-            values = codes.reshape(*scale.shape, width // max(1, scale.shape[1])) * scale[..., None]
+            values = codes.reshape(*scale.shape, width // max(1, scale.shape[1]))
+            values *= scale[..., None]
             if self.offset is not None:
                 values += _product(self.offset, self.sub_offset)[..., None]
         return values.reshape(rows, width)
@@ -98,19 +98,6 @@ def scales_and_mins(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = np.concatenate([scale & 0x3F, (rest & 0x0F) | ((scale >> 2) & 0x30)], axis=-1)
     mins = np.concatenate([low & 0x3F, (rest >> 4) | ((low >> 2) & 0x30)], axis=-1)
     return flat(scales).view(np.int8), flat(mins)
-
-
-def dequantize_gguf(stored: str, raw: np.ndarray, out: np.ndarray) -> None:
-    """`dequantize` of a weight format, by the package gguf, which names it `stored`. Needs a few MB besides `out`."""
-    from gguf.constants import GGMLQuantizationType  # imported only where a file has such a type
-    from gguf.quants import dequantize
-
-    step = max(1, _SLAB // max(1, out.shape[1]))
-    with np.errstate(all="ignore"):  # a damaged scale gives infinities; a warning would not help the user
-        for first in range(0, len(raw), step):
-            part = out[first : first + step]
-            rows = raw[first : first + step].reshape(1, -1)
-            part[...] = dequantize(rows, GGMLQuantizationType[stored]).reshape(part.shape)
 
 
 def quantize_gguf(stored: str, x: np.ndarray) -> np.ndarray:

@@ -12,7 +12,3 @@ TABLE = np.array([-123, -86, -65, -49, -35, -23, -11, 0, 10, 20, 30, 42, 54, 69,
 def unpack(raw: np.ndarray) -> Grouped:
     d, q = fields(raw, 2, 16)
     return Grouped(unpack_bits(q, 16, BITS), halves(d), table=TABLE)
-
-
-def dequantize(raw: np.ndarray, out: np.ndarray) -> None:
-    out[...] = unpack(raw).dequantize()  # GGUF files do not have it

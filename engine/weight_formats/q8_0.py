@@ -10,4 +10,4 @@ BITS, GROUP, ZERO = 8, 32, 128
 
 def unpack(raw: np.ndarray) -> Grouped:
     d, q = fields(raw, 2, 32)
-    return Grouped(flat(q) ^ np.uint8(0x80), halves(d), zero=ZERO)
+    return Grouped(flat(q ^ np.uint8(0x80)), halves(d), zero=ZERO)

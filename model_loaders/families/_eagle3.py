@@ -59,9 +59,10 @@ def slots(head: Eagle3Head, states: int) -> tuple[Slots]:
     found["mtp_embedding_norm"] = found.pop("attention_norm")
     found["mtp_hidden_norm"] = (TensorSpec("model.layers.0.hidden_norm.weight", "blk.0.attn_norm_2.weight", (e,)),)
     sides = [replace(spec, shape=(spec.shape[0], 2 * e)) for spec in found["qkv"]]
+    parts = [f"fc.weight[{at}]" for at in range(len(head.layers))]  # of the product, which files have side by side
     found |= {
         "qkv": tuple(sides),
-        "head_states": tuple(_state_projection(at, (e, states)) for at in range(len(head.layers))),
+        "head_states": tuple(TensorSpec(name, name, (e, states)) for name in parts),
     }
     if head.has_embedding:
         found["head_embedding"] = table.top["embedding"]
@@ -69,8 +70,3 @@ def slots(head: Eagle3Head, states: int) -> tuple[Slots]:
         (spec,) = table.top["head"]
         found["head_logits"] = (replace(spec, shape=(len(head.ids) or head.model.vocab_size, e)),)
     return ({slot: tuple(replace(one, name=PREFIX + one.name) for one in specs) for slot, specs in found.items()},)
-
-
-def _state_projection(at: int, shape: tuple[int, int]) -> TensorSpec:
-    """The part of the product with one of the hidden states, which files have side by side."""
-    return TensorSpec(f"fc.weight[{at}]", f"fc.weight[{at}]", shape)

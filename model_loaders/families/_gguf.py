@@ -10,10 +10,6 @@ from polarlm.model_loaders.config import ModelConfig
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"  # of yarn's attention factor
 
 
-def _nothing(values: Mapping[str, object]) -> Mapping[str, object]:
-    return {}
-
-
 def without_last(values: Mapping[str, object]) -> dict[str, object]:
     """The number of layers without those that predict several tokens, which GGUF files count, too."""
     layers, after_last = values["num_hidden_layers"], values["layers_after_last"]
@@ -36,7 +32,7 @@ class GgufLayout:
     interleaved: bool = False
     other_architectures: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
-    implied_values: Callable[[Mapping[str, object]], Mapping[str, object]] = _nothing
+    implied_values: Callable[[Mapping[str, object]], Mapping[str, object]] = lambda values: {}
 
     def is_interleaved(self, config: ModelConfig) -> bool:
         return self.interleaved and not config.has_sections

@@ -13,7 +13,7 @@ import numpy as np
 
 from polarlm.model_loaders import weight_quantization
 from polarlm.model_loaders.config import ModelConfig, RopeConfig
-from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError, close_on_error
 from polarlm.model_loaders.families import _eagle3 as eagle3
 from polarlm.model_loaders.families import _gemma4_assistant as assistant
 from polarlm.model_loaders.fields import Fields, describe, usable
@@ -41,7 +41,7 @@ def with_eagle3(config: ModelConfig, weights: StoredWeights, path: Path) -> tupl
     if gguf is None:
         refuse_other_layouts(path)
     stored = open_safetensors(path) if gguf is None else StoredWeights(path, gguf.tensors, gguf.files)
-    try:
+    with close_on_error(stored):
         fields, is_gguf = _fields_of_folder(path) if gguf is None else _fields_of_gguf(gguf), gguf is not None
         tensors = {one if is_gguf else _name(one): stored.tensors[one] for one in stored.tensors}
         head = eagle3.configure(fields, config, tensors)
@@ -56,9 +56,6 @@ def with_eagle3(config: ModelConfig, weights: StoredWeights, path: Path) -> tupl
         names = {spec.gguf if is_gguf else spec.name.removeprefix(eagle3.PREFIX): spec for spec in specs}
         unused = {*_UNUSED, EMBEDDING}.__contains__
         weights = _joined(weights, stored, tensors, names, "an EAGLE-3 head", unused, is_gguf=is_gguf)
-    except BaseException:
-        stored.close()
-        raise
     return replace(config, layers=(*config.layers, *head.model.layers), mtp=True, eagle3=head), weights
 
 
@@ -75,12 +72,9 @@ def with_assistant(config: ModelConfig, weights: StoredWeights, path: Path) -> t
     table = TensorTable({}, assistant.slots(config.assistant, config.hidden_size))
     names = {spec.name.removeprefix(assistant.PREFIX): spec for spec in table.specs()}
     stored = open_safetensors(path)
-    try:
+    with close_on_error(stored):
         unused = assistant.UNUSED.match
         return config, _joined(weights, stored, stored.tensors, names, "an assistant", unused)
-    except BaseException:
-        stored.close()
-        raise
 
 
 # Kind → what it is called, whether a configuration is of one, and what reads it.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError, close_on_error
 from polarlm.model_loaders.fields import describe
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.ggml_types import TYPES
@@ -79,13 +79,10 @@ class GgufFile:
         """alone: open no other parts."""
         self.path = Path(path)
         self.files = [FileBytes(self.path)]
-        try:
+        with close_on_error(self):
             self._parse(_Cursor(self.path, self.files[0].size, self.files[0].read))
             if not alone and (number := self._part()) is not None:
                 self._join(number)
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Closes the file; arrays already read stay valid."""

@@ -290,29 +290,19 @@ def _mixer_shapes(e: int, mixer: Mixer) -> tuple[_Shapes, set[str]]:
     if isinstance(mixer, ShortConv):
         shapes = {"conv_in": _one(3 * e, e), "conv": _one(e * mixer.width), "conv_out": _one(e, e)}
         return {"conv_norm": _one(e), "conv_post_norm": _one(e), **shapes}, set(shapes) if mixer.bias else set()
-    if isinstance(mixer, GatedDelta):
-        values, head_vector = mixer.value_heads * mixer.value_dim, _one(mixer.value_heads)
-        return {
-            "delta_norm": _one(e),
-            "delta_in": [((rows, e), 0) for rows in (mixer.channels, values, mixer.value_heads, mixer.value_heads)],
-            "delta_conv": _one(mixer.channels * mixer.width),
-            "delta_decay": head_vector,
-            "delta_dt_bias": head_vector,
-            "delta_out_norm": _one(mixer.value_dim),
-            "delta_out": _one(e, values),
-        }, set()
-    if isinstance(mixer, ChannelDelta):
+    if isinstance(mixer, GatedDelta | ChannelDelta):
         keys, values, heads = mixer.key_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim, mixer.value_heads
+        shapes = {"delta_norm": _one(e), "delta_out_norm": _one(mixer.value_dim), "delta_out": _one(e, values)}
+        convolved, others, rates = [mixer.channels], [values, heads, heads], heads
+        if isinstance(mixer, ChannelDelta):
+            convolved, others, rates = [keys, keys, values], [heads, mixer.rank, mixer.rank], keys
+            shapes |= {"delta_decay_up": _one(keys, mixer.rank), "delta_gate_up": _one(values, mixer.rank)}
         return {
-            "delta_norm": _one(e),
-            "delta_in": [((rows, e), 0) for rows in (keys, keys, values, heads, mixer.rank, mixer.rank)],
-            "delta_conv": [((rows * mixer.width,), 0) for rows in (keys, keys, values)],
+            "delta_in": [((rows, e), 0) for rows in (*convolved, *others)],
+            "delta_conv": [((rows * mixer.width,), 0) for rows in convolved],
             "delta_decay": _one(heads),
-            "delta_dt_bias": _one(keys),
-            "delta_decay_up": _one(keys, mixer.rank),
-            "delta_gate_up": _one(values, mixer.rank),
-            "delta_out_norm": _one(mixer.value_dim),
-            "delta_out": _one(e, values),
+            "delta_dt_bias": _one(rates),
+            **shapes,
         }, set()
     if isinstance(mixer, Mamba2):
         inner, head_vector = mixer.value_heads * mixer.value_dim, _one(mixer.value_heads)

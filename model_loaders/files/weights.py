@@ -171,7 +171,7 @@ def _check(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
         raise LoadError(
             f"{path}: {what} is stored as {dtype}, which is not supported (supported: {', '.join(readable)})."
         )
-    if dtype not in PLAIN and not _has_gguf():
+    if dtype not in PLAIN and importlib.util.find_spec("gguf") is None:  # an import would take megabytes
         raise LoadError(
             f"{path} cannot be read without the Python package gguf: install it (pip install gguf), or give a folder "
             "with config.json and safetensors files."
@@ -184,10 +184,6 @@ def _check(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
 
 
 @cache
-def _has_gguf() -> bool:
-    return importlib.util.find_spec("gguf") is not None  # an import would take megabytes
-
-
 def _layer(name: str) -> int:
     """The layer number in `model.layers.N...`; -1 if there is none."""
     number = name.split(".")[2]

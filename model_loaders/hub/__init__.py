@@ -46,8 +46,7 @@ __all__ = [
     "Fits",
     "HubName",
     "fetch",
-    "fetch_adapter",
-    "fetch_head",
+    "fetch_part",
     "hub_name",
     "parse",
     "quantization_of",
@@ -57,6 +56,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Part = Literal["adapter", "head", "pack"]
 Progress = Callable[[int, int], None]
 """Gets the bytes that have arrived, and the bytes of all files."""
 
@@ -80,24 +80,10 @@ def fetch(
     return _Fetch(name, fits, verbose, progress).run_with_load_errors(_Fetch.run)
 
 
-def fetch_adapter(name: HubName, verbose: Callable[[str], None] | None = None) -> Path:
-    """The path of an adapter (LoRA) in the hub's cache, a folder or a .gguf file; it is downloaded if need be.
-
-    Raises LoadError.
-    """
-    return _Fetch(name, verbose=verbose, what="adapter").run_with_load_errors(_Fetch.run)
-
-
-def fetch_head(name: HubName, verbose: Callable[[str], None] | None = None) -> Path:
-    """The path of a draft head in the hub's cache, a folder or a .gguf file; it is downloaded if need be. Raises
-    LoadError."""
-    return _Fetch(name, verbose=verbose, what="head").run_with_load_errors(_Fetch.run)
-
-
-def fetch_pack(name: HubName, verbose: Callable[[str], None] | None = None) -> Path:
-    """The path of the one .pack file of a repository in the hub's cache; it is downloaded if need be. Raises
-    LoadError."""
-    return _Fetch(name, verbose=verbose, what="pack").run_with_load_errors(_Fetch.run)
+def fetch_part(name: HubName, what: Part, verbose: Callable[[str], None] | None = None) -> Path:
+    """The path of what belongs to a model in the hub's cache, downloaded if need be: of an adapter (LoRA) or a draft
+    head, a folder or a .gguf file; of a pack, the one .pack file of the repository. Raises LoadError."""
+    return _Fetch(name, verbose=verbose, what=what).run_with_load_errors(_Fetch.run)
 
 
 def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
@@ -119,7 +105,7 @@ class _Fetch:
         verbose: Callable[[str], None] | None = None,
         progress: Progress | None = None,
         *,
-        what: Literal["model", "adapter", "head", "pack"] = "model",
+        what: Part | Literal["model"] = "model",
     ) -> None:
         self._client, self._name, self._fits = Client(), name, fits or (lambda config, size: True)
         self._say, self._is_silent = verbose or (lambda text: None), verbose is None

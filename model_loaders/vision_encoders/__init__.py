@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError, close_on_error
 from polarlm.model_loaders.fields import Fields, describe
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.repository import companion_in
@@ -150,7 +150,7 @@ def vision_encoder_of(folder: Path) -> tuple[VisionEncoder, StoredWeights] | Non
         theirs = next(filter(name.startswith, prefixes), "")
         return prefixes.get(theirs, "") + name.removeprefix(theirs)
 
-    try:
+    with close_on_error(weights):
         file_tensors = {ours(name): tensor for name, tensor in weights.tensors.items()}
         names = {spec.row_parts.source if spec.row_parts else spec.name for spec in tensors(encoder).specs()}
         file_tensors = read_quantized(fields, file_tensors, names)
@@ -158,15 +158,12 @@ def vision_encoder_of(folder: Path) -> tuple[VisionEncoder, StoredWeights] | Non
             weights.close()
             return None
         return _fit_weights(encoder, StoredWeights(folder, file_tensors, weights.open_files), is_gguf=False)
-    except BaseException:
-        weights.close()
-        raise
 
 
 def open_mmproj(path: Path) -> tuple[VisionEncoder, StoredWeights]:
     """The vision encoder in a file of llama.cpp's, and its weights. Raises LoadError."""
     gguf = GgufFile(path)
-    try:
+    with close_on_error(gguf):
         metadata = gguf.metadata
         kind = _kind_of(metadata)
         read = next((one.PROJECTORS[kind] for one in _modules() if kind in getattr(one, "PROJECTORS", {})), None)
@@ -180,9 +177,6 @@ def open_mmproj(path: Path) -> tuple[VisionEncoder, StoredWeights]:
         names = {spec.gguf: spec.name for spec in tensors(encoder).specs()}
         file_tensors = {names.get(label, label): tensor for label, tensor in gguf.tensors.items()}
         return _fit_weights(encoder, StoredWeights(path, file_tensors, gguf.files), is_gguf=True)
-    except BaseException:
-        gguf.close()
-        raise
 
 
 def _decodes(config: ModelConfig, module: ModuleType) -> bool:

@@ -72,6 +72,14 @@ def settings(vision: Fields, *, merge: int, eps: str, unit: int | None = None) -
     }
 
 
+def side_of(fields: Fields, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+    """The positions along a side of a square that has as many as `key` says."""
+    positions = fields.integer(key, default, minimum=minimum)
+    if (side := math.isqrt(positions)) ** 2 != positions:
+        raise fields.refuse(key, "which is not a square")
+    return side
+
+
 def parts_of(fields: Fields) -> tuple[Fields, int]:
     """What config.json says of the vision encoder, and E of the decoder."""
     vision = fields.section("vision_config")

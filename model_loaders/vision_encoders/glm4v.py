@@ -6,14 +6,13 @@ none, but norms of queries and keys, and biases in its layers. Images are read, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec, TensorTable, slots_of
 from polarlm.model_loaders.vision_encoders import ImageShape, _qwen
-from polarlm.model_loaders.vision_encoders._vit import CHANNELS, CLIP, MAX_SIZE, fit_area
+from polarlm.model_loaders.vision_encoders._vit import CHANNELS, CLIP, MAX_SIZE, fit_area, side_of
 
 _OCR = "glm_ocr"
 _PIXELS = 112 * 112, 28 * 28 * 15000  # least and most, of both frames
@@ -69,12 +68,10 @@ def _pixels_of_frame(pixels: tuple[int, int]) -> tuple[int, int]:
 
 def _vision_encoder(vision: Fields, preprocessor: Fields, pixels: tuple[int, int]) -> GlmVisionEncoder:
     vision.require("hidden_act", "silu")
-    positions = vision.integer("positions", 0, minimum=0)
-    if (side := math.isqrt(positions)) ** 2 != positions:
-        raise vision.refuse("positions", "which is not a square")
     settings = _qwen.settings(vision, preprocessor, patch=14, pixels=pixels, **CLIP)
     settings |= {"before": "<|begin_of_image|>", "after": "<|end_of_image|>"}
     settings["eps"] = vision.positive("rms_norm_eps", 1e-5)
+    side = side_of(vision, "positions", 0, minimum=0)
     return GlmVisionEncoder(
         kind="glm4v", **settings, side=side, merger_size=vision.integer("merger_size", maximum=MAX_SIZE)
     )

@@ -55,9 +55,6 @@ PROJECTORS = {"lfm2": _from_mmproj}
 def _vision_encoder(vision: Fields, preprocessor: Fields, outputs: int, *, channels_first: bool) -> Lfm2VlVisionEncoder:
     vision.require("hidden_act", "gelu_pytorch_tanh")
     settings = _vit.settings(vision, merge=2, eps="layer_norm_eps", unit=1)
-    positions, half = vision.integer("num_patches", 256), [0.5] * 3
-    if (side := math.isqrt(positions)) ** 2 != positions:
-        raise vision.refuse("num_patches", "which is not a square")
     least, most = (preprocessor.integer(f"{end}_image_tokens", rows) for end, rows in (("min", 64), ("max", 256)))
     area = (settings["patch"] * settings["merge"]) ** 2
     return Lfm2VlVisionEncoder(
@@ -67,7 +64,7 @@ def _vision_encoder(vision: Fields, preprocessor: Fields, outputs: int, *, chann
         after="<|image_end|>",
         filter="BILINEAR",
         **settings,
-        side=side,
+        side=_vit.side_of(vision, "num_patches", 256),
         pixels=(least * area, max(least, most) * area),
         most_whole=(
             max(least, most) * area * preprocessor.number("max_pixels_tolerance", 2.0)
@@ -77,7 +74,7 @@ def _vision_encoder(vision: Fields, preprocessor: Fields, outputs: int, *, chann
         projected=vision.integer("projected"),
         norms_rows=vision.flag("norms_rows", True),
         channels_first=channels_first,
-        **_vit.colours(preprocessor, mean=half, std=half),
+        **_vit.colours(preprocessor, mean=[0.5] * 3, std=[0.5] * 3),
     )
 
 

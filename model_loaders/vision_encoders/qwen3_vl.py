@@ -5,13 +5,13 @@ In Qwen3-VL rows are also made of patches after some of the layers; they are add
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorTable, slots_of
 from polarlm.model_loaders.vision_encoders import VisionEncoder, _qwen
+from polarlm.model_loaders.vision_encoders._vit import side_of
 
 _WITHOUT_MORE = ("qwen3_5", "qwen3_5_moe")
 MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", *_WITHOUT_MORE)
@@ -46,10 +46,7 @@ PROJECTORS = {"qwen3vl_merger": _from_mmproj}
 
 def _vision_encoder(vision: Fields, preprocessor: Fields, deep: tuple[int, ...]) -> VisionEncoder:
     vision.require("hidden_act", "gelu_pytorch_tanh")
-    positions = vision.integer("num_position_embeddings", 2304)
-    if (side := math.isqrt(positions)) ** 2 != positions:
-        raise vision.refuse("num_position_embeddings", "which is not a square")
-    half = [0.5] * 3
+    side, half = side_of(vision, "num_position_embeddings", 2304), [0.5] * 3
     settings = _qwen.settings(vision, preprocessor, patch=16, pixels=(1 << 16, 1 << 24), mean=half, std=half)
     if not all(0 <= layer < settings["layers"] for layer in deep):
         raise vision.refuse("deepstack_visual_indexes", f"but there are {settings['layers']} layers")

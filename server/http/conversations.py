@@ -17,7 +17,7 @@ from polarlm.server.http.bodies import LARGER, read_body
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.guard import is_here
 from polarlm.server.reading.values import LARGEST, BadRequest, count, mapping
-from polarlm.server.running.conversations import Change, ConversationStore
+from polarlm.server.running.conversations import ConversationStore
 
 _ID = re.compile(r"[0-9a-f]{16}")
 
@@ -50,9 +50,7 @@ class Conversations:
         if re.fullmatch("[0-9]{1,15}", revision_text) is None:
             raise BadRequest("since", "since must be a revision: a whole number")
         changes, revision, more = await asyncio.to_thread(store.changes_since, int(revision_text))
-        parts = ",".join(f"{json.dumps(name)}:{_change_json(change)}" for name, change in changes.items())
-        body = f'{{"kept":true,"revision":{revision},"more":{json.dumps(more)},"conversations":{{{parts}}}}}'
-        return Response(body, media_type="application/json")
+        return JSONResponse({"kept": True, "revision": revision, "more": more, "conversations": changes})
 
     async def write(self, request: Request) -> Response:
         """{"base", "head", "messages": {ID: …}} → {"revision"}; 409 if the conversation has changed after `base`."""
@@ -99,9 +97,3 @@ def _to_json(name: str, value: dict[str, Any]) -> str:
         return json.dumps(value, allow_nan=False)
     except ValueError:
         raise BadRequest(name, f"{name} holds a number that JSON does not have, such as NaN") from None
-
-
-def _change_json(change: Change) -> str:
-    messages = ",".join(f"{json.dumps(name)}:{body}" for name, body in change.messages.items())
-    head = f'"head":{change.head or "null"},' if change.has_head else ""
-    return f'{{{head}"messages":{{{messages}}}}}'

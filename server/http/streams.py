@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -65,7 +65,7 @@ async def merge(answers: Sequence[AsyncGenerator[Piece, None]]) -> Pieces:
             else:
                 yield item
     finally:
-        await _end(tasks)
+        await end_tasks(tasks)
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
@@ -77,7 +77,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
             raise ClientDisconnect
         return work_task.result()
     finally:
-        await _end([work_task, disconnect_task])
+        await end_tasks([work_task, disconnect_task])
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -86,7 +86,9 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, and return when they have ended."""
+    tasks = [*tasks]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -171,7 +173,7 @@ class EventStream(Response):
         finally:
             self._stop_watching()
             if self._sign_task is not None:
-                await _end([self._sign_task])
+                await end_tasks([self._sign_task])
 
     async def _write(self, data: bytes, last: bool = False) -> None:
         """Send a piece of the body, after a sign of life that is being sent. Raises ClientDisconnect."""

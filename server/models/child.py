@@ -8,6 +8,7 @@ It speaks JSON lines with its parent, over standard input and output:
     child → parent  {"fit": a Need, as an object}, for each of these
     parent → child  {"load": true}
     child → parent  {"loaded": {"port", "reads_images"}}
+    child → parent  {"used": {"key", "tokens"}}, for each request of a key with a name
     child → parent  {"failed": {"message", "code"}}, and the process ends
 
 Without settings of a server, the process only fetches the model. Otherwise it then is the HTTP server of this model, on
@@ -18,6 +19,7 @@ closed.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import queue
 import signal
@@ -41,6 +43,7 @@ from polarlm.server.serving import load_driver, serve_engine
 
 CLIENT = "x-polarlm-client"  # the header with the address of the client that the parent has
 KEY_NAME = "x-polarlm-key"  # the header with the name of the key that it has sent
+PRIORITY = "x-polarlm-priority"  # the header with the least priority of its requests
 BACKGROUND = "x-polarlm-background"  # the header of a batch's request
 _PROGRESS_SECONDS = 0.2  # between two messages about a download
 _LAST_SECONDS = 10.0  # to end in order when the parent is gone
@@ -62,6 +65,19 @@ class _Server(Parent):
             self.tell({"fetching": {"done": bytes_done, "total": total}})
 
 
+class _Charges(logging.Handler):
+    """Tells the parent the tokens of each request that is logged."""
+
+    def __init__(self, parent: Parent) -> None:
+        super().__init__()
+        self._parent = parent
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if key := (line := vars(record)["line"]).get("key"):
+            tokens = line["prompt_tokens"] + line["completion_tokens"]
+            self._parent.tell({"used": {"key": key, "tokens": tokens}})
+
+
 def _end() -> None:
     """End this process, whose parent is gone, in the parent's own way."""
     os.kill(os.getpid(), signal.SIGTERM)
@@ -79,6 +95,8 @@ def _with_clients_of_parent(app: ASGIApp) -> ASGIApp:
                 scope["client"] = (host, int(port) if port.isdecimal() else 0)
             elif name == KEY_NAME.encode():
                 scope[journal.KEY] = value.decode("latin-1")
+            elif name == PRIORITY.encode():
+                scope[journal.PRIORITY] = int(value)
             elif name == BACKGROUND.encode():
                 scope[journal.BACKGROUND] = True
         await app(scope, receive, send)
@@ -107,6 +125,7 @@ def _run(parent: _Server) -> None:
     config = ServerConfig(**first["server"])
     model = _receive_settings(parent, model)
     with tcp_socket(config.host, 0) as http, load_driver(model, config, config.alias) as driver:
+        journal.REQUESTS.addHandler(_Charges(parent))
         reply = {"port": http.getsockname()[1], "reads_images": driver.engine.reads_images}
         # Nobody else knows the port until the parent hears it.
         asyncio.run(

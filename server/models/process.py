@@ -39,8 +39,16 @@ _POLL_SECONDS = 1.0  # between two looks for such signs
 class ModelProcess:
     """A running process. Its methods belong to one event loop."""
 
-    def __init__(self, model: NamedModel, config: ServerConfig | None, on_exit: Callable[[int], object]) -> None:
-        """config: of the parent; with None, the process only fetches the model. on_exit: called with the exit code."""
+    def __init__(
+        self,
+        model: NamedModel,
+        config: ServerConfig | None,
+        on_exit: Callable[[int], object],
+        charge: Callable[[str, int], object] = lambda key, tokens: None,
+    ) -> None:
+        """config: of the parent; with None, the process only fetches the model. on_exit: called with the exit code.
+        charge: called with a key's name and the tokens of a request."""
+        self._charge = charge
         self.name = model.name
         self.key = secrets.token_urlsafe()  # that its HTTP server asks for
         self.port, self.reads_images = 0, False
@@ -91,6 +99,8 @@ class ModelProcess:
     def _hear(self, message: dict[str, Any]) -> None:
         if (progress := message.get("fetching")) is not None:
             self.fetching = (progress["done"], progress["total"])
+        elif (used := message.get("used")) is not None:
+            self._charge(used["key"], used["tokens"])
         else:
             self._messages.put_nowait(message)
 

@@ -19,7 +19,7 @@ from polarlm.server.http.bodies import LARGER, read_bytes, too_large
 from polarlm.server.http.errors import ApiError, ErrorShapes, api_error
 from polarlm.server.http.model_details import answer_line
 from polarlm.server.http.streams import DATA, HEADERS, LINES, NAMED, send_with_timeout, while_connected
-from polarlm.server.models.child import BACKGROUND, CLIENT, KEY_NAME
+from polarlm.server.models.child import BACKGROUND, CLIENT, KEY_NAME, PRIORITY
 from polarlm.server.models.process import READY, ModelProcess, ModelSlot
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import BadRequest, is_empty, is_number, read_json, text, wrong_value
@@ -91,6 +91,8 @@ class Proxy:
                 end_fields = {"done": True, "done_reason": "unload"}
                 return JSONResponse(answer_line(path, slot.model.name, {"content": ""}) | end_fields)
         streams = path in _OLLAMA_PATHS if fields.get("stream") is None else fields["stream"] is True
+        if data and (entry := journal.current()):
+            self._supervisor.quotas.begin(entry.key)
         return _ProxiedResponse(self, request, slot, data, keep_seconds, streams=streams)
 
 
@@ -182,6 +184,8 @@ class _ProxiedResponse(Response):
             headers |= entry.trace_headers
         if entry and entry.key:
             headers[KEY_NAME] = entry.key
+            if (priority := self._proxy._config.keys.limits_of(entry.key).get("priority")) is not None:
+                headers[PRIORITY] = str(priority)
         if entry and entry.in_background:
             headers[BACKGROUND] = "true"
         if request.method == "POST":

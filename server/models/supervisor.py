@@ -27,6 +27,7 @@ from polarlm.server.models.process import (
 from polarlm.server.models.registry import NamedModel, Registry, in_words
 from polarlm.server.running import refusals
 from polarlm.server.running.journal import note
+from polarlm.server.running.quotas import Quotas
 from polarlm.server.running.refusals import Refusal
 
 _SWEEP_SECONDS = 1.0  # most between two looks for idle models
@@ -42,7 +43,7 @@ class Supervisor:
     """
 
     def __init__(self, registry: Registry, config: ServerConfig) -> None:
-        self.registry, self._config = registry, config
+        self.registry, self._config, self.quotas = registry, config, Quotas(config.keys.limits_of)
         self._slots: dict[str, ModelSlot] = {}
         most = None if config.models_memory is None else parse_size(config.models_memory)
         self._memory = Memory(self._slots, most)
@@ -163,7 +164,9 @@ class Supervisor:
         slot.starts += 1
         start, process = time.monotonic(), None
         try:
-            process = ModelProcess(slot.model, self._config, lambda code: self._on_exit(slot, process, code))
+            process = ModelProcess(
+                slot.model, self._config, lambda code: self._on_exit(slot, process, code), self.quotas.charge
+            )
             slot.process = process
             await process.fetch()
             await self._take_memory(slot, process)

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from polarlm.engine import EngineError
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.storage import files
-from polarlm.server.running.sessions import unusable
+from polarlm.server.running.sessions import private_folder
 
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{24}(-output|-errors)?")
 _LINES = ".jsonl"
@@ -26,13 +26,7 @@ class BatchFolder:
 
     def __init__(self, root: str, owner: str, most: int) -> None:
         """owner: the name of its folder in `root`. most: bytes that its files may have. Raises EngineError."""
-        self._most = most
-        try:
-            self._folder = Path(root).expanduser() / owner
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
-            raise unusable("--batches", root, error) from None
-        files.remove_unfinished(self._folder)
+        self._folder, self._most = private_folder("--batches", root, owner), most
 
     def lines(self, name: str) -> Path:
         """The file of lines with this id."""

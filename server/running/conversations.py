@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 from polarlm.engine import EngineError
 from polarlm.engine.state.plan import format_bytes
-from polarlm.server.running.sessions import unusable
+from polarlm.server.running.sessions import private_folder, unusable
 
 FILE = "conversations.sqlite3"
 _BUSY_SECONDS = 10.0  # for which another server with the same folder may write
@@ -29,13 +29,9 @@ CREATE INDEX IF NOT EXISTS changed_messages ON messages (revision);
 """
 
 
-@dataclass
-class Change:
-    """What is new of a conversation. `head` and the bodies of messages are JSON; a deleted one has no head."""
-
-    head: str | None = None
-    has_head: bool = False  # whether the head, or the deletion, is part of what is new
-    messages: dict[str, str] = field(default_factory=dict)
+Changes = dict[str, dict[str, Any]]
+"""What is new of conversations, by id: {"head", "messages": {ID: a message}}, without a head that is the same. A
+deleted one has the head None."""
 
 
 class ConversationStore:
@@ -48,9 +44,8 @@ class ConversationStore:
     def __init__(self, folder: str, most: int) -> None:
         """most: bytes that the file may have; one that has more already does not grow. Raises EngineError."""
         self._lock, self._most = threading.Lock(), most
+        path = private_folder("--conversations", folder)
         try:
-            path = Path(folder).expanduser()
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path / FILE, os.O_CREAT | os.O_RDWR, 0o600))  # for its owner alone
             self._file = sqlite3.connect(
                 path / FILE, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -59,13 +54,13 @@ class ConversationStore:
             self._file.executescript(_TABLES)
             (page,) = self._file.execute("PRAGMA page_size").fetchone()
             self._file.execute(f"PRAGMA max_page_count = {max(1, most // page)}")
-        except (OSError, RuntimeError, sqlite3.Error) as error:  # RuntimeError: ~ without a home folder
+        except (OSError, sqlite3.Error) as error:
             raise unusable("--conversations", folder, error) from None
 
     def close(self) -> None:
         self._file.close()
 
-    def changes_since(self, revision: int) -> tuple[dict[str, Change], int, bool]:
+    def changes_since(self, revision: int) -> tuple[Changes, int, bool]:
         """(what changed after a revision, by conversation; the revision that this leads to; whether there is more)."""
         with self._lock, self._storage_errors():
             rows = self._file.execute(
@@ -73,16 +68,17 @@ class ConversationStore:
                 "SELECT revision, conversation, id, body FROM messages WHERE revision > ? ORDER BY 1",
                 (revision, revision),
             )
-            changes: dict[str, Change] = {}
+            changes: Changes = {}
             size = 0
             for row_revision, conversation, message, text in rows:
                 if size > _MOST_BYTES and row_revision != revision:
                     return changes, revision, True
-                change = changes.setdefault(conversation, Change())
+                change = changes.setdefault(conversation, {"messages": {}})
+                value = None if text is None else json.loads(text)
                 if message is None:
-                    change.head, change.has_head = text, True
+                    change["head"] = value
                 else:
-                    change.messages[message] = text
+                    change["messages"][message] = value
                 size += len(text or "")
                 revision = row_revision
             return changes, revision, False

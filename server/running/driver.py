@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
@@ -30,7 +29,7 @@ from polarlm.server.running.job import Job, Worker
 from polarlm.server.running.quotas import Quotas
 from polarlm.server.running.readers import Readers, has_images
 from polarlm.server.running.refusals import Refusal, for_clients
-from polarlm.server.running.sessions import SavedSession, SessionFolder
+from polarlm.server.running.sessions import SessionFolder
 
 T = TypeVar("T")
 Submit = Callable[..., Ticket]
@@ -277,7 +276,8 @@ class Driver:
 
     def _ranked(self, job: Job, options: PromptOptions | None) -> PromptOptions:
         """Return options with the priority of the request's key, unless its own is larger: it is served later then."""
-        options, least = options or PromptOptions(), self.config.keys.limits_of(job.entry.key or "").get("priority")
+        options, limits = options or PromptOptions(), self.config.keys.limits_of(job.entry.key or "")
+        least = limits.get("priority", job.entry.priority)
         return options if least is None else replace(options, priority=max(least, options.priority))
 
     async def _submit(
@@ -310,7 +310,7 @@ class Driver:
 
     async def save_session(self, name: str, prompt: Prompt, options: PromptOptions | None = None) -> int:
         """Save the stored part of `prompt`; return its number of tokens. Raises Refusal or EngineError."""
-        folder = self._folder
+        folder = self.session_folder
 
         def save() -> int:
             file, limit = folder.file(name), folder.limit(name)
@@ -318,26 +318,22 @@ class Driver:
 
         # Other sessions do not wait until its images are decoded, which the engine remembers.
         preparation = partial(self.engine.prompt_ids, prompt, options) if has_images(prompt) else None
-        return await self._run_on_disk("saved", save, preparation)
+        return await self.run_on_disk("saved", save, preparation)
 
     async def load_session(self, name: str, cache_salt: str = "") -> int:
         """Load a session into the store; return its number of tokens. Raises Refusal or EngineError."""
-        file = self._folder.file(name)
+        file = self.session_folder.file(name)
 
         def load() -> int:
             if not os.path.lexists(file):
                 raise refusals.unknown_session(name)
             return len(self.engine.load_session(file, cache_salt=cache_salt).token_ids)
 
-        return await self._run_on_disk("loaded", load)
-
-    async def load_adapter(self, name: str, path: Path) -> None:
-        """Call `Engine.load_adapter`. Raises Refusal or EngineError."""
-        await self._run_on_disk("loaded", partial(self.engine.load_adapter, name, path))
+        return await self.run_on_disk("loaded", load)
 
     async def unload_adapter(self, name: str) -> None:
         """Call `Engine.unload_adapter`. Raises Refusal or EngineError."""
-        await self._run_on_disk("removed", partial(self.engine.unload_adapter, name))
+        await self.run_on_disk("removed", partial(self.engine.unload_adapter, name))
         if self.default_adapter.lora == name:
             self.default_adapter = PromptOptions()
 
@@ -349,21 +345,14 @@ class Driver:
             raise Refusal("model_not_found", sentence)
         return with_adapter(options, body, adapters.scales, adapters.numbers, self.default_adapter)
 
-    async def list_sessions(self) -> list[SavedSession]:
-        return await self._run_on_disk("listed", self._folder.all)
-
-    async def remove_session(self, name: str) -> None:
-        await self._run_on_disk("removed", partial(self._folder.remove, name))
-
-    async def _run_on_disk(
-        self, outcome: str, work: Callable[[], T], preparation: Callable[[], Any] | None = None
-    ) -> T:
-        """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits.
-        preparation: see `_run_counted`."""
+    async def run_on_disk(self, outcome: str, work: Callable[[], T], preparation: Callable[[], Any] | None = None) -> T:
+        """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits, and
+        counted as `outcome`. preparation: see `_run_counted`. Raises Refusal or EngineError."""
         return await self._run_counted(self._transfers, self._disk.submit, outcome, work, preparation)
 
     @property
-    def _folder(self) -> SessionFolder:
+    def session_folder(self) -> SessionFolder:
+        """The folder of --sessions. Raises Refusal without one."""
         if self._sessions is None:
             raise Refusal("sessions_off", "This server keeps no sessions: start it with --sessions FOLDER")
         return self._sessions

@@ -20,8 +20,9 @@ from polarlm.engine.requests.request import WARNINGS
 from polarlm.server.running.listening import HEALTH_PATHS
 from polarlm.server.running.tracing import RequestSpan, trace_headers
 
-_REQUESTS = logging.getLogger("server.requests")
+REQUESTS = logging.getLogger("server.requests")
 KEY = "polarlm.key"  # in an ASGI scope: the name of the key, where it was checked before
+PRIORITY = "polarlm.priority"  # in an ASGI scope: the least of the key's requests
 BACKGROUND = "polarlm.background"  # in an ASGI scope: True for a request of a batch
 _MOST_PATH = 200  # characters of a path, which clients choose
 # Paths that open pages and monitors poll. Their lines would hide all others, so they are logged only if they fail.
@@ -40,6 +41,7 @@ class Entry:
     client: str
     route: str
     key: str | None = None  # the name of the key that the client has sent
+    priority: int | None = None  # the least of the key's requests, where it was checked before
     in_background: bool | None = None  # True for a request of a batch, which gives way to others
     adapter: str | None = None
     status: int | None = None  # HTTP status
@@ -90,7 +92,7 @@ def entry(client: str, route: str) -> Iterator[Entry]:
         if log_entry.span is not None:
             log_entry.span.end(log_entry.prompt_tokens, log_entry.completion_tokens, log_entry.outcome)
         if not log_entry.silent:
-            _REQUESTS.info("request", extra={"line": log_entry.line()})
+            REQUESTS.info("request", extra={"line": log_entry.line()})
 
 
 class JournalMiddleware:
@@ -103,7 +105,8 @@ class JournalMiddleware:
             return
         client = ":".join(map(str, scope.get("client") or ("unknown",)))
         with entry(client, f"{scope['method']} {scope['path']}"[:_MOST_PATH]) as log_entry:
-            log_entry.key, log_entry.in_background = scope.get(KEY), scope.get(BACKGROUND)
+            log_entry.key, log_entry.priority = scope.get(KEY), scope.get(PRIORITY)
+            log_entry.in_background = scope.get(BACKGROUND)
             sent = scope.get("headers", ())
             log_entry.trace_headers = trace_headers(sent)
             log_entry.traceparent = log_entry.trace_headers.get("traceparent")
@@ -182,5 +185,5 @@ def set_up(model: str | None = None) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_ForPeople(model) if sys.stderr.isatty() else _Json(model))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    _REQUESTS.setLevel(logging.INFO)
+    REQUESTS.setLevel(logging.INFO)
     WARNINGS.disabled = True  # the lines of requests have them

@@ -49,18 +49,24 @@ def unusable(flag: str, folder: str, error: Exception) -> EngineError:
     return EngineError(f"{flag} {folder}: {reason}; name a folder that is there or can be made", "storage")
 
 
+def private_folder(flag: str, root: str, inside: str = "") -> Path:
+    """Return the folder of a flag, or one inside it, which is made if need be, for its owner alone. Raises
+    EngineError."""
+    try:
+        folder = Path(root).expanduser() / inside
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
+        raise unusable(flag, root, error) from None
+    files.remove_unfinished(folder)
+    return folder
+
+
 class SessionFolder:
     """The sessions of a server. Its methods block on the disk."""
 
     def __init__(self, folder: str, most: int) -> None:
-        """Make the folder, which only its owner can open. most: bytes of all sessions. Raises EngineError."""
-        self._most = most
-        try:
-            self._folder = Path(folder).expanduser()
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
-            raise unusable("--sessions", folder, error) from None
-        files.remove_unfinished(self._folder)
+        """most: bytes of all sessions. Raises EngineError."""
+        self._folder, self._most = private_folder("--sessions", folder), most
 
     def file(self, name: str) -> SessionFile:
         return SessionFile(self._folder, name)

@@ -52,8 +52,8 @@ def gpus(*counts: int, rooms: tuple[int, ...] = ()) -> MultiDeviceOps:
 @pytest.mark.parametrize(
     ("fixture", "types", "counts"),
     [
-        ("qwen2_mixed_windows", CODES, (2, 1)),
-        ("qwen2_mixed_windows", FULL, (1, 1, 1)),
+        ("qwen2_mixed_windows", CODES, (1, 1, 1)),
+        pytest.param("qwen2_mixed_windows", FULL, (2, 1), marks=pytest.mark.slow),
         pytest.param("qwen3_moe_normed", FULL, (1, 1), marks=pytest.mark.slow),
         pytest.param("lfm2_tied", CODES, (2, 2), marks=pytest.mark.slow),
         ("granite_hybrid_tied", FULL, (2, 1)),
@@ -279,7 +279,7 @@ def test_requests_with_adapters_and_drafts_are_answered_as_on_one_gpu(tmp_path: 
     make_model(path)
     write_peft(lora, random_changes(path, 1, 5, ALL), 10)
     settings = {"block_size": N, "ctx_size": 64, "calibration": False, "lora": {"a": str(lora)}, "draft_max": 3}
-    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=2)
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, logprobs=2)
     for ops in (CudaOps(LimitedDevice(0)), gpus()):
         with load_tiny(path, ops=ops, model_draft=str(path), **settings) as engine:
             answered.append(

@@ -13,13 +13,13 @@ from polarlm.engine.backends.cuda.device import kernel_source
 from polarlm.engine.backends.cuda.kv.cache import SideArrays, SpanHeader
 
 SOURCES = sorted(kernel_source.folder().rglob("*.cu*"))
-TWINS = ("codecs", "weights")  # folders of files that are called like their twins in Python
+TWINS = ("codecs",)  # folders of files that are called like their twins in Python
 
 
 def test_one_text_of_constants_prelude_and_kernel() -> None:
     text = kernel_source.source("embed", VALUE=1, WEIGHT="bf16")
     order = ["#define VALUE 1", "#define WEIGHT bf16", '#line 1 "cuda/prelude.cuh"']
-    order += ['#line 1 "cuda/weights/bf16.cuh"', '#line 1 "cuda/linear/embed.cu"']
+    order += ['#line 1 "cuda/weights.cuh"', "struct bf16 ", '#line 1 "cuda/linear/embed.cu"']
     places = [text.index(part) for part in order]
     assert places == sorted(places)
     assert text.count("embed_kernel(") == 1
@@ -52,13 +52,15 @@ def test_lines_have_at_most_120_characters() -> None:
         assert [line for line in file.read_text(encoding="utf-8").splitlines() if len(line) > 120] == [], file.name
 
 
-def test_every_struct_of_weights_is_a_weight_format() -> None:
-    twins = {file.stem for file in SOURCES if file.parent.name == "weights"}
-    assert {"f16", "bf16"} <= twins <= set(weight_formats.available())
-    assert twins == {name for name in weight_formats.available() if kernel_source.can_read(name)}
-    for name in twins:
+def test_kernels_read_numbers_in_two_bytes_and_blocks_of_codes() -> None:
+    read = {name for name in weight_formats.available() if kernel_source.can_read(name)}
+    grouped = {name for name in weight_formats.available() if weight_formats.get(name).bits}
+    lattices = {name for name in grouped if weight_formats.get(name).grid}
+    assert read == {"f16", "bf16"} | grouped - lattices
+    for name in read:
         text = kernel_source.source("embed", WEIGHT=name)
         assert text.index("struct PlainWeights") < text.index(f"struct {name} ") < text.index("embed_kernel(")
+    assert not kernel_source.can_read("float")
 
 
 KERNELS = [file for file in SOURCES if file.parent.name not in TWINS]
@@ -68,7 +70,7 @@ def test_no_kernel_names_a_codec_or_a_weight_format() -> None:
     """What a kernel must know of one, its struct says: no kernel changes for a new one."""
     for file in KERNELS:
         code = re.sub(r'//.*|"[^"]*"', "", file.read_text(encoding="utf-8"))
-        twins = {file.stem for file in SOURCES if file.parent.name in TWINS}
+        twins = {file.stem for file in SOURCES if file.parent.name in TWINS} | set(weight_formats.available())
         assert len(twins) > 6, file.name
         assert not twins & set(re.findall(r"\w+", code)), file.name
 

@@ -42,8 +42,9 @@ class Cache:
             shape = self.block_size, self.head_dim, self.mean_bits
             return (records.layout(codecs.get(self.keys), False, *shape, is_latent=True),) * 2
         keys, values = codecs.get(self.keys), codecs.get(self.values)
+        mean_bits = self.mean_bits if codecs.is_quantized(keys) else 0
         both = (
-            records.layout(keys, False, self.block_size, self.head_dim, self.mean_bits),
+            records.layout(keys, False, self.block_size, self.head_dim, mean_bits),
             records.layout(values, True, self.block_size, self.head_dim),
         )
         return both if self.high_precision is None else records.together(*both)
@@ -424,6 +425,7 @@ def _latent() -> dict[str, list[Variant]]:
     return variants
 
 
+_ONE_GROUP: dict[str, tuple[Define, ...]] = {"GROUPS": (1,), "TOP_GROUPS": (1,), "BEST": (1,)}
 _HEADS_OF_ONE: dict[str, Define] = {"HEAD_NORMS": 0, "VALUE_ORDER": 1, "SIDES": 1}
 
 
@@ -476,8 +478,14 @@ VARIANTS: dict[str, list[Variant]] = {
     "mamba2_results": _all("mamba2_results"),
     "short_conv": _all("short_conv", WIDTH=(3, 4)),
     "route": [
-        *_all("route", COUNT=(8, 64, 128, 256, 512), TOP_K=(8,), SIGMOID=(0, 1), RENORMALIZE=(0, 1)),
-        *_all("route", COUNT=(2048,), TOP_K=(40,), SIGMOID=(0,), RENORMALIZE=(1,)),
+        *_all("route", COUNT=(8, 64, 128, 256, 512), TOP_K=(8,), SIGMOID=(0, 1), RENORMALIZE=(0, 1), **_ONE_GROUP),
+        *_all("route", COUNT=(2048,), TOP_K=(40,), SIGMOID=(0,), RENORMALIZE=(1,), **_ONE_GROUP),
+        *_all(
+            "route", COUNT=(160,), TOP_K=(6,), SIGMOID=(0,), RENORMALIZE=(0,), GROUPS=(8,), TOP_GROUPS=(3,), BEST=(1,)
+        ),
+        *_all(
+            "route", COUNT=(256,), TOP_K=(8,), SIGMOID=(1,), RENORMALIZE=(1,), GROUPS=(8,), TOP_GROUPS=(4,), BEST=(2,)
+        ),
     ],
     "sample": [Variant("sample", SAMPLE.defines)],
     "join_latents": _all("join_latents"),

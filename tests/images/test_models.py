@@ -139,6 +139,7 @@ def said(*parts: Any) -> dict[str, Any]:
 
 
 KINDS = ["qwen3_vl_deepstack_tied", "qwen3_5_moe_with_images", "gemma3_with_images", "mistral3_lines", "lfm2_vl_tied"]
+SOME_KINDS = [KINDS[0], KINDS[2]]  # images with positions in two dimensions, and images whose rows see one another
 
 
 @pytest.fixture(params=KINDS)
@@ -186,6 +187,7 @@ def turns(loaded: Loaded, first: list[dict[str, Any]]) -> tuple[list[str], list[
 FIRST = [said("what is ", picture(1), " here, and ", picture(1, 16, 40), "?")]
 
 
+@mostly_slow("path", KINDS, KINDS[:3], indirect=["path"])
 def test_no_turn_reads_text_or_images_again(path: Path, tmp_path: Path) -> None:
     """Nor does one after a restart, or one that has a session."""
     disk = {"cache_disk": "1G", "cache_disk_folder": str(tmp_path / "blocks"), "cache_type": "f16"}
@@ -217,6 +219,7 @@ def test_memory_counts_the_vision_encoder_unless_it_is_left_out(path: Path, caps
     assert "images      read, by " in capsys.readouterr().out
 
 
+@mostly_slow("path", KINDS, SOME_KINDS, indirect=["path"])
 def test_another_image_of_the_same_size_shares_nothing(path: Path) -> None:
     with Loaded(path) as loaded:
         one, other = ([said(picture(seed), "what is it?")] for seed in (1, 2))
@@ -227,6 +230,7 @@ def test_another_image_of_the_same_size_shares_nothing(path: Path) -> None:
         assert loaded.read == 2
 
 
+@mostly_slow("path", KINDS, SOME_KINDS, indirect=["path"])
 def test_another_vision_encoder_of_the_same_sizes_shares_nothing(path: Path, tmp_path: Path) -> None:
     with Loaded(path) as loaded:
         loaded.engine.chat(FIRST, GREEDY)
@@ -241,6 +245,7 @@ def test_another_vision_encoder_of_the_same_sizes_shares_nothing(path: Path, tmp
         assert answer.usage.cached_tokens <= ids.index(next(i for i in ids if i >= IMAGE_IDS))
 
 
+@mostly_slow("path", KINDS, SOME_KINDS, indirect=["path"])
 def test_preempted_and_batched_requests_answer_as_alone(path: Path) -> None:
     with Loaded(path) as loaded:
         expected = loaded.engine.chat(FIRST, GREEDY).text

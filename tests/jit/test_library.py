@@ -27,6 +27,7 @@ from polarlm.engine.jit.compile.library import Library
 from polarlm.engine.jit.compile.object_cache import ObjectCache, object_cache
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.lang import I64, Emitter, Kernel, Level, Value
+from polarlm.engine.storage import files as stored
 from polarlm.model_loaders.errors import LoadError
 from tests.jit.levels import Function, declared
 from tests.jit.test_workers import PATIENCE, until
@@ -299,16 +300,17 @@ def test_a_set_loses_its_own_files_only(tmp_path: Path, four_sets: None) -> None
     assert [path.name for path in old.iterdir()] == ["notes.txt"]
 
 
-def test_unfinished_files_of_killed_writers_are_removed_when_they_are_old(tmp_path: Path) -> None:
-    old, new, other = ".unfinished-old_1234", ".unfinished-new_1234", ".unfinished-essay.txt"
-    for name in (old, new, other):
+def test_unfinished_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    """But not the file that another process writes, which has locked it, and no other file."""
+    killed, written, other = ".unfinished-old_1234", ".unfinished-new_1234", ".unfinished-essay.txt"
+    for name in (killed, written, other):
         (tmp_path / name).write_bytes(b"half")
-    for name in (old, other):
-        os.utime(tmp_path / name, (1, 1))
     cache = ObjectCache(tmp_path, "key")
-    cache.write("name", b"code")
-    assert {path.name for path in tmp_path.iterdir()} >= {new, other}
-    assert not (tmp_path / old).exists()
+    with (tmp_path / written).open("rb") as opened:
+        stored.lock(opened)
+        cache.write("name", b"code")
+    assert {path.name for path in tmp_path.iterdir()} >= {written, other}
+    assert not (tmp_path / killed).exists()
     assert cache.read("name") == b"code"
 
 

@@ -5,6 +5,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -46,8 +47,7 @@ _LFM2 = {"1": "gate", "2": "down", "3": "up"}
 
 def gguf_name(name: str, arch: str = "qwen3") -> str:
     """The name that ggml gives a tensor of this architecture; qwen3's name if the loader does not know it."""
-    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    official = gguf.get_tensor_name_map(architectures[arch if arch in families.gguf_layouts() else "qwen3"], 8)
+    official = _official_names(arch if arch in families.gguf_layouts() else "qwen3")
     expert = re.search(r"\.experts\.(\d+)|[kv]_b_proj\.(\d+)", name)
     whole = name if expert is None else name.replace(expert[0], expert[0].rpartition(".")[0])
     spelt = re.sub(r"feed_forward\.experts\.w([123])", lambda one: f"mlp.experts.{_LFM2[one[1]]}_proj", whole)
@@ -62,6 +62,13 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
     label = official.get_name(spelt, try_suffixes=(".weight", ".bias"))
     assert label is not None, name
     return label if expert is None else f"{label}[{expert[1] or expert[2]}]"
+
+
+@cache
+def _official_names(arch: str) -> gguf.TensorNameMap:
+    """Made once: that takes as long as a small model takes to load."""
+    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(architectures[arch], 8)
 
 
 def joined_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

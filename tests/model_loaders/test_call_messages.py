@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +22,9 @@ NAMES = (
 FAMILIES = {"qwen3": call_templates.QWEN3, **{name: getattr(call_templates, name) for name in NAMES}}
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Tokenizer, ChatTemplate]:
-    gguf = GgufFile(tool_model(tmp_path, FAMILIES[request.param]))
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, ChatTemplate]:
+    gguf = GgufFile(tool_model(tmp_path_factory.mktemp("model"), FAMILIES[request.param]))
     return load_for_gguf(gguf), for_gguf(gguf)
 
 

@@ -572,22 +572,22 @@ def test_a_draft_head_is_fetched_as_a_folder_or_a_file(hub: Hub) -> None:
     """Its configuration is of no model that is supported, and it has no tokenizer."""
     files = {"config.json": b'{"draft_vocab_size": 8}', "model.safetensors": b"x", "README.md": b"", "other.pt": b"y"}
     hub.repositories["user/head"] = Repository(files)
-    folder = hub_package.fetch_head(parse("hf:user/head"))
+    folder = hub_package.fetch_part(parse("hf:user/head"), "head")
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
     hub.repositories["user/file"] = Repository({"eagle3-model-Q8_0.gguf": b"GGUF", "model-Q8_0.gguf": b"GGUF"})
-    assert hub_package.fetch_head(parse("hf:user/file")).name == "eagle3-model-Q8_0.gguf"
+    assert hub_package.fetch_part(parse("hf:user/file"), "head").name == "eagle3-model-Q8_0.gguf"
     hub.repositories["user/none"] = Repository({"README.md": b""})
     with pytest.raises(LoadError, match="nor a GGUF file of a draft head "):
-        hub_package.fetch_head(parse("hf:user/none"))
+        hub_package.fetch_part(parse("hf:user/none"), "head")
 
 
 def test_an_adapter_is_fetched_as_a_folder_or_a_file(hub: Hub) -> None:
     files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x", "README.md": b"", "optimizer.pt": b"y"}
     hub.repositories["user/adapter"] = Repository(files)
-    folder = hub_package.fetch_adapter(parse("hf:user/adapter"))
+    folder = hub_package.fetch_part(parse("hf:user/adapter"), "adapter")
     assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     hub.repositories["user/file"] = Repository({"adapter-F16.gguf": b"GGUF"})
-    assert hub_package.fetch_adapter(parse("hf:user/file")).name == "adapter-F16.gguf"
+    assert hub_package.fetch_part(parse("hf:user/file"), "adapter").name == "adapter-F16.gguf"
     hub.repositories["user/none"] = Repository({"README.md": b""})
     with pytest.raises(LoadError, match="neither adapter_model"):
-        hub_package.fetch_adapter(parse("hf:user/none"))
+        hub_package.fetch_part(parse("hf:user/none"), "adapter")

@@ -256,7 +256,7 @@ def test_of_models_in_folders_the_repository_is_told_to_be_downloaded(hub: Hub) 
 
 def test_an_adapter_beside_a_model_is_taken_as_an_adapter_alone(hub: Hub, contents: dict[str, bytes]) -> None:
     hub.repositories["user/repo"] = Repository(files_of({"m-Q8_0.gguf": "M", "m-tune-F16.gguf": "A"}, contents))
-    assert hub_package.fetch_adapter(parse("user/repo")).name == "m-tune-F16.gguf"
+    assert hub_package.fetch_part(parse("user/repo"), "adapter").name == "m-tune-F16.gguf"
     assert hub_package.fetch(parse("user/repo")).name == "m-Q8_0.gguf"
 
 

@@ -4,7 +4,7 @@ unless the environment has TESTS_GPU. Then, or without llvmlite, there are no le
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -74,7 +74,12 @@ def backends(*chosen: Backend) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("ops", chosen, ids=str, indirect=True)
 
 
-def backend_cases(names: str, cases: list[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """As `pytest.mark.parametrize`; the first name is `ops`, and each case begins with its backend."""
-    ids = [f"{backend}-{number}" for number, (backend, *_) in enumerate(cases)]
-    return pytest.mark.parametrize(names.split(), cases, indirect=["ops"], ids=ids)
+def backend_cases(
+    names: str, cases: list[tuple[Any, ...]], slow: Iterable[tuple[Any, ...]] = ()
+) -> pytest.MarkDecorator:
+    """As `pytest.mark.parametrize`; the first name is `ops`, and each case begins with its backend. Cases of `slow`
+    that are not among the others are slow."""
+    every = [*cases, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow if case not in cases)]
+    backends = [backend for backend, *_ in cases] + [one.values[0] for one in every[len(cases) :]]
+    ids = [f"{backend}-{number}" for number, backend in enumerate(backends)]
+    return pytest.mark.parametrize(names.split(), every, indirect=["ops"], ids=ids)

@@ -19,6 +19,7 @@ from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_s
 from polarlm.engine.errors import KernelError
 from tests.ops.attending import Case, Sequence_, Shape, case_of
 from tests.ops.backends import BEST, CUDA, MATRICES, NUMPY, SOME, Backend, backend_cases, backends
+from tests.pairs import each
 
 N = 32  # tokens of a block, where nothing else is said
 DECODED = "polarlm.engine.backends.native.attention_ops.prompts._DECODED"  # tokens of blocks decoded at a time
@@ -83,11 +84,13 @@ ROTATIONS = [signed_hadamard, twice_signed_hadamard, dense, None]
 @backend_cases(
     "ops shape rotation sequences window",
     [
-        *((backend, *case) for backend in (NUMPY, *SOME) for case in PROMPTS),
+        *((NUMPY, *case) for case in PROMPTS),
+        *((backend, *case) for backend, case in each(SOME or [NUMPY], PROMPTS)),
         *((backend, *case) for backend in MATRICES for case in PROMPTS[:2]),
         *((backend, *case) for backend in [*BEST, *MATRICES] for case in MORE_PROMPTS),
         *((CUDA, HALVES, rotation, last_rows(20, 40), None) for rotation in ROTATIONS),
     ],
+    slow=[(backend, *case) for backend in SOME for case in PROMPTS],
 )
 def test_a_prompt_attends(
     ops: Any, shape: Shape, rotation: Any, sequences: list[Sequence_], window: int | None
@@ -183,20 +186,18 @@ def test_several_prompts_attend_each_to_itself(ops: Any, window: int | None) -> 
 
 
 RULES = [(1.5, False), (None, True), (50.0, True)]
+CAPPED = Shape(block_size=N), prompt_rows(9, 50, 70), 200
 
 
 @backend_cases(
     "ops shape sequences window rule warps",
     [
-        *(
-            (backend, Shape(block_size=N), prompt_rows(9, 50, 70), 200, rule, ())
-            for rule in RULES
-            for backend in [NUMPY, *SOME, *MATRICES]
-        ),
+        *((backend, *CAPPED, rule, ()) for backend, rule in each([NUMPY, *SOME, *MATRICES], RULES)),
         *((CUDA, Shape(("f16", "f16"), 16), last_rows(45, 100), None, rule, (1, 32)) for rule in RULES[:2]),
         (CUDA, Shape(("ring4", "ring4"), 16), last_rows(45, 100), None, RULES[0], (2, 16)),
         (CUDA, Shape(("ring4", "ring4"), 16), last_rows(45, 100), 40, RULES[1], (2, 16)),
     ],
+    slow=[(backend, *CAPPED, rule, ()) for backend in [NUMPY, *SOME, *MATRICES] for rule in RULES],
 )
 def test_scores_are_capped_and_sinks_take_part(
     ops: Any,

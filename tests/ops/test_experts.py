@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.backends.numpy.rows import ACTIVATIONS
+from polarlm.engine.backends.numpy.rows import apply_activation
 from polarlm.engine.backends.ops import ExpertNetwork, Fusion, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Deltas, ExpertLinear
@@ -76,7 +76,7 @@ def test_the_experts_of_a_row_are_those_of_numpy(ops: Any, rng: np.random.Genera
         check_choice(ops, rule, hard_logits(rng, count), *numbers)
 
 
-@backends(NUMPY, *SOME)
+@backends(NUMPY, *SOME, CUDA)
 def test_experts_are_chosen_from_the_best_groups(ops: Any, rng: np.random.Generator) -> None:
     for scoring, groups, top_groups in (("softmax", 4, 2), ("softmax", 40, 7), ("sigmoid", 8, 4), ("sigmoid", 5, 1)):
         rule = Experts(80, 5, 1, scoring=scoring, renormalize=True, groups=groups, top_groups=top_groups)
@@ -95,13 +95,6 @@ def test_experts_are_chosen_from_the_best_groups(ops: Any, rng: np.random.Genera
             expected = sorted(allowed, key=lambda expert: -ranks[expert])[:5]
             assert chosen.tolist() == expected
             np.testing.assert_allclose(weight, row[expected] / row[expected].sum(), rtol=1e-5)
-
-
-@backends(CUDA)
-def test_a_gpu_refuses_groups_of_experts(ops: Any) -> None:
-    logits = ops.to_device(np.zeros((2, 16), np.float32))
-    with pytest.raises(EngineError, match=r"experts that are chosen from groups, .*device=cpu"):
-        ops.route(logits, Experts(16, 2, 1, groups=4, top_groups=2))
 
 
 @backends(CUDA)
@@ -177,7 +170,7 @@ class Layer:
         for row, number in np.ndindex(*routing.ids.shape):
             expert = routing.ids[row, number]
             up, down = (0 if bias is None else bias[expert] for bias in self.biases)
-            inner = ACTIVATIONS[activation]((matrix(self.gate_up[expert]) @ x[row] + up)[None])[0]
+            inner = apply_activation((matrix(self.gate_up[expert]) @ x[row] + up)[None], activation)[0]
             out[row] += routing.weights[row, number] * (matrix(self.down[expert]) @ inner + down)
         return out
 
@@ -323,7 +316,7 @@ def test_adapters_of_experts_are_changes_of_their_matrices(ops: Any, rng: np.ran
             * np.matmul(*(one[ids[row, 0] * count + expert][0].values for one in (b, a)))
             for matrices, (a, b), is_changed in zip((layer.gate_up, layer.down), stored, changed, strict=True)
         )
-        inner = ACTIVATIONS["silu"]((gate_up @ wide[row] + layer.biases[0][expert])[None])[0]
+        inner = apply_activation((gate_up @ wide[row] + layer.biases[0][expert])[None], "silu")[0]
         wanted[row] += routing.weights[row, number] * (down @ inner + layer.biases[1][expert])
     for factors in itertools.chain(*stored):
         factors += [[StoredArray(np.full(factors[0][0].shape, np.nan, np.float32), name)] for _ in range(count)]

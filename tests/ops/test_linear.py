@@ -39,8 +39,8 @@ def launches(ops: Any, *prefixes: str) -> list[str] | None:
 
 
 def test_every_format_of_codes_and_scales_is_packed() -> None:
-    """Those without a struct become q8_0 before they come to the device."""
-    without = {name for name in weight_formats.available() if get(name).grid or get(name).runs} | {"tq2_0"}
+    """The others become q8_0 before they come to the device."""
+    without = {name for name in weight_formats.available() if get(name).grid or get(name).runs}
     assert set(FORMATS) == {name for name in weight_formats.available() if get(name).unpack} - without
 
 

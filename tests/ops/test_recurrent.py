@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.cuda import recurrent
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights, SlotRows
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.model_loaders.config import ChannelDelta, GatedDelta, Mamba2, Recurrent
 from tests.cuda.emulated import EmulatedDevice
@@ -42,7 +42,8 @@ OF_GPU = [
 ]
 FULL = [NUMPY, *BEST]  # every shape here; the other levels differ in how they compile a line
 CASES: list[tuple[Backend, Recurrent, int]] = [(backend, *of) for backend in FULL for of in SHAPES]
-CASES += [(backend, *SHAPES[number]) for backend in EVERY_LEVEL[:-1] for number in (1, 4, 7)]
+OF_LEVELS = [(backend, *SHAPES[number]) for backend in EVERY_LEVEL[:-1] for number in (1, 4, 7)]
+CASES += OF_LEVELS[::4]  # with each of the shapes
 
 
 class Layer:
@@ -60,7 +61,7 @@ class Layer:
         """The results (T, H·D). ends: of a prompt."""
         at = spans if ends is not None else self.ops.to_device(spans)
         inputs = map(self.ops.to_device, op_rows(rows, self._shape))
-        return np.array(self.ops.to_host(self._op(*inputs, self._w, self.slots, at, ends)))
+        return np.array(self.ops.to_host(self._op(*inputs, self._w, SlotRows(self.slots, at, ends))))
 
     def add_steps(self, rows: np.ndarray, splits: Sequence[int]) -> np.ndarray:
         """Add rows to slot 0 in steps of these numbers of rows, which end with blocks."""
@@ -116,7 +117,7 @@ def check_prompt(ops: Any, shape: Recurrent, block: int) -> None:
         np.testing.assert_array_equal(ops.to_host(ends.inputs)[kept], kept_inputs)
 
 
-@backend_cases("ops shape block", CASES)
+@backend_cases("ops shape block", CASES, slow=OF_LEVELS)
 def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(ops: Any, shape: Recurrent, block: int) -> None:
     check_prompt(ops, shape, block)
 
@@ -148,7 +149,7 @@ def test_heads_of_the_size_that_models_have(ops: Any, shape: Recurrent) -> None:
     check_prompt(ops, shape, 64)
 
 
-@backend_cases("ops shape block", [*CASES, *((CUDA, *OF_GPU[number]) for number in (0, 3, 5))])
+@backend_cases("ops shape block", [*CASES, *((CUDA, *OF_GPU[number]) for number in (0, 3, 5))], slow=OF_LEVELS)
 def test_rows_that_are_not_kept_leave_no_trace(ops: Any, shape: Recurrent, block: int) -> None:
     """Compiled kernels compute a row alone as with others. Products of NumPy differ by roundings, and so may kernels
     that a GPU's compiler has made for one row and for several."""
@@ -286,13 +287,15 @@ def test_short_convolutions_and_slots_are_those_of_numpy(ops: Any, rng: np.rando
         bias = rng.standard_normal(channels).astype(np.float32) if has_bias else None
         slots = rng.standard_normal((4, width - 1 + N, channels)).astype(np.float32)
         own = slots.copy()
-        wanted = NumpyOps(1).short_conv(inputs, conv, bias, slots, ROWS)
-        np.testing.assert_allclose(ops.short_conv(inputs, conv, bias, own, ROWS), wanted, rtol=1e-5, atol=1e-6)
+        wanted = NumpyOps(1).short_conv(inputs, conv, bias, SlotRows(slots, ROWS))
+        np.testing.assert_allclose(
+            ops.short_conv(inputs, conv, bias, SlotRows(own, ROWS)), wanted, rtol=1e-5, atol=1e-6
+        )
         np.testing.assert_array_equal(own, slots)
 
 
 @backends(*BEST)
 def test_a_row_without_a_slot_writes_nothing(ops: Any) -> None:
     slots, rows = np.ones((1, 2 + N, 16), np.float32), np.zeros((1, 4), np.int32)
-    ops.short_conv(np.ones((1, 48), np.float32), np.ones((3, 16), np.float32), None, slots, rows)
+    ops.short_conv(np.ones((1, 48), np.float32), np.ones((3, 16), np.float32), None, SlotRows(slots, rows))
     assert (slots == 1).all()

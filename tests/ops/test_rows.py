@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import erf
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.kv import AttentionRule, HeadRule, HeadTransform
-from polarlm.engine.backends.numpy.rows import ACTIVATIONS, gelu
+from polarlm.engine.backends.numpy.rows import apply_activation, apply_gate
+from polarlm.engine.backends.ops import Texts
 from polarlm.engine.errors import EngineError
-from polarlm.model_loaders.config import is_gated
+from polarlm.model_loaders.config import Activation, is_gated
 from tests.cuda.formats import EPS32, STEP
 from tests.ops import reference
 from tests.ops.backends import BEST, CUDA, NUMPY, SOME, backend_cases, backends
@@ -92,12 +93,12 @@ IN_COLUMNS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "scale rows": lambda x, y: x * y[:, 300:301],
 }
 WHOLE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {}
-for _name, _function in ACTIVATIONS.items():
+for _name in get_args(Activation):
     CALLS[f"halves, {_name}"] = lambda ops, x, y, name=_name: ops.activate_halves(x, name)
-    WHOLE[f"halves, {_name}"] = lambda x, y, function=_function: function(x)
+    WHOLE[f"halves, {_name}"] = lambda x, y, name=_name: apply_activation(x, name)
     if is_gated(_name):
         CALLS[f"activate, {_name}"] = lambda ops, x, y, name=_name: ops.activate(x, y[:, 320:640], name)
-        WHOLE[f"activate, {_name}"] = lambda x, y, f=_function: f(np.concatenate([x, y[:, 320:640]], axis=1))
+        WHOLE[f"activate, {_name}"] = lambda x, y, name=_name: apply_gate(name, x, y[:, 320:640].astype(np.float64))
 
 
 @backends(*EVERY)
@@ -146,8 +147,8 @@ def test_gelu_is_that_of_the_normal_distribution() -> None:
     x = np.concatenate([np.linspace(-12, 12, 4001), [0.0, 80.0, -80.0]]).astype(np.float32)
     exact = np.array([one / 2 * (1 + erf(one / 2**0.5)) for one in x.tolist()])
     # The formula's share of x is exact to 1.5e-7 / 2, and float32 to 6e-8.
-    assert (np.abs(gelu(x[None])[0] - exact) <= 3e-7 * np.maximum(1, np.abs(x))).all()
-    assert np.isnan(gelu(np.array([[np.nan]], np.float32))).all()
+    assert (np.abs(apply_activation(x[None], "gelu")[0] - exact) <= 3e-7 * np.maximum(1, np.abs(x))).all()
+    assert np.isnan(apply_activation(np.array([[np.nan]], np.float32), "gelu")).all()
 
 
 # -- encoders --------------------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def test_a_token_sees_its_own_text(
     for turns in (None, (np.cos(angles), np.sin(angles))):
         rope = None if turns is None else tuple(map(ops.to_device, turns))
         actual = ops.to_host(
-            ops.encoder_ops.self_attention(ops.to_device(qkv.copy()), rope, rule, lengths, 0.3, window)
+            ops.encoder_ops.self_attention(ops.to_device(qkv.copy()), rope, rule, Texts(lengths, window), 0.3)
         )
         turned = qkv.astype(np.float64)
         if turns is not None:
@@ -228,8 +229,8 @@ def test_a_vector_does_not_depend_on_the_other_texts(ops: Any, rng: np.random.Ge
     qkv = normal(rng, sum(lengths), 3 * heads, dim)
     rope = np.ones((len(qkv), dim // 2), np.float32), np.zeros((len(qkv), dim // 2), np.float32)
     rule = HeadRule(*ops.prepare([HeadTransform(heads)]))
-    together, first = ops.self_attention(qkv.copy(), rope, rule, lengths, 0.3).copy(), 0
+    together, first = ops.self_attention(qkv.copy(), rope, rule, Texts(lengths), 0.3).copy(), 0
     for length in lengths:
         text, first = slice(first, first + length), first + length
-        alone = ops.self_attention(qkv[text].copy(), (rope[0][text], rope[1][text]), rule, [length], 0.3)
+        alone = ops.self_attention(qkv[text].copy(), (rope[0][text], rope[1][text]), rule, Texts([length]), 0.3)
         np.testing.assert_array_equal(alone, together[text])

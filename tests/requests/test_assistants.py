@@ -26,7 +26,7 @@ from tests.cuda.several_devices import LimitedDevice
 from tests.pairs import each, mostly_slow
 from tests.requests.drafters import summary
 from tests.requests.test_drafts import prompts
-from tests.requests.test_mtp import check_answers, guesses
+from tests.requests.test_mtp import BACKENDS, OPS, check_answers, guesses
 from tests.tiny import load_tiny, make_model
 
 SETTINGS: dict[str, Any] = {
@@ -37,7 +37,6 @@ SETTINGS: dict[str, Any] = {
     "spec_type": "assistant",
 }
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-BACKENDS = pytest.mark.parametrize("backend", [NumpyOps, lambda: None], ids=["numpy", "default"])
 ASSISTANTS = FIXTURES.parent / "assistants"
 WINDOW = 12  # of both models
 NAMES = ["gemma4_shared_kv", "gemma4_values_are_keys"]
@@ -52,13 +51,14 @@ def with_assistant(folder: Path, fixture: str = NAMES[0]) -> tuple[Path, Path]:
 @BACKENDS
 @pytest.mark.parametrize("name", NAMES)
 def test_it_drafts_what_transformers_drafts(name: str, backend: Callable[[], Any], tmp_path: Path) -> None:
-    """After prompts, and after steps of one token, but where a block begins. Left out are places where two tokens are
-    as good as equal, and where the first token that the window shows is in a block that has left it."""
+    """After prompts, and after steps of one token, at every other place, but where a block begins. Left out are places
+    where two tokens are as good as equal, and where the first token that the window shows is in a block that has left
+    it."""
     reference = np.load(ASSISTANTS / name / "reference.npz")
     ids, sure = reference["ids"].tolist(), 0
     model, _ = with_assistant(tmp_path, name)
     with load_tiny(model, ops=backend(), **SETTINGS, cache_type="f16") as engine:
-        for (place, *wanted), margin in zip(reference["drafts"].tolist(), reference["margins"], strict=True):
+        for (place, *wanted), margin in zip(reference["drafts"].tolist()[::2], reference["margins"][::2], strict=True):
             if place % 16 == 0:
                 assert guesses(engine, ids[: place + 1], place, 4) == []
             elif margin > 0.02 and (place - WINDOW) % 16 != 15:
@@ -66,17 +66,14 @@ def test_it_drafts_what_transformers_drafts(name: str, backend: Callable[[], Any
                     found = guesses(engine, ids[: place + 1], begun, 4)
                     assert found == wanted[: 16 - place % 16]
                 sure += 1
-    assert sure > 40
+    assert sure > 20
 
 
-@BACKENDS
-@mostly_slow("name, temperature", product(NAMES, [0, 1.5]), each(NAMES, [0, 1.5]), ids=str)
-def test_answers_are_those_of_steps_of_one_token(
-    tmp_path: Path, name: str, temperature: float, backend: Callable[[], Any]
-) -> None:
+@mostly_slow("name, temperature, ops", product(NAMES, [0, 1.5], OPS), each(NAMES, [0, 1.5], OPS), ids=str)
+def test_answers_are_those_of_steps_of_one_token(tmp_path: Path, name: str, temperature: float, ops: str) -> None:
     """Of several requests at once, beside drafts that are accepted."""
     model, _ = with_assistant(tmp_path, name)
-    with load_tiny(model, ops=backend(), **SETTINGS, cache_type="balanced") as engine:
+    with load_tiny(model, ops=OPS[ops](), **SETTINGS, cache_type="balanced") as engine:
         check_answers(engine, temperature)
 
 

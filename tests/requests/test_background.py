@@ -20,7 +20,7 @@ PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
 @pytest.fixture
 def engine(tiny_path: Path) -> Iterator[Engine]:
     """Computes one request at a time."""
-    settings = {"device": "cpu", "block_size": 8, "cache_type": "f16", "calibration": False}
+    settings = {"device": "cpu", "block_size": 16, "cache_type": "f16", "calibration": False}
     with Engine.load(tiny_path, parallel=1, **settings) as engine:
         yield engine
         assert_idle(engine)
@@ -75,7 +75,7 @@ def test_an_encoder_takes_texts_of_the_background_last(tmp_path: Path) -> None:
 
 def test_one_that_finds_no_blocks_gets_those_of_the_background(tiny_path: Path) -> None:
     """There is a place beside it, and room for one of the two in the store."""
-    settings = {"device": "cpu", "block_size": 8, "cache_type": "f16", "calibration": False}
+    settings = {"device": "cpu", "block_size": 16, "cache_type": "f16", "calibration": False}
     with Engine.load(tiny_path, parallel=2, kept_sequences=0, **settings) as engine:
         prompts = [[5 + number * step % 90 for number in range(200)] for step in (7, 11)]
         expected = [engine.generate(one, PARAMS).text for one in prompts]

@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def banning(folder: Path, **bans: object) -> Engine:
     folder.mkdir(exist_ok=True)
     (make_model(folder) / "generation_config.json").write_text(json.dumps(bans))
-    return load_tiny(folder, device="cpu", block_size=8, cache_type="f16", calibration=False)
+    return load_tiny(folder, device="cpu", block_size=16, cache_type="f16", calibration=False)
 
 
 def answer(engine: Engine, drafts: Sequence[int] = (), **more: Any) -> tuple[int, ...]:

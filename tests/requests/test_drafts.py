@@ -20,10 +20,10 @@ from tests.requests.drafters import ANEW, Known, Unpaced, draft_alone, drafting,
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny, make_model
 
-BLOCK = 8
+BLOCK = 16
 SETTINGS: dict[str, Any] = {"block_size": BLOCK, "ctx_size": 200, "parallel": 4, "calibration": False}
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11]
+PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11, *range(30, 40)]  # more than a step has rows for
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:

@@ -32,7 +32,7 @@ from tests.eagle3 import DRAFTED_IDS, HEADS, KV_HEADS, D, F, drafts, hidden_size
 from tests.pairs import each, mostly_slow
 from tests.requests.drafters import Unpaced, drafting, summary
 from tests.requests.test_drafts import prompts
-from tests.requests.test_mtp import check_answers, guesses
+from tests.requests.test_mtp import BACKENDS, OPS, check_answers, guesses
 from tests.tiny import VOCABULARY, assert_idle, load_tiny, make_model, preempt
 
 SETTINGS: dict[str, Any] = {
@@ -43,7 +43,6 @@ SETTINGS: dict[str, Any] = {
     "spec_type": "eagle3",
 }
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-BACKENDS = pytest.mark.parametrize("backend", [NumpyOps, lambda: None], ids=["numpy", "default"])
 
 
 def with_head(folder: Path, fixture: str = "llama_gqa_linear", **more: Any) -> tuple[Path, Path]:
@@ -89,15 +88,14 @@ OF_TYPES = [
 ]
 
 
-@BACKENDS
-@mostly_slow("of, temperature", product(OF_TYPES, [0, 1.5]), each(OF_TYPES, [0, 1.5]), ids=str)
+@mostly_slow("of, temperature, ops", product(OF_TYPES, [0, 1.5], OPS), each(OF_TYPES, [0, 1.5, 1.5, 0], OPS), ids=str)
 def test_answers_are_those_of_steps_of_one_token(
-    tmp_path: Path, of: tuple[str, str], temperature: float, backend: Callable[[], Any]
+    tmp_path: Path, of: tuple[str, str], temperature: float, ops: str
 ) -> None:
     """Of several requests at once, beside drafts that are accepted; of models of any form."""
     fixture, cache_type = of
     model, _ = with_head(tmp_path, fixture, ids=DRAFTED_IDS)
-    with load_tiny(model, ops=backend(), **SETTINGS, cache_type=cache_type) as engine:
+    with load_tiny(model, ops=OPS[ops](), **SETTINGS, cache_type=cache_type) as engine:
         check_answers(engine, temperature)
 
 

@@ -125,7 +125,7 @@ def two_cores() -> Iterator[None]:
 
 
 def load(path: Path) -> Engine:
-    return Engine.load(path, device="cpu", threads=2, block_size=8, kept_sequences=0)
+    return Engine.load(path, device="cpu", threads=2, block_size=16, kept_sequences=0)
 
 
 def test_an_engine_answers_in_parent_and_child(tiny_path: Path, two_cores: None) -> None:

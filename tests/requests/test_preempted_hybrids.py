@@ -15,7 +15,7 @@ from polarlm.engine.state.recurrent.delta import DeltaState
 from tests.hybrids import MODELS, Load, N, alone, ids_of, loading
 from tests.tiny import assert_idle, blocks_left, by_count, preempt, preemptions
 
-TOKENS = 4 * N
+TOKENS = 3 * N
 PARAMS = SamplingParams(max_tokens=TOKENS, temperature=1, seed=1, ignore_eos=True)
 JOBS = [ids_of(5 * N + 3 * number, seed=number) for number in range(4)]
 ROOM = {"parallel": 4, "state_cache": "10M"}

@@ -18,7 +18,7 @@ from tests.requests.drafters import ANEW
 from tests.sampling.constrained import InTurn, mask_of
 from tests.tiny import EOS, VOCABULARY, assert_idle, blocks_left, by_count, forget, preemptions
 
-BLOCK = 8
+BLOCK = 16
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11]
 PARAMS = SamplingParams(temperature=1.5, seed=3, max_tokens=12, ignore_eos=True)
 

@@ -77,7 +77,7 @@ def test_every_vocabulary_can_be_constrained(tokenizer: Tokenizer) -> None:
 
 @pytest.fixture
 def engine(tiny_path: Path) -> Iterator[Engine]:
-    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8, parallel=4) as engine:
+    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=16, parallel=4) as engine:
         yield engine
         assert_idle(engine)
 

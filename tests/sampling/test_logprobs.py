@@ -20,7 +20,7 @@ from tests.bare import log_softmax, spread
 from tests.pairs import each
 from tests.tiny import VOCABULARY, assert_idle
 
-BLOCK = 8
+BLOCK = 16
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11, 12, 13, 50, 51, 52, 53, 54, 55]  # two blocks and a bit
 
 

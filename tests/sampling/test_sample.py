@@ -105,7 +105,7 @@ settings_of_the_chain = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(
     st.lists(quarters, min_size=V, max_size=V),
     settings_of_the_chain,
@@ -174,9 +174,9 @@ def test_xtc_drops_tokens_as_often_as_it_says() -> None:
     chain = sampling(xtc_probability=0.3, xtc_threshold=0.2)
     plain = np.array(softmax(HALVES))
     dropped = np.where(np.arange(8) >= 1, plain, 0)
-    tokens = [drawn_with(np.float32(HALVES), chain, [], i / 20_000) for i in range(20_000)]
-    shares = np.bincount(tokens, minlength=8) / 20_000
-    np.testing.assert_allclose(shares, 0.7 * plain + 0.3 * dropped / dropped.sum(), atol=2e-4)
+    tokens = [drawn_with(np.float32(HALVES), chain, [], i / 5000) for i in range(5000)]
+    shares = np.bincount(tokens, minlength=8) / 5000
+    np.testing.assert_allclose(shares, 0.7 * plain + 0.3 * dropped / dropped.sum(), atol=8e-4)
 
 
 @settings(max_examples=100)

@@ -43,7 +43,7 @@ def anyio_backend() -> str:
 @pytest.fixture
 def engine(tiny_path: Path) -> Iterator[Engine]:
     """Computes two requests at a time and keeps nothing of them: what is not free is in use."""
-    plain = {"cache_type": "f16", "calibration": False, "block_size": 8}
+    plain = {"cache_type": "f16", "calibration": False, "block_size": 16}
     with Engine.load(tiny_path, device="cpu", parallel=2, kept_sequences=0, **plain) as engine:
         yield engine
         assert_idle(engine)
@@ -93,14 +93,14 @@ def server(tiny: Engine) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def shared(tiny_path: Path) -> Iterator[Serving]:
-    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
+    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=16) as engine, serving(engine) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def filling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = with_fills(tmp_path_factory.mktemp("filling"))
-    with load_tiny(folder, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
+    with load_tiny(folder, device="cpu", cache_type="f16", block_size=16) as engine, serving(engine) as running:
         yield running
 
 

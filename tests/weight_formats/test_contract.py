@@ -13,24 +13,24 @@ import pytest
 from polarlm.engine import weight_formats
 from polarlm.engine.weight_formats import find, get
 from tests.pairs import in_turn
+from tests.weight_formats.test_grouped import reference
 from tests.weights import BLOCKS, pack
 
 NAMES = weight_formats.available()
 
 
-def unpacked(name: str, raw: bytes) -> np.ndarray:
-    """The values of one block by way of its integers: `dequantize` does not take that way."""
-    unpack = get(name).unpack
-    values: np.ndarray = unpack(np.frombuffer(raw, np.uint8)[None]).dequantize()[0]
-    return values
+def defined(name: str, raw: bytes) -> np.ndarray:
+    """The values of one block as the package gguf reads them, or as they are written out."""
+    with np.errstate(all="ignore"):
+        return reference(name, np.frombuffer(raw, np.uint8)[None])[0]
 
 
-# Format → the values of a block's bytes: as the standard library reads them, or from the block's integers.
+# Format → the values of a block's bytes: as the standard library reads them, or by `defined`.
 DEFINITIONS: dict[str, Callable[[bytes], Sequence[float] | np.ndarray]] = {
     "f32": lambda raw: struct.unpack("<f", raw),
     "f16": lambda raw: struct.unpack("<e", raw),
     "bf16": lambda raw: struct.unpack("<f", b"\0\0" + raw),
-    **{name: functools.partial(unpacked, name) for name in BLOCKS},
+    **{name: functools.partial(defined, name) for name in BLOCKS},
 }
 
 

@@ -5,33 +5,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Array, row_stride
-from polarlm.engine.backends.cuda.heads import NO_ROTATION, DeviceRotation, DeviceTransform, HeadOps
+from polarlm.engine.backends.cuda.heads import NO_ROTATION, DeviceRotation, HeadOps
 from polarlm.engine.backends.cuda.kv.cache import BatchTables, LayerCache, SpanTable
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, result_type, threads_for
 from polarlm.engine.backends.cuda.linear import input_type
 from polarlm.engine.backends.kv import AttentionRule, HeadRule, RecordedSpans, Rope
-
-
-class _Parameters(NamedTuple):
-    """What launches take of an `AttentionRule`; made when a batch is recorded, and not again when it is run again."""
-
-    scale: float
-    window: int  # 0 for none
-    scale_back: Array | None  # (H,), multiplies the result
-    softcap: float | None
-    sink_scores: Array | None  # (H,)
-
-    def added_to(self, config: LaunchConfig, out: Array) -> LaunchConfig:
-        """`config` with the DEFINES of soft cap, sink scores and the result: none without them."""
-        cap = {} if self.softcap is None else {"SOFTCAP": float(self.softcap)}
-        sinks = {} if self.sink_scores is None else {"SINK_SCORES": 1}
-        return LaunchConfig({**config.defines, **result_type(out), **cap, **sinks}, config.threads, config.shared)
+from polarlm.engine.backends.ops import Texts
 
 
 class AttentionOps(HeadOps):
@@ -44,16 +28,14 @@ class AttentionOps(HeadOps):
         spans: SpanTable | BatchTables | RecordedSpans,
         rule: AttentionRule,
     ) -> Array:
-        transform: DeviceTransform | None = rule.transform
-        inverse, scale_back = (NO_ROTATION, None) if transform is None else (transform.inverse, transform.scale_back)
-        parameters = _Parameters(float(rule.scale), rule.window or 0, scale_back, rule.softcap, rule.sink_scores)
+        inverse: DeviceRotation = NO_ROTATION if rule.transform is None else rule.transform.inverse
         if isinstance(spans, RecordedSpans):
             out = self._device.zeros(q.shape, np.float32)  # rows that are no span's must be numbers
             append, arrays = spans.append_call()
 
             def work(out: Array, q: Array, *arrays: Array) -> None:
                 append(*arrays)
-                self._pass(out, q, cache, spans.spans.parts, parameters)
+                self._pass(out, q, cache, spans.spans.parts, rule)
 
             self._device.run_between_graphs(work, (out, q, *arrays))
             return self.rotate(out, inverse)
@@ -61,11 +43,11 @@ class AttentionOps(HeadOps):
         if prompts is not None or steps is None or cache.format.codec_v is None:
             make = self._device.zeros if cache.format.codec_v is None else self._device.empty  # of no span's rows
             out = make(q.shape, np.float32)
-            self._pass(out, q, cache, parts, parameters)
+            self._pass(out, q, cache, parts, rule)
             return self.rotate(out, inverse)
         dense = inverse.matrix is not None
         out = self._device.empty(q.shape, np.float32 if dense else input_type(rule.consumer, len(q)))
-        self._decode(out, q, cache, steps, parameters, NO_ROTATION if dense else inverse)
+        self._decode(out, q, cache, steps, rule, NO_ROTATION if dense else inverse)
         return self.rotate_dense(out, inverse)
 
     def _pass(
@@ -74,20 +56,20 @@ class AttentionOps(HeadOps):
         q: Array,
         cache: LayerCache,
         parts: tuple[SpanTable | None, SpanTable | None],
-        parameters: _Parameters,
+        rule: AttentionRule,
     ) -> None:
         """Attention of all rows of a batch to out float32, whose rotation follows. parts: its prompts and its step."""
         prompts, steps = parts
         if cache.format.codec_v is None:
             for spans in filter(None, parts):
-                self._attend_to_latents(out, q, cache, spans, parameters)
+                self._attend_to_latents(out, q, cache, spans, rule)
             return
         if prompts is not None:
-            self._prefill(out, q, cache, prompts, parameters)
+            self._prefill(out, q, cache, prompts, rule)
         if steps is not None:
-            self._decode(out, q, cache, steps, parameters, NO_ROTATION)
+            self._decode(out, q, cache, steps, rule, NO_ROTATION)
 
-    def _prefill(self, out: Array, q: Array, cache: LayerCache, spans: SpanTable, parameters: _Parameters) -> None:
+    def _prefill(self, out: Array, q: Array, cache: LayerCache, spans: SpanTable, rule: AttentionRule) -> None:
         """Attention of prompts' rows of q (T, H, D), whose K/V are in a buffer, to these rows of out float32."""
         current = cache.pools(spans.buffer)
         heads, kv_heads = q.shape[1], cache.format.kv_heads
@@ -99,18 +81,18 @@ class AttentionOps(HeadOps):
             self._launch(
                 "prefill_attention",
                 (tiles.shape[0], kv_heads),
-                parameters.added_to(config, out),
+                _with_rule(config, rule, out),
                 *(out, q, cache.keys.quantized, cache.values.quantized, *cache.full, *current),
                 *(spans.device_table(self._device), tiles, cache.keys.tables, cache.values.tables),
-                *(parameters.scale_back, spans.table.shape[1], kv_heads, heads),
-                *(row_stride(q), parameters.window, parameters.scale, parameters.sink_scores),
+                *(_scale_back(rule), spans.table.shape[1], kv_heads, heads),
+                *(row_stride(q), rule.window or 0, float(rule.scale), rule.sink_scores),
                 *(() if high_precision is None else _kind_arguments(high_precision)),
                 layouts=layouts,
                 high_precision=None if high_precision is None else high_precision.layouts,
             )
 
     def _attend_to_latents(
-        self, out: Array, q: Array, cache: LayerCache, spans: SpanTable, parameters: _Parameters
+        self, out: Array, q: Array, cache: LayerCache, spans: SpanTable, rule: AttentionRule
     ) -> None:
         """Attention of rows of q (T, H, D) of prompts or of a step, whose values are keys, to these rows of out."""
         (rows, heads, dim), high_precision, table = q.shape, cache.high_precision, spans.device_table(self._device)
@@ -131,8 +113,8 @@ class AttentionOps(HeadOps):
                 (count, 1, splits),
                 config,
                 *(out, acc, ml, q, cache.keys.quantized, cache.full.k, cache.pools(spans.buffer).k, table, tiles),
-                *(cache.keys.tables, parameters.scale_back, spans.table.shape[1], chunks, row_stride(q)),
-                parameters.scale,
+                *(cache.keys.tables, _scale_back(rule), spans.table.shape[1], chunks, row_stride(q)),
+                float(rule.scale),
                 *(() if high_precision is None else (high_precision.keys.quantized, high_precision.keys.tables)),
                 layouts=cache.layouts,
                 high_precision=None if high_precision is None else high_precision.layouts,
@@ -142,7 +124,7 @@ class AttentionOps(HeadOps):
                     "latent_sums",
                     (len(spans.table), spans.most_rows * heads),
                     LaunchConfig({}, threads_for(dim)),
-                    *(out, acc, ml, table, parameters.scale_back),
+                    *(out, acc, ml, table, _scale_back(rule)),
                     *(spans.table.shape[1], splits, heads, dim, cache.padded),
                 )
 
@@ -152,7 +134,7 @@ class AttentionOps(HeadOps):
         q: Array,
         cache: LayerCache,
         spans: SpanTable,
-        parameters: _Parameters,
+        rule: AttentionRule,
         inverse: DeviceRotation,
     ) -> None:
         """Attention of a step's rows of q (T, H, D), whose K/V are in full-precision slots, to these rows of out.
@@ -174,12 +156,12 @@ class AttentionOps(HeadOps):
         self._launch(
             kernel,
             (blocks,),
-            parameters.added_to(config, out),
+            _with_rule(config, rule, out),
             *(out, self._device.empty((*sums, cache.padded), np.float32), self._device.empty((*sums, 2), np.float32)),
             *(counts, q, cache.keys.quantized, cache.values.quantized, *cache.full),
             *(spans.device_table(self._device), cache.keys.tables, cache.values.tables),
             *(
-                parameters.scale_back,
+                _scale_back(rule),
                 inverse.input_signs,
                 inverse.output_signs,
                 count,
@@ -187,11 +169,23 @@ class AttentionOps(HeadOps):
                 kv_heads,
                 chunks,
             ),
-            *(parameters.window, parameters.scale, parameters.sink_scores),
+            *(rule.window or 0, float(rule.scale), rule.sink_scores),
             *(() if high_precision is None else _kind_arguments(high_precision)),
             layouts=cache.layouts,
             high_precision=None if high_precision is None else high_precision.layouts,
         )
+
+
+def _with_rule(config: LaunchConfig, rule: AttentionRule, out: Array) -> LaunchConfig:
+    """`config` with the DEFINES of soft cap, sink scores and the result: none without them."""
+    cap = {} if rule.softcap is None else {"SOFTCAP": float(rule.softcap)}
+    sinks = {} if rule.sink_scores is None else {"SINK_SCORES": 1}
+    return LaunchConfig({**config.defines, **result_type(out), **cap, **sinks}, config.threads, config.shared)
+
+
+def _scale_back(rule: AttentionRule) -> Array | None:
+    """(H,), multiplies the result."""
+    return None if rule.transform is None else rule.transform.scale_back
 
 
 def _kind_arguments(cache: LayerCache) -> tuple[Array, ...]:
@@ -215,16 +209,8 @@ class EncoderOps(HeadOps):
         bounds = float(least), float(most)
         self._launch("clip", (-(-n // threads), rows), LaunchConfig({}, threads), x, n, row_stride(x), *bounds)
 
-    def self_attention(
-        self,
-        qkv: Array,
-        rope: Rope | None,
-        rule: HeadRule,
-        lengths: Sequence[int],
-        scale: float,
-        window: int | None = None,
-    ) -> Array:
-        kv_heads, tiles = rule.transform.kv_heads, _tiles(lengths)
+    def self_attention(self, qkv: Array, rope: Rope | None, rule: HeadRule, texts: Texts, scale: float) -> Array:
+        kv_heads, tiles = rule.transform.kv_heads, _tiles(texts.lengths)
         q, k, v = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads], qkv[:, -kv_heads:]
         if rope is not None:
             q, k, v = self.transform_heads(qkv, rope, rule)
@@ -235,7 +221,7 @@ class EncoderOps(HeadOps):
             (len(tiles), heads),
             LaunchConfig(defines, _WARPS * WARP),
             *(out, q, k, v, self._device.from_host(tiles), heads),
-            *(*map(row_stride, (q, k, v)), window or 0, float(scale)),
+            *(*map(row_stride, (q, k, v)), texts.window or 0, float(scale)),
         )
         return out
 

@@ -69,12 +69,11 @@ class ExpertOps(LinearOps):
         return self.stack(format, [matrix for expert in experts for matrix in expert])
 
     def route(self, logits: Array, rule: Experts, bias: Array | None = None, factors: Array | None = None) -> Routing:
-        if rule.groups > 1:
-            raise _unsupported("experts that are chosen from groups,")
         rows, count = logits.shape
         ids = self._device.empty((rows, rule.top_k), np.int32)
         weights = self._device.empty((rows, rule.top_k), np.float32)
         defines = {"COUNT": count, "TOP_K": rule.top_k, "SIGMOID": int(rule.scoring == "sigmoid")}
+        defines |= {"GROUPS": rule.groups, "TOP_GROUPS": rule.top_groups, "BEST": rule.best_of_group}
         config = LaunchConfig({**defines, "RENORMALIZE": int(rule.renormalize)}, _ROUTE_THREADS)
         grid = (-(-rows * WARP // _ROUTE_THREADS),)
         self._launch("route", grid, config, ids, weights, logits, bias, factors, rows, float(rule.scale))

@@ -197,7 +197,7 @@ def encode_keys(keys: Layout) -> LaunchConfig | None:
     """The launch of encode_keys; None for a codec that it does not take. Raises ValueError as `encode_blocks`. Shared
     memory: KeyArrays of `cuda/encode/encode_keys.cu`, whose size `tests/ops/test_encoding.py` compares."""
     constants, dim, size = keys.record.constants, keys.record.geometry.head_dim, keys.record.geometry.block_size
-    if "POINTS" not in constants or keys.record.searches_paths:
+    if not keys.record.takes_metric or keys.record.searches_paths:
         return None
     points, width, numbers = constants["POINTS"], constants["WIDTH"], 1 + len(encode.NORM_FACTORS)
     for room, tokens in itertools.product(_rooms(keys), (64, 32, 16)):
@@ -215,7 +215,7 @@ def encode_tiles(side: Layout) -> LaunchConfig | None:
     """The launch of encode_tiles; None for a codec that it does not take. Raises ValueError as `encode_blocks`. Shared
     memory: TileArrays of `cuda/encode/encode_tiles.cu`, whose size `tests/ops/test_encoding.py` compares."""
     constants, dim, size = side.record.constants, side.record.geometry.head_dim, side.record.geometry.block_size
-    if "POINTS" not in constants or side.record.searches_paths:
+    if not side.record.takes_metric or side.record.searches_paths:
         return None
     name, width = "Value" if side.record.geometry.values else "Key", constants["WIDTH"]
     sides = {"SIDE": f"{name}Layout", "CODEC": f"{name}Codec", "FULL": f"Full{name}Layout"}
@@ -239,9 +239,11 @@ def _too_large(block_size: int) -> ValueError:
 
 def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
     """RounderMemory::BYTES of `cuda/encode/rounding_memory.cuh`, which `tests/ops/test_encoding.py` compares, for
-    `tokens` tokens at once; of a codec without points, bytes of x and of a mean."""
+    `tokens` tokens at once; of a polar codec, bytes of x and of a mean; of half precision, none."""
     size, dim = side.record.geometry.block_size, side.record.geometry.head_dim
     constants, mean = side.record.constants, 4 * dim * (side.mean_bits > 0)
+    if not side.is_quantized:
+        return 0
     if "POINTS" not in constants:
         return 4 * dim * size + mean
     points, width, shares = constants["POINTS"], constants["WIDTH"], warps // -(-tokens // 32)
@@ -253,4 +255,5 @@ def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
         + tokens
     )
     links = 8 * tokens * (dim // 2) if side.record.searches_paths else 0
-    return 4 * floats + mean + 2 * dim // width * (size + tokens + 2) + links
+    code_bytes = 1 if width == 1 and points <= 256 else 2
+    return 4 * floats + mean + code_bytes * dim // width * (size + tokens + 2) + links

@@ -1,8 +1,8 @@
 """Matrices on a GPU, and products with them: launches of the kernels in `cuda/linear/`.
 
-Activations, norm weights and biases are float32. Matrices keep the format of the file if `cuda/weights/` has a struct
-for it, otherwise they become half precision. Products convert x to the matrix's type, half precision for packed
-formats, and add in float32. Few rows take our own kernels, with packed matrices more of them; many rows cuBLASLt.
+Activations, norm weights and biases are float32. Matrices keep the format of the file if kernels can read it, otherwise
+they become half precision. Products convert x to the matrix's type, half precision for packed formats, and add in
+float32. Few rows take our own kernels, with packed matrices more of them; many rows cuBLASLt.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class LinearOps(DeviceOps):
         is_packed, end = packed.is_packed(format), 0
         if is_packed:  # no file has all rows of the last tile
             data = self._device.zeros(packed.tiles(format, count, width), np.uint8)
+            origins = [None if part is None else self._device.from_host(part) for part in packed.origins(format)]
         else:
             data = self._device.empty((count, format.size(width)), np.uint8)
         for matrix in matrices:
@@ -57,7 +58,7 @@ class LinearOps(DeviceOps):
                 values = np.ascontiguousarray(raw) if is_kept else _as_float32(matrix.format, raw, width)
                 rows = slice(end + part.start, end + part.stop)
                 if is_packed:
-                    self._repack(format, data, self._device.from_host(values), rows.start, width)
+                    self._repack(format, data, self._device.from_host(values), origins, rows.start, width)
                 elif is_kept:
                     data[rows] = self._device.from_host(values)
                 else:
@@ -65,10 +66,13 @@ class LinearOps(DeviceOps):
             end += matrix.shape[0]
         return Matrix(format, data, (count, width))
 
-    def _repack(self, format: WeightFormat, data: Array, raw: Array, first: int, width: int) -> None:
+    def _repack(
+        self, format: WeightFormat, data: Array, raw: Array, origins: Sequence[Array | None], first: int, width: int
+    ) -> None:
         """Rows of a file, raw (rows, bytes of a row), as rows `first` … of a packed matrix."""
         config = LaunchConfig({"WEIGHT": format.name}, threads_for(width // 8))
-        self._launch("repack", (len(raw), -(-width // (8 * config.threads))), config, data, raw, first, width)
+        grid = len(raw), -(-width // (8 * config.threads))
+        self._launch("repack", grid, config, data, raw, *origins, first, width, format.nbytes)
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         parts = matrix.parts if isinstance(matrix, Linear) else (matrix,)

@@ -100,6 +100,8 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     batches_take_steps = True
     cache_experts = None
     expansion_ops = None
+    is_replayable = False
+    inputs = ""
     stored_as = transfer.RECORDS
     warm_up_rows: tuple[Sequence[int], Sequence[int]] = ((16, 64, 128, 256), (1, 2, 4, 8))
 
@@ -182,10 +184,6 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
             raise DeviceLost(f"{self.name} has stopped with an error ({reason}): start this program again") from error
 
     @property
-    def is_replayable(self) -> bool:
-        return False
-
-    @property
     def input_bits(self) -> str:
         return "16" if self.host is None else self.host.input_bits
 
@@ -193,10 +191,6 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         if self.host is not None:
             return self.host.set_input_bits(bits)
         return "" if bits in ("auto", "16") else "it is for CPUs"
-
-    @property
-    def inputs(self) -> str:
-        return ""
 
     def threads(self) -> Threads | None:
         return None if self.host is None else self.host.threads()

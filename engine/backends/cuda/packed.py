@@ -13,7 +13,8 @@ import numpy as np
 from polarlm.engine.backends.cuda.device import Array, Device, kernel_source, row_stride
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, Product
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS, SHARED_BYTES, SYSTEM_BYTES
-from polarlm.engine.weight_formats import Grouped, Matrix, WeightFormat
+from polarlm.engine.backends.origins import Origins, empty_block, find_origins, power_scales
+from polarlm.engine.weight_formats import Matrix, WeightFormat
 
 ROWS = 16  # rows of a tile
 _GEMV_PACKED_STATIC_BYTES = 128 * GEMV_ROWS  # static shared memory of gemv_packed, at most
@@ -36,9 +37,7 @@ def block_bytes(format: WeightFormat) -> int:
 def row_bytes(format: WeightFormat, values: int) -> int:
     """Bytes of `values` inputs of a block of one row of a packed format: two for the scale, two for the offset if there
     is one, one for each sub-scale and sub-offset of a group, and the codes."""
-    assert format.unpack is not None
-    one, groups = format.unpack(np.zeros((1, format.nbytes), np.uint8)), values // format.group
-    assert isinstance(one, Grouped)
+    one, groups = empty_block(format), values // format.group
     numbers = 2 + 2 * (one.offset is not None)
     numbers += groups * ((one.sub_scale is not None) + (one.sub_offset is not None))
     return numbers + values * format.bits // 8
@@ -47,6 +46,20 @@ def row_bytes(format: WeightFormat, values: int) -> int:
 def tiles(format: WeightFormat, rows: int, width: int) -> tuple[int, int]:
     """The shape of a packed matrix (rows, width) as uint8: (tiles, bytes of a tile)."""
     return -(-rows // ROWS), ROWS * (width // format.values) * block_bytes(format)
+
+
+@cache
+def origins(format: WeightFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Where the fields of a block on the device come from: `bits`, `flips` and `powers` of `cuda/linear/repack.cu`."""
+    fields, powers = find_origins(format), None
+    if "scale" not in fields:
+        byte, powers = power_scales(format)
+        fields["scale"] = Origins(np.array([range(8 * byte, 8 * byte + 8), [-1] * 8]), np.zeros(2, np.uint8))
+    if "sub_scale" in fields:
+        fields["sub_scale"] = Origins(fields["sub_scale"].bits, fields["sub_scale"].flips ^ 128)
+    kept = [fields[name] for name in ("scale", "offset", "sub_scale", "sub_offset", "codes") if name in fields]
+    bits = np.concatenate([field.bits for field in kept]).astype(np.int16)
+    return bits, np.concatenate([field.flips for field in kept]), powers
 
 
 class PackedRows(NamedTuple):

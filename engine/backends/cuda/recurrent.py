@@ -16,7 +16,15 @@ import numpy as np
 from polarlm.engine.backends.cuda.device import Addresses, Array, row_stride
 from polarlm.engine.backends.cuda.launch import WARP, DeviceOps, LaunchConfig, threads_for
 from polarlm.engine.backends.cuda.launch_configs import SHARED_BYTES, row_threads, step_rows
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, FetchStates, Mamba2Weights
+from polarlm.engine.backends.delta import (
+    DeltaEnds,
+    DeltaSlots,
+    DeltaSpan,
+    DeltaWeights,
+    FetchStates,
+    Mamba2Weights,
+    SlotRows,
+)
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, LARGEST, LEAST, SnapshotCodes
 from polarlm.model_loaders.config import ChannelDelta, Mamba2, Recurrent
@@ -206,20 +214,19 @@ class RecurrentOps(DeviceOps):
             )
         sizes_of(mixer, block_size).check()
 
-    def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Array) -> Array:
+    def short_conv(self, inputs: Array, conv: Array, bias: Array | None, rows: SlotRows) -> Array:
         (width, n), y = conv.shape, self._device.empty((len(inputs), conv.shape[1]), np.float32)
         config = LaunchConfig({"WIDTH": width}, threads_for(n))
-        args = y, inputs, conv, bias, slots, rows, n, slots.shape[1]
+        args = y, inputs, conv, bias, rows.slots, rows.spans, n, rows.slots.shape[1]
         self._launch("short_conv", (-(-n // config.threads), len(inputs)), config, *args)
         return y
 
-    def gated_delta(
-        self, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None
-    ) -> Array:
+    def gated_delta(self, projected: Array, w: DeltaWeights, rows: SlotRows) -> Array:
+        slots, spans, ends = rows
         key_heads, (_, heads, _, dim) = slots.keys.shape[1], slots.updates.shape
         y = self._device.empty((len(projected), heads * dim), np.float32)
         if ends is not None:
-            for part in _parts(y, projected, slots, spans, ends):
+            for part in _parts(y, projected, rows):
                 self._add_delta_rows(part, w)
             return y
         weights, numbers = (w.conv, w.decay, w.dt_bias, w.norm), (key_heads, int(w.tiled), float(w.eps))
@@ -230,24 +237,21 @@ class RecurrentOps(DeviceOps):
     def channel_delta(self, *inputs: Array, **more: Array) -> Array:
         raise NotImplementedError  # `check_recurrent` refuses such layers
 
-    def mamba2(
-        self, projected: Array, w: Mamba2Weights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None
-    ) -> Array:
-        rows, groups, inner = len(projected), slots.keys.shape[1], len(w.norm)
-        y = self._device.empty((rows, inner), np.float32)
+    def mamba2(self, projected: Array, w: Mamba2Weights, rows: SlotRows) -> Array:
+        slots, spans, ends = rows
+        count, groups, inner = len(projected), slots.keys.shape[1], len(w.norm)
+        y = self._device.empty((count, inner), np.float32)
         pitch, size = row_stride(projected), inner // groups
         if ends is None:
-            config, weights = (
-                Mamba2Sizes.from_slots(slots).step(_span_rows(spans, y)),
-                (w.conv, w.bias, w.decay, w.dt_bias),
-            )
-            args = y, *_step_state(slots), projected, *weights, w.skip, spans, pitch, groups
+            config = Mamba2Sizes.from_slots(slots).step(_span_rows(spans, y))
+            weights = w.conv, w.bias, w.decay, w.dt_bias, w.skip
+            args = y, *_step_state(slots), projected, *weights, spans, pitch, groups
             self._launch("mamba2", (len(w.skip), len(spans)), config, *args)
         else:
-            for part in _parts(y, projected, slots, spans, ends):
+            for part in _parts(y, projected, rows):
                 self._add_mamba2_rows(part, w)
-        config = LaunchConfig({}, row_threads(rows, size))
-        self._launch("mamba2_results", (groups, rows), config, y, projected, w.norm, pitch, size, float(w.eps))
+        config = LaunchConfig({}, row_threads(count, size))
+        self._launch("mamba2_results", (groups, count), config, y, projected, w.norm, pitch, size, float(w.eps))
         return y
 
     def _add_delta_rows(self, part: _Part, w: DeltaWeights) -> None:
@@ -337,8 +341,10 @@ class RecurrentOps(DeviceOps):
         return matrices
 
 
-def _parts(y: Array, projected: Array, slots: DeltaSlots, spans: Array, ends: DeltaEnds) -> Iterator[_Part]:
+def _parts(y: Array, projected: Array, rows: SlotRows) -> Iterator[_Part]:
     """The rows of each span, PROMPT_ROWS at most at a time, which end with a block."""
+    slots, spans, ends = rows
+    assert ends is not None
     block = slots.keys.shape[3]
     for span in map(DeltaSpan._make, spans.tolist()):
         slot = DeltaSlots(*(array[span.slot] for array in slots))

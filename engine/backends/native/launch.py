@@ -167,12 +167,10 @@ class Launcher:
         """Units that a thread takes at a time, unless a launch says otherwise."""
         return max(1, units // (_CHUNKS * self.threads))
 
-    def prepare(self, launches: Iterable[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> PreparedLaunches:
-        """Launches for `run`: of each the kernel, its number of units, and its arguments."""
-        whole = [*launches]
-        grain = self.grain(sum(units for _, units, _ in whole))
-        packed = [self._pack_launch(*launch, grain, True) for launch in whole]
-        return PreparedLaunches(packed, [x for *_, arguments in whole for x in arguments if isinstance(x, np.ndarray)])
+    def launch_together(self, launches: Sequence[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> None:
+        """Run launches at the same time: of each the kernel, its number of units, and its arguments."""
+        grain = self.grain(sum(units for _, units, _ in launches))
+        self.run(PreparedLaunches([self._pack_launch(*launch, grain, True) for launch in launches], []))
 
     def run(self, prepared: PreparedLaunches) -> None:
         """Run the launches, at the same time or in order."""
@@ -258,7 +256,7 @@ class Launcher:
 
 
 class KernelOps(NumpyOps):
-    """Ops with compiled kernels. What a subclass does not override, NumPy computes: `ops.NUMPY_OPS` lists it."""
+    """Ops with compiled kernels. What a subclass does not override, NumPy computes."""
 
     def __init__(self, launch: Launcher) -> None:
         super().__init__()

@@ -32,29 +32,12 @@ from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
 from polarlm.engine.weight_formats import WeightFormat
 
-# The ops that NumPy computes for every layer. None of them multiplies: they copy memory of the host, or say what it is.
-NUMPY_OPS = frozenset(
-    (
-        *("append_kv", "buffer", "read_blocks", "write_blocks", "read_full", "write_full"),  # copies of K/V
-        *("assign", "keep_states", "restore_states", "check_recurrent"),  # copies of recurrent states
-        *("to_device", "to_host", "empty", "clip", "pack_sampler_inputs"),  # arrays are NumPy's
-        *("free_memory", "work_bytes", "reserve_workspace", "wait", "check"),  # the machine is the same
-        *("layer_ops", "encoder_ops", "latent_ops", "run_between_graphs"),  # one device, whose graphs have no parts
-    )
-)
-# The ops that NumPy computes for layers without a kernel; `numpy_fallbacks` says which these are.
-NUMPY_FALLBACKS = frozenset(
-    (
-        *("cache", "cache_bytes", "copy_full", "decode_blocks", "encode_blocks", "round_trip", "attention"),
-        *("self_attention", "gated_delta", "channel_delta", "mamba2"),
-    )
-)
-
 _MATRIX_ROWS = 256  # of a batch of prompts: weights become matrices once for all of them
 
 
 class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, ExpansionOps, EncodingOps, CacheOps):
-    """The ops on a CPU. NumPy computes NUMPY_OPS, and NUMPY_FALLBACKS where there is no kernel."""
+    """The ops on a CPU. NumPy computes what `tests/backends/test_contract.py` lists: it copies memory of the host, and
+    computes layers without a kernel; `numpy_fallbacks` says which these are."""
 
     backend = "native"
     stored_as = transfer.TILES

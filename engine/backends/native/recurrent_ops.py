@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights, Mamba2Weights
+from polarlm.engine.backends.delta import DeltaSlots, DeltaWeights, Mamba2Weights, SlotRows
 from polarlm.engine.backends.native.kernels.recurrent import mamba2
 from polarlm.engine.backends.native.kernels.recurrent.common import AdvanceArguments, RecurrentArguments, advance
 from polarlm.engine.backends.native.kernels.recurrent.gated_delta import Delta, gated_delta, supports
@@ -20,55 +20,40 @@ from polarlm.engine.backends.native.launch import KernelOps
 class RecurrentOps(KernelOps):
     """See `engine.backends.delta.RecurrentOps`. NumPy computes heads for which a thread's scratch has no room."""
 
-    def short_conv(
-        self, inputs: np.ndarray, conv: np.ndarray, bias: np.ndarray | None, slots: np.ndarray, rows: np.ndarray
-    ) -> np.ndarray:
+    def short_conv(self, inputs: np.ndarray, conv: np.ndarray, bias: np.ndarray | None, rows: SlotRows) -> np.ndarray:
         y = self._launch.empty((len(inputs), inputs.shape[1] // 3))
         arguments = ConvArguments(
             inputs=inputs,
             conv=conv,
             bias=bias,
-            slots=slots,
-            rows=rows,
+            slots=rows.slots,
+            rows=rows.spans,
             y=y,
             channels=y.shape[1],
-            slot_rows=slots.shape[1],
+            slot_rows=rows.slots.shape[1],
         )
         self._launch(short_conv(len(conv), has_bias=bias is not None), len(inputs), arguments)
         return y
 
-    def gated_delta(
-        self,
-        projected: np.ndarray,
-        w: DeltaWeights,
-        slots: DeltaSlots,
-        spans: np.ndarray,
-        ends: DeltaEnds | None = None,
-    ) -> np.ndarray:
-        spec = Delta(*_sizes(slots), w.tiled, ends is not None)
+    def gated_delta(self, projected: np.ndarray, w: DeltaWeights, rows: SlotRows) -> np.ndarray:
+        spec = Delta(*_sizes(rows.slots), w.tiled, rows.ends is not None)
         if not supports(spec):
-            return self._launch.run_numpy(super().gated_delta, projected, w, slots, spans, ends)
-        return self._add_delta_rows(spec, (projected, w, slots, spans, ends), {})
+            return self._launch.run_numpy(super().gated_delta, projected, w, rows)
+        return self._add_delta_rows(spec, projected, w, rows)
 
     def channel_delta(
-        self,
-        projected: np.ndarray,
-        decays: np.ndarray,
-        gates: np.ndarray,
-        w: DeltaWeights,
-        slots: DeltaSlots,
-        spans: np.ndarray,
-        ends: DeltaEnds | None = None,
+        self, projected: np.ndarray, decays: np.ndarray, gates: np.ndarray, w: DeltaWeights, rows: SlotRows
     ) -> np.ndarray:
-        spec = Delta(*_sizes(slots), w.tiled, ends is not None, by_channel=True)
+        spec = Delta(*_sizes(rows.slots), w.tiled, rows.ends is not None, by_channel=True)
         if not supports(spec):
-            return self._launch.run_numpy(super().channel_delta, projected, decays, gates, w, slots, spans, ends)
-        arguments = {"row_bytes": projected.strides[0], "decay_inputs": decays, "gates": gates}
-        return self._add_delta_rows(spec, (projected, w, slots, spans, ends), arguments)
+            return self._launch.run_numpy(super().channel_delta, projected, decays, gates, w, rows)
+        more = {"row_bytes": projected.strides[0], "decay_inputs": decays, "gates": gates}
+        return self._add_delta_rows(spec, projected, w, rows, **more)
 
-    def _add_delta_rows(self, spec: Delta, inputs: tuple[Any, ...], more: Mapping[str, Any]) -> np.ndarray:
-        """inputs: of `gated_delta`. more: arguments of the kernel besides others."""
-        projected, w, slots, spans, ends = inputs
+    def _add_delta_rows(
+        self, spec: Delta, projected: np.ndarray, w: DeltaWeights, rows: SlotRows, **more: Any
+    ) -> np.ndarray:
+        """more: arguments of the kernel besides others."""
         y = self._launch.empty((len(projected), spec.value_heads * spec.value_dim))
         arguments = RecurrentArguments(
             projected=projected,
@@ -77,50 +62,39 @@ class RecurrentOps(KernelOps):
             decay=w.decay,
             dt_bias=w.dt_bias,
             norm=w.norm,
-            **slots._asdict(),
-            spans=spans,
-            **_end_arguments(ends, spans, spec.block),
+            **_row_arguments(rows, spec.block),
             eps=w.eps,
             **more,
         )
-        self._launch(gated_delta(spec), len(spans) * spec.key_heads, arguments, grain=1)
+        self._launch(gated_delta(spec), len(rows.spans) * spec.key_heads, arguments, grain=1)
         return y
 
-    def mamba2(
-        self,
-        projected: np.ndarray,
-        w: Mamba2Weights,
-        slots: DeltaSlots,
-        spans: np.ndarray,
-        ends: DeltaEnds | None = None,
-    ) -> np.ndarray:
-        spec = Mamba2(*_sizes(slots), w.bias is not None, ends is not None)
+    def mamba2(self, projected: np.ndarray, w: Mamba2Weights, rows: SlotRows) -> np.ndarray:
+        spec = Mamba2(*_sizes(rows.slots), w.bias is not None, rows.ends is not None)
         if not mamba2.supports(spec):
-            return self._launch.run_numpy(super().mamba2, projected, w, slots, spans, ends)
-        launch, rows = self._launch, len(projected)
-        y, kept = launch.empty((rows, spec.inner)), _end_arguments(ends, spans, spec.block)
-        blocks = 0 if ends is None else kept["blocks"] + 1
+            return self._launch.run_numpy(super().mamba2, projected, w, rows)
+        launch, count, spans = self._launch, len(projected), len(rows.spans)
+        y, more = launch.empty((count, spec.inner)), _row_arguments(rows, spec.block)
+        blocks = 0 if rows.ends is None else more["blocks"] + 1
         arguments = RecurrentArguments(
             projected=projected,
-            convolved=launch.empty((rows, spec.channels)),
+            convolved=launch.empty((count, spec.channels)),
             block_keys=launch.empty((blocks, spec.groups, spec.size, spec.block)),
-            scores=launch.empty((rows, spec.groups, spec.block)),
+            scores=launch.empty((count, spec.groups, spec.block)),
             out=y,
             conv=w.conv,
             bias=w.bias,
             decay=w.decay,
             dt_bias=w.dt_bias,
             skip=w.skip,
-            **slots._asdict(),
-            spans=spans,
-            **kept,
+            **more,
         )
-        launch(mamba2.convolve(spec), len(spans) * -(-spec.channels // mamba2.PART), arguments)
-        launch(mamba2.multiply_keys(spec), len(spans) * spec.groups, arguments, grain=1)
-        launch(mamba2.add_rows(spec), len(spans) * spec.heads, arguments)
+        launch(mamba2.convolve(spec), spans * -(-spec.channels // mamba2.PART), arguments)
+        launch(mamba2.multiply_keys(spec), spans * spec.groups, arguments, grain=1)
+        launch(mamba2.add_rows(spec), spans * spec.heads, arguments)
         columns = spec.inner // spec.groups
         norm = NormArguments(y, w.norm, y, columns, 4 * columns, 4 * columns, w.eps, weights=spec.groups)
-        launch(norm_rows(adds=False), rows * spec.groups, norm)
+        launch(norm_rows(adds=False), count * spec.groups, norm)
         return y
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
@@ -139,13 +113,16 @@ def _sizes(slots: DeltaSlots) -> tuple[int, int, int, int, int, int]:
     return key_heads, heads // key_heads, key_dim, value_dim, block, slots.inputs.shape[1] - block + 1
 
 
-def _end_arguments(ends: DeltaEnds | None, spans: np.ndarray, block: int) -> dict[str, Any]:
-    """The arguments of a kernel that say which ends of blocks are kept, of a prompt's only span."""
+def _row_arguments(rows: SlotRows, block: int) -> dict[str, Any]:
+    """The arguments of a kernel that say where rows are added, and which ends of blocks are kept, of a prompt's only
+    span."""
+    slots, spans, ends = rows
+    common = {**slots._asdict(), "spans": spans}
     if ends is None:
-        return {"end_rows": None, "end_matrices": None, "end_inputs": None, "blocks": 0}
+        return {**common, "end_rows": None, "end_matrices": None, "end_inputs": None, "blocks": 0}
     blocks = (int(spans[0, 2]) + int(spans[0, 3])) // block
-    rows = np.full(blocks, -1, np.int32)
+    end_rows = np.full(blocks, -1, np.int32)
     for row, number in enumerate(ends.numbers):
         if 0 <= number < blocks:
-            rows[number] = row
-    return {"end_rows": rows, "end_matrices": ends.matrices, "end_inputs": ends.inputs, "blocks": blocks}
+            end_rows[number] = row
+    return {**common, "end_rows": end_rows, "end_matrices": ends.matrices, "end_inputs": ends.inputs, "blocks": blocks}

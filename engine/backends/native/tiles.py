@@ -40,7 +40,8 @@ from functools import cache
 
 import numpy as np
 
-from polarlm.engine.weight_formats import Grouped, Lattice, Trits, WeightFormat
+from polarlm.engine.backends.origins import empty_block, find_origins
+from polarlm.engine.weight_formats import Lattice, WeightFormat
 
 ROWS = 16  # rows of a tile
 QUAD = 0, 2, 1, 3  # the inputs of a lane
@@ -92,9 +93,7 @@ class TileLayout:
 @cache
 def layout(format: WeightFormat) -> TileLayout:
     """The layout of a format that has codes and scales."""
-    assert format.unpack is not None
-    one = format.unpack(np.zeros((1, format.nbytes), np.uint8))
-    assert not isinstance(one, (Lattice, Trits))
+    one = empty_block(format)
     planes, groups = _PLANES[format.bits], format.values // format.group
     offset, end = (None, 2 * ROWS) if one.offset is None else (2 * ROWS, 4 * ROWS)
     sub_scale, sub_offset, subs = None, None, None
@@ -111,12 +110,7 @@ def layout(format: WeightFormat) -> TileLayout:
 
 def _sub_bits(format: WeightFormat) -> int:
     """Bits of a sub-scale, and as many of a sub-offset: the stored bits that it depends on."""
-    assert format.unpack is not None
-    single = np.packbits(np.eye(8 * format.nbytes, dtype=np.uint8), axis=1, bitorder="little")
-    blocks = format.unpack(np.concatenate([np.zeros((1, format.nbytes), np.uint8), single]))
-    assert isinstance(blocks, Grouped)
-    assert blocks.sub_scale is not None
-    return int((blocks.sub_scale[1:] != blocks.sub_scale[0]).sum(axis=0).max())
+    return max(len(set(byte) - {-1}) for byte in find_origins(format)["sub_scale"].bits.tolist())
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ softmax; and of the texts of an encoder, each over all of its own rows."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from polarlm.engine.backends.kv import AttentionRule, KVLocation, PreparedTransform, SpanView
 from polarlm.engine.backends.numpy.kv.cache import AnyCache, Buffer, LayerCache
 from polarlm.engine.backends.numpy.rows import softcap
+from polarlm.engine.backends.ops import Texts
 from polarlm.engine.quantization.conditioning import read_mean
 
 # Most query rows per KV head that attend together.
@@ -167,29 +169,18 @@ def parts_of(qkv: np.ndarray, transform: PreparedTransform) -> tuple[np.ndarray,
     return qkv[:, :keys], qkv[:, keys:values], qkv[:, values:]
 
 
-def attend_to_texts(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: Sequence[int], scale: float, window: int | None
-) -> np.ndarray:
-    """Attention of q (T, H, D) to k, v (T, K, D) of the same text, at most window // 2 rows away → (T, H, D)."""
-    out, first = np.empty(q.shape, np.float32), 0
-    for length in lengths:
-        text = slice(first, first + length)
-        first += length
-        _attend_to_text(q[text], k[text], v[text], scale, window, out[text])
+def attend_to_texts(q: np.ndarray, k: np.ndarray, v: np.ndarray, texts: Texts, scale: float) -> np.ndarray:
+    """Attention of q (T, H, D) to k, v (T, K, D) of the same text → (T, H, D)."""
+    out, (_, heads, dim), kv_heads = np.empty(q.shape, np.float32), q.shape, k.shape[1]
+    for end, rows in zip(itertools.accumulate(texts.lengths), texts.lengths, strict=True):
+        text = slice(end - rows, end)
+        grouped = q[text].reshape(rows, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)  # (K, G, T, D)
+        scores = grouped @ (k[text].transpose(1, 2, 0) * np.float32(scale))[:, None]
+        if texts.window is not None and texts.window // 2 < rows - 1:
+            places = np.arange(rows)
+            scores[:, :, np.abs(places[:, None] - places) > texts.window // 2] = -np.inf
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        scores /= scores.sum(axis=-1, keepdims=True)
+        out[text] = (scores @ v[text].swapaxes(0, 1)[:, None]).transpose(2, 0, 1, 3).reshape(rows, heads, dim)
     return out
-
-
-def _attend_to_text(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None, out: np.ndarray
-) -> None:
-    rows, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    grouped = q.reshape(rows, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)  # (K, G, T, D)
-    scores = grouped @ (k.transpose(1, 2, 0) * np.float32(scale))[:, None]
-    if window is not None and window // 2 < rows - 1:
-        places = np.arange(rows)
-        scores[:, :, np.abs(places[:, None] - places) > window // 2] = -np.inf
-    scores -= scores.max(axis=-1, keepdims=True)
-    np.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
-    out[...] = (scores @ v.swapaxes(0, 1)[:, None]).transpose(2, 0, 1, 3).reshape(out.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polarlm.engine.backends.numpy.rows import ACTIVATIONS, quiet, rms_norm
+from polarlm.engine.backends.numpy.rows import apply_activation, quiet, rms_norm
 from polarlm.engine.backends.ops import ExpertNetwork, Routing
 from polarlm.engine.weight_formats import ExpertLinear
 from polarlm.model_loaders.config import Experts
@@ -56,7 +56,7 @@ class ExpertOps:
             rows = pairs // top_k
             of_rows = None if adapters is None else adapters.part(rows)
             hidden = _product(x[rows], gate_up, expert, of_rows)
-            hidden = hidden if activation is None else ACTIVATIONS[activation](hidden)
+            hidden = hidden if activation is None else apply_activation(hidden, activation)
             # A row has an expert at most once.
             y[rows] += _product(hidden, down, expert, of_rows) * weights[pairs, None]
         if residual is None:

@@ -32,7 +32,15 @@ from polarlm.engine.backends.numpy.experts import ExpertOps
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.kv.encoding import encodable_runs, encode_side
 from polarlm.engine.backends.numpy.recurrent import RecurrentOps
-from polarlm.engine.backends.numpy.rows import ACTIVATIONS, apply_rope, quiet, rms_norm, rotate, softcap
+from polarlm.engine.backends.numpy.rows import (
+    apply_activation,
+    apply_gate,
+    apply_rope,
+    quiet,
+    rms_norm,
+    rotate,
+    softcap,
+)
 from polarlm.engine.backends.ops import (
     PLAIN,
     EncoderOps,
@@ -43,6 +51,7 @@ from polarlm.engine.backends.ops import (
     LatentOps,
     Load,
     Result,
+    Texts,
     WarmUp,
 )
 from polarlm.engine.outputs import Threads
@@ -196,11 +205,11 @@ class NumpyOps(ExpertOps, RecurrentOps):
 
     @quiet
     def activate(self, x: np.ndarray, up: np.ndarray, activation: str) -> None:
-        x[:] = ACTIVATIONS[activation](np.concatenate([x, up], axis=1))
+        x[:] = apply_gate(activation, x, up)
 
     @quiet
     def activate_halves(self, x: np.ndarray, activation: str) -> np.ndarray:
-        return ACTIVATIONS[activation](x)
+        return apply_activation(x, activation)
 
     @quiet
     def scale(self, x: np.ndarray, factor: np.ndarray) -> None:
@@ -216,7 +225,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         if w.bias is not None:
             y += w.bias
         if fusion.activation is not None:
-            return ACTIVATIONS[fusion.activation](y)
+            return apply_activation(y, fusion.activation)
         if residual is None:
             return y
         residual += y
@@ -393,16 +402,10 @@ class NumpyOps(ExpertOps, RecurrentOps):
 
     @quiet
     def self_attention(
-        self,
-        qkv: np.ndarray,
-        rope: Rope | None,
-        rule: HeadRule,
-        lengths: Sequence[int],
-        scale: float,
-        window: int | None = None,
+        self, qkv: np.ndarray, rope: Rope | None, rule: HeadRule, texts: Texts, scale: float
     ) -> np.ndarray:
         q, k, v = parts_of(qkv, rule.transform) if rope is None else self.transform_heads(qkv, rope, rule)
-        return attend_to_texts(q, k, v, lengths, scale, window)
+        return attend_to_texts(q, k, v, texts, scale)
 
 
 def _whole(matrix: Matrix | Linear) -> np.ndarray:

@@ -12,7 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, FetchStates, Mamba2Weights
+from polarlm.engine.backends.delta import (
+    DeltaEnds,
+    DeltaSlots,
+    DeltaSpan,
+    DeltaWeights,
+    FetchStates,
+    Mamba2Weights,
+    SlotRows,
+)
 from polarlm.engine.backends.numpy.rows import quiet, rms_norm
 from polarlm.engine.quantization.snapshot_codes import SnapshotCodes
 from polarlm.model_loaders.config import Recurrent
@@ -77,10 +85,7 @@ def _add_gated_delta_rows(rows: np.ndarray, w: DeltaWeights, slots: DeltaSlots, 
     new_decays = add_decays(decays, w.decay[:, None] * softplus(a + w.dt_bias[:, None]), place)
     slots.keys[slot, :, :, place:end] = k.transpose(0, 2, 1)
     keys, matrix = slots.keys[slot, :, :, :end], slots.matrices[slot]
-    start_decay, pair_decays = (
-        np.exp(new_decays)[..., None],
-        decays_between(decays, place, count),
-    )  # since: the matrix, (H, count, 1)
+    start_decay, pair_decays = np.exp(new_decays)[..., None], decays_between(decays, place, count)
     _update(updates, place, v, b, start_decay * (k[key_head] @ matrix), pair_decays * (k @ keys)[key_head])
     read = start_decay * (q[key_head] @ matrix)
     read += pair_decays * (q @ keys)[key_head] @ updates[:, :end]
@@ -158,11 +163,9 @@ class RecurrentOps:
         """Every shape is computed."""
 
     @quiet
-    def short_conv(
-        self, inputs: np.ndarray, conv: np.ndarray, bias: np.ndarray | None, slots: np.ndarray, rows: np.ndarray
-    ) -> np.ndarray:
-        gate_in, gate_out, x = np.split(inputs, 3, axis=1)
-        before, (slot, place, following, _) = len(conv) - 1, (rows - [1, 0, 1, 0]).T
+    def short_conv(self, inputs: np.ndarray, conv: np.ndarray, bias: np.ndarray | None, rows: SlotRows) -> np.ndarray:
+        slots, (gate_in, gate_out, x) = rows.slots, np.split(inputs, 3, axis=1)
+        before, (slot, place, following, _) = len(conv) - 1, (rows.spans - [1, 0, 1, 0]).T
         new, next_row = gate_in * x, place - (slots.shape[1] - 2 * before)
         slots[slot, before + place] = new
         is_repeated = (following >= 0) & (next_row >= 0)
@@ -173,21 +176,15 @@ class RecurrentOps:
         return gate_out * sums
 
     @quiet
-    def gated_delta(
-        self,
-        projected: np.ndarray,
-        w: DeltaWeights,
-        slots: DeltaSlots,
-        spans: np.ndarray,
-        ends: DeltaEnds | None = None,
-    ) -> np.ndarray:
+    def gated_delta(self, projected: np.ndarray, w: DeltaWeights, rows: SlotRows) -> np.ndarray:
+        slots: DeltaSlots = rows.slots
         heads, dim, channels = slots.updates.shape[1], slots.updates.shape[3], slots.inputs.shape[2]
         y = np.empty((len(projected), heads, dim), np.float32)
 
-        def add(rows: slice, slot: int, place: int) -> None:
-            y[rows] = _add_gated_delta_rows(projected[rows], w, slots, slot, place)
+        def add(part: slice, slot: int, place: int) -> None:
+            y[part] = _add_gated_delta_rows(projected[part], w, slots, slot, place)
 
-        _add_by_blocks(spans, slots, ends, add, tiled=w.tiled)
+        _add_by_blocks(rows, add, tiled=w.tiled)
         z = projected[:, channels : channels + heads * dim].reshape(y.shape)
         y = rms_norm(y, w.norm, w.eps)
         y *= silu(z)
@@ -195,39 +192,26 @@ class RecurrentOps:
 
     @quiet
     def channel_delta(
-        self,
-        projected: np.ndarray,
-        decays: np.ndarray,
-        gates: np.ndarray,
-        w: DeltaWeights,
-        slots: DeltaSlots,
-        spans: np.ndarray,
-        ends: DeltaEnds | None = None,
+        self, projected: np.ndarray, decays: np.ndarray, gates: np.ndarray, w: DeltaWeights, rows: SlotRows
     ) -> np.ndarray:
+        slots: DeltaSlots = rows.slots
         y = np.empty((len(projected), slots.updates.shape[1], slots.updates.shape[3]), np.float32)
 
-        def add(rows: slice, slot: int, place: int) -> None:
-            y[rows] = _add_channel_delta_rows(projected[rows], decays[rows], w, slots, slot, place)
+        def add(part: slice, slot: int, place: int) -> None:
+            y[part] = _add_channel_delta_rows(projected[part], decays[part], w, slots, slot, place)
 
-        _add_by_blocks(spans, slots, ends, add, tiled=False)
+        _add_by_blocks(rows, add, tiled=False)
         return rms_norm(y, w.norm, w.eps).reshape(gates.shape) * sigmoid(gates)
 
     @quiet
-    def mamba2(
-        self,
-        projected: np.ndarray,
-        w: Mamba2Weights,
-        slots: DeltaSlots,
-        spans: np.ndarray,
-        ends: DeltaEnds | None = None,
-    ) -> np.ndarray:
-        groups, inner = slots.keys.shape[1], len(w.norm)
+    def mamba2(self, projected: np.ndarray, w: Mamba2Weights, rows: SlotRows) -> np.ndarray:
+        groups, inner = rows.slots.keys.shape[1], len(w.norm)
         y = np.empty((len(projected), inner), np.float32)
 
-        def add(rows: slice, slot: int, place: int) -> None:
-            y[rows] = _add_mamba2_rows(projected[rows, inner:], w, slots, slot, place)
+        def add(part: slice, slot: int, place: int) -> None:
+            y[part] = _add_mamba2_rows(projected[part, inner:], w, rows.slots, slot, place)
 
-        _add_by_blocks(spans, slots, ends, add, tiled=False)
+        _add_by_blocks(rows, add, tiled=False)
         y *= silu(projected[:, :inner])
         parts = y.reshape(len(y), groups, inner // groups)
         return rms_norm(parts, w.norm.reshape(groups, -1), w.eps).reshape(y.shape)
@@ -249,13 +233,12 @@ class RecurrentOps:
         return codes.decode(snapshot)
 
 
-def _add_by_blocks(
-    spans: np.ndarray, slots: DeltaSlots, ends: DeltaEnds | None, add: Callable[[slice, int, int], None], *, tiled: bool
-) -> None:
-    """Call add(rows, slot, place) for the rows of each block of each span; prompts advance at the end of a block.
+def _add_by_blocks(rows: SlotRows, add: Callable[[slice, int, int], None], *, tiled: bool) -> None:
+    """Call add(part, slot, place) for the rows of each block of each span; prompts advance at the end of a block.
 
     place: of the first row's token in its block.
     """
+    slots, spans, ends = rows
     block = slots.keys.shape[-1]
     before = slots.inputs.shape[1] - block
     for span in map(DeltaSpan._make, spans.tolist()):

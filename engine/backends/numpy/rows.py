@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import numpy as np
+
+from polarlm.model_loaders.config import is_gated
 
 # Damaged weights give NaN, which the checks of logits and codecs find; NumPy's warnings would add nothing.
 quiet = np.errstate(invalid="ignore", over="ignore")
@@ -43,28 +43,37 @@ def rotate(x: np.ndarray, rotation: np.ndarray | None, scale: np.ndarray | None 
     return x if rotation is None else x @ rotation
 
 
-def silu_mul(gate_up: np.ndarray) -> np.ndarray:
-    """gate_up (T, 2F) = [gate | up] → silu(gate) * up (T, F)."""
-    half = gate_up.shape[-1] // 2
-    gate, up = gate_up[..., :half], gate_up[..., half:]
-    return _times_sigmoid(gate, -gate, up)
+def apply_gate(activation: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """activation(gate) * up (T, F), in memory of its own; of networks without a gate, gate and up are the same.
+
+    It is gate / (1 + e^u) * up, with u = -gate (SiLU), u = -√(8/π) · (gate + 0.044715 gate³) (GELU by tanh), or
+    u = -1.702 gate, with gate up to 7 and (up clipped to ±7) + 1 instead of up (gpt-oss's clamped SwiGLU); or
+    relu(gate) * up; or Φ(gate) * up (GELU), or gate * Φ(gate) * up (GELU of a gate).
+    """
+    if activation == "relu_squared":
+        return np.maximum(gate, np.float32(0)) * up
+    if activation in ("gelu", "gated_gelu"):
+        y = _normal_share(gate)
+        if activation == "gated_gelu":
+            y *= gate
+        y *= up
+        return y
+    if activation == "swiglu_clamped":
+        gate = np.minimum(gate, np.float32(7))
+        up = np.clip(up, np.float32(-7), np.float32(7)) + np.float32(1)
+        return _times_sigmoid(gate, gate * np.float32(-1.702), up)
+    exponent = -gate if activation == "silu" else _exponent(gate)
+    return _times_sigmoid(gate, exponent, np.float32(1) if activation == "plain_gelu_tanh" else up)
 
 
-def gelu_tanh_mul(gate_up: np.ndarray) -> np.ndarray:
-    """gate_up (T, 2F) = [gate | up] → gelu(gate) * up (T, F), where gelu(x) = x/2 · (1 + tanh u) = x / (1 + e^-2u) and
-    u = √(2/π) · (x + 0.044715 x³)."""
-    half = gate_up.shape[-1] // 2
-    gate, up = gate_up[..., :half], gate_up[..., half:]
-    return _times_sigmoid(gate, _exponent(gate), up)
-
-
-def plain_gelu_tanh(up: np.ndarray) -> np.ndarray:
-    """up (T, F) → gelu(up) (T, F), as in `gelu_tanh_mul`."""
-    return _times_sigmoid(up, _exponent(up), np.float32(1))
+def apply_activation(x: np.ndarray, activation: str) -> np.ndarray:
+    """x (T, 2F) = [gate | up] → activation(gate) * up (T, F); or, without a gate, x (T, F) → activation(x)."""
+    gate, up = np.split(x, 2, axis=-1) if is_gated(activation) else (x, x)
+    return apply_gate(activation, gate, up)
 
 
 def _exponent(gate: np.ndarray) -> np.ndarray:
-    """-2u of `gelu_tanh_mul`."""
+    """u of the GELU by tanh: -√(8/π) · (gate + 0.044715 gate³)."""
     with np.errstate(over="ignore"):  # the cube of a large gate is infinite
         exponent = gate * gate
         exponent *= np.float32(0.044715)
@@ -74,32 +83,15 @@ def _exponent(gate: np.ndarray) -> np.ndarray:
     return exponent
 
 
-_LIMIT, _STEEPNESS = 7.0, 1.702  # constants of gpt-oss's activation
-
-
-def swiglu_clamped_mul(gate_up: np.ndarray) -> np.ndarray:
-    """gate_up (T, 2F) = [gate | up] → g / (1 + e^-1.702g) * (u + 1) (T, F), where g = min(gate, 7) and
-    u = up clipped to ±7."""
-    half = gate_up.shape[-1] // 2
-    gate = np.minimum(gate_up[..., :half], np.float32(_LIMIT))
-    up = np.clip(gate_up[..., half:], np.float32(-_LIMIT), np.float32(_LIMIT)) + np.float32(1)
-    return _times_sigmoid(gate, gate * np.float32(-_STEEPNESS), up)
-
-
-def relu_squared(up: np.ndarray) -> np.ndarray:
-    """up (T, F) → relu(up)² (T, F)."""
-    return np.maximum(up, np.float32(0)) * up
-
-
 # 2 · (1 − Φ(x)) = (a₁t + … + a₅t⁵) · e^−x²/2 with t = 1 / (1 + px/√2), x ≥ 0: Abramowitz and Stegun, Handbook of
 # Mathematical Functions, 7.1.26. The error is at most 1.5e-7.
 ERF_P = 0.3275911
 ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)  # a₁ … a₅
 
 
-def gelu(up: np.ndarray) -> np.ndarray:
-    """up (T, F) → up · Φ(up) (T, F)."""
-    t = np.abs(up)
+def _normal_share(x: np.ndarray) -> np.ndarray:
+    """Φ(x)."""
+    t = np.abs(x)
     tail = np.exp(t * t * np.float32(-0.5))
     tail *= np.float32(0.5)
     t *= np.float32(ERF_P / 2**0.5)
@@ -109,18 +101,9 @@ def gelu(up: np.ndarray) -> np.ndarray:
     for factor in ERF[-2::-1]:
         sums += np.float32(factor)
         sums *= t
-    tail *= sums  # 1 − Φ(|up|)
-    np.subtract(1, tail, out=tail, where=up >= 0)
-    tail *= up
+    tail *= sums  # 1 − Φ(|x|)
+    np.subtract(1, tail, out=tail, where=x >= 0)
     return tail
-
-
-def gated_gelu_mul(gate_up: np.ndarray) -> np.ndarray:
-    """gate_up (T, 2F) = [gate | up] → gelu(gate) * up (T, F), as in `gelu`."""
-    half = gate_up.shape[-1] // 2
-    y = gelu(gate_up[..., :half])
-    y *= gate_up[..., half:]
-    return y
 
 
 def _times_sigmoid(gate: np.ndarray, exponent: np.ndarray, up: np.ndarray | np.float32) -> np.ndarray:
@@ -132,15 +115,3 @@ def _times_sigmoid(gate: np.ndarray, exponent: np.ndarray, up: np.ndarray | np.f
     np.divide(gate, y, out=y)
     y *= up
     return y
-
-
-# Name → the function [gate | up] → activation(gate) * up, or, without a gate, up → activation(up).
-ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "silu": silu_mul,
-    "gelu_tanh": gelu_tanh_mul,
-    "swiglu_clamped": swiglu_clamped_mul,
-    "relu_squared": relu_squared,
-    "gelu": gelu,
-    "gated_gelu": gated_gelu_mul,
-    "plain_gelu_tanh": plain_gelu_tanh,
-}

@@ -12,8 +12,6 @@ import hashlib
 import os
 import re
 import stat
-import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,15 +20,13 @@ import numpy as np
 
 from polarlm.engine.jit.compile.compiler import target_description
 from polarlm.engine.jit.lang import Level
+from polarlm.engine.storage import files
 from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder, last_used, source_digest
 
 _SETS = 8  # sets to keep, most recently used, of all versions and levels
 _JIT = Path(__file__).resolve().parents[1]
 _CHECKSUM = 32  # bytes
 _NAME = re.compile("[0-9a-f]{32}")  # names of sets, and of the files in them
-_UNFINISHED = ".unfinished-"  # prefix of temporary names
-_TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[a-z0-9_]{8}")
-_ABANDONED_AGE = 3600 * 10**9  # nanoseconds after which an unfinished file must belong to a killed process
 
 
 class ObjectCache:
@@ -69,15 +65,8 @@ class ObjectCache:
                 return
             if not self._is_tidy:
                 self._is_tidy = True
-                _remove_files(self._folder, _TEMPORARY, older=_ABANDONED_AGE)
-            number, temporary = tempfile.mkstemp(prefix=_UNFINISHED, dir=self._folder)
-            try:
-                with os.fdopen(number, "wb") as file:
-                    file.write(self._checksum(name, code) + code)
-                os.replace(temporary, self._file(name))
-            except BaseException:
-                os.unlink(temporary)
-                raise
+                files.remove_unfinished(self._folder)
+            files.write(self._file(name), [self._checksum(name, code), code], is_durable=False)
 
     def _file(self, name: str) -> Path:
         return self._folder / hashlib.sha256(name.encode()).hexdigest()[:32]
@@ -118,16 +107,6 @@ def _remove_old(newest: Path) -> None:
                 sets.append((last_used(status), folder))
     for _, folder in sorted(sets, reverse=True)[_SETS - 1 :]:
         with suppress(OSError):
-            _remove_files(folder, _NAME)
-            _remove_files(folder, _TEMPORARY)
+            files.remove_unfinished(folder)
+            files.remove_oldest(folder, _NAME, 0, folder)
             folder.rmdir()  # fails if something else is in it
-
-
-def _remove_files(folder: Path, names: re.Pattern[str], older: int = 0) -> None:
-    """Remove this user's regular files whose names match and that are at least `older` nanoseconds old."""
-    for file in folder.iterdir():
-        with suppress(OSError):
-            status = file.lstat()
-            is_kernel = names.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status)
-            if is_kernel and time.time_ns() - last_used(status) >= older:
-                file.unlink()

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 
 from polarlm.engine.jit.isa.generic import NativeHalves
-from polarlm.engine.jit.lang import BF16, F32, I8, I16, I32, Emitter, Level, Matrices, Type, Value, Values, vector
+from polarlm.engine.jit.lang import BF16, F32, I8, I16, I32, Emitter, Level, Type, Value, Values, vector
 from polarlm.engine.jit.lang.level import ByteSum
 
 _PAIR_PRODUCTS = {32: "avx2.pmadd.ub.sw", 64: "avx512.pmaddubs.w.512"}
@@ -333,7 +333,13 @@ def _bytes(e: Emitter, table: Values, index: Value) -> Value:
     return e.select(index < 0, high, low)
 
 
-class AmxTiles(Matrices):
+class AmxTiles:
+    """Eight registers, by their numbers, of 16 rows of 64 bytes. Between `begin` and `end` a kernel may use them.
+
+    Of a product, the left matrix is bfloat16 (16, 32), the right one bfloat16 (16, 16, 2), a pair of inputs for each
+    column, and the sum float32 (16, 16).
+    """
+
     def begin(self, e: Emitter) -> None:
         configuration = bytearray(64)
         configuration[0] = _PALETTE
@@ -342,21 +348,25 @@ class AmxTiles(Matrices):
         e.intrinsic("llvm.x86.ldtilecfg", None, e.constant_bytes(bytes(configuration)))
 
     def end(self, e: Emitter) -> None:
+        """The system no longer saves the registers when it switches threads."""
         e.intrinsic("llvm.x86.tilerelease", None)
 
     def clear(self, e: Emitter, number: int) -> None:
         e.intrinsic("llvm.x86.tilezero", None, e.constant(I8, number))
 
     def load(self, e: Emitter, number: int, address: Value, stride: Value | int = _BYTES) -> None:
+        """stride: bytes from row to row."""
         e.intrinsic("llvm.x86.tileloadd64", None, e.constant(I8, number), address, _int64(e, stride))
 
     def store(self, e: Emitter, number: int, address: Value, stride: Value | int = _BYTES) -> None:
         e.intrinsic("llvm.x86.tilestored64", None, e.constant(I8, number), address, _int64(e, stride))
 
     def add_product(self, e: Emitter, total: int, left: int, right: int) -> None:
+        """total += left · right, in float32. Subnormal numbers count as 0."""
         e.intrinsic("llvm.x86.tdpbf16ps", None, *(e.constant(I8, number) for number in (total, left, right)))
 
     def word_table(self, e: Emitter, entries: Sequence[int]) -> Callable[[Value], Value]:
+        """A function that looks up int16 (32,) in up to 64 int16."""
         words, half = vector(I16, 32), 32
         if len(entries) <= half:
             table = e.constant(words, (*entries, *[0] * (half - len(entries))))

@@ -111,11 +111,12 @@ class Emitter(MemoryEmitter):
         return Value(self, self.builder.extract_element(a.ir, ir.Constant(I32, lane)))
 
     def transpose(self, rows: Values) -> list[Value]:
-        """The transpose of a square matrix whose rows are vectors; its size is a power of two."""
-        square, size, step = list(rows), len(rows), 1
+        """The transpose of a square matrix whose rows are vectors, its size a power of two; of several such matrices
+        beside each other, if the vectors are longer."""
+        square, size, lanes, step = list(rows), len(rows), rows[0].lanes, 1
         while step < size:
-            low = [lane - step + size if lane & step else lane for lane in range(size)]
-            high = [lane + size if lane & step else lane + step for lane in range(size)]
+            low = [lane - step + lanes if lane & step else lane for lane in range(lanes)]
+            high = [lane + lanes if lane & step else lane + step for lane in range(lanes)]
             for i in range(size):
                 if not i & step:
                     a, b = square[i], square[i + step]
@@ -221,16 +222,25 @@ class Emitter(MemoryEmitter):
 
     def sum_lanes(self, a: Value) -> Value:
         """The sum of all lanes, added as a tree."""
-        return self._reduce(a, lambda x, y: x + y)
+        return self.combine_lanes(a, lambda x, y: x + y)
 
     def fmax_lanes(self, a: Value) -> Value:
-        return self._reduce(a, self.fmax)
+        return self.combine_lanes(a, self.fmax)
 
     def imax_lanes(self, a: Value) -> Value:
         """The maximum of all lanes, signed integers."""
-        return self._reduce(a, self.imax)
+        return self.combine_lanes(a, self.imax)
 
-    def _reduce(self, a: Value, combine: Any) -> Value:
+    def combine_rows(self, rows: Values, combine: Callable[[Value, Value], Value]) -> Value:
+        """n vectors of n lanes → a vector of what the lanes of each combine to."""
+        while len(rows) > 1:
+            evens, odds = range(0, 2 * rows[0].lanes, 2), range(1, 2 * rows[0].lanes, 2)
+            pairs = zip(rows[::2], rows[1::2], strict=True)
+            rows = [combine(self.shuffle(a, b, evens), self.shuffle(a, b, odds)) for a, b in pairs]
+        return rows[0]
+
+    def combine_lanes(self, a: Value, combine: Callable[[Value, Value], Value]) -> Value:
+        """What all lanes combine to, as a tree."""
         while a.lanes > 1:
             half = a.lanes // 2
             a = combine(self.part(a, 0, half), self.part(a, half, half))

@@ -27,39 +27,6 @@ class ByteSum:
         return self._total
 
 
-class Matrices:
-    """Eight registers, by their numbers, of 16 rows of 64 bytes. Between `begin` and `end` a kernel may use them.
-
-    Of a product, the left matrix is bfloat16 (16, 32), the right one bfloat16 (16, 16, 2), a pair of inputs for each
-    column, and the sum float32 (16, 16).
-    """
-
-    def begin(self, e: Any) -> None:
-        raise NotImplementedError
-
-    def end(self, e: Any) -> None:
-        """The system no longer saves the registers when it switches threads."""
-        raise NotImplementedError
-
-    def clear(self, e: Any, number: int) -> None:
-        raise NotImplementedError
-
-    def load(self, e: Any, number: int, address: Value, stride: Value | int = 64) -> None:
-        """stride: bytes from row to row."""
-        raise NotImplementedError
-
-    def store(self, e: Any, number: int, address: Value, stride: Value | int = 64) -> None:
-        raise NotImplementedError
-
-    def add_product(self, e: Any, total: int, left: int, right: int) -> None:
-        """total += left · right, in float32. Subnormal numbers count as 0."""
-        raise NotImplementedError
-
-    def word_table(self, e: Any, entries: Sequence[int]) -> Callable[[Value], Value]:
-        """A function that looks up int16 (32,) in up to 64 int16."""
-        raise NotImplementedError
-
-
 class Level:
     """A level of CPU features: the sizes of its registers, and its code for what LLVM does not find by itself.
 
@@ -107,8 +74,9 @@ class Level:
     attend by words."""
     halves_products = False
     """Whether sums of words cost so little that half as many products, of sums, are faster (Winograd)."""
-    matrices: Matrices | None = None
-    """Registers that hold matrices, and are multiplied by one instruction; None if the level has none."""
+    matrices: Any = None
+    """Registers that hold matrices, and are multiplied by one instruction (`isa.x86.AmxTiles`); None if the level has
+    none."""
     wide_tables = False
     """Whether one instruction looks up 64 bytes in a table of 64 or 128. It ignores higher bits of the index."""
 

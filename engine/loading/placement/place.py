@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
+from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.loading.placement.devices import ShareFit, Split, split_model
 from polarlm.engine.loading.placement.experts import CpuExperts, ExpertPlan, cpu_experts, expert_plan
 from polarlm.engine.loading.placement.request import PlacementRequest, no_bytes
@@ -71,18 +71,13 @@ class Placement:
         """Return what each of several GPUs has; nothing of one device."""
         return () if self.split is None or self.plan is None else self.split.devices(self.request, self.plan)
 
-    def after_loading(
-        self,
-        config: EngineConfig,
-        plan_store: Callable[[CacheShape], StorePlan] | None = None,
-        encoding: Encoding = FULL_ENCODING,
-    ) -> Placement:
-        """Return the placement of the same weights, which are there already, with a KV store for other settings.
-        plan_store: returns the plan of the store for its shape; None for the plan of `config`. Raises EngineError."""
+    def after_loading(self, config: EngineConfig, encoding: Encoding) -> Placement:
+        """Return the placement of the same weights, which are there already, with a KV store for other settings. Raises
+        EngineError."""
         request = replace(self.request, config=config, encoding=encoding, other_bytes=no_bytes, is_mapped=False)
         split, shape = None if self.split is None else self.split.without_weights(), request.shape(self.ops)
         placement = replace(self, request=request, shape=shape, room=self.ops.memory_left(0), split=split, error=None)
-        return replace(placement, plan=plan_store(shape) if plan_store else placement.store(config))
+        return replace(placement, plan=placement.store(config))
 
 
 def place(request: PlacementRequest, ops: Ops, say: Callable[[str], None] = lambda sentence: None) -> Placement:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from polarlm.engine.backends.kv import HeadRule, PreparedTransform
-from polarlm.engine.backends.ops import Array, EncoderOps, Fusion, Ops
+from polarlm.engine.backends.ops import Array, EncoderOps, Fusion, Ops, Texts
 from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, norm_of, slot
 from polarlm.engine.model.layers.experts import ExpertsWeights
 from polarlm.engine.model.layers.kinds import FFNS, LayerWeights
@@ -75,7 +75,7 @@ class EncoderLayer:
             self._ops.centre(x)
         turned = None if shape.rope is None and self._heads.norms is None else rope
         qkv = self._qkv(x, None).reshape(len(x), heads, dim)
-        mixed = encoder_ops.self_attention(qkv, turned, self._heads, lengths, shape.score_scale, shape.window)
+        mixed = encoder_ops.self_attention(qkv, turned, self._heads, Texts(lengths, shape.window), shape.score_scale)
         mixed = mixed.reshape(len(x), shape.heads * dim)
         self._out.add(x, mixed, None)
         if self._sum_norms is not None:

@@ -30,7 +30,7 @@ class RecurrentMixer:
         self._op_arguments = self.weights_of_op(shape, eps, weights, ops.to_device(channels.T))
 
     @staticmethod
-    def weights_of_op(shape: Any, eps: Eps, weights: Any, conv: Array) -> Sequence[Any]:
+    def weights_of_op(shape: Any, eps: Eps, w: Any, conv: Array) -> Sequence[Any]:
         """Return the arguments of the op after its inputs. conv: (width, channels)."""
         raise NotImplementedError
 
@@ -72,10 +72,8 @@ class ShortConv(RecurrentMixer):
         return ConvShape(shape.channels, shape.width)
 
     @staticmethod
-    def weights_of_op(
-        shape: config.ShortConv, eps: Eps, weights: ShortConvWeights, conv: Array
-    ) -> tuple[Array, Array | None]:
-        return conv, weights.conv_bias
+    def weights_of_op(shape: config.ShortConv, eps: Eps, w: ShortConvWeights, conv: Array) -> Sequence[Any]:
+        return conv, w.conv_bias
 
 
 @dataclass(frozen=True)
@@ -94,13 +92,11 @@ class GatedDeltaWeights:
 class GatedDelta(RecurrentMixer):
     """A gated delta rule: each head has a matrix, which tokens decay, change with keys and read with queries."""
 
-    Weights, state_shape, op = GatedDeltaWeights, DeltaShape, "gated_delta"
+    Weights: ClassVar[Any] = GatedDeltaWeights
+    state_shape, op = DeltaShape, "gated_delta"
 
     @staticmethod
-    def weights_of_op(
-        shape: config.GatedDelta, eps: Eps, weights: GatedDeltaWeights, conv: Array
-    ) -> tuple[DeltaWeights]:
-        w = weights
+    def weights_of_op(shape: config.Recurrent, eps: Eps, w: Any, conv: Array) -> Sequence[Any]:
         return (DeltaWeights(conv, w.decay, w.dt_bias, w.out_norm, eps.before, shape.tiled),)
 
 
@@ -119,10 +115,10 @@ class ChannelDeltaWeights:
     out: Linear = slot("delta_out", "linear")  # (E, H·D)
 
 
-class ChannelDelta(RecurrentMixer):
-    """A gated delta rule, whose decays and gates are products of short vectors."""
+class ChannelDelta(GatedDelta):
+    """The same, whose decays and gates are products of short vectors."""
 
-    Weights, state_shape, op = ChannelDeltaWeights, DeltaShape, "channel_delta"
+    Weights, op = ChannelDeltaWeights, "channel_delta"
 
     def __init__(
         self, ops: Ops, shape: config.ChannelDelta, eps: Eps, weights: ChannelDeltaWeights, cache: Any, transform: None
@@ -131,13 +127,6 @@ class ChannelDelta(RecurrentMixer):
         self._ups = [Projection(ops, w) for w in (weights.decay_up, weights.gate_up)]
         first, rank = shape.channels + shape.value_heads, shape.rank
         self._parts = [slice(first, first + rank), slice(first + rank, first + 2 * rank)]
-
-    @staticmethod
-    def weights_of_op(
-        shape: config.ChannelDelta, eps: Eps, weights: ChannelDeltaWeights, conv: Array
-    ) -> tuple[DeltaWeights]:
-        w = weights
-        return (DeltaWeights(conv, w.decay, w.dt_bias, w.out_norm, eps.before, tiled=False),)
 
     def _arguments(self, rows: Array, inputs: LayerInputs) -> Sequence[Any]:
         ups = (up(rows[:, part], inputs.adapters) for up, part in zip(self._ups, self._parts, strict=True))
@@ -165,6 +154,5 @@ class Mamba2(RecurrentMixer):
     Weights, state_shape, op = Mamba2LayerWeights, DeltaShape, "mamba2"
 
     @staticmethod
-    def weights_of_op(shape: config.Mamba2, eps: Eps, weights: Mamba2LayerWeights, conv: Array) -> tuple[Mamba2Weights]:
-        w = weights
+    def weights_of_op(shape: config.Mamba2, eps: Eps, w: Mamba2LayerWeights, conv: Array) -> Sequence[Any]:
         return (Mamba2Weights(conv, w.conv_bias, w.decay, w.dt_bias, w.skip, w.out_norm, shape.norm_eps),)

@@ -3,14 +3,15 @@ how they cut an image into patches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadRule, HeadTransform, Norm
-from polarlm.engine.backends.ops import Array, Fusion, Ops
+from polarlm.engine.backends.ops import Array, Fusion, Ops, Texts
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import parts
 from polarlm.engine.weight_formats import Linear
@@ -98,7 +99,7 @@ class PatchReader(Generic[AnyVisionEncoder, W, L]):
         None for heads without norms."""
         (qkv, out), heads, dim = weights, self.encoder.heads, self.encoder.hidden_size // self.encoder.heads
         mixed = self._ops.linear(y, qkv, Fusion(norm)).reshape(len(x), 3 * heads, dim)
-        mixed = self._encoder_ops.self_attention(mixed, rope, rule or self._heads, lengths, dim**-0.5)
+        mixed = self._encoder_ops.self_attention(mixed, rope, rule or self._heads, Texts(lengths), dim**-0.5)
         self._ops.linear(mixed.reshape(len(x), heads * dim), out, residual=x)
 
     def _layer_norm(self, x: Array, norm: Array, bias: Array) -> Array:
@@ -128,11 +129,15 @@ def gemma_means(ops: Ops, x: Array, encoder: PatchVisionEncoder, shape: ImageSha
     return ops.to_host(x).reshape(down, merge, right, merge, -1).mean(axis=(1, 3)).reshape(shape.rows, -1)
 
 
-def resized(positions: np.ndarray, down: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Positions (side², C) of a square → (rows, columns, C) of an image's patches. down (rows, side), right (columns,
-    side): the weights that the square's rows and columns have for each row and column of patches."""
-    side = down.shape[1]
-    return right @ np.tensordot(down, positions.reshape(side, side, -1), 1)
+def resize_positions(
+    positions: np.ndarray, encoder: VisionEncoder, shape: ImageShape, weights: Callable[[int, int], np.ndarray]
+) -> np.ndarray:
+    """Positions (side², C) of a square → (P, C) of an image's patches. weights(side, count): what the positions along a
+    side count for each of so many patches, (count, side)."""
+    side = math.isqrt(len(positions))
+    down, right = (weights(side, count * encoder.merge) for count in shape.grid)
+    resized: np.ndarray = right @ np.tensordot(down, positions.reshape(side, side, -1), 1)
+    return resized[tuple(merged_places(encoder, shape))]
 
 
 def qwen_patches(encoder: QwenVisionEncoder, pixels: np.ndarray, shape: ImageShape) -> np.ndarray:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.backends.ops import Array
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
 from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches, gemma_means
@@ -30,13 +30,6 @@ class Weights:
 
 
 class Reader(PatchReader[Gemma3VisionEncoder, Weights, LayerWeights]):
-    def __init__(
-        self, ops: Ops, encoder: Gemma3VisionEncoder, weights: Weights, layers: Sequence[LayerWeights], nbytes: int
-    ):
-        super().__init__(ops, encoder, weights, layers, nbytes)
-        # Few rows: their product is computed on the host, where the means of patches are.
-        self._rows_norm, self._projection = ops.to_host(weights.rows_norm), ops.rows(weights.projection)
-
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, encoder, w = self._ops, self.encoder, self._weights
         patches = cut_patches(encoder, pixels, channels_first=True)
@@ -47,4 +40,5 @@ class Reader(PatchReader[Gemma3VisionEncoder, Weights, LayerWeights]):
             yield 0
         means = gemma_means(ops, self._layer_norm(x, w.norm, w.norm_bias), encoder, shape)
         means /= np.sqrt(np.square(means).mean(axis=-1, keepdims=True) + np.float32(encoder.eps))
-        return ImageRows(ops.to_device((means * self._rows_norm) @ self._projection))
+        # Few rows: their product is computed on the host, where the means of patches are.
+        return ImageRows(ops.to_device((means * ops.to_host(w.rows_norm)) @ ops.rows(w.projection)))

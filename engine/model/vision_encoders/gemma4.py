@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadRule, HeadTransform
-from polarlm.engine.backends.ops import Array, Fusion, Ops
+from polarlm.engine.backends.ops import Array, Fusion, Ops, Texts
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows, parts
 from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches, gemma_means
@@ -95,7 +95,7 @@ class Reader(PatchReader[Gemma4VisionEncoder, Weights, LayerWeights]):
         for place, name in enumerate("qkv"):
             qkv[:, place * encoder.heads : (place + 1) * encoder.heads] = self._product(y, number, name).reshape(shape)
         heads = HeadRule(self._transform, (w.q_norm, w.k_norm, encoder.eps))
-        mixed = self._encoder_ops.self_attention(qkv, rope, heads, [count], 1.0)
+        mixed = self._encoder_ops.self_attention(qkv, rope, heads, Texts([count]), 1.0)
         mixed = self._product(mixed.reshape(count, encoder.heads * encoder.head_dim), number, "out")
         ops.rms_norm(mixed, (w.post_norm, encoder.eps), residual=x)
 

@@ -11,7 +11,7 @@ from polarlm.engine.backends.ops import Array, Fusion
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
 from polarlm.engine.model.vision_encoders._patches import GatedLayer as LayerWeights
-from polarlm.engine.model.vision_encoders._patches import PatchReader, merged_places, qwen_patches, resized
+from polarlm.engine.model.vision_encoders._patches import PatchReader, merged_places, qwen_patches, resize_positions
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.vision_encoders import ImageShape
 from polarlm.model_loaders.vision_encoders.glm4v import GlmVisionEncoder
@@ -41,8 +41,7 @@ class Reader(PatchReader[GlmVisionEncoder, Weights, LayerWeights]):
         ops, encoder, w, where = self._ops, self.encoder, self._weights, merged_places(self.encoder, shape)
         x = ops.linear(ops.to_device(qwen_patches(encoder, pixels, shape)), w.patches)
         if w.norm is not None and w.positions is not None:
-            weights = (_resizing(encoder.side, count * encoder.merge) for count in shape.grid)
-            positions = ops.to_device(resized(ops.rows(w.positions), *weights)[where[0], where[1]])
+            positions = ops.to_device(resize_positions(ops.rows(w.positions), encoder, shape, _resizing))
             ops.rms_norm(x, (w.norm, encoder.eps), residual=positions)
             x = positions
         rope = self._rope(*where, dim=encoder.hidden_size // encoder.heads)

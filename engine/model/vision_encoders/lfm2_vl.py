@@ -10,7 +10,7 @@ import numpy as np
 from polarlm.engine.backends.ops import Array, Fusion
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
-from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches, merged_places, resized
+from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches, merged_places, resize_positions
 from polarlm.engine.model.vision_encoders._patches import PlainLayer as LayerWeights
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.vision_encoders import ImageShape
@@ -35,12 +35,11 @@ class Weights:
 
 class Reader(PatchReader[Lfm2VlVisionEncoder, Weights, LayerWeights]):
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
-        ops, encoder, w, side = self._ops, self.encoder, self._weights, self.encoder.side
+        ops, encoder, w = self._ops, self.encoder, self._weights
         rows, columns = merged_places(encoder, shape)
-        down, right = (count * encoder.merge for count in shape.grid)
-        positions = resized(ops.rows(w.positions), _resizing(side, down), _resizing(side, right))
-        x = ops.to_device(positions[rows, columns])
-        patches = cut_patches(encoder, pixels, channels_first=encoder.channels_first)[rows * right + columns]
+        x = ops.to_device(resize_positions(ops.rows(w.positions), encoder, shape, _resizing))
+        patches = cut_patches(encoder, pixels, channels_first=encoder.channels_first)
+        patches = patches[rows * shape.grid[1] * encoder.merge + columns]
         ops.linear(ops.to_device(patches), w.patches, residual=x)
         for layer in self._layers:
             self._add_layer(x, layer, None)

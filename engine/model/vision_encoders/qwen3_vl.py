@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.ops import Array, Fusion, Ops
+from polarlm.engine.backends.ops import Array, Fusion
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
-from polarlm.engine.model.vision_encoders._patches import PatchReader, PlainLayer, merged_places, qwen_patches
+from polarlm.engine.model.vision_encoders._patches import (
+    PatchReader,
+    PlainLayer,
+    merged_places,
+    qwen_patches,
+    resize_positions,
+)
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.vision_encoders import ImageShape
 from polarlm.model_loaders.vision_encoders.qwen3_vl import DeepStackVisionEncoder
@@ -39,16 +45,10 @@ class LayerWeights(PlainLayer):
 
 
 class Reader(PatchReader[DeepStackVisionEncoder, Weights, LayerWeights]):
-    def __init__(
-        self, ops: Ops, encoder: DeepStackVisionEncoder, weights: Weights, layers: Sequence[LayerWeights], nbytes: int
-    ):
-        super().__init__(ops, encoder, weights, layers, nbytes)
-        self._positions = ops.rows(weights.positions)
-
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, encoder, w = self._ops, self.encoder, self._weights
         where, added = merged_places(encoder, shape), []
-        x = ops.to_device(self._positions_of(where, shape))
+        x = ops.to_device(resize_positions(ops.rows(w.positions), encoder, shape, _resizing))
         ops.linear(ops.to_device(qwen_patches(encoder, pixels, shape)), w.patches, residual=x)
         rope = self._rope(*where, dim=encoder.hidden_size // encoder.heads)
         for layer in self._layers:
@@ -60,16 +60,9 @@ class Reader(PatchReader[DeepStackVisionEncoder, Weights, LayerWeights]):
         y = self._layer_norm(x, w.norm, w.norm_bias).reshape(-1, encoder.merged_channels)
         return ImageRows(ops.linear(ops.linear(y, w.first, Fusion(activation="gelu")), w.second), tuple(added))
 
-    def _positions_of(self, where: np.ndarray, shape: ImageShape) -> np.ndarray:
-        """The positions (P, C) of patches, between the nearest four of the table."""
-        (down, right), side = shape.grid, self.encoder.side
-        rows = _stretched(self._positions.reshape(side, side, -1), down * self.encoder.merge)
-        return _stretched(rows.swapaxes(0, 1), right * self.encoder.merge)[where[1], where[0]]
 
-
-def _stretched(x: np.ndarray, count: int) -> np.ndarray:
-    """x (n, …) → (count, …): the first and the last are the same, the others lie between neighbours."""
-    at = np.arange(count, dtype=np.float32) * np.float32((len(x) - 1) / max(1, count - 1))
-    lower = np.minimum(at.astype(np.int64), len(x) - 1)
-    fraction = (at - lower)[:, None, None]
-    return x[lower] * (1 - fraction) + x[np.minimum(lower + 1, len(x) - 1)] * fraction
+def _resizing(source: int, count: int) -> np.ndarray:
+    """The weights (count, source) of positions along a side for each of `count` patches: the first and the last have
+    those at the ends, the others lie between neighbours."""
+    places = np.linspace(0, source - 1, count)[:, None]
+    return np.maximum(0, 1 - np.abs(np.arange(source) - places)).astype(np.float32)

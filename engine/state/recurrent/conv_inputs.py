@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.engine.backends.delta import SlotRows
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.state.layer_shapes import ArraySpec, RecurrentShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
@@ -55,7 +56,7 @@ class _Prompt:
             self.rows = ops.to_device(np.stack([np.ones_like(numbers), numbers, np.zeros_like(numbers), numbers], 1))
         memory = ops.empty((1, inputs_before + count, self.last_inputs.shape[1]))
         ops.assign(memory[0][:inputs_before], self.last_inputs)
-        results = op(inputs, *weights, memory, self.rows[:count])
+        results = op(inputs, *weights, SlotRows(memory, self.rows[:count]))
         first, end = position - inputs_before, position + count  # positions of the tokens in `memory`
         for number in range(position // self.block_size, (end + inputs_before - 1) // self.block_size + 1):
             begin = number * self.block_size - inputs_before

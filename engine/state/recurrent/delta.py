@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, FetchStates
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, FetchStates, SlotRows
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes
 from polarlm.engine.state.blocks import OutOfBlocks
@@ -110,7 +110,7 @@ class _Prompt(NamedTuple):
         number, place = divmod(position, self.block_size)
         spans = np.array([DeltaSpan(0, 0, len(inputs), place)], np.int32)
         ends = self.ends._replace(numbers=[end - number for end in self.ends.numbers])
-        return op(inputs, *weights, self.slot, spans, ends)
+        return op(inputs, *weights, SlotRows(self.slot, spans, ends))
 
 
 class DeltaState(RecurrentState):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from polarlm.engine.backends.delta import SlotRows
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.state.layer_shapes import ArraySpec, RecurrentShape
 from polarlm.engine.state.layer_state import BlockArrays
@@ -41,7 +42,7 @@ def add_rows(ops: Ops, op: RowsOp, inputs: Array, weights: Sequence[Any], slots:
     `RecurrentState.spans`, a step's rows on the device."""
     if isinstance(spans, PromptRows):
         return spans.prompts[ops].add(ops, op, inputs, weights, spans.position)
-    return op(inputs, *weights, slots, spans)
+    return op(inputs, *weights, SlotRows(slots, spans))
 
 
 def first_tokens(arrays: Slot, slot: int, specs: Sequence[ArraySpec]) -> list[Array]:

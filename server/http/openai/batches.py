@@ -28,6 +28,7 @@ from polarlm.server.http.bodies import announced_bytes, read_body, too_large
 from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.http.guard import OWNER
 from polarlm.server.http.openai.lines import ENDPOINTS, LineFiles, answer_lines
+from polarlm.server.http.streams import end_tasks
 from polarlm.server.http.warnings import warn
 from polarlm.server.reading.fields import unknown_fields
 from polarlm.server.reading.values import BadRequest, count, mapping, one_of, text
@@ -106,10 +107,7 @@ class Batches:
 
     async def close(self) -> None:
         """Leave the batches as they are, for the next start."""
-        tasks = [task for _, task in self._running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(task for _, task in self._running.values())
         self._disk.shutdown(wait=False)
         if self._lock is not None:
             self._lock.close()

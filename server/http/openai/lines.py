@@ -16,6 +16,7 @@ import httpx
 from starlette.types import ASGIApp
 
 from polarlm.engine import EngineError
+from polarlm.server.http.streams import end_tasks
 from polarlm.server.reading.values import BadRequest, flag, mapping, one_of, read_json, text
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -167,9 +168,7 @@ async def answer_lines(
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
 
 async def _response(client: httpx.AsyncClient, line: Line) -> httpx.Response:

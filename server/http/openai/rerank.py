@@ -31,19 +31,9 @@ _PATHS = ("/v1/rerank", "/v2/rerank", "/v1/reranking", "/rerank", "/reranking")
 _TEXTS, _LIMITS, _RETURNS = ("documents", "texts"), ("top_n", "top_k"), ("return_documents", "return_text")  # spellings
 _CUTS = ("truncate", "truncation", "truncate_prompt_tokens", "max_tokens_per_doc")  # fields of `_cuts`
 _FIRST, _SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")  # spellings of vLLM
-_SCORE_FIELDS = (*_FIRST, *_SECOND, *_CUTS, "use_activation", "instruction", "model", "user", "cache_salt", "priority")
-_KNOWN_FIELDS = (
-    "query",
-    *_TEXTS,
-    *_LIMITS,
-    *_RETURNS,
-    *_CUTS,
-    "model",
-    "raw_scores",
-    "instruction",
-    "user",
-    "cache_salt",
-)
+_COMMON = (*_CUTS, "instruction", "model", "user", "cache_salt")
+_RANK_FIELDS = ("query", "raw_scores", *_TEXTS, *_LIMITS, *_RETURNS, *_COMMON)
+_SCORE_FIELDS = (*_FIRST, *_SECOND, "use_activation", "priority", *_COMMON)
 _LEAST, _MOST = 2.0**-149, 1 - 2.0**-25  # scores of which no float32 is nearer to 0, or to 1
 
 
@@ -69,7 +59,7 @@ class Rerank(Endpoints):
         engine = self._driver.engine
         salt = read_salt(body.get("cache_salt"))
         instruction = text("instruction", body["instruction"]) if "instruction" in body else None
-        warnings = [*(sentence for _, sentence in fields), *unknown_fields(fields_sent, _KNOWN_FIELDS)]
+        warnings = [*(sentence for _, sentence in fields), *unknown_fields(fields_sent, _RANK_FIELDS)]
         cuts = dict[int, str]()  # number of a document → what is said of it
 
         def score(document: Embedding) -> tuple[float, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class AdapterChanges(Endpoints):
         name = text("lora_name", body.get("lora_name"))
         path = _inside(folder, text("lora_path", body.get("lora_path")))
         try:
-            await self._driver.load_adapter(name, path)
+            await self._driver.run_on_disk("loaded", partial(self._driver.engine.load_adapter, name, path))
         except EngineError as error:  # clients do not learn where the folder is
             error.args = (str(error).replace(f"{folder}{os.sep}", ""),)
             raise

@@ -4,6 +4,7 @@ begin with by a name."""
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -32,7 +33,8 @@ class Sessions(Endpoints):
 
     async def all(self, _request: Request) -> Response:
         """{"sessions": [{"name", "bytes", "seconds"}]}; seconds since 1970"""
-        return JSONResponse({"sessions": [asdict(session) for session in await self._driver.list_sessions()]})
+        sessions = await self._driver.run_on_disk("listed", self._driver.session_folder.all)
+        return JSONResponse({"sessions": [asdict(session) for session in sessions]})
 
     async def save(self, request: Request) -> Response:
         """{"name", "messages" or "prompt"} → {"name", "tokens"}: how many tokens of the prompt are in the store."""
@@ -57,7 +59,8 @@ class Sessions(Endpoints):
         return JSONResponse({"name": name, **count_fields})
 
     async def remove(self, request: Request) -> Response:
-        await self._driver.remove_session(read_name("name", request.path_params["name"]))
+        name = read_name("name", request.path_params["name"])
+        await self._driver.run_on_disk("removed", partial(self._driver.session_folder.remove, name))
         return Response(status_code=204)
 
     async def packs(self, _request: Request) -> Response:

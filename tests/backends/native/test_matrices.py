@@ -13,7 +13,7 @@ from polarlm.engine.backends.native.kernels.linear.matrix_sums import MOST_INPUT
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling
 from polarlm.engine.backends.native.product_ops.products import ExpertOps, LinearOps
-from polarlm.engine.backends.numpy.rows import ACTIVATIONS
+from polarlm.engine.backends.numpy.rows import apply_activation
 from polarlm.engine.backends.ops import ExpertNetwork, Fusion, Routing
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import LEVELS
@@ -102,7 +102,7 @@ def test_the_gate_is_applied_to_sums(level: Level) -> None:
             actual = ops.linear(x, Linear(ops.load([file])), Fusion(norm, "silu"))
         # A norm that is rounded to the other neighbour changes a product by 2⁻⁸ of it; few are.
         slope = 2 * np.abs(both).max() * (1 + 2.0**-8 * 2.0**24 / columns * 0.05)
-        check(actual, normed, file.values, ACTIVATIONS["silu"](both), slope)
+        check(actual, normed, file.values, apply_activation(both, "silu"), slope)
 
 
 @with_levels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,16 +14,12 @@ from polarlm.engine.parsing.answer_parser import AnswerParser
 from polarlm.engine.parsing.pieces import Piece
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.reasoning import Tags
-from polarlm.model_loaders.chat.templates import ChatTemplate
-from tests import call_templates
 from tests.pairs import in_turn
+from tests.server.answers.test_call_arguments import template_of
 
 THINK = Tags("<think>", "</think>")
 NAMES = ("weather", "time")
-FORMS = {
-    name: ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>").calls
-    for name in ("MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "LLAMA", "HERMES", "NO_TOOLS")
-}
+FORMS = ("MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "LLAMA", "HERMES", "NO_TOOLS")
 ARGUMENTS = ("{}", '{"city": "Rome"}', '{"a": {"b": ["}", "{\\"", "\\\\"]}, "n": 1.5}')
 
 
@@ -62,7 +59,7 @@ def parser(format: CallFormat | None = None, tags: Tags | None = None, *, thinks
 
 @pytest.mark.parametrize("name", FORMS)
 def test_calls_as_each_family_writes_them(name: str) -> None:
-    format = FORMS[name]
+    format = template_of(name).calls
     calls = [("weather", ARGUMENTS[2], "aaaaaaaa1"), ("time", "{}", "bbbbbbbb2")][: 2 if format.has_several else 1]
     written = replace(format, shown_closing=(format.closing,)).write_calls(calls)
     expected = [part for function, arguments, _ in calls for part in (("call", function), ("arguments", arguments))]
@@ -80,7 +77,7 @@ def test_calls_as_each_family_writes_them(name: str) -> None:
 def test_text_around_calls_is_kept() -> None:
     text = 'Wait.\n\n<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>\n Done. \n'
     expected = [("text", "Wait."), ("call", "time"), ("arguments", "{}"), ("text", "Done. \n")]
-    assert parsed(parser(FORMS["HERMES"]), text) == expected
+    assert parsed(parser(template_of("HERMES").calls), text) == expected
 
 
 @in_turn(
@@ -100,60 +97,60 @@ def test_text_around_calls_is_kept() -> None:
 def test_what_is_no_call_and_no_reasoning_is_text(text: str) -> None:
     expected = [("text", text)] if text else []
     for pieces in ([text], list(text)):
-        assert parsed(parser(FORMS["HERMES"], THINK), *pieces) == expected
+        assert parsed(parser(template_of("HERMES").calls, THINK), *pieces) == expected
 
 
 def test_an_answer_may_end_anywhere() -> None:
     """As it does at the most tokens that it may have."""
     text = '<think>a b</think>Hi <tool_call>\n{"name": "time", "arguments": {"a": 1}}\n</tool_call>'
     for end in range(len(text)):
-        parts = dict(parsed(parser(FORMS["HERMES"], THINK), text[:end]))
+        parts = dict(parsed(parser(template_of("HERMES").calls, THINK), text[:end]))
         assert "a b</think>".startswith(parts.get("reasoning", ""))
         assert not parts.get("text", "").startswith("<") or parts["text"] == text[:end]
         assert '{"a": 1}'.startswith(parts.get("arguments", ""))
 
 
 def test_ids_that_the_model_writes_are_those_of_the_calls() -> None:
-    (start, *_) = AnswerParser(FORMS["MISTRAL_IDS"], NAMES).push("[TOOL_CALLS]time[CALL_ID]abcdefgh9[ARGS]{}")
+    (start, *_) = AnswerParser(template_of("MISTRAL_IDS").calls, NAMES).push(
+        "[TOOL_CALLS]time[CALL_ID]abcdefgh9[ARGS]{}"
+    )
     assert (start.call.id, start.call.name) == ("abcdefgh9", "time")
 
 
-FRAGMENTS = st.sampled_from(
-    [
-        *("<think>", "</think>", "<tool_call>", '{"name": "', "weather", "tim", "e", '", "arguments": ', "{}", '{"a"'),
-        *("}", "}\n</tool_call>", "[TOOL_CALLS]", " [", "]", ", ", "[ARGS]", "x", " ", "\n", '"', "\\", ": 1"),
-        *('", "parameters": ', FORMS["HERMES"].write_calls([("time", "{}", "")])),
-        '[TOOL_CALLS] [{"name": "time", "arguments": {}}]',
-    ]
+FRAGMENTS = (
+    *("<think>", "</think>", "<tool_call>", '{"name": "', "weather", "tim", "e", '", "arguments": ', "{}", '{"a"'),
+    *("}", "}\n</tool_call>", "[TOOL_CALLS]", " [", "]", ", ", "[ARGS]", "x", " ", "\n", '"', "\\", ": 1"),
+    '", "parameters": ',
+    '[TOOL_CALLS] [{"name": "time", "arguments": {}}]',
 )
-APART = {
-    name: ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>").calls
-    for name in ("PARAMETER_TAGS", "KEY_TAGS", "PYTHON")
-}
-APART_FRAGMENTS = st.sampled_from(
-    [
-        *("<tool_call>", "\n<function=", "time", ">\n", "<parameter=", "a", "\n</parameter>\n", "</function>\n"),
-        *(
-            "</tool_call>",
-            "<arg_key>",
-            "</arg_key>",
-            "\n",
-            "<arg_value>",
-            "</arg_value>\n",
-            "<|tool_call_start|>[",
-            "(",
-        ),
-        *("=", ", ", "'", '"', "\\", "x4", "{", "[", "]", ")", "]<|tool_call_end|>", "7", "None", " ", "<think>"),
-        *(format.write_calls([("time", format.write({"a": "b"}), "")]) for format in APART.values()),
-    ]
+APART = ("PARAMETER_TAGS", "KEY_TAGS", "PYTHON")
+APART_FRAGMENTS = (
+    *("<tool_call>", "\n<function=", "time", ">\n", "<parameter=", "a", "\n</parameter>\n", "</function>\n"),
+    *(
+        "</tool_call>",
+        "<arg_key>",
+        "</arg_key>",
+        "\n",
+        "<arg_value>",
+        "</arg_value>\n",
+        "<|tool_call_start|>[",
+        "(",
+    ),
+    *("=", ", ", "'", '"', "\\", "x4", "{", "[", "]", ")", "]<|tool_call_end|>", "7", "None", " ", "<think>"),
 )
+
+
+def texts(fragments: Iterable[str], forms: Iterable[str]) -> st.SearchStrategy[tuple[str, CallFormat]]:
+    """A text of such parts and of whole calls, and a form in which to read it."""
+    formats = [template_of(name).calls for name in forms]
+    calls = [format.write_calls([("time", format.write({"a": "b"}), "")]) for format in formats]
+    return st.tuples(
+        st.lists(st.sampled_from([*fragments, *calls]), max_size=12).map("".join), st.sampled_from(formats)
+    )
 
 
 @given(
-    st.one_of(
-        st.tuples(st.lists(FRAGMENTS, max_size=12).map("".join), st.sampled_from([*FORMS.values()])),
-        st.tuples(st.lists(APART_FRAGMENTS, max_size=12).map("".join), st.sampled_from([*APART.values()])),
-    ),
+    st.deferred(lambda: texts(FRAGMENTS, FORMS) | texts(APART_FRAGMENTS, APART)),
     st.booleans(),
     st.booleans(),
     st.lists(st.integers(0, 200), max_size=8),

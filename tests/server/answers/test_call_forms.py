@@ -22,7 +22,7 @@ OBJECTS = (  # forms whose arguments are an object, mostly JSON
 CALLS_ALONE = ("HERMES", "MISTRAL", "LLAMA", "GEMMA", "GEMMA_OF_APRIL")  # templates that write no text before calls
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*FORMS, *OBJECTS])
 def test_what_a_template_writes_is_described_read_and_in_the_grammar(name: str, count: int) -> None:
     """Conversations by a seed, with texts that look like tags, quotes and brackets."""

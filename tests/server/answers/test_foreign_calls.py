@@ -11,16 +11,12 @@ from hypothesis import strategies as st
 
 from polarlm.engine.parsing.answer_parser import AnswerParser
 from polarlm.model_loaders.chat.call_format import CallFormat
-from polarlm.model_loaders.chat.templates import ChatTemplate
-from tests import call_templates
 from tests.pairs import in_turn
+from tests.server.answers.test_call_arguments import template_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS = {"weather": SCHEMA, "time": {"type": "object"}}
-FORMS = {
-    name: ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>").calls
-    for name in ("MISTRAL_ARGS", "HERMES", "GEMMA")
-}
+FORMS = ("MISTRAL_ARGS", "HERMES", "GEMMA")
 ROME = '{"city": "Rome", "days": 2}'
 CALL = f'{{"name": "weather", "arguments": {ROME}}}'
 TAGS = "<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>"
@@ -51,11 +47,11 @@ def parsed(format: CallFormat, *texts: str) -> tuple[str, list[tuple[str, object
     ],
 )
 def test_a_call_that_can_be_nothing_else_is_read(answer: str, text: str, calls: int) -> None:
-    for name, format in FORMS.items():
+    for name in FORMS:
         if name == "HERMES" and "<tool_call>" in answer:  # its own form, which it writes as its template does
             continue
         for pieces in ([answer], answer):
-            assert parsed(format, *pieces) == (text, [("weather", json.loads(ROME))] * calls)
+            assert parsed(template_of(name).calls, *pieces) == (text, [("weather", json.loads(ROME))] * calls)
 
 
 @in_turn(
@@ -77,7 +73,7 @@ def test_a_call_that_can_be_nothing_else_is_read(answer: str, text: str, calls: 
     ],
 )
 def test_what_may_be_something_else_is_text(answer: str) -> None:
-    for format in (FORMS["MISTRAL_ARGS"], FORMS["GEMMA"]):
+    for format in (template_of("MISTRAL_ARGS").calls, template_of("GEMMA").calls):
         for pieces in ([answer], answer):
             assert parsed(format, *pieces) == (answer, [])
 
@@ -93,11 +89,12 @@ def test_what_may_be_something_else_is_text(answer: str) -> None:
 def test_however_the_text_comes(name: str, parts: list[str], cuts: list[int]) -> None:
     answer = "".join(parts)
     places = sorted({0, len(answer), *(cut for cut in cuts if cut < len(answer))})
-    expected = parsed(FORMS[name], answer)
-    assert parsed(FORMS[name], *(answer[a:b] for a, b in pairwise(places))) == expected
-    assert parsed(FORMS[name], *answer) == expected
+    format = template_of(name).calls
+    expected = parsed(format, answer)
+    assert parsed(format, *(answer[a:b] for a, b in pairwise(places))) == expected
+    assert parsed(format, *answer) == expected
 
 
 def test_without_functions_nothing_is_a_call() -> None:
-    parser = AnswerParser(FORMS["GEMMA"], {})
+    parser = AnswerParser(template_of("GEMMA").calls, {})
     assert "".join(piece.text for piece in [*parser.push(CALL), *parser.finish()]) == CALL

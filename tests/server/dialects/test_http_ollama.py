@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import ollama
 import pytest
 
 from polarlm.engine import Engine
+from tests.lazily import ollama
 from tests.random_model import random_model, write_in_parts
 from tests.server.apis import SLIP, alone
 from tests.server.dialects.test_every_api import TOOLS

@@ -15,7 +15,7 @@ from tests.server.http_server import Serving, serving
 from tests.tiny import make_model
 
 PROMPT = "the rain"
-SETTINGS: dict[str, Any] = {"device": "cpu", "cache_type": "f16", "block_size": 8}
+SETTINGS: dict[str, Any] = {"device": "cpu", "cache_type": "f16", "block_size": 16}
 RANKS = {"sql": 4, "tone": 8}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 

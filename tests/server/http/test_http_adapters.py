@@ -25,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         name: f"{write_peft(folder / name, random_changes(base, rank, rank), 2 * rank)}{scale}"
         for name, rank, scale in (("first", 4, ""), ("second", 8, ":0.5"))
     }
-    settings: dict[str, Any] = {"device": "cpu", "cache_type": "f16", "block_size": 8, "lora": lora}
+    settings: dict[str, Any] = {"device": "cpu", "cache_type": "f16", "block_size": 16, "lora": lora}
     with Engine.load(base, **settings) as engine, serving(engine) as running:
         yield running
 

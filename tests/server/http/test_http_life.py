@@ -8,11 +8,11 @@ import random
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
-import ollama
 import pytest
 
 from polarlm.engine import Engine
 from polarlm.server.http import streams
+from tests.lazily import ollama
 from tests.pairs import in_turn
 from tests.server.apis import APIS, events
 from tests.server.http_server import Serving, serving

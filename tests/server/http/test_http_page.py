@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,19 @@ from polarlm.server.http.page import _build
 from polarlm.server.running import journal
 from tests.server.http_server import KEY, Serving, serving
 from tests.server.lines import eventually
-from tests.tiny import forget
+from tests.tiny import PLAIN, forget, load_tiny
 
 PAGE = _build()
 FOLDER = Path(str(server_package.__file__)).parent / "page"
 OWN = "".join(path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.*")))  # without what is vendored
 SCRIPTS = sorted(FOLDER.rglob("*.js"))
-BLOCK = 8  # tokens, in the tiny model's engine
+BLOCK = 8  # tokens: kernels read no such blocks, and NumPy's have the bytes of the formula
+
+
+@pytest.fixture
+def server(tiny_path: Path) -> Iterator[Serving]:
+    with load_tiny(tiny_path, **{**PLAIN, "block_size": BLOCK}) as engine, serving(engine) as running:
+        yield running
 
 
 def policy(response: httpx.Response) -> dict[str, str]:

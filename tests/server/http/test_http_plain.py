@@ -251,7 +251,7 @@ def test_routers_find_the_gauges_that_they_read_of_vllm(server: Serving) -> None
     families = text_string_to_metric_families(server.http.get("/metrics").text)
     (blocks,) = [sample for family in families for sample in family.samples if "cache_config" in sample.name]
     assert (blocks.name, blocks.value) == ("vllm:cache_config_info", 1)
-    assert blocks.labels == {"block_size": "8", "num_gpu_blocks": str(int(idle["polarlm_kv_blocks"]))}
+    assert blocks.labels == {"block_size": "16", "num_gpu_blocks": str(int(idle["polarlm_kv_blocks"]))}
     server.gate.close()
     body = {"prompt": "the rain " * 8, "ignore_eos": True, "stream": True}
     with ExitStack() as requests:

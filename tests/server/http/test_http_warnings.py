@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import ollama
 import pytest
 from starlette.responses import Response
 
@@ -16,7 +15,7 @@ from polarlm.engine.requests.request import WARNINGS
 from polarlm.server.http.app import create_app
 from polarlm.server.http.warnings import HEADER, warn
 from polarlm.server.running import journal
-from tests.lazily import anthropic, openai
+from tests.lazily import anthropic, ollama, openai
 from tests.pairs import in_turn
 from tests.server.apis import APIS, CALLING, events
 from tests.server.http_server import Serving, serving

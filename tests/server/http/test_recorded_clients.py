@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import ollama
 import pytest
 from pydantic import TypeAdapter
 
 from polarlm.server.http.warnings import HEADER
 from tests import call_templates
-from tests.lazily import openai
+from tests.lazily import ollama, openai
 from tests.server.apis import APIS, events
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine

@@ -35,7 +35,7 @@ def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("mcp")
     with (
         over_http() as web,
-        load_tiny(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine,
+        load_tiny(tiny_path, device="cpu", cache_type="f16", block_size=16) as engine,
         serving(engine, mcp_config=str(mcp_file(folder, web)), max_body=100_000, request_seconds=100) as running,
     ):
         yield running

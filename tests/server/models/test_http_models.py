@@ -12,7 +12,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-import ollama
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,7 +25,7 @@ from polarlm.server.models.app import GET_PATHS, POST_PATHS, create_models_app, 
 from polarlm.server.models.process import FAILED, LOADING, READY, UNLOADED
 from polarlm.server.running.driver import Driver
 from tests.encoders import make_folder
-from tests.lazily import anthropic, openai
+from tests.lazily import anthropic, ollama, openai
 from tests.server.lines import PATIENCE, eventually
 from tests.server.models.running import KEY, Front, front, two_models
 
@@ -188,6 +188,26 @@ def test_one_page_has_the_metrics_of_all_loaded_models(running: Front, monkeypat
     finally:
         os.kill(running.pid("big"), signal.SIGCONT)
     assert (samples["polarlm_model_up", "big"], ("polarlm_requests_active", "big") in samples) == (0, False)
+
+
+def test_limits_of_a_key_hold_for_all_models_together(running: Front) -> None:
+    file = Path(running.supervisor._config.api_key_file)
+    key, body = {"Authorization": f"Bearer {ANNAS}"}, {"prompt": "a", "max_tokens": 12, "ignore_eos": True}
+    file.write_text(f"anna {ANNAS} tokens=10\n")
+    try:
+        assert running.http.post("/v1/completions", json={**body, "model": "big"}, headers=key).is_success
+        answers: list[httpx.Response] = []
+
+        def is_refused() -> bool:
+            answers.append(running.http.post("/v1/completions", json={**body, "model": "small"}, headers=key))
+            return answers[-1].status_code == 429
+
+        eventually(is_refused)  # the model's process tells the tokens after its answer
+        assert answers[-1].json()["error"]["code"] == "rate_limited"
+        assert int(answers[-1].headers["Retry-After"]) > 5
+        assert running.ask("small").is_success  # of another key
+    finally:
+        file.write_text(f"anna {ANNAS}\n")
 
 
 @pytest.mark.parametrize(

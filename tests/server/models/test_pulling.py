@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
-import ollama
 import pytest
 
 from polarlm.server.config import ServerConfig
@@ -16,6 +15,7 @@ from polarlm.server.models import app
 from polarlm.server.models.process import READY
 from polarlm.server.models.registry import Registry
 from polarlm.server.models.supervisor import Supervisor
+from tests.lazily import ollama
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.server.models.running import KEY, common, front, two_models
 

@@ -1,4 +1,5 @@
-"""One browser and one server for all tests of the page, and the page as a user opens it."""
+"""One browser and one server for all tests of this folder, and the page as a user opens it. Both end with the folder:
+they would take time while other tests run."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.server.page.visitor import Page
 from tests.server.process import Process
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     if CHROMIUM is None or CHROMEDRIVER is None:
         pytest.skip("chromium and chromedriver are not both on the PATH")
@@ -21,14 +22,14 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         yield Page(session)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """Its steps take their time, so that there is something to see while it answers."""
     with Process(tiny_path, tmp_path_factory.mktemp("server"), troubled=True) as process:
         yield process
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def visit(window: Page) -> Callable[[Process], Page]:
     """visit(server): the page of a server in a browser that keeps nothing of it."""
 

@@ -25,7 +25,7 @@ WORD = "[a-f]{4,9}"
 
 @pytest.fixture(scope="module")
 def server(tiny_path: Path) -> Iterator[Serving]:
-    plain = {"cache_type": "f16", "calibration": False, "block_size": 8}
+    plain = {"cache_type": "f16", "calibration": False, "block_size": 16}
     with (
         Engine.load(tiny_path, device="cpu", parallel=4, **plain) as engine,
         serving(engine, max_body=1 << 20) as running,
@@ -150,7 +150,7 @@ def test_a_request_whose_time_ends_while_its_constraint_is_compiled_is_told_so(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
-        Engine.load(tiny_path, device="cpu", cache_type="f16", calibration=False, block_size=8) as engine,
+        Engine.load(tiny_path, device="cpu", cache_type="f16", calibration=False, block_size=16) as engine,
         serving(engine) as server,
     ):
         assert complete(server, guided_regex="known").status_code == 200  # the process has started

@@ -10,7 +10,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import ollama
 import pytest
 
 from polarlm.engine.requests.request import Ticket
@@ -18,6 +17,7 @@ from polarlm.server.reading.messages import read_messages
 from tests.images.test_forms import frames
 from tests.images.test_models import Loaded, picture
 from tests.images.test_reading import slow_jpeg
+from tests.lazily import ollama
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
 from tests.tiny import make_model

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from polarlm.engine import EngineError
-from polarlm.server.running.conversations import FILE, Change, ConversationStore
+from polarlm.server.running.conversations import FILE, Changes, ConversationStore
 
 A, B = "a" * 16, "b" * 16
 GIB = 1 << 30
@@ -19,11 +19,11 @@ def test_what_changed_is_told_once_and_a_stale_change_is_refused(tmp_path: Path)
     one, other = ConversationStore(str(tmp_path / "new"), GIB), ConversationStore(str(tmp_path / "new"), GIB)
     first = one.write(A, 0, "{}", {"1": '"one"'})
     assert first is not None
-    assert other.changes_since(0) == ({A: Change("{}", True, {"1": '"one"'})}, first, False)
+    assert other.changes_since(0) == ({A: {"head": {}, "messages": {"1": "one"}}}, first, False)
     second = other.write(A, first, '{"title":"x"}', {"2": '"two"'})
     assert second is not None
     assert one.write(A, first, "{}", {"1": '"lost"'}) is None
-    assert one.changes_since(first) == ({A: Change('{"title":"x"}', True, {"2": '"two"'})}, second, False)
+    assert one.changes_since(first) == ({A: {"head": {"title": "x"}, "messages": {"2": "two"}}}, second, False)
     assert one.write(B, first, "{}", {}) == second + 1  # another conversation has not changed
     assert other.changes_since(second + 1) == ({}, second + 1, False)
     assert stat.S_IMODE((tmp_path / "new" / FILE).stat().st_mode) == 0o600
@@ -34,20 +34,20 @@ def test_a_deletion_is_told_and_only_who_has_seen_it_brings_the_conversation_bac
     first = store.write(A, 0, "{}", {"1": '"one"'})
     assert first is not None
     gone = store.remove(A)
-    assert store.changes_since(first) == ({A: Change(None, True, {})}, gone, False)
+    assert store.changes_since(first) == ({A: {"head": None, "messages": {}}}, gone, False)
     assert store.write(A, first, "{}", {}) is None
     assert store.write(A, gone, "{}", {"2": '"two"'}) == gone + 1
-    assert store.changes_since(0) == ({A: Change("{}", True, {"2": '"two"'})}, gone + 1, False)
+    assert store.changes_since(0) == ({A: {"head": {}, "messages": {"2": "two"}}}, gone + 1, False)
 
 
 def test_much_is_told_in_parts_that_end_between_changes(tmp_path: Path) -> None:
     store = ConversationStore(str(tmp_path), GIB)
     for place in range(8):
         store.write(f"{place:016}", 0, "{}", {name: json.dumps("x" * 500_000) for name in ("1", "2")})
-    changes, revision, parts, more = dict[str, Change](), 0, 0, True
+    changes, revision, parts, more = Changes(), 0, 0, True
     while more:
         part, revision, more = store.changes_since(revision)
-        assert all(len(change.messages) == 2 and change.has_head for change in part.values())
+        assert all(len(change["messages"]) == 2 and "head" in change for change in part.values())
         assert not changes.keys() & part.keys()
         changes |= part
         parts += 1
@@ -69,7 +69,8 @@ def test_a_file_that_is_full_takes_what_fits_into_what_was_deleted(tmp_path: Pat
     with pytest.raises(EngineError, match=r"--max-conversations-size allows 293\.0 KiB: delete some") as caught:
         store.write(B, 0, "{}", {"1": body, "2": body})
     assert caught.value.code == "storage"
-    assert store.changes_since(0)[0] == {A: Change("{}", True, {"1": body, "2": body})}  # nothing of it was kept
+    messages = dict.fromkeys(("1", "2"), json.loads(body))
+    assert store.changes_since(0)[0] == {A: {"head": {}, "messages": messages}}  # nothing of it was kept
     assert first is not None
     store.remove(A)
     assert store.write(B, 0, "{}", {"1": body, "2": body})

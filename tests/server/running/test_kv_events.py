@@ -25,6 +25,7 @@ from tests.server.process import SMALL_BLOCKS, Process
 from tests.state.test_prefix import findable
 from tests.tiny import PLAIN, forget, load_tiny
 
+SETTINGS = {**PLAIN, "block_size": 8}
 SECONDS = 60_000  # that a test waits for a message, in milliseconds
 
 
@@ -148,7 +149,7 @@ def free_address() -> str:
 def published(tiny_path: Path) -> Iterator[tuple[Engine, Subscriber]]:
     """An engine with room for few blocks, and a subscriber that is connected before the first message."""
     address = free_address()
-    with ExitStack() as ends, load_tiny(tiny_path, **PLAIN, ctx_size=96) as engine:
+    with ExitStack() as ends, load_tiny(tiny_path, **SETTINGS, ctx_size=96) as engine:
         events = ends.enter_context(closing(KVEvents(address, "kv@here@tiny")))
         subscriber = ends.enter_context(Subscriber(address, "kv@"))
         _joined(events, subscriber)
@@ -231,8 +232,8 @@ def test_fields_are_vllms(published: tuple[Engine, Subscriber]) -> None:
 def test_servers_alike_give_a_block_the_same_hash(published: tuple[Engine, Subscriber], tiny_path: Path) -> None:
     engine, subscriber = published
     with (
-        load_tiny(tiny_path, **PLAIN, ctx_size=96) as other,
-        load_tiny(tiny_path, **{**PLAIN, "cache_type": "f16"}) as f16,
+        load_tiny(tiny_path, **SETTINGS, ctx_size=96) as other,
+        load_tiny(tiny_path, **{**SETTINGS, "cache_type": "f16"}) as f16,
     ):
         for one in (engine, other, f16):
             one.generate(list(range(10, 37)), SamplingParams(max_tokens=1))
@@ -260,7 +261,7 @@ def test_messages_of_a_server_that_was_started_again_have_higher_numbers(tiny_pa
     address, last = free_address(), -1
     with Subscriber(address) as subscriber:
         for _ in range(2):
-            with load_tiny(tiny_path, **PLAIN) as engine, closing(KVEvents(address)) as events:
+            with load_tiny(tiny_path, **SETTINGS) as engine, closing(KVEvents(address)) as events:
                 _joined(events, subscriber)
                 events.watch(engine)
                 subscriber.next = 0

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from polarlm.engine import Engine
 from polarlm.server.keys import Keys
+from polarlm.server.models.child import KEY_NAME, PRIORITY, _with_clients_of_parent
+from polarlm.server.running import journal
 from polarlm.server.running.quotas import Quotas
 from polarlm.server.running.refusals import Refusal
 from tests.server.http_server import serving
@@ -104,3 +106,17 @@ def test_requests_of_a_key_have_its_priority_or_a_larger_one(
                 body = {"prompt": "a", "max_tokens": 1, "priority": priority}
                 assert server.http.post("/v1/completions", json=body, headers={"X-Api-Key": key}).status_code == 200
     assert seen == [5, 8, -3, 8]
+
+
+@pytest.mark.anyio
+async def test_a_model_s_process_hears_the_priority_of_a_key() -> None:
+    """Of the parent, which alone reads the file of the keys."""
+    heard = list[Any]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        heard.append((journal.current().key, journal.current().priority))
+
+    headers = [(KEY_NAME.encode(), b"anna"), (PRIORITY.encode(), b"5")]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
+    await _with_clients_of_parent(journal.JournalMiddleware(app))(scope, None, None)
+    assert heard == [("anna", 5)]

@@ -129,7 +129,7 @@ def test_without_a_collector_the_log_and_the_response_have_the_header(
     shared: Serving, parent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[dict[str, Any]] = []
-    monkeypatch.setattr(journal._REQUESTS, "info", lambda _text, extra: lines.append(extra["line"]))
+    monkeypatch.setattr(journal.REQUESTS, "info", lambda _text, extra: lines.append(extra["line"]))
     response = shared.http.post("/v1/completions", json=BODY, headers={"traceparent": parent, "tracestate": STATE})
     found = (PARENT, STATE) if parent == PARENT else (None, None)
     assert (response.headers.get("traceparent"), response.headers.get("tracestate")) == found

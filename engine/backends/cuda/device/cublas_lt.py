@@ -60,10 +60,8 @@ class Products:
         y_address, weight_address, x_address, bias_address = (
             0 if array is None else array.data.ptr for array in (y, weight, x, bias)
         )
-        bits, sizes = (
-            y_address | weight_address | x_address | bias_address | 256,
-            (len(weight), *x.shape[::-1], int(row_stride(y))),
-        )
+        bits = y_address | weight_address | x_address | bias_address | 256
+        sizes = len(weight), *x.shape[::-1], int(row_stride(y))
         description, a, b, c, choice = self._plan(_TYPES[x.dtype.kind], *sizes, bias is not None, bits & -bits)
         if bias is not None:
             description.set(_BIAS, c_void_p(bias_address))

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from polarlm.engine import weight_formats
+from polarlm.engine.backends.origins import empty_block
 from polarlm.engine.codecs import FULL
-from polarlm.engine.records import Layout
+from polarlm.engine.records import Layout, struct_text
 
 # At the top of a kernel: the files that precede it, on as many lines as it takes.
 _JOINS = re.compile(r"^// JOINS: ((?:.+,\n// )*.+)\.$", re.MULTILINE)
@@ -21,7 +23,7 @@ _JOINS = re.compile(r"^// JOINS: ((?:.+,\n// )*.+)\.$", re.MULTILINE)
 
 OVERLAPS = "OVERLAPS"  # if defined, kernels wait for their predecessor by themselves, see `waits`
 
-_TWINS = ("codecs", "weights")  # folders whose files are named like their twins in Python
+_TWINS = ("codecs",)  # folders whose files are named like their twins in Python
 
 # Compiler options besides the target architecture.
 OPTIONS = ("--std=c++17",)
@@ -87,16 +89,46 @@ def _constants(defines: Mapping[str, int | float | str]) -> str:
     return "".join(f"#define {name} {_literal(value)}\n" for name, value in sorted(defines.items()))
 
 
+_PLAIN = {"f16": "__half", "bf16": "__nv_bfloat16"}  # formats of numbers → their type
+_VALUES = (32, 256)  # of a block of codes that kernels read
+
+
 @cache
 def can_read(weight_format: str) -> bool:
-    """Whether kernels can read matrices in this weight format, that is, whether a struct for it exists."""
-    return f"weights/{weight_format}.cuh" in _files()
+    """Whether kernels can read matrices in this weight format: of numbers, or of codes and scales in whole bits."""
+    format = weight_formats.find(weight_format)
+    if format is None or format.unpack is None:
+        return weight_format in _PLAIN
+    return format.values in _VALUES and not (format.grid or format.runs)
 
 
 def _weights(*names: object) -> str:
     """The text of the structs of the weight formats among `names`; empty for other types."""
-    structs = [_text(f"weights/{name}.cuh") for name in names if can_read(str(name))]
-    return "".join([_text("plain_weights.cuh"), _text("packed_weights.cuh"), *structs]) if structs else ""
+    structs = [_weight_struct(str(name)) for name in names if can_read(str(name))]
+    # A name for compiler messages: no such file exists.
+    texts = [_text("plain_weights.cuh"), _text("packed_weights.cuh"), '#line 1 "cuda/weights.cuh"\n', *structs]
+    return "".join(texts) if structs else ""
+
+
+def _weight_struct(name: str) -> str:
+    """The text of a format's struct: the constants of `packed_weights.cuh`, or the type of numbers."""
+    if name in _PLAIN:
+        return f"struct {name} : PlainWeights<{_PLAIN[name]}> {{}};\n"
+    format = weight_formats.get(name)
+    block, table = empty_block(format), format.table
+    words = np.zeros(16, np.uint8) if table is None else table.view(np.uint8) ^ np.uint8(128)
+    constants = {
+        "VALUES": format.values,
+        "BITS": format.bits,
+        "GROUP": format.group,
+        "ZERO": format.zero if table is None else 128,
+        "SUBS": int(block.sub_scale is not None),
+        "OFFSETS": int(block.offset is not None),
+        "POWERS": int(block.scale.dtype == np.float32),
+        "TABLED": int(table is not None),
+        **{f"TABLE_{i}": word for i, word in enumerate(words.view("<i4").tolist())},
+    }
+    return f"{struct_text(f'{name}_blocks', constants)}struct {name} : PackedWeights<{name}_blocks> {{}};\n"
 
 
 def _structs(layouts: Iterable[Layout | None]) -> str:
@@ -145,7 +177,7 @@ def _text(name: str) -> str:
 
 @cache
 def _files() -> dict[str, Path]:
-    """File name → path. Files of codecs and weight formats have their folder's name as prefix."""
+    """File name → path. Files of codecs have their folder's name as prefix."""
     files = {}
     for path in folder().rglob("*.cu*"):
         parent = path.parent.name

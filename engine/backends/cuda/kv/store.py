@@ -95,10 +95,8 @@ class CacheOps(HeadOps):
     def cache(
         self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[LayerCache] = ()
     ) -> LayerCache:
-        layouts, on_device = (
-            transfer.layouts(format),
-            [other for other in earlier_caches if other.device is self._device],
-        )
+        layouts = transfer.layouts(format)
+        on_device = [other for other in earlier_caches if other.device is self._device]
         try:
             if format.high_precision is not None:
                 return self._two_kinds(format, format.high_precision, quantized, full, on_device)

@@ -15,6 +15,7 @@ from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Move
 from polarlm.engine.backends.ops import Load
 
 _CACHE_OPS = ("round_trip", "decode_blocks", "read_blocks", "write_blocks", "read_full", "write_full")
+_MACHINE_OPS = ("reserve_workspace", "wait", "forget", "check")
 
 
 class MultiDeviceOps(CudaOps):
@@ -39,6 +40,8 @@ class MultiDeviceOps(CudaOps):
         self._by_device: dict[Device, CudaOps] = {ops._device: ops for ops in device_ops}
         for name in _CACHE_OPS:
             setattr(self, name, partial(self._run_on_cache_device, name))
+        for name in _MACHINE_OPS:
+            setattr(self, name, partial(self._run_on_each, name))
 
     def layer_ops(self, layer: int) -> CudaOps:
         return self.device_ops[bisect_right(self._ends, layer)]
@@ -52,21 +55,9 @@ class MultiDeviceOps(CudaOps):
     def work_bytes(self, load: Load) -> int:
         return sum(ops.work_bytes(load) for ops in self.device_ops)
 
-    def reserve_workspace(self, load: Load) -> None:
+    def _run_on_each(self, op: str, *args: Any) -> None:
         for ops in self.device_ops:
-            ops.reserve_workspace(load)
-
-    def wait(self) -> None:
-        for ops in self.device_ops:
-            ops.wait()
-
-    def forget(self) -> None:
-        for ops in self.device_ops:
-            ops.forget()
-
-    def check(self) -> None:
-        for ops in self.device_ops:
-            ops.check()
+            getattr(ops, op)(*args)
 
     # -- K/V ---------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.launch import KernelOps, LaunchSpec
 from polarlm.engine.backends.numpy.attention import blocks_of, parts_of
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
+from polarlm.engine.backends.ops import Texts
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.lang.records import words
 from polarlm.engine.jit.run.buffers import MOST
@@ -73,36 +74,6 @@ class PromptOps(KernelOps):
             launch([*sink, first], is_first=True, is_last=not others)
         for number, segment in enumerate(others, start=1):
             launch([segment], is_first=False, is_last=number == len(others))
-
-    def attend_to_texts(
-        self,
-        q: np.ndarray,
-        sides: tuple[np.ndarray, np.ndarray],
-        lengths: Sequence[int],
-        scale: float,
-        window: int | None = None,
-    ) -> np.ndarray:
-        """Attention of q (T, H, D) to the keys and values of the same text that are at most window // 2 away → (T, H,
-        D), all float32. sides: k and v (T, K, D), with the same strides. lengths: of the texts, whose sum is T."""
-        (rows, heads, dim), (k, v), kv_heads = q.shape, sides, sides[0].shape[1]
-        out, group = self._launch.empty(q.shape), heads // kv_heads
-        texts = _text_rows(lengths, self._tile(rows, group, kv_heads))
-        arguments = TextArguments(
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            texts=texts,
-            q_stride=q.strides[0],
-            row_stride=k.strides[0],
-            head_stride=k.strides[1],
-            group=group,
-            kv_heads=kv_heads,
-            reach=max(lengths) if window is None else window // 2,
-            scale=scale,
-        )
-        self._launch(attend_to_texts(dim), len(texts) * kv_heads, arguments, grain=1)
-        return out
 
     def _launcher(
         self,
@@ -272,19 +243,30 @@ class EncoderOps(HeadOps, PromptOps):
         self._launch(layer_norm_rows(), len(x), arguments)
 
     def self_attention(
-        self,
-        qkv: np.ndarray,
-        rope: Rope | None,
-        rule: HeadRule,
-        lengths: Sequence[int],
-        scale: float,
-        window: int | None = None,
+        self, qkv: np.ndarray, rope: Rope | None, rule: HeadRule, texts: Texts, scale: float
     ) -> np.ndarray:
-        rows, _, dim = qkv.shape
+        (rows, _, dim), kv_heads, (lengths, window) = qkv.shape, rule.transform.kv_heads, texts
         if not supports(dim):
-            return super().self_attention(qkv, rope, rule, lengths, scale, window)
+            return super().self_attention(qkv, rope, rule, texts, scale)
         q, k, v = parts_of(qkv, rule.transform)
         if rope is not None:
-            k, v = self._launch.empty((2, rule.transform.kv_heads, rows, dim)).swapaxes(1, 2)
+            k, v = self._launch.empty((2, kv_heads, rows, dim)).swapaxes(1, 2)
             q = self.transform_into(qkv, rope, rule, (k, v))
-        return self.attend_to_texts(q, (k, v), lengths, scale, window)
+        out, group = self._launch.empty(q.shape), q.shape[1] // kv_heads
+        text_rows = _text_rows(lengths, self._tile(rows, group, kv_heads))
+        arguments = TextArguments(
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            texts=text_rows,
+            q_stride=q.strides[0],
+            row_stride=k.strides[0],
+            head_stride=k.strides[1],
+            group=group,
+            kv_heads=kv_heads,
+            reach=max(lengths) if window is None else window // 2,
+            scale=scale,
+        )
+        self._launch(attend_to_texts(dim), len(text_rows) * kv_heads, arguments, grain=1)
+        return out

@@ -14,13 +14,9 @@ from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, S
 from polarlm.engine.backends.native.codecs import MOST_QUERIES
 from polarlm.engine.backends.native.kernels.attention.latent_steps import LANES, LatentBody
 from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
-from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.numpy.kv.cache import Buffer, LayerCache
-from polarlm.engine.jit.lang.records import address
-
-_K, _V = (DecodeArguments._fields.index(name) for name in ("k", "v"))
 
 
 class AttentionOps(PromptOps):
@@ -33,20 +29,7 @@ class AttentionOps(PromptOps):
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
         if not isinstance(cache, TileCache):
             return super().decode_blocks(cache, blocks)
-        if len(blocks) > 1:
-            return self.decode_to_float(cache, np.asarray(blocks, np.int64))
-        # Steps decode a block at a time: Python that prepares a launch anew takes three times as long as its kernel.
-        if cache.one_block_decoding is None:
-            kernel, common = cache.decoding
-            one_block = common._replace(ids=np.zeros(1, np.int64), count=1)
-            cache.one_block_decoding = self._launch.prepare([(kernel, cache.format.kv_heads, one_block)])
-        ((_, arguments, *_),), (ids,) = cache.one_block_decoding.launches, cache.one_block_decoding.arrays
-        format = cache.format
-        k, *more = self._launch.empty((len(format.sides), format.kv_heads, format.block_size, format.head_dim))
-        v = more[0] if more else k
-        ids[0], arguments[_K], arguments[_V] = blocks[0], address(k), address(v)
-        self._launch.run(cache.one_block_decoding)
-        return k, v
+        return self.decode_to_float(cache, np.asarray(blocks, np.int64))
 
     def attention(
         self, q: np.ndarray, cache: LayerCache, spans: StepTable | Sequence[SpanView], rule: AttentionRule

@@ -4,7 +4,7 @@ its keys and values."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
 import numpy as np
@@ -16,7 +16,6 @@ from polarlm.engine.backends.native.kernels.attention.matrices import KEYS, Matr
 from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments, Decoding, decode
 from polarlm.engine.backends.native.kernels.encode.paths import path_tables
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, TABLES, Block, EncodeArguments
-from polarlm.engine.backends.native.launch import PreparedLaunches
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs.trellis import TrellisTable
@@ -114,15 +113,12 @@ class TileCache(LayerCache):
     """The stored K/V of one layer, with quantized blocks in tiles, which kernels read.
 
     k, v: {"tiles": uint8 (K, quantized blocks, bytes of a tile)}; v is empty, and value_tiles None, if values are keys.
-    encoders: for keys and for values the encoder, or the reason why NumPy encodes them. one_block_encoding,
-    one_block_decoding: the launches that encode and decode a single block, once they have been prepared.
+    encoders: for keys and for values the encoder, or the reason why NumPy encodes them.
     """
 
     key_tiles: KeyTiles
     value_tiles: ValueTiles | None
     encoders: tuple[Encoder | str, ...]
-    one_block_encoding: PreparedLaunches | None = field(default=None, init=False)
-    one_block_decoding: PreparedLaunches | None = field(default=None, init=False)
 
     stored_as: ClassVar[str] = transfer.TILES
 

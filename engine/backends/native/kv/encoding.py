@@ -17,7 +17,7 @@ from polarlm.engine.codecs import NotFinite
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.quantization.encode import decode_centred, fill_up
 
-_X, _IS_HALF = Block._fields.index("x"), EncodeArguments._fields.index("is_half")
+_X = Block._fields.index("x")
 
 
 class _Launch(NamedTuple):
@@ -33,8 +33,6 @@ class EncodingOps(KernelOps):
     """The ops that encode blocks. Layers whose cache is not a `TileCache` are encoded by NumPy."""
 
     def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
-        if len(groups) == 1 and self._encode_one(*groups[0]):
-            return
         launches: dict[_Launch, list[np.ndarray]] = {}
         for layers, blocks, sources in encodable_runs(groups):
             tiled = [layer for layer in layers if isinstance(layer, TileCache)]  # all of them, or none
@@ -54,33 +52,6 @@ class EncodingOps(KernelOps):
                 self._launch.run_numpy(_encode_side, tiled, blocks, sources, side)
         self._encode({launch: np.concatenate(parts) for launch, parts in launches.items()})
 
-    def _encode_one(self, layers: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[KVLocation]) -> bool:
-        """Encode a block of a layer, if it is only one, and kernels encode all sides; return whether it is so. Steps
-        do that repeatedly, and prepared launches take less Python."""
-        if len(layers) != 1 or len(blocks) != 1 or not isinstance(layer := layers[0], TileCache):
-            return False
-        if len(encoders_by_side := layer.block_addresses) < len(layer.encoders):
-            return False
-        if layer.one_block_encoding is None:
-            heads, dim, launches = layer.format.kv_heads, layer.format.head_dim, []
-            for encoder, first, _ in encoders_by_side.values():
-                blank = EncodeArguments(first[:, 0].copy(), np.zeros(heads, np.uint8), dim, is_half=False)
-                launches.append((encoder.kernel, heads, blank))
-            layer.one_block_encoding = self._launch.prepare(launches)
-        prepared, arrays = layer.one_block_encoding.launches, layer.one_block_encoding.arrays
-        for side, (_, first, steps) in encoders_by_side.items():
-            x, is_half = _sources(layer, sources, side)
-            addresses = arrays[2 * side]
-            np.add(first[:, 0], steps * blocks[0], out=addresses)
-            addresses[:, _X] = x[:, 0]
-            _, arguments, *_ = prepared[side]
-            arguments[_IS_HALF] = is_half
-        self._launch.run(layer.one_block_encoding)
-        for damaged, name in zip(arrays[1::2], _codec_names(layer), strict=True):
-            if damaged.any():
-                raise NotFinite(name)
-        return True
-
     def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
         if not isinstance(cache, TileCache):
             super().round_trip(cache, place, tokens)
@@ -97,15 +68,12 @@ class EncodingOps(KernelOps):
     def _encode(self, launches: dict[_Launch, np.ndarray]) -> None:
         """Encode the keys or the values of blocks of KV heads, of all layers, at the same time. Raises NotFinite."""
         damaged = {launch: np.zeros(len(addresses), np.uint8) for launch, addresses in launches.items()}
-        prepared = self._launch.prepare(
-            (
-                launch.kernel,
-                len(addresses),
-                EncodeArguments(addresses, damaged[launch], dim=launch.dim, is_half=launch.is_half),
-            )
-            for launch, addresses in launches.items()
+        self._launch.launch_together(
+            [
+                (launch.kernel, len(blocks), EncodeArguments(blocks, damaged[launch], launch.dim, launch.is_half))
+                for launch, blocks in launches.items()
+            ]
         )
-        self._launch.run(prepared)
         for launch, damaged_blocks in damaged.items():
             if damaged_blocks.any():
                 raise NotFinite(launch.codec)

@@ -25,7 +25,7 @@ from polarlm.engine.backends.native.kernels.attention.matrix_unit import (
     MatrixUnit,
     power_of_fraction,
 )
-from polarlm.engine.jit.lang import F32, I32, Emitter, Matrices, Value, vector
+from polarlm.engine.jit.lang import F32, I32, Emitter, Value, vector
 
 Work: TypeAlias = Callable[[], None]
 
@@ -95,18 +95,12 @@ class BfloatUnit(MatrixUnit):
     def query_bytes(dim: int) -> int:
         return _key_matrices(dim) * MATRIX
 
-    @property
-    def _matrices(self) -> Matrices:
-        matrices = self._e.level.matrices
-        assert matrices is not None
-        return matrices
-
     @contextmanager
     def registers(self) -> Iterator[None]:
-        self._matrices.begin(self._e)
+        self._e.level.matrices.begin(self._e)
         self._ones = self._e.constant_bytes((2 * _ONE.to_bytes(2, "little") + bytes(60)) * ROWS)
         yield
-        self._matrices.end(self._e)
+        self._e.level.matrices.end(self._e)
 
     def write_query(self, queries: Value, row: Value, q: Value, factor: Value) -> None:
         for number in range(_key_matrices(self._dim)):
@@ -140,7 +134,7 @@ class BfloatUnit(MatrixUnit):
 
     def _score(self, queries: Value, keys: Value, out: Value) -> list[Work]:
         """Products of 16 queries with the keys of a tile → out (KEYS / 16, 16, 16), each part one instruction."""
-        e, matrices, count, work = self._e, self._matrices, _key_matrices(self._dim), list[Work]()
+        e, matrices, count, work = self._e, self._e.level.matrices, _key_matrices(self._dim), list[Work]()
         for pair in range(0, KEYS // 16, 2):
             work += [partial(matrices.clear, e, total) for total in _SCORES]
             for part in range(count):
@@ -155,7 +149,7 @@ class BfloatUnit(MatrixUnit):
     def _add_values(self, sums: Value, values: Value, weights: Value) -> list[Work]:
         """Add weights (KEYS / 32, 16, 32) · values of a tile to sums, and the weights of each row to the first column
         of the last matrix: what sums them is a matrix whose first column is 1."""
-        e, matrices, parts, work = self._e, self._matrices, self._parts, list[Work]()
+        e, matrices, parts, work = self._e, self._e.level.matrices, self._parts, list[Work]()
         for step, left in enumerate(_WEIGHTS):
             work.append(partial(matrices.load, e, left, weights + MATRIX * step))
         for number in range(parts + 1):

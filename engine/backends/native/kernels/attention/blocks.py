@@ -3,6 +3,7 @@ precision, (N, D) float16, token by token."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -143,7 +144,7 @@ def full_scores(
                         key = e.load(key_floats, kind, 4 * dim * number + offset)
                         dot = e.fma(key, e.load(query + query_offset, kind, offset), dot)
                     dots.append(dot)
-                parts.append(lane_sums(e, dots))
+                parts.append(e.combine_rows(dots, operator.add))
             prefetch_address.set(prefetch_address.get() + 64 * lines)
             while len(parts) > 1:
                 parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -176,12 +177,3 @@ def add_full_values(
         for address, row_totals in zip(sums, totals, strict=True):
             for channel, total in zip(channels, row_totals, strict=True):
                 e.store(total.get(), address, 4 * channel)
-
-
-def lane_sums(e: Emitter, vectors: list[Value]) -> Value:
-    """n vectors of n lanes → a vector of the sums of their lanes."""
-    lanes = vectors[0].lanes
-    while len(vectors) > 1:
-        pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
-        vectors = [e.shuffle(a, b, range(0, 2 * lanes, 2)) + e.shuffle(a, b, range(1, 2 * lanes, 2)) for a, b in pairs]
-    return vectors[0]

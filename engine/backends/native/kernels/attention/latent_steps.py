@@ -26,7 +26,6 @@ from functools import reduce
 
 from polarlm.engine.backends.native.codecs import ByteOrder
 from polarlm.engine.backends.native.codecs.parts.packing import pack_bytes
-from polarlm.engine.backends.native.kernels.attention.blocks import lane_sums
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST, WEIGHTED, FullBlock, padded, partial_bytes
 from polarlm.engine.backends.native.kernels.attention.prompts import emit_mean
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, StepBody
@@ -141,7 +140,7 @@ class LatentBody(StepBody):
             mean = e.load(self._mean + offset, _FLOATS)
             for lane, total in enumerate(totals):
                 total.set(e.fma(e.load(self._vectors + offset, _FLOATS, self._size * lane), mean, total.get()))
-        return lane_sums(e, [totals[lane].get() for lane in self._lanes])
+        return e.combine_rows([totals[lane].get() for lane in self._lanes], operator.add)
 
     # -- scores ------------------------------------------------------------------------------------------------
 

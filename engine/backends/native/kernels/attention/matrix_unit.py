@@ -6,7 +6,6 @@ Scores and sums are float32, in scratch. The logarithms of weights are to the ba
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import reduce
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from polarlm.engine.backends.native.kernels.attention.prompts import PromptArgum
 from polarlm.engine.backends.native.kernels.attention.unit import LOG2_E, Prompt, larger
 from polarlm.engine.backends.native.kernels.multiply import offsets, rotate
 from polarlm.engine.backends.native.kernels.rows import apply_softcap
-from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Value, Values, vector
+from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Value, vector
 from polarlm.engine.jit.lang.records import Int64, Pointer
 from polarlm.engine.jit.run.workers import SCRATCH
 
@@ -184,7 +183,7 @@ class MatrixUnit:
             for row in range(ROWS)
         ]
         address = self._tops + i * 4
-        old, new = e.load(address, _F16), lanes_of_rows(e, highest, larger)
+        old, new = e.load(address, _F16), e.combine_rows(highest, larger)
         rises = new > old + _RISE
         with e.when(e.any(rises)):
             tops = e.select(rises, new, old)
@@ -208,12 +207,3 @@ def power_of_fraction(e: Emitter, x: Value) -> tuple[Value, Value]:
     for coefficient in _POWER[-2::-1]:
         power = e.fma(power, f, e.const_like(coefficient, x))
     return power, shifted
-
-
-def lanes_of_rows(e: Emitter, rows: Values, combine: Callable[[Value, Value], Value]) -> Value:
-    """16 vectors of 16 → a vector of what the lanes of each combine to."""
-    while len(rows) > 1:
-        evens, odds = range(0, 32, 2), range(1, 32, 2)
-        pairs = zip(rows[::2], rows[1::2], strict=True)
-        rows = [combine(e.shuffle(a, b, evens), e.shuffle(a, b, odds)) for a, b in pairs]
-    return rows[0]

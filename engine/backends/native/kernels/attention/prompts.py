@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kernels.attention.matrices import KEYS as MATRIX_KEYS
@@ -96,29 +96,16 @@ class UnitRows(NamedTuple):
     last: Value
 
 
-class PromptState(Protocol):
-    """What a unit keeps of its queries; see `Unit`."""
-
-    def open(self, i: Value, position: Value, q: Value, scale: Value, sink: Value | None = None) -> None: ...
-
-    def pad_queries(self, queries: Value, position: Value) -> None: ...
-
-    def resume(self, i: Value, out: Value, row_max: Value, row_sum: Value, number: Value) -> None: ...
-
-    def suspend(self, i: Value, out: Value, row_max: Value, row_sum: Value, number: Value) -> None: ...
-
-    def finish(self, i: Value, out: Value, epilogue: tuple[Value, Value, Value]) -> None: ...
-
-
 def for_each_unit(
     e: Emitter,
     spec: Prompt,
     args: PromptArguments,
-    state: PromptState,
+    state: Any,
     units: tuple[Value, Value],
     attend_to_segments: Callable[[UnitRows], None],
 ) -> None:
-    """Emit the work of units: open their queries or resume them, attend, and finish or suspend them."""
+    """Emit the work of units: open their queries or resume them, attend, and finish or suspend them. state: what a unit
+    keeps of its queries, a `Unit` or a `MatrixUnit`."""
     group, kv_heads, out, row_bytes = args.group, args.kv_heads, args.out, 4 * spec.dim
     last_tile = (args.rows - 1) // args.tile
     with e.loop(*units) as unit:

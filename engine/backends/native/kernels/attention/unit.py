@@ -222,7 +222,7 @@ class Unit:
             own_row_max, rescale = self._row_max + (i + row) * 4, self._rescale + row * 4
             old_row_max = e.load(own_row_max, F32)
             highest = reduce(larger, [e.load(row_weights, _F16, place) for place in places])
-            row_max = larger(_highest(highest), old_row_max)
+            row_max = larger(e.combine_lanes(highest, larger), old_row_max)
             # Of keys that are not seen the weight is 0, also where none is and the maximum is LOWEST.
             top = e.splat(e.select(row_max > LOWEST, row_max, e.zero(F32)), 16)
             total = e.zero(_F16)
@@ -262,12 +262,3 @@ def _copy(e: Emitter, source: Value, target: Value, dim: int) -> None:
 def larger(a: Value, b: Value) -> Value:
     """The larger of floats; b if one is NaN, which is one instruction."""
     return a.emitter.select(a > b, a, b)
-
-
-def _highest(a: Value) -> Value:
-    """The largest lane."""
-    e = a.emitter
-    while a.lanes > 1:
-        half = a.lanes // 2
-        a = larger(e.part(a, 0, half), e.part(a, half, half))
-    return e.extract(a, 0)

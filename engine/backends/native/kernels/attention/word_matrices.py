@@ -14,6 +14,7 @@ Sums of weights are of those before rounding.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -24,7 +25,6 @@ from polarlm.engine.backends.native.kernels.attention.matrix_unit import (
     ROWS,
     MatrixSegment,
     MatrixUnit,
-    lanes_of_rows,
     power_of_fraction,
 )
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST
@@ -208,7 +208,7 @@ class WordUnit(MatrixUnit):
             e.store(scaled, self._row_sums + row * 64)
             sums, factor = self._sum(i) + row * 64, e.broadcast(self._rescale + row * 4, F32, 16)
             e.store(e.fma(total, factor, e.load(sums, _F16, 1024 * self._parts)), sums, 1024 * self._parts)
-        of_rows = lanes_of_rows(e, [e.load(self._row_sums, _F16, 64 * row) for row in range(ROWS)], lambda a, b: a + b)
+        of_rows = e.combine_rows([e.load(self._row_sums, _F16, 64 * row) for row in range(ROWS)], operator.add)
         unit = e.fmax(of_rows * (1 / _MOST_SUM), e.constant(_F16, 1 / _MOST_WEIGHT))
         e.store(e.constant(_F16, 1.0) / unit, self._factors)
         e.store(e.load(self._rescale, _F16) * unit, self._rescale)

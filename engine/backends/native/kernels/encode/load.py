@@ -8,7 +8,7 @@ from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
 from polarlm.engine.codecs.linear import REACH
 from polarlm.engine.codecs.parts.norms import ByteNorm
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
-from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Value, Values, Variable, gather, vector
+from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Value, Variable, gather, vector
 
 ANY = float(np.finfo(np.float32).max)  # a limit that clips no finite value
 
@@ -33,7 +33,7 @@ def load(unit: Unit, limit: float) -> Value:
             rows = [row - e.join([mean, mean]) for row in rows]
         clipped = [_clip(e, row, limit, bad) for row in rows]
         target = unit.x + channel * unit.row + offset
-        for number, column in enumerate(_transpose(e, clipped)):
+        for number, column in enumerate(e.transpose(clipped)):
             e.store(column, target, number * unit.row)
     return _any_byte(e, bad)
 
@@ -127,19 +127,3 @@ def _centre(unit: Unit, source: Value) -> None:
             e.store(half, unit.block.mean + channel * 2)
             decoded_mean = e.half_to_float(half)
         e.store(decoded_mean, unit.mean + channel * 4)
-
-
-def _transpose(e: Emitter, rows: Values) -> list[Value]:
-    """8 vectors, each with 8 channels of tokens t and t + 8 → 8 vectors, one for each channel, with tokens in lanes.
-
-    Each of three rounds swaps one bit of the row index with the same bit of the lane index.
-    """
-    whole = list(rows)
-    for bit in (1, 2, 4):
-        for number in range(8):
-            if not number & bit:
-                pair = whole[number], whole[number | bit]
-                for place, target in enumerate((number, number | bit)):
-                    lanes = [(lane & ~bit) | (bit if place else 0) | (16 if lane & bit else 0) for lane in range(16)]
-                    whole[target] = e.shuffle(*pair, lanes)
-    return whole

@@ -84,11 +84,8 @@ class NearestOfRings:
         firsts, shifts = (first, first + phases[0]), (shift, -shift + 0.5)
         if self._symmetric:
             shifts = e.constant(_F16, 0.5), e.constant(_F16, 0.5)
-        others, is_unsure = (
-            [],
-            square < 1e-9 if self._several_innermost else None,
-        )  # so small, scores round to equal ones
-        best, score = None, square
+        is_unsure = square < 1e-9 if self._several_innermost else None  # so small, scores round to equal ones
+        others, best, score = list[Value](), None, square
         for start, count, shift in zip(firsts, phases, shifts, strict=True):
             steps = turn * count.to_float() - shift  # from −½ to the number of phases
             phase = (steps + 0.5).to_int()

@@ -203,11 +203,8 @@ class ExpandedCodes(ExpandedWeights):
     def _write(self, block: Block, out: Value) -> None:
         e, place = self._e, self._layout
         with e.loop(0, self.parts) as part:
-            address, target, sub = (
-                block.codes + part * place.part_bytes,
-                out + part * self.nbytes,
-                block.subs + part * ROWS * self._groups,
-            )
+            address, target = block.codes + part * place.part_bytes, out + part * self.nbytes
+            sub = block.subs + part * ROWS * self._groups
             e.prefetch(address + PREFETCH_BYTES, place.part_bytes)
             self._write_codes(address, target)
             for group in range(self._groups):

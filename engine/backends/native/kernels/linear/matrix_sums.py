@@ -29,7 +29,7 @@ from polarlm.engine.backends.native.kernels.linear.tile_reads import (
     times_sub,
 )
 from polarlm.engine.backends.native.tiles import ROWS, TileLayout, block_bytes, layout
-from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Matrices, Value, Values, Variable, vector
+from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, Values, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 MOST_INPUTS = 2048  # of a strip. More are cut into strips of fewer, so that those of 256 rows stay in the cache
@@ -53,7 +53,7 @@ def units_at_once(units: int, threads: int) -> int:
 def unit_runs(e: Emitter, begin: Value, end: Value, matrix_units: Value) -> Iterator[tuple[Value, Value]]:
     """A loop over units from `begin` to `end`, in runs for `matrix_sums`: the first unit of a run, and how many there
     are. matrix_units: units of a matrix; all of a run are of one."""
-    matrices = matrices_of(e)
+    matrices = e.level.matrices
     matrices.begin(e)
     first = e.variable(begin)
     with e.when(begin < end), e.repeat_while() as conditions:
@@ -160,12 +160,6 @@ class _Strip(NamedTuple):
     address: Value
 
 
-def matrices_of(e: Emitter) -> Matrices:
-    matrices: Matrices | None = e.level.matrices
-    assert matrices is not None
-    return matrices
-
-
 def _multiply(
     e: Emitter, strip: _Strip, rows: Values, making: tuple[_StripMaker, _Strip, Variable, Value, Value]
 ) -> None:
@@ -187,7 +181,7 @@ def _multiply(
 
 def _add_products(e: Emitter, strip: _Strip, rows: Values, part: Value) -> None:
     """Add the products of 16 rows each, at addresses, with a part of a strip."""
-    matrices, right = matrices_of(e), strip.address + part * (2 * MATRIX)
+    matrices, right = e.level.matrices, strip.address + part * (2 * MATRIX)
     for number, register in enumerate(_RIGHT):
         matrices.load(e, register, right + number * MATRIX)
     for number, address in enumerate(rows):
@@ -259,7 +253,7 @@ class _CodeReads:
         if self._layout.planes != (8,):
             numbers = np.arange(2**format.bits) - format.zero if format.table is None else format.table
             bits = numbers.astype(np.float32).view(np.int32) >> 16  # exact: no number has more than 8 bits
-            self._find = matrices_of(e).word_table(e, bits.tolist() * max(1, 2 * ROWS // len(bits)))
+            self._find = e.level.matrices.word_table(e, bits.tolist() * max(1, 2 * ROWS // len(bits)))
 
     def __call__(self, tile: Value, part: Value) -> Callable[[int], Value]:
         """A function that reads a pair of 32 inputs of a tile, bfloat16 (32,) as int16."""

@@ -1,13 +1,11 @@
 """Packing of weights: rows as they lie in a file become tiles (`engine.backends.native.tiles`), without rounding.
 
-How a format stores its codes and scales is said in one place, `unpack` of its module. `Origins` finds out by unpacking
-blocks of a single bit from which bit of a stored block each bit of a field comes, and a kernel moves them.
+A kernel moves the bits of each field from where `Origins` says that they are stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -22,6 +20,7 @@ from polarlm.engine.backends.native.tiles import (
     lattice_layout,
     layout,
 )
+from polarlm.engine.backends.origins import Origins, find_origins, grouped_fields, power_scales
 from polarlm.engine.jit.lang import I8, I16, I32, I64, Emitter, Int64, Kernel, Pointer, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
 
@@ -36,65 +35,10 @@ class PackArguments(NamedTuple):
     tile_bytes: Int64
 
 
-@dataclass(frozen=True, eq=False)
-class Origins:
-    """The bits of a field of an unpacked block: each is a bit of the stored block, that bit flipped, or constant.
-
-    bits: int32 (bytes of the field, 8), the number of the stored bit, 8 · byte + bit; -1 where there is none.
-    flips: uint8 (bytes of the field), the bits that are flipped, or the constants.
-    """
-
-    bits: np.ndarray
-    flips: np.ndarray
-
-    def __getitem__(self, part: slice) -> Origins:
-        return Origins(self.bits[part], self.flips[part])
-
-    def moves(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """The same as moves of whole bytes: (shift, bytes, masks). Byte i of the field has the bits masks[i] of the
-        stored byte bytes[i], shifted right by `shift`, from each move; bytes[i] is -1 where masks[i] is 0."""
-        moves: list[tuple[int, np.ndarray, np.ndarray]] = []
-        for place, bit in np.argwhere(self.bits >= 0):
-            byte, shift = int(self.bits[place, bit]) // 8, int(self.bits[place, bit]) % 8 - int(bit)
-            for move in moves:
-                if move[0] == shift and move[1][place] in (-1, byte):
-                    break
-            else:
-                moves.append(move := (shift, np.full(len(self.bits), -1), np.zeros(len(self.bits), np.uint8)))
-            move[1][place] = byte
-            move[2][place] |= np.uint8(1 << int(bit))
-        return moves
-
-
 @cache
 def origins(format: WeightFormat) -> dict[str, Origins]:
-    """Field → the origins of its bytes in a block: of `Grouped`, without scales that are powers of two, or of
-    `lattice_fields`.
-
-    Raises ValueError if a bit does not come from one stored bit.
-    """
-    single = np.packbits(np.eye(8 * format.nbytes, dtype=np.uint8), axis=1, bitorder="little")
-    blocks = np.concatenate([np.zeros((1, format.nbytes), np.uint8), single])
-    fields = _fields(format, blocks) if format.grid is None else lattice_fields(format, blocks)
-    by_field = {}
-    for name, content in fields.items():
-        changes = np.unpackbits(content[1:] ^ content[0], axis=1, bitorder="little")
-        if (changes.sum(axis=0) > 1).any():
-            raise ValueError(f"{format.name}: a bit of {name} depends on several stored bits.")
-        bits = np.where(changes.any(axis=0), changes.argmax(axis=0), -1).astype(np.int32)
-        by_field[name] = Origins(bits.reshape(-1, 8), content[0])
-    return by_field
-
-
-def _fields(format: WeightFormat, blocks: np.ndarray) -> dict[str, np.ndarray]:
-    """Field of `Grouped` → its bytes, uint8 (blocks, n)."""
-    assert format.unpack is not None
-    grouped, by_field = format.unpack(blocks), {}
-    for name in ("codes", "scale", "sub_scale", "offset", "sub_offset"):
-        field = getattr(grouped, name)
-        if field is not None and not (name == "scale" and layout(format).is_power):
-            by_field[name] = np.ascontiguousarray(field).view(np.uint8).reshape(len(field), -1)
-    return by_field
+    """Field → the origins of its bytes in a block."""
+    return find_origins(format, grouped_fields if format.grid is None else lattice_fields)
 
 
 @cache
@@ -134,7 +78,7 @@ def _emit_numbers(e: Emitter, format: WeightFormat, source: Value, target: Value
 
 def _emit_blocks(e: Emitter, format: WeightFormat, source: Value, target: Value, args: PackArguments) -> None:
     place, fields = layout(format), origins(format)
-    powers = _powers(format) if place.is_power else None
+    powers = power_scales(format) if place.is_power else None
     table = None if powers is None else e.constant_bytes(powers[1].tobytes())
     with e.loop(0, args.blocks) as block, e.loop(0, ROWS) as row:
         address, out = source + row * args.row_bytes + block * format.nbytes, target + block * place.nbytes
@@ -231,21 +175,3 @@ def _spread(e: Emitter, source: Value, lanes: Sequence[int] | np.ndarray) -> Val
 
 def _shift(a: Value, right: int) -> Value:
     return a >> right if right > 0 else a << -right if right < 0 else a
-
-
-def _powers(format: WeightFormat) -> tuple[int, np.ndarray]:
-    """The byte of a block that is the exponent of its scale, and the scale of each exponent as bfloat16, uint16 (256,).
-
-    Raises ValueError if the scale depends on more than one byte.
-    """
-    assert format.unpack is not None
-
-    def scales(blocks: np.ndarray) -> np.ndarray:
-        assert format.unpack is not None
-        return (format.unpack(blocks).scale[:, 0].view(np.uint32) >> 16).astype(np.uint16)
-
-    ones = scales(np.eye(format.nbytes, dtype=np.uint8)) != scales(np.zeros((1, format.nbytes), np.uint8))
-    (byte,) = np.flatnonzero(ones)
-    exponents = np.zeros((256, format.nbytes), np.uint8)
-    exponents[:, byte] = np.arange(256)
-    return int(byte), scales(exponents)

@@ -20,7 +20,7 @@ from polarlm.engine.backends.native.kernels.linear.block_sums import (
     sum_by_outputs,
 )
 from polarlm.engine.backends.native.kernels.linear.expanded_sums import SUMS, expanded_sums, is_expanded
-from polarlm.engine.backends.native.kernels.linear.matrix_sums import Panels, Place, matrices_of, matrix_sums, unit_runs
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import Panels, Place, matrix_sums, unit_runs
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
 from polarlm.engine.backends.native.kernels.rows import apply_gate
 from polarlm.engine.backends.native.tiles import ROWS, layout
@@ -257,7 +257,7 @@ class _MatrixOutputs:
     def __init__(self, e: Emitter, spec: Product, args: ProductArguments, operands: _Operands, copy: Value) -> None:
         """copy: memory of 2 KiB, float32 (16, 32)."""
         self._e, self._spec, self._args, self._operands, self._copy = e, spec, args, operands, copy
-        self._matrices = matrices_of(e)
+        self._matrices = e.level.matrices
 
     def start(self, place: Place) -> None:
         e, spec = self._e, self._spec
@@ -432,10 +432,8 @@ def _packed_sums(
 ) -> list[list[Value]]:
     """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
     format, place = spec.format, layout(spec.format)
-    codes, distance = (
-        Codes(e, place, spec.row_tile, spec.inputs),
-        place.codes + prefetch_distance(e.level, spec.row_tile),
-    )
+    codes = Codes(e, place, spec.row_tile, spec.inputs)
+    distance = place.codes + prefetch_distance(e.level, spec.row_tile)
     panel = x + first // spec.row_tile * stride
 
     def add(outputs: Outputs, sums: Sequence[Sequence[Variable]]) -> None:

@@ -303,10 +303,8 @@ class _Unit:
         end_row = common.end_row(e, args.end_rows, args.blocks, number)
 
         def repeat(channel: Value, count: int) -> None:
-            inputs, target = (
-                self.inputs + channel * 4,
-                args.end_inputs + end_row * (rows_before * row_bytes) + channel * 4,
-            )
+            inputs = self.inputs + channel * 4
+            target = args.end_inputs + end_row * (rows_before * row_bytes) + channel * 4
             common.repeat_inputs(e, inputs, (row_bytes, spec.block, rows_before), e.i64(count), (end_row >= 0, target))
 
         with e.loop(0, spec.shared) as member:
@@ -353,11 +351,8 @@ class _ChannelUnit(_Unit):
             e.store(e.constant(F32, 1.0), self.start_decay + i * 4)
         with e.loop(0, count) as i:
             self._weigh_row(i, count, place + i, decays)
-            total, key, query = (
-                self.totals + (i + 1) * key_row,
-                self.rows + i * key_row,
-                self.rows + (count + i) * key_row,
-            )
+            total = self.totals + (i + 1) * key_row
+            key, query = self.rows + i * key_row, self.rows + (count + i) * key_row
             for first, lanes in pieces(spec.key_dim):
                 decay = e.exp(e.load(total, vector(F32, lanes), 4 * first))
                 for at in (key, query):

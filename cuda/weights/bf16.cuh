@@ -1,2 +1,0 @@
-// Bfloat16.
-struct bf16 : PlainWeights<__nv_bfloat16> {};

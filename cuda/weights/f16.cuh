@@ -1,2 +1,0 @@
-// Half precision.
-struct f16 : PlainWeights<__half> {};
