@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V2-Lite: latent attention, experts chosen by softmax, and shared ones; groups on the CPU alone."""
+"""DeepSeek V2 and V2-Lite: latent attention, experts chosen by softmax, and shared ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1, Kimi K2, GLM-4.7-Flash: V2 whose experts have sigmoid scores; groups on the CPU alone."""
+"""DeepSeek V3 and R1, Kimi K2, GLM-4.7-Flash: V2 whose experts have sigmoid scores."""
 
 from __future__ import annotations
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from polarlm.engine import Engine, EngineError, codecs
+from polarlm.engine import EngineError, codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.assembly import fit_line
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -29,6 +30,7 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.model_loaders.config import GatedDelta
 from tests.state.fed import plan_for_sequences
+from tests.tiny import PLAIN, load_tiny
 
 codec_names = st.sampled_from(["f16", "polarquant", "polarquant+dense"])
 windows = st.one_of(st.none(), st.integers(1, 300))
@@ -180,21 +182,23 @@ def test_a_size_is_read_as_it_is_written(size: int) -> None:
     assert abs(parse_size(written) - size) <= 0.05 * unit + 1
 
 
-def test_the_fit_line_has_the_numbers_of_the_plan(tiny: Engine) -> None:
-    line, plan = tiny.fit_line(), tiny._parts.plan
-    assert line == fit_line(tiny._parts)
-    words = re.search(
-        r"([\d.]+ \w+) on the cpu(?:, inputs of 16 bits)?; "
-        r"KV store ([\d.]+ \w+), (\d+) blocks of (\d+) as polarquant \(([\d.]+) bits/value\): "
-        r"(\d+) tokens fit \(with an f16 cache: (\d+)\)",
-        line,
-    )
-    weights, store, blocks, size, bits, tokens, plain = words.groups()
-    assert weights == format_bytes(tiny._model.weights.bytes)
-    assert store == format_bytes(plan.bytes)
-    # In a whole context, all blocks but the first are quantized.
-    assert (int(blocks) + 1) * int(size) == int(tokens) == tiny.context
-    layers = len(plan.shape.layers)
-    values = layers * 2 * 2 * 8 * 8  # K and V, heads, block, channels
-    assert float(bits) == round(plan.shape.quantized_bytes(range(layers)) * 8 / values, 2)
-    assert int(plain) == f16_tokens(plan) < int(tokens)
+def test_the_fit_line_has_the_numbers_of_the_plan(tiny_path: Path) -> None:
+    """Of blocks that NumPy reads: kernels have tiles, which are padded."""
+    with load_tiny(tiny_path, **PLAIN | {"block_size": 8}) as tiny:
+        line, plan = tiny.fit_line(), tiny._parts.plan
+        assert line == fit_line(tiny._parts)
+        words = re.search(
+            r"([\d.]+ \w+) on the cpu(?:, inputs of 16 bits)?; "
+            r"KV store ([\d.]+ \w+), (\d+) blocks of (\d+) as polarquant \(([\d.]+) bits/value\): "
+            r"(\d+) tokens fit \(with an f16 cache: (\d+)\)",
+            line,
+        )
+        weights, store, blocks, size, bits, tokens, plain = words.groups()
+        assert weights == format_bytes(tiny._model.weights.bytes)
+        assert store == format_bytes(plan.bytes)
+        # In a whole context, all blocks but the first are quantized.
+        assert (int(blocks) + 1) * int(size) == int(tokens) == tiny.context
+        layers = len(plan.shape.layers)
+        values = layers * 2 * 2 * 8 * 8  # K and V, heads, block, channels
+        assert float(bits) == round(plan.shape.quantized_bytes(range(layers)) * 8 / values, 2)
+        assert int(plain) == f16_tokens(plan) < int(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -174,8 +175,8 @@ def responses_answers() -> set[str]:
 CLIENTS: dict[str, Callable[[], set[str]]] = {  # OpenAI's older endpoints: tests/server/reading/test_fields.py
     "/v1/responses": responses_answers,
     "/v1/messages": messages_answers,
-    "/api/chat": lambda: models(ollama._types.ChatRequest),
-    "/api/generate": lambda: models(ollama._types.GenerateRequest),
+    "/api/chat": lambda: models(importlib.import_module("ollama._types").ChatRequest),
+    "/api/generate": lambda: models(importlib.import_module("ollama._types").GenerateRequest),
 }
 
 

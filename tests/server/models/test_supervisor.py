@@ -96,7 +96,7 @@ class FakeProcess:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr(module, "ModelProcess", lambda model, _, on_exit: FakeProcess(made, model.name, on_exit))
+    monkeypatch.setattr(module, "ModelProcess", lambda model, _, on_exit, __: FakeProcess(made, model.name, on_exit))
     monkeypatch.setattr(module, "_SWEEP_SECONDS", 0.005)
     return made
 
