@@ -41,7 +41,7 @@ class Reader(PatchReader[GlmVisionEncoder, Weights, LayerWeights]):
         ops, encoder, w, where = self._ops, self.encoder, self._weights, merged_places(self.encoder, shape)
         x = ops.linear(ops.to_device(qwen_patches(encoder, pixels, shape)), w.patches)
         if w.norm is not None and w.positions is not None:
-            positions = ops.to_device(resize_positions(ops.rows(w.positions), encoder, shape, _resizing))
+            positions = ops.to_device(resize_positions(ops.rows(w.positions), encoder, shape, _weights_along))
             ops.rms_norm(x, (w.norm, encoder.eps), residual=positions)
             x = positions
         rope = self._rope(*where, dim=encoder.hidden_size // encoder.heads)
@@ -57,7 +57,7 @@ class Reader(PatchReader[GlmVisionEncoder, Weights, LayerWeights]):
         return ImageRows(ops.linear(ops.linear(y, w.gate_up, Fusion(activation="silu", consumer=w.down)), w.down))
 
 
-def _resizing(source: int, count: int) -> np.ndarray:
+def _weights_along(source: int, count: int) -> np.ndarray:
     """The weights (count, source) of positions along a side for each of `count` patches: a cubic of the four around its
     middle (Keys 1981, "Cubic convolution interpolation for digital image processing"), the outermost ones repeated."""
     middles = (np.arange(count)[:, None] + 0.5) * (source / count) - 0.5

@@ -37,7 +37,7 @@ class Reader(PatchReader[Lfm2VlVisionEncoder, Weights, LayerWeights]):
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, encoder, w = self._ops, self.encoder, self._weights
         rows, columns = merged_places(encoder, shape)
-        x = ops.to_device(resize_positions(ops.rows(w.positions), encoder, shape, _resizing))
+        x = ops.to_device(resize_positions(ops.rows(w.positions), encoder, shape, _weights_along))
         patches = cut_patches(encoder, pixels, channels_first=encoder.channels_first)
         patches = patches[rows * shape.grid[1] * encoder.merge + columns]
         ops.linear(ops.to_device(patches), w.patches, residual=x)
@@ -50,7 +50,7 @@ class Reader(PatchReader[Lfm2VlVisionEncoder, Weights, LayerWeights]):
         return ImageRows(ops.linear(ops.linear(y, w.first, Fusion(activation="gelu")), w.second))
 
 
-def _resizing(source: int, count: int) -> np.ndarray:
+def _weights_along(source: int, count: int) -> np.ndarray:
     """The weights (count, source) of positions along a side for each of `count` patches: a triangle around its middle,
     which is wider where there are fewer patches than positions, so that each counts."""
     scale = source / count

@@ -48,7 +48,7 @@ class Reader(PatchReader[DeepStackVisionEncoder, Weights, LayerWeights]):
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, encoder, w = self._ops, self.encoder, self._weights
         where, added = merged_places(encoder, shape), []
-        x = ops.to_device(resize_positions(ops.rows(w.positions), encoder, shape, _resizing))
+        x = ops.to_device(resize_positions(ops.rows(w.positions), encoder, shape, _weights_along))
         ops.linear(ops.to_device(qwen_patches(encoder, pixels, shape)), w.patches, residual=x)
         rope = self._rope(*where, dim=encoder.hidden_size // encoder.heads)
         for layer in self._layers:
@@ -61,7 +61,7 @@ class Reader(PatchReader[DeepStackVisionEncoder, Weights, LayerWeights]):
         return ImageRows(ops.linear(ops.linear(y, w.first, Fusion(activation="gelu")), w.second), tuple(added))
 
 
-def _resizing(source: int, count: int) -> np.ndarray:
+def _weights_along(source: int, count: int) -> np.ndarray:
     """The weights (count, source) of positions along a side for each of `count` patches: the first and the last have
     those at the ends, the others lie between neighbours."""
     places = np.linspace(0, source - 1, count)[:, None]
