@@ -38,6 +38,11 @@ def defaults_of_folder(folder: Path, vocab_size: int) -> GenerationDefaults:
 def defaults_of_gguf(gguf: GgufFile, vocab_size: int) -> GenerationDefaults:
     """What the keys for it in a GGUF file say, likewise."""
     values = {ours: gguf.metadata.get(theirs) for ours, theirs in _GGUF.items()}
+    others = [key for key in gguf.metadata if key.startswith("general.sampling.") and key not in _GGUF.values()]
+    if others:
+        _LOG.warning(
+            "%s: %s: these are no defaults here: ask for them in flags or requests", gguf.path, ", ".join(others)
+        )
     return _defaults(Fields(values, gguf.path, _GGUF), vocab_size)
 
 

@@ -62,10 +62,14 @@ def test_an_odd_value_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.
         assert "left out" in record.getMessage()
 
 
-def test_a_gguf_file_has_sampling_defaults(tmp_path: Path) -> None:
+def test_a_gguf_file_has_sampling_defaults(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     says = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "tokenizer.ggml.suppress_tokens": [7, 999]}
     gguf: Any = SimpleNamespace(path=tmp_path / "a.gguf", metadata=says)
     assert generation.defaults_of_gguf(gguf, 100) == GenerationDefaults({"temperature": 0.5, "top_k": 20}, banned=(7,))
+    assert not any("no defaults" in message for message in caplog.messages)
+    says["general.sampling.xtc_probability"] = 0.5
+    assert generation.defaults_of_gguf(gguf, 100).sampling == {"temperature": 0.5, "top_k": 20}
+    assert "general.sampling.xtc_probability: these are no defaults here" in caplog.messages[-2]
 
 
 def test_a_value_in_a_sentence_is_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
