@@ -5,7 +5,7 @@
 // file, or 0 where that is negative, and it is flipped where flips[i] has it. The fields are the scale, with OFFSETS
 // the offset, with SUBS all sub_scales and with OFFSETS all sub_offsets, and the codes, a byte each.
 // powers (256): with POWERS, the scale for each number in place of the scale.
-// Grid (rows, ceil(in / 8 / block)), block any. DEFINES: WEIGHT (a packed format).
+// Grid (rows, ceil(in / 8 / block)), block at most 256. DEFINES: WEIGHT (a packed format).
 // PRECOND: in % VALUES == 0; matrix and bits aligned to 16 bytes, rows of its last tile that no slab has set are zero.
 
 // Byte i of the fields of a block.
@@ -25,7 +25,7 @@ constexpr int place_of(int j) {
     return B == 8 ? j / 4 * 32 + j / 2 % 2 * 8 + j % 2 * 16 : B * (j / 2 + j % 2 * 4);
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(256)
 repack_kernel(unsigned char *matrix, const unsigned char *raw, const short *bits, const unsigned char *flips,
               const unsigned short *powers, int first, int in, int nbytes) {
     using W = WEIGHT;
@@ -49,7 +49,7 @@ repack_kernel(unsigned char *matrix, const unsigned char *raw, const short *bits
             sub_numbers[f] = field_byte(raw, bits, flips, 2 * fields + groups * f + group);
     }
     unsigned long long low = 0, high = 0;
-#pragma unroll
+#pragma unroll 1
     for (int j = 0; j < 8; ++j) {
         const unsigned long long code = field_byte(raw, bits, flips, W::codes(groups) / 16 + i + j);
         low |= (code & ((1ull << LOW) - 1)) << place_of<LOW>(j);
