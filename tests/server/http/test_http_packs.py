@@ -10,6 +10,7 @@ import pytest
 from polarlm import pack
 from polarlm.engine import Engine, EngineConfig
 from polarlm.server.config import ServerConfig
+from polarlm.server.running import journal
 from polarlm.server.serving import load_driver
 from tests.server.apis import API, APIS
 from tests.server.http_server import Serving, serving
@@ -57,9 +58,10 @@ def test_packs_are_listed(server: Serving) -> None:
 
 
 def test_a_server_has_read_its_packs_before_the_first_request(
-    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is damaged is named, and keeps no other from being read."""
+    monkeypatch.setattr(journal, "set_up", lambda name: None)  # of the whole process, and other tests' servers
     file = packed(tmp_path, tiny_path)
     damaged = tmp_path / "damaged.pack"
     damaged.write_bytes(file.read_bytes()[:-100] + bytes(100))
