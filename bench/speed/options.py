@@ -50,7 +50,9 @@ class Options:
         AUTO, "--input-bits", metavar="BITS,…", help="as in the chat: one or several, with a column of ours for each"
     )
     replayable: bool = setting(
-        False, "--replayable", help="measure each of our types as with --replayable of a server, too"
+        False,
+        "--replayable",
+        help="measure each of our types as with --replayable of a server, too; with --parts only so",
     )
     peer: str = setting(
         peers.DEFAULT,

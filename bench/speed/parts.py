@@ -157,7 +157,7 @@ def measure(options: Options) -> Result:
     """The parts of prompts of all lengths. Raises FlagError, EngineError or LoadError."""
     path, lengths = model_named(options.weights, options.hf_repo), sorted(numbers("--prompt", options.prompt))
     settings = {"device": options.device, "threads": options.thread_count(), "ctx_size": max(lengths) + 1}
-    settings |= {"input_bits": options.input_bits.split(",")[0], "parallel": 1}
+    settings |= {"input_bits": options.input_bits.split(",")[0], "parallel": 1, "replayable": options.replayable}
     loaded = assemble(settle(path, None, {**settings, **cache_types(options.types)[0].settings()}), note)
     ops, source = loaded.model.ops, loaded.source
     with Engine(loaded) as engine:
