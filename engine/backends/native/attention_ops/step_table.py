@@ -79,6 +79,12 @@ class StepTable:
             words += one, [0] * (len(views) * most_chunks(n, width) * UNIT - len(one))
         self._contents = array("q", itertools.chain(*words, units[-1]))
 
+    @property
+    def most_chunk_blocks(self) -> int:
+        """The most blocks of a chunk in tables of the same `key`."""
+        block_size, width = self.key[0], self.key[4]
+        return _chunk_blocks(width, block_size)
+
     @cached_property
     def arrays(self) -> Arrays:
         """The arrays, allocated on first use: `copy_from` another table needs only that table's contents."""
@@ -110,7 +116,7 @@ class _BlockChunks(NamedTuple):
 
 def _block_chunks(view: SpanView, block_size: int) -> _BlockChunks:
     high_precision = view.high_precision or ()
-    chunk_blocks = max(_least_blocks(block_size), -(-(len(high_precision) + len(view.table)) // MOST_CHUNKS))
+    chunk_blocks = _chunk_blocks(len(high_precision) + len(view.table), block_size)
     if view.high_precision is None:
         return _BlockChunks(view.table, [len(view.table)], chunk_blocks)
     padded_ids = [*high_precision, *[0] * (-len(high_precision) % chunk_blocks * bool(view.table))]
@@ -167,6 +173,11 @@ def most_chunks(block_size: int, width: int) -> int:
 def _most_full(block_size: int) -> int:
     """F: the most full-precision blocks that a sequence has in a step."""
     return 2 + (STEP_ROWS + block_size - 2) // block_size
+
+
+def _chunk_blocks(blocks: int, block_size: int) -> int:
+    """The blocks of a chunk of a sequence with so many quantized ones."""
+    return max(_least_blocks(block_size), -(-blocks // MOST_CHUNKS))
 
 
 def _least_blocks(block_size: int) -> int:

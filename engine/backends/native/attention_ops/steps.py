@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,11 +13,15 @@ from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.codecs import MOST_QUERIES
+from polarlm.engine.backends.native.codecs.parts.expanded import expanded
 from polarlm.engine.backends.native.kernels.attention.latent_steps import LANES, LatentBody
 from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.numpy.kv.cache import Buffer, LayerCache
+from polarlm.engine.jit.lang import Kernel
+
+_MANY_QUERIES = 16  # of a KV head and a sequence: expanding blocks takes about as long as a pass over their codes
 
 
 class AttentionOps(PromptOps):
@@ -74,6 +79,8 @@ class AttentionOps(PromptOps):
             )
             spec = Attention(stored.key_tiles, stored.value_tiles, format.mean_bits, *sizes, is_capped)
             kernel = attend(spec, LatentBody if is_latent else None)
+            if table.most_rows * group >= _MANY_QUERIES and (better := self._expanding(spec, table)) is not None:
+                kernel = better
             units = partial(_units, table, kind, format.kv_heads)
             self._launch(kernel, units, arguments, grain=1, overlaps=kind > 0)
 
@@ -97,6 +104,17 @@ class AttentionOps(PromptOps):
         )
         self._launch(merge_kernel, rows * heads, merge_arguments)
         return out
+
+    def _expanding(self, spec: Attention, table: StepTable) -> Kernel[AttendArguments] | None:
+        """The kernel that expands blocks first, if there is one, it is compiled, and there is room for a chunk."""
+        spec = replace(spec, expanded=expanded(spec.keys, spec.values, spec.block_size, spec.head_dim))
+        if spec.expanded is None or table.most_chunk_blocks > spec.most_blocks:
+            return None
+        kernel = attend(spec)
+        if self._launch.has_loaded([kernel]):
+            return kernel
+        self._launch.expect([kernel])
+        return None
 
 
 def _units(table: StepTable, kind: int, kv_heads: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 
 from polarlm.engine.backends.native.codecs import MOST_QUERIES
@@ -19,6 +19,10 @@ PAIR_LANES = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in r
 """The channels of 8 pairs in the order of a prepared query."""
 _FOURS = [16 * part + 4 * b + k for part in range(4) for k in range(4) for b in range(4)]
 """4 bytes of 4 tokens in turn, as 4 tokens of 4 codes."""
+
+Write = Callable[[Value, int, int, Value], None]
+"""write(first, number, group, value): what is done with the bytes, plus `bias`, of 4 channels of 16 tokens of a tile:
+number (first + number) of the fours of channels in the order of a prepared query, and of the tokens."""
 
 
 def read_codes(e: Emitter, packing: Packing, address: Value, count: int) -> Iterator[list[Value]]:
@@ -49,11 +53,11 @@ def store_query(e: Emitter, parts: Values, table: CodeTable, out: Value) -> None
         total = total + part
         e.store(part.trunc(I8), out, 16 * number)
     e.store(top * (table.scale / 127), out, 16 * len(parts))
-    bias = round(2 * (table.half_step - _bias(e)))  # in halves; a last half is left out
+    bias = round(2 * (table.half_step - bias_of(e)))  # in halves; a last half is left out
     e.store((e.sum_lanes(total) * bias).ashr(1), out, 16 * len(parts) + 4)
 
 
-def _bias(e: Emitter) -> int:
+def bias_of(e: Emitter) -> int:
     """What makes a table's bytes unsigned, where products of signed bytes would take longer."""
     return 0 if e.level.signed_dots else 128
 
@@ -66,25 +70,23 @@ def emit_products(
     tokens: int,
     head_dim: int,
     prepared: Sequence[Values],
-    values: Value | None = None,
+    write: Write | None = None,
 ) -> Iterator[list[Value]]:
     """Yields the dot products of 16 of a tile's keys after the other with prepared queries: for each query int32 (16,).
 
     next_tile: a tile whose codes are prefetched. prepared: the tokens are cut into len(prepared) equal spans; the
-    prepared queries of each. values: where the tile's bytes go in the order of `ByteOrder`.
+    prepared queries of each. write: is given the tile's bytes.
     """
     groups, width, packing = tokens // 16, table.width, Packing(table.bits)
     vectors, factor_at = tokens * head_dim // width // 64, -(-head_dim // 16) * 16
-    lookup, multiply = table.emit(e, _bias(e)), e.level.dot4_signed if e.level.signed_dots else e.level.dot4
+    lookup, multiply = table.emit(e, bias_of(e)), e.level.dot4_signed if e.level.signed_dots else e.level.dot4
     each = groups // len(prepared)
     totals: dict[int, list[Variable]] = {}  # of each group of 16 tokens
     previous: dict[int, Variable] = {}  # the last code vector of each group
 
-    def add(
-        address: Value, part_queries: Sequence[Values], count: int, own_groups: Sequence[int], part_values: Value | None
-    ) -> None:
+    def add(first: Value, address: Value, part_queries: Sequence[Values], count: int, own_groups: range) -> None:
         """Add the products of `count` code vectors at `address` with the queries at `part_queries`, of the chosen
-        groups. part_values: where their bytes go."""
+        groups. first: the number of their first four channels."""
         for number, code in enumerate(read_codes(e, packing, address, count)):
             quad, group = divmod(number, groups)
             if group not in own_groups:
@@ -98,10 +100,8 @@ def emit_products(
                 )  # each byte is the one before it
                 previous[group].set(word)
             for channel, value in enumerate(lookup(code, range(width), previous_codes)):
-                if part_values is not None:
-                    signed = value ^ -128 if _bias(e) else value
-                    place = 64 * ((quad * width + channel) * groups + group)
-                    e.store(e.shuffle(signed, signed, _FOURS), part_values, place)
+                if write is not None:
+                    write(first, quad * width + channel, group, value)
                 for query, total in zip(part_queries[group // each], totals[group], strict=True):
                     e.keep_order()
                     factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
@@ -109,29 +109,45 @@ def emit_products(
 
     code_tile, queries = math.lcm(packing.run, groups), len(prepared[0])
     # Where few registers hold sums, those of some groups are finished before the next ones'.
-    group_tile = sum_tile(e, queries, groups) if e.level.keeps_order or queries > MOST_QUERIES else groups
-    for first in range(0, groups, group_tile):
-        own_groups = range(first, first + group_tile)
+    is_cut = queries > (0 if e.level.keeps_order else MOST_QUERIES)
+    group_tile = sum_tile(e, queries, groups) if is_cut else groups
+    for first_group in range(0, groups, group_tile):
+        own_groups = range(first_group, first_group + group_tile)
         for group in own_groups:
             starts = [e.broadcast(query, I32, 16, factor_at + 4) for query in prepared[group // each]]
             totals[group] = [e.variable(start) for start in starts]
         if table.flips:
             previous.update({group: e.variable(e.zero(_I16)) for group in own_groups})
         if vectors % code_tile:
-            if not first:
+            if not first_group:
                 e.prefetch(next_tile, packing.nbytes(vectors))
-            add(block, prepared, vectors, own_groups, values)
+            add(e.i64(0), block, prepared, vectors, own_groups)
         else:
             nbytes = packing.nbytes(code_tile)
             with e.loop(0, vectors // code_tile) as part:
-                offset = part * (code_tile // groups * 4 * width)
-                part_queries = [[query + offset for query in queries] for queries in prepared]
-                if not first:
+                first = part * (code_tile // groups * width)
+                part_queries = [[query + first * 4 for query in queries] for queries in prepared]
+                if not first_group:
                     e.prefetch(next_tile + part * nbytes, nbytes)
-                part_values = None if values is None else values + part * (64 * width * code_tile)
-                add(block + part * nbytes, part_queries, code_tile, own_groups, part_values)
+                add(first, block + part * nbytes, part_queries, code_tile, own_groups)
         for group in own_groups:
             yield [total.get() for total in totals[group]]
+
+
+def write_values(e: Emitter, values: Value, tokens: int) -> Write:
+    """What writes a tile's bytes as values, in the order of `ByteOrder`."""
+    groups = tokens // 16
+
+    def write(first: Value, number: int, group: int, value: Value) -> None:
+        signed = to_signed(e, value)
+        e.store(e.shuffle(signed, signed, _FOURS), values + first * (64 * groups), 64 * (number * groups + group))
+
+    return write
+
+
+def to_signed(e: Emitter, value: Value) -> Value:
+    """Bytes of a table plus `bias_of` → the bytes."""
+    return value ^ -128 if bias_of(e) else value
 
 
 def quantize_weights(e: Emitter, weights: Values, factors: Values) -> tuple[list[Value], list[Value]]:

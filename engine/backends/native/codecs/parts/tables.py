@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,11 +33,13 @@ from polarlm.engine.backends.native.codecs.parts.decoding import emit_norms, emi
 from polarlm.engine.backends.native.codecs.parts.packing import Packing, pack_bytes
 from polarlm.engine.backends.native.codecs.parts.products import (
     PAIR_LANES,
+    Write,
     emit_products,
     quantize_weights,
     read_codes,
     read_low,
     store_query,
+    write_values,
 )
 from polarlm.engine.backends.native.kernels.encode import encode
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, by_rounding
@@ -47,6 +50,18 @@ from polarlm.engine.codecs.schema.streams import Stream, codes, join, split
 from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Kernel, Value, Values, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
+
+
+class Place(NamedTuple):
+    """Where a vector of values is in a tile: in a chunk of p codes, `number` vectors after its vector `first`."""
+
+    chunk: Value
+    first: Value
+    number: int
+
+
+Visitor = Callable[[Place, Sequence[int], Iterator[Value]], None]  # given values for each of some channels of codes
+Finish = Callable[[Value], None]  # given the chunk whose values have been visited
 
 
 def keys(codec: Codec, block_size: int, head_dim: int) -> TableKeys | None:
@@ -165,10 +180,11 @@ class TableKeys(_TableTiles, KeyTiles):
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
         e.prefetch(next_tile + self._norms_at, self.nbytes - self._norms_at)
         products = partial(emit_products, e, self._table, block, next_tile, self._tokens, self._head_dim)
+        write = write_values(e, values, self._tokens)
         if e.level.has_room:
-            return zip(norms, products([queries], values), strict=True)
+            return zip(norms, products([queries], write), strict=True)
         cuts = range(0, len(queries), MOST_QUERIES)
-        parts = [[*products([queries[i : i + MOST_QUERIES]], None if i else values)] for i in cuts]
+        parts = [[*products([queries[i : i + MOST_QUERIES]], None if i else write)] for i in cuts]
         return zip(norms, ([*chain(*totals)] for totals in zip(*parts, strict=True)), strict=True)
 
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
@@ -180,7 +196,16 @@ class TableKeys(_TableTiles, KeyTiles):
     def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
         totals = [*emit_products(e, self._table, block, next_tile, self._tokens, self._head_dim, [queries])]
         e.prefetch(next_tile + self._norms_at, self.nbytes - self._norms_at)
-        norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
+        self.store_scores(e, totals, emit_norms(e, block + self._norms_at, self._tokens, self._norm), queries, out)
+
+    def look_up(self, e: Emitter, block: Value, next_tile: Value, write: Write) -> list[Value]:
+        """Give the bytes of a tile to `write`, and return its norms."""
+        for _ in emit_products(e, self._table, block, next_tile, self._tokens, self._head_dim, [[]], write):
+            pass
+        return emit_norms(e, block + self._norms_at, self._tokens, self._norm)
+
+    def store_scores(self, e: Emitter, totals: Sequence[Values], norms: Values, queries: Values, out: Values) -> None:
+        """totals: of `emit_products` → N float32 at each of out."""
         for query, target, own_totals in zip(queries, out, zip(*totals, strict=True), strict=True):
             factor = e.broadcast(query, F32, 16, self._factor_at)
             for group, (total, norm) in enumerate(zip(own_totals, norms, strict=True)):
@@ -196,6 +221,15 @@ class TableValues(_TableTiles, ValueTiles):
         """Adjacent codes of a token in a vector: p."""
         return math.gcd(self._codes, 16)
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Chunks of p codes, channels of a code, and vectors of a chunk."""
+        return self._codes // self._lanes, self._table.width, self._tokens * self._lanes // 64
+
+    def emit_norms(self, e: Emitter, block: Value) -> list[Value]:
+        """The norms of a tile, 16 in each vector."""
+        return emit_norms(e, block + self._norms_at, self._tokens, self._norm)
+
     def _codes_section(self, stream: Stream) -> Section:
         p = self._lanes
         cuts = (self._tokens * p // 64, 16 // p, 4), (self._codes // p, p)
@@ -209,46 +243,57 @@ class TableValues(_TableTiles, ValueTiles):
         return self._four_bytes([e.join(tokens[i::4]) for i in range(4)])
 
     def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
-        chunks, token_vectors, run = self._codes // self._lanes, self._tokens * self._lanes // 64, self._packing.run
-        width = self._table.width
-        norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
+        norms = self.emit_norms(e, block)
         e.prefetch(next_tile + self._norms_at, self.nbytes - self._norms_at)
+        self.add_products(e, norms, weights, sums, partial(self.visit, e, block, next_tile))
+
+    def add_products(
+        self, e: Emitter, norms: Values, weights: Values, sums: Values, visit: Callable[[Visitor, Finish], None]
+    ) -> None:
+        """`emit_values` of the bytes that `visit` visits."""
         steps, counts = quantize_weights(e, weights, norms)
         factors = [step * self._table.scale for step in steps]
         half_step_sums = [count.to_float() * self._table.half_step for count in counts]
-        lookup = self._table.emit(e, 0)
-        flips = self._table.flips
-        totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
+        totals = [[e.variable(e.zero(_I16)) for _ in range(self._table.width)] for _ in weights]
 
-        def add(code: list[Value], last: Value | None, addresses: Values, place: int, channels: Sequence[int]) -> None:
-            """Add the products of a code vector with the weights of its tokens; `place`: vectors after `addresses`.
-            last: with flips, the same tokens' codes before these."""
-            fours = [self._weights(e, weight, place) for weight in addresses]
-            previous_codes = None if last is None else self._shift_codes(e, code[0], last)
-            for channel, values in zip(channels, lookup(code, channels, previous_codes), strict=True):
+        def add(place: Place, channels: Sequence[int], values: Iterator[Value]) -> None:
+            fours = [self._weights(e, weight + place.first * (64 // self._lanes), place.number) for weight in weights]
+            for channel, value in zip(channels, values, strict=True):
                 for four, total in zip(fours, totals, strict=True):
                     e.keep_order()
-                    total[channel].set(e.level.dot4(e, total[channel].get(), four, values.bits(_I16), fits=True))
+                    total[channel].set(e.level.dot4(e, total[channel].get(), four, value.bits(_I16), fits=True))
 
-        def finish(offset: Value | int) -> None:
-            """Add a chunk's totals to the sums at this offset, and reset them to zero."""
+        def finish(chunk: Value) -> None:
+            offset = chunk * (4 * self._lanes * self._table.width)
             for total, factor, target, more in zip(totals, factors, sums, half_step_sums, strict=True):
                 channels = [self._fold_lanes(e, channel.get()).to_float() for channel in total]
-                if flips:
+                if self._table.flips:
                     channels = [channel + more for channel in channels]
                 self._add_to_sums(e, channels, factor, target + offset)
                 for channel in total:
                     channel.set(e.zero(_I16))
 
+        visit(add, finish)
+
+    def visit(self, e: Emitter, block: Value, next_tile: Value, visitor: Visitor, finish: Finish) -> None:
+        """Look the codes of a tile up, vector by vector, and call `finish` after each chunk."""
+        (chunks, width, token_vectors), run = self.shape, self._packing.run
+        flips, lookup = self._table.flips, self._table.emit(e, 0)
+
+        def values(code: list[Value], last: Value | None, channels: Sequence[int]) -> Iterator[Value]:
+            """last: with flips, the same tokens' codes before these."""
+            yield from lookup(code, channels, None if last is None else self._shift_codes(e, code[0], last))
+
         if token_vectors % run:
             e.prefetch(next_tile, self._norms_at)
             last: dict[int, Value] = {}
-            for number, code in enumerate(read_codes(e, self._packing, block, self._vectors)):
-                previous_codes = last.get(number % token_vectors, e.zero(code[0].type)) if flips else None
-                add(code, previous_codes, weights, number % token_vectors, range(width))
-                last[number % token_vectors] = code[0]
-                if number % token_vectors == token_vectors - 1:
-                    finish(number // token_vectors * (4 * self._lanes * width))
+            for at, code in enumerate(read_codes(e, self._packing, block, self._vectors)):
+                own_chunk, number = e.i64(at // token_vectors), at % token_vectors
+                previous = last.get(number, e.zero(code[0].type)) if flips else None
+                visitor(Place(own_chunk, e.i64(0), number), range(width), values(code, previous, range(width)))
+                last[number] = code[0]
+                if number == token_vectors - 1:
+                    finish(own_chunk)
             return
         code_tile = math.lcm(run, 4) if token_vectors % math.lcm(run, 4) == 0 else run
         # Where few registers hold sums, a channel's sums are finished before the next one's.
@@ -261,14 +306,14 @@ class TableValues(_TableTiles, ValueTiles):
             previous_chunk = e.select(chunk > 0, block + (start - self._packing.nbytes(token_vectors)), no_codes)
             for channels in turns:
                 with e.loop(0, token_vectors // code_tile) as part:
-                    addresses = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
                     offset = start + part * nbytes
                     if channels[0] == 0:
                         e.prefetch(next_tile + offset, nbytes)
                     previous_low = read_low(e, self._packing, previous_chunk + part * nbytes, code_tile if flips else 0)
-                    for place, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
-                        add(code, next(previous_low, None), addresses, place, channels)
-            finish(chunk * (4 * self._lanes * width))
+                    for number, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
+                        place = Place(chunk, part * code_tile, number)
+                        visitor(place, channels, values(code, next(previous_low, None), channels))
+            finish(chunk)
 
     def _shift_codes(self, e: Emitter, code: Value, last: Value) -> Value:
         """The code before each code of a vector; those before the first ones of their tokens are the ends of `last`."""

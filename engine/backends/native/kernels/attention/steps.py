@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from polarlm.engine.backends.native.codecs.parts.expanded import Expanded
 from polarlm.engine.backends.native.kernels.attention import blocks
 from polarlm.engine.backends.native.kernels.attention.blocks import Query
 from polarlm.engine.backends.native.kernels.attention.partials import (
@@ -26,6 +27,7 @@ from polarlm.engine.backends.native.kernels.attention.prompts import Decoding
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Value, Values, vector
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
+from polarlm.engine.jit.run.workers import SCRATCH
 
 _F16 = vector(F32, 16)
 _TILE_TOKENS = 256  # tokens per step of the softmax, but at least a block
@@ -37,12 +39,14 @@ class Attention(Decoding):
     """The properties that a kernel is specialized for, in addition to those of its blocks.
 
     group: query heads of a KV head. query_tile: queries that share a pass over the blocks. is_capped: whether scores
-    have a soft cap.
+    have a soft cap. expanded: what the blocks of a chunk become before the passes over them; None if each pass reads
+    codes. Results are the same.
     """
 
     group: int
     query_tile: int
     is_capped: bool = False
+    expanded: Expanded | None = None
 
     @property
     def block_tile(self) -> int:
@@ -57,7 +61,24 @@ class Attention(Decoding):
     @property
     def name(self) -> str:
         sizes = f"{self.block_size}x{self.head_dim}_group{self.group}_pass{self.query_tile}"
-        return f"attention_{self.tile_names}_mean{self.mean_bits}_{sizes}{'_capped' * self.is_capped}"
+        more = "_capped" * self.is_capped + "_expanded" * (self.expanded is not None)
+        return f"attention_{self.tile_names}_mean{self.mean_bits}_{sizes}{more}"
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of a chunk that there is room for."""
+        assert self.expanded is not None
+        return (SCRATCH - expanded_at(self)) // self.expanded.nbytes
+
+
+def query_bytes(spec: Attention) -> int:
+    """Bytes of a query of a pass."""
+    return 2 * padded(spec.head_dim) + spec.keys.query_bytes + 4 * spec.block_size * spec.block_tile
+
+
+def expanded_at(spec: Attention) -> int:
+    """Offset of expanded blocks in scratch: behind queries, and the keys of `blocks.full_scores`."""
+    return spec.query_tile * query_bytes(spec) + 64 * spec.head_dim
 
 
 def query_tile_of(group: int, rows: int, most: int) -> int:
@@ -122,17 +143,26 @@ class StepBody:
             self.head = unit % args.kv_heads
             self.next_unit = e.imin(unit + 1, end - 1)
             self.header = read(e, SpanHeader, args.headers, sequence)
+            table = args.table + sequence * args.width * 8
+            begin = self.chunk_begin = (chunk - self.header.first_quantized) * self.header.chunk_blocks
+            end = e.imin(begin + self.header.chunk_blocks, self.header.quantized)
+            has_codes = (begin >= 0) & (begin < end)
+            if spec.expanded is not None:
+                with e.when(has_codes):
+                    self.expand(spec.expanded, table, self.first_seen(begin, e.i64(0)), end)
             with e.loop(0, self.header.rows * spec.group, spec.query_tile) as first:
                 self.open(first)
                 with e.when(chunk.equals(0)):
                     self.attend_to_full_blocks(self.full_of(sequence))
-                begin = (chunk - self.header.first_quantized) * self.header.chunk_blocks
-                with e.when((begin >= 0) & (begin < self.header.quantized)):
-                    end = e.imin(begin + self.header.chunk_blocks, self.header.quantized)
-                    oldest = self.header.position + first // spec.group - args.window + 1 - self.header.table_start
-                    begin = e.imax(begin, e.imax(oldest, 0) // spec.block_size)
-                    self.attend_to_codes(args.table + sequence * args.width * 8, begin, end)
+                with e.when(has_codes):
+                    self.attend_to_codes(table, self.first_seen(begin, first), end)
                 self.close(first, chunk)
+
+    def first_seen(self, begin: Value, first: Value) -> Value:
+        """The first quantized block from `begin` on that query `first` of the sequence sees."""
+        e, spec = self.e, self.spec
+        oldest = self.header.position + first // spec.group - self.args.window + 1 - self.header.table_start
+        return e.imax(begin, e.imax(oldest, 0) // spec.block_size)
 
     def place(self, first: Value, number: int | Value) -> tuple[Value, Value]:
         """For query `number` of the pass that starts at query `first`: its row in the sequence, its index in (T, H).
@@ -160,7 +190,7 @@ class StepBody:
         self._queries: list[Query] = []
         for number in range(spec.query_tile):
             row, index = self.place(first, number)
-            address = self.scratch + number * self._stride
+            address = self.scratch + number * query_bytes(spec)
             query = Query(
                 vector=address,
                 weighted=address + size,
@@ -180,11 +210,6 @@ class StepBody:
                 x = e.load(source, vector(F32, lanes), 4 * channel)
                 e.store(x * self.args.scale, query.vector, 4 * channel)
 
-    @property
-    def _stride(self) -> int:
-        spec = self.spec
-        return 2 * padded(spec.head_dim) + spec.keys.query_bytes + 4 * spec.block_size * spec.block_tile
-
     def close(self, first: Value, chunk: Value) -> None:
         """Write the partial results of a pass."""
         e, args, size = self.e, self.args, partial_bytes(self.spec.head_dim)
@@ -198,6 +223,22 @@ class StepBody:
                     e.store(e.load(query.weighted, _F16, offset), target, WEIGHTED + offset)
 
     # -- quantized blocks --------------------------------------------------------------------------------------
+
+    def expand(self, expanded: Expanded, table: Value, begin: Value, end: Value) -> None:
+        """Expand blocks of the chunk, each to its place in it: keys, then values."""
+        e, args = self.e, self.args
+        with e.loop(begin, end) as number:
+            block, next_block = (e.load(table + i * 8, I64) for i in (number, e.imin(number + 1, end - 1)))
+            keys, values = args.keys + self.head * args.key_stride, args.values + self.head * args.value_stride
+            own_keys, own_values = self.expanded_block(expanded, number)
+            expanded.keys.emit(e, keys + block * args.key_bytes, keys + next_block * args.key_bytes, own_keys)
+            values_at, next_values = (values + i * args.value_bytes for i in (block, next_block))
+            expanded.values.emit(e, values_at, next_values, own_values)
+
+    def expanded_block(self, expanded: Expanded, number: Value) -> tuple[Value, Value]:
+        """The keys and the values of a block of the chunk, expanded; number: of the block in the table."""
+        keys = self.scratch + expanded_at(self.spec) + (number - self.chunk_begin) * expanded.nbytes
+        return keys, keys + expanded.keys.nbytes
 
     def attend_to_codes(self, table: Value, begin: Value, end: Value) -> None:
         """Attend to the quantized blocks `begin` to `end` of a table of ids, several per softmax step: its dependency
@@ -220,7 +261,7 @@ class StepBody:
                 prefetch_address = e.select(
                     are_keys, keys + next_block * args.key_bytes, values + next_block * args.value_bytes
                 )
-                self._block_scores(queries, keys, block, prefetch_address, scores)
+                self._block_scores(queries, keys, number + i, block, prefetch_address, scores)
             start = header.table_start + number * spec.block_size
             lows = [query.position - args.window + 1 - start for query in queries]
             tokens = count * spec.block_size
@@ -239,16 +280,30 @@ class StepBody:
                     are_values, values + next_block * args.value_bytes, keys + next_block * args.key_bytes
                 )
                 weighted = [query.weighted for query in queries]
-                spec.values.emit_values(e, values + block * args.value_bytes, prefetch_address, weights, weighted)
+                if spec.expanded is None:
+                    spec.values.emit_values(e, values + block * args.value_bytes, prefetch_address, weights, weighted)
+                else:
+                    _, tile = self.expanded_block(spec.expanded, number + i)
+                    spec.expanded.values.emit_values(e, tile, weights, weighted)
 
     def _block_scores(
-        self, queries: Sequence[Query], keys: Value, block: Value, prefetch_address: Value, scores: Values
+        self,
+        queries: Sequence[Query],
+        keys: Value,
+        number: Value,
+        block: Value,
+        prefetch_address: Value,
+        scores: Values,
     ) -> None:
         """Scores q·k + q·μ of each query with the keys of a block, whose mean is μ → N float32 at each of `scores`.
-        prefetch_address: a tile to prefetch."""
+        number: of the block in the table. prefetch_address: a tile to prefetch."""
         e, spec = self.e, self.spec
-        tile = keys + block * self.args.key_bytes
-        spec.keys.emit_scores(e, tile, prefetch_address, [query.prepared for query in queries], scores)
+        prepared = [query.prepared for query in queries]
+        if spec.expanded is None:
+            spec.keys.emit_scores(e, keys + block * self.args.key_bytes, prefetch_address, prepared, scores)
+        else:
+            tile, _ = self.expanded_block(spec.expanded, number)
+            spec.expanded.keys.emit_scores(e, tile, prepared, scores)
         if not spec.mean_bits:
             return
         mean_scores = self._mean_scores(queries, self.head * self.args.blocks + block)
@@ -295,8 +350,8 @@ class StepBody:
             with e.when(count > e.imax(lows[0], 0)):
                 offset = self.full_offset(slot, self.head)
                 first, keys, values = queries[0], args.full_k + offset, args.full_v + offset
-                key_floats = self.scratch + spec.query_tile * self._stride
-                places = first.vector, first.scores, len(queries), self._stride, key_floats
+                stride = query_bytes(spec)
+                places = first.vector, first.scores, len(queries), stride, self.scratch + spec.query_tile * stride
                 blocks.full_scores(e, keys, values, dim, count, *places)
                 if spec.is_capped:
                     blocks.cap_scores(e, queries, e.i64(n), n, args.softcap)
