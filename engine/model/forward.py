@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadTransform, Norm, PreparedTransform, Spans
-from polarlm.engine.backends.ops import STEP_ROWS, Array, ExpertCache, Fusion, Ops, PeerArray
+from polarlm.engine.backends.ops import Array, ExpertCache, Fusion, Ops, PeerArray
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.batch_graphs import BatchGraphs
@@ -48,6 +48,8 @@ from polarlm.engine.state.positions import positions, rope_positions
 from polarlm.engine.state.store import KVStore, SequenceKV, Span
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Attention, LatentAttention, ModelConfig
+
+_KNOWN_ROWS = 64  # most rows of a sequence that attend together, where the tokens behind them are known
 
 
 @dataclass(frozen=True)
@@ -326,9 +328,9 @@ class Transformer:
         both = [*zip(spans, known, strict=True)]
         wanted = np.concatenate([np.arange(span.count) >= count for span, count in both])
         parts = [  # their rows go first
-            span.part(first, min(STEP_ROWS, count - first))
+            span.part(first, min(_KNOWN_ROWS, count - first))
             for span, count in both
-            for first in range(0, count, STEP_ROWS)
+            for first in range(0, count, _KNOWN_ROWS)
         ]
         parts += [span.part(count, span.count - count) for span, count in both]
         rows = np.flatnonzero(wanted).tolist()

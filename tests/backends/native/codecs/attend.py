@@ -11,7 +11,7 @@ from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, keys, va
 from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments
 from polarlm.engine.codecs import Codec
 from polarlm.engine.jit.compile.target import levels
-from polarlm.engine.jit.lang import F32, Emitter, Kernel, Level, Value, vector
+from polarlm.engine.jit.lang import F32, Emitter, Kernel, Level, Value, Values, vector
 from polarlm.engine.jit.run.workers import aligned_bytes
 from tests.jit.levels import declared, run
 
@@ -70,6 +70,27 @@ def in_memory(x: np.ndarray) -> np.ndarray:
     memory = aligned_bytes(x.nbytes)
     memory[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     return memory
+
+
+class Expanding:
+    """Tiles that are expanded before they are read."""
+
+    def __init__(self, tiles: KeyTiles | ValueTiles, side: Any) -> None:
+        self.name, self._tiles, self._side = f"{tiles.name}_expanded", tiles, side
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tiles, name)
+
+    def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
+        self._side.emit_scores(e, self._expand(e, block, next_tile), queries, out, None)
+
+    def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
+        self._side.emit_values(e, self._expand(e, block, next_tile), weights, sums)
+
+    def _expand(self, e: Emitter, block: Value, next_tile: Value) -> Value:
+        place = e.stack(self._side.nbytes)
+        self._side.emit(e, block, next_tile, place)
+        return place
 
 
 def prepared(tiles: KeyTiles, level: Level, queries: np.ndarray) -> np.ndarray:

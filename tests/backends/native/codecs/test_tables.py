@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
+from polarlm.engine.backends.native.codecs.parts.expanded import expanded
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
 from polarlm.engine.jit.lang import Level
@@ -91,6 +94,20 @@ def test_mix(name: str, level: Level) -> None:
     points = np.abs(bytes_) * table.scale + table.scale / 2
     of_weights = np.einsum("bh,bd->hd", step[..., 0] / 2, points.sum(1))
     np.testing.assert_array_less(np.abs(got - exact), 1.001 * (of_table + of_weights) + 1e-5 * (size + 7))
+
+
+@levels_and_codecs
+def test_expanded_tiles_give_the_same_bits(name: str, level: Level) -> None:
+    d, n, heads = attend.sizes(NAMES.index(name) + 5, level)
+    codec = codecs.get(name)
+    keys, values = tiles.keys(codec, n, d), tiles.values(codec, n, d)
+    both = expanded(keys, values, n, d)  # type: ignore[arg-type]
+    fields, queries, wanted = attend.scored(codec, level, n, d, heads)
+    one: Any = attend.Expanding(keys, both.keys)  # type: ignore[arg-type, union-attr]
+    np.testing.assert_array_equal(attend.scores(one, level, keys.pack(fields), queries, n), wanted)  # type: ignore[union-attr]
+    fields, weights, wanted = attend.mix_of_random_blocks(codec, level, n, d, heads)
+    one = attend.Expanding(values, both.values)  # type: ignore[arg-type, union-attr]
+    np.testing.assert_array_equal(attend.mixed(one, level, values.pack(fields), weights, d), wanted)  # type: ignore[union-attr]
 
 
 @some_levels

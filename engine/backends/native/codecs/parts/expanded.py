@@ -3,8 +3,8 @@
 Their scores and sums are those of the tiles, to the bit: all products are exact. A tile has its norms, float32 (N,),
 then
 
-    keys    (N/16, D/4) vectors of 16 tokens x 4 channels, plus `products.bias_of`; where products of bytes are made of
-            products of int16, 2 vectors of int16 in place of each: of its even bytes, and of its odd ones
+    keys    (N/16, D/4) vectors of 16 tokens x 4 channels, as `products.Write` has them; where products of bytes are
+            made of products of int16, 2 vectors of int16 in place of each: of its even bytes, and of its odd ones
     values  (C/p, channels of a code, N·p/64) vectors of 16/p groups x p codes x 4 tokens
 """
 
@@ -17,7 +17,6 @@ from typing import NamedTuple
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.backends.native.codecs.parts.packing import BYTES
-from polarlm.engine.backends.native.codecs.parts.products import to_signed
 from polarlm.engine.backends.native.codecs.parts.tables import Finish, Place, TableKeys, TableValues, Visitor
 from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, Values, vector
 
@@ -35,7 +34,8 @@ class ExpandedKeys:
         vectors, each = out + 4 * self._tokens, _vectors(e)
 
         def write(first: Value, number: int, group: int, value: Value) -> None:
-            parts = [value] if each == 1 else _words(to_signed(e, value))
+            words = value.bits(_WORDS)
+            parts = [value] if each == 1 else [words & 255, words >> 8]
             place = each * (group * self._fours + number)
             for i, part in enumerate(parts):
                 e.store(part, vectors + first * (64 * each), 64 * (place + i))
@@ -43,10 +43,10 @@ class ExpandedKeys:
         for group, norm in enumerate(self._keys.look_up(e, block, next_tile, write)):
             e.store(norm, out, 64 * group)
 
-    def emit_scores(self, e: Emitter, tile: Value, queries: Values, out: Values) -> None:
-        """As `KeyTiles.emit_scores`."""
+    def emit_scores(self, e: Emitter, tile: Value, queries: Values, out: Values, more: Values | None) -> None:
+        """As `KeyTiles.emit_scores`. more: what is added to all scores of each query."""
         totals = [*self._products(e, tile + 4 * self._tokens, queries)]
-        self._keys.store_scores(e, totals, _norms(e, tile, self._tokens), queries, out)
+        self._keys.store_scores(e, totals, _norms(e, tile, self._tokens), queries, out, more)
 
     def _products(self, e: Emitter, vectors: Value, queries: Values) -> Iterator[list[Value]]:
         """As `emit_products`, of prepared queries."""
@@ -54,8 +54,7 @@ class ExpandedKeys:
         multiply = e.level.dot4_signed if e.level.signed_dots else e.level.dot4
         starts = [e.broadcast(query, I32, 16, bias_at) for query in queries]
         if each == 2:
-            multiply, starts = e.level.dot2, [e.zero(_I16) for _ in queries]
-            queries = [self._query_words(e, query) for query in queries]
+            multiply, queries = e.level.dot2, [self._query_words(e, query) for query in queries]
         group_tile = sum_tile(e, len(queries), groups)
         for first in range(0, groups, group_tile):
             own_groups = range(first, first + group_tile)
@@ -74,7 +73,8 @@ class ExpandedKeys:
         """The bytes of a prepared query as int16: for each four of channels, the even ones, then the odd ones."""
         out = e.stack(-(-self._head_dim // 64) * 128)
         for first in range(0, self._head_dim, 64):
-            even, odd = _words(e.load(query, _I16, first))
+            words = e.load(query, _WORDS, first)
+            even, odd = (part.bits(_I16) for part in ((words << 8).ashr(8), words.ashr(8)))
             for half in (0, 1):
                 lanes = [16 * k + 8 * half + i for i in range(8) for k in (0, 1)]
                 e.store(e.shuffle(even, odd, lanes), out, 2 * first + 64 * half)
@@ -142,9 +142,3 @@ def _norms(e: Emitter, tile: Value, tokens: int) -> list[Value]:
 def _vectors(e: Emitter) -> int:
     """Vectors of 16 keys and 4 channels: 2 of words, or 1 of bytes. Without VNNI, products of bytes are of words."""
     return 2 if e.level.multiplies_words and e.level.most_code < 255 else 1
-
-
-def _words(value: Value) -> list[Value]:
-    """Signed bytes → int16 of the even ones, and of the odd ones."""
-    both = value.bits(_WORDS)
-    return [(both << 8).ashr(8).bits(_I16), both.ashr(8).bits(_I16)]

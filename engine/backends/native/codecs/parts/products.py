@@ -21,7 +21,7 @@ _FOURS = [16 * part + 4 * b + k for part in range(4) for k in range(4) for b in 
 """4 bytes of 4 tokens in turn, as 4 tokens of 4 codes."""
 
 Write = Callable[[Value, int, int, Value], None]
-"""write(first, number, group, value): what is done with the bytes, plus `bias`, of 4 channels of 16 tokens of a tile:
+"""write(first, number, group, value): what is done with the bytes, plus `_bias`, of 4 channels of 16 tokens of a tile:
 number (first + number) of the fours of channels in the order of a prepared query, and of the tokens."""
 
 
@@ -53,11 +53,11 @@ def store_query(e: Emitter, parts: Values, table: CodeTable, out: Value) -> None
         total = total + part
         e.store(part.trunc(I8), out, 16 * number)
     e.store(top * (table.scale / 127), out, 16 * len(parts))
-    bias = round(2 * (table.half_step - bias_of(e)))  # in halves; a last half is left out
+    bias = round(2 * (table.half_step - _bias(e)))  # in halves; a last half is left out
     e.store((e.sum_lanes(total) * bias).ashr(1), out, 16 * len(parts) + 4)
 
 
-def bias_of(e: Emitter) -> int:
+def _bias(e: Emitter) -> int:
     """What makes a table's bytes unsigned, where products of signed bytes would take longer."""
     return 0 if e.level.signed_dots else 128
 
@@ -79,7 +79,7 @@ def emit_products(
     """
     groups, width, packing = tokens // 16, table.width, Packing(table.bits)
     vectors, factor_at = tokens * head_dim // width // 64, -(-head_dim // 16) * 16
-    lookup, multiply = table.emit(e, bias_of(e)), e.level.dot4_signed if e.level.signed_dots else e.level.dot4
+    lookup, multiply = table.emit(e, _bias(e)), e.level.dot4_signed if e.level.signed_dots else e.level.dot4
     each = groups // len(prepared)
     totals: dict[int, list[Variable]] = {}  # of each group of 16 tokens
     previous: dict[int, Variable] = {}  # the last code vector of each group
@@ -139,15 +139,10 @@ def write_values(e: Emitter, values: Value, tokens: int) -> Write:
     groups = tokens // 16
 
     def write(first: Value, number: int, group: int, value: Value) -> None:
-        signed = to_signed(e, value)
+        signed = value ^ -128 if _bias(e) else value
         e.store(e.shuffle(signed, signed, _FOURS), values + first * (64 * groups), 64 * (number * groups + group))
 
     return write
-
-
-def to_signed(e: Emitter, value: Value) -> Value:
-    """Bytes of a table plus `bias_of` → the bytes."""
-    return value ^ -128 if bias_of(e) else value
 
 
 def quantize_weights(e: Emitter, weights: Values, factors: Values) -> tuple[list[Value], list[Value]]:

@@ -204,12 +204,21 @@ class TableKeys(_TableTiles, KeyTiles):
             pass
         return emit_norms(e, block + self._norms_at, self._tokens, self._norm)
 
-    def store_scores(self, e: Emitter, totals: Sequence[Values], norms: Values, queries: Values, out: Values) -> None:
-        """totals: of `emit_products` → N float32 at each of out."""
-        for query, target, own_totals in zip(queries, out, zip(*totals, strict=True), strict=True):
+    def store_scores(
+        self,
+        e: Emitter,
+        totals: Sequence[Values],
+        norms: Values,
+        queries: Values,
+        out: Values,
+        more: Values | None = None,
+    ) -> None:
+        """totals: of `emit_products` → N float32 at each of out. more: what is added to all scores of each query."""
+        for number, (query, target, own_totals) in enumerate(zip(queries, out, zip(*totals, strict=True), strict=True)):
             factor = e.broadcast(query, F32, 16, self._factor_at)
             for group, (total, norm) in enumerate(zip(own_totals, norms, strict=True)):
-                e.store(total.to_float() * (norm * factor), target, 64 * group)
+                score = total.to_float() * (norm * factor)
+                e.store(score if more is None else score + more[number], target, 64 * group)
 
 
 class TableValues(_TableTiles, ValueTiles):

@@ -299,15 +299,16 @@ class StepBody:
         number: of the block in the table. prefetch_address: a tile to prefetch."""
         e, spec = self.e, self.spec
         prepared = [query.prepared for query in queries]
-        if spec.expanded is None:
-            spec.keys.emit_scores(e, keys + block * self.args.key_bytes, prefetch_address, prepared, scores)
-        else:
+        if spec.expanded is not None:
+            means = self._mean_scores(queries, self.head * self.args.blocks + block) if spec.mean_bits else None
             tile, _ = self.expanded_block(spec.expanded, number)
-            spec.expanded.keys.emit_scores(e, tile, prepared, scores)
+            spec.expanded.keys.emit_scores(e, tile, prepared, scores, means)
+            return
+        spec.keys.emit_scores(e, keys + block * self.args.key_bytes, prefetch_address, prepared, scores)
         if not spec.mean_bits:
             return
-        mean_scores = self._mean_scores(queries, self.head * self.args.blocks + block)
-        for more, address in zip(mean_scores, scores, strict=True):
+        means = self._mean_scores(queries, self.head * self.args.blocks + block)
+        for more, address in zip(means, scores, strict=True):
             for offset in range(0, 4 * spec.block_size, 64):
                 e.store(e.load(address, _F16, offset) + more, address, offset)
 
