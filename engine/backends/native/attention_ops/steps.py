@@ -78,11 +78,8 @@ class AttentionOps(PromptOps):
                 **stored.strides,
             )
             spec = Attention(stored.key_tiles, stored.value_tiles, format.mean_bits, *sizes, is_capped)
-            kernel = attend(spec, LatentBody if is_latent else None)
-            if table.most_rows * group >= _MANY_QUERIES and (better := self._expanding(spec, table)) is not None:
-                kernel = better
             units = partial(_units, table, kind, format.kv_heads)
-            self._launch(kernel, units, arguments, grain=1, overlaps=kind > 0)
+            self._launch(self._kernel(spec, table), units, arguments, grain=1, overlaps=kind > 0)
 
         out, transform = np.empty(q.shape, np.float32), rule.transform
         inverse = NO_ROTATION if transform is None else transform.inverse
@@ -105,16 +102,19 @@ class AttentionOps(PromptOps):
         self._launch(merge_kernel, rows * heads, merge_arguments)
         return out
 
-    def _expanding(self, spec: Attention, table: StepTable) -> Kernel[AttendArguments] | None:
-        """The kernel that expands blocks first, if there is one, it is compiled, and there is room for a chunk."""
-        spec = replace(spec, expanded=expanded(spec.keys, spec.values, spec.block_size, spec.head_dim))
-        if spec.expanded is None or table.most_chunk_blocks > spec.most_blocks:
-            return None
-        kernel = attend(spec)
-        if self._launch.has_loaded([kernel]):
-            return kernel
-        self._launch.expect([kernel])
-        return None
+    def _kernel(self, spec: Attention, table: StepTable) -> Kernel[AttendArguments]:
+        """That of many rows of a sequence expands blocks first, if there is room, and as soon as it is compiled."""
+        if spec.values is None:
+            return attend(spec, LatentBody)
+        form = expanded(spec.keys, spec.values, spec.block_size, spec.head_dim)
+        if form is not None and table.most_rows > 1 and table.most_rows * spec.group >= _MANY_QUERIES:
+            more = replace(spec, expanded=form)
+            if table.most_chunk_blocks <= more.most_blocks:
+                kernel = attend(more)
+                if self._launch.has_loaded([kernel]):
+                    return kernel
+                self._launch.expect([kernel])
+        return attend(spec)
 
 
 def _units(table: StepTable, kind: int, kv_heads: int) -> int:
