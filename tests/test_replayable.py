@@ -20,6 +20,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.compile import target
 from polarlm.engine.jit.isa import VARIABLE as LEVEL
 from polarlm.engine.outputs import fold
+from tests.adapters import random_changes, write_peft
 from tests.backends.native.test_arm_emulated import VARIABLE as ARM
 from tests.model_loaders.test_elementary import FEATURES
 from tests.test_bare_python import ROOT
@@ -223,3 +224,15 @@ def test_a_request_may_insist(tiny_path: Path) -> None:
             else:
                 with pytest.raises(EngineError, match="Answers cannot be replayed here"):
                     engine.generate([5, 6], options=options, max_tokens=2)
+
+
+def test_the_digest_of_an_answer_has_the_numbers_of_its_adapter(tmp_path: Path) -> None:
+    """Also where another file of the same name gives the same token."""
+    base, digests = make_model(tmp_path), []
+    for seed in (0, 0, 1):
+        file = write_peft(tmp_path / f"adapter{seed}", random_changes(base, 1, seed), 1e-6)
+        with load_tiny(base, **SETTINGS, lora={"a": str(file)}) as engine:
+            answer = engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=1), PromptOptions(lora="a"))
+        digests.append((answer.token_ids, answer.usage.replay_digest))
+    assert digests[0] == digests[1] != digests[2]
+    assert digests[0][0] == digests[2][0]
