@@ -3,7 +3,8 @@
 // layers (layers, 5): addresses, a DeltaArrays in each row; slots int32 (slots). With the decays g of the block's
 // tokens a head's matrix M becomes exp(g of the last) M + Σ_i exp(g of the last − g_i) k_i u_iᵀ, and the inputs of the
 // block's last tokens become those before the next one.
-// Grid (H, slots, layers), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, THREADS.
+// With BY_CHANNEL each channel of a key decays by itself: decays (S, H, A, N).
+// Grid (H, slots, layers), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, BY_CHANNEL, THREADS.
 // JOINS: delta.cuh, delta_matrix.cuh.
 // PRECOND: WIDTH − 1 <= BLOCK; no slot is there twice.
 // Cost: reads the whole slot, and writes its matrices.
@@ -27,8 +28,8 @@ advance_delta_kernel(const unsigned long long *layers, const int *slots, int key
     const DeltaArrays &layer = reinterpret_cast<const DeltaArrays *>(layers)[blockIdx.z];
     const int head = blockIdx.x, key_head = heads.key_of(head), channels = heads.channels(), thread = threadIdx.x;
     const long long slot = slots[blockIdx.y], slot_head = slot * heads.values + head;
-    const float *const decays = layer.decays + slot_head * BLOCK, last = decays[BLOCK - 1];
-    for (int i = thread; i < BLOCK; i += THREADS) factors[i] = expf(last - decays[i]);
+    const float *const decays = layer.decays + slot_head * (BY_CHANNEL ? KEY_DIM * BLOCK : BLOCK);
+    for (int i = thread; i < BLOCK; i += THREADS) factors[i] = BY_CHANNEL ? 1.0f : expf(decays[BLOCK - 1] - decays[i]);
 
     float *const inputs = layer.inputs + slot * (WIDTH - 1 + BLOCK) * channels;
     for (int i = thread; i < VALUE_DIM; i += THREADS) shift_inputs(inputs, channels, heads.value(head) + i);
@@ -44,15 +45,18 @@ advance_delta_kernel(const unsigned long long *layers, const int *slots, int key
     float *const matrix = layer.matrices + slot_head * KEY_DIM * VALUE_DIM;
     const float *const keys = layer.keys + (slot * key_heads + key_head) * KEY_DIM * BLOCK;
     const float *const updates = layer.updates + slot_head * BLOCK * VALUE_DIM;
-    const float whole = expf(last);
+    const float whole = BY_CHANNEL ? 1.0f : expf(decays[BLOCK - 1]);
 #pragma unroll 1
     for (int start = 0; start < OWN; start += HELD) {
         float sums[HELD][4];
         load_rows(sums, matrix, group, start, column);
 #pragma unroll
-        for (int i = 0; i < HELD; ++i)
+        for (int i = 0; i < HELD; ++i) {
+            const int row = min((start + i) * GROUPS + group, KEY_DIM - 1);
+            const float left = BY_CHANNEL ? expf(decays[row * BLOCK + BLOCK - 1]) : whole;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[i][e] *= whole;
+            for (int e = 0; e < 4; ++e) sums[i][e] *= left;
+        }
 #pragma unroll 1
         for (int token = 0; token < BLOCK; token += 4) {
             float own[4][4];
@@ -64,8 +68,13 @@ advance_delta_kernel(const unsigned long long *layers, const int *slots, int key
             }
 #pragma unroll
             for (int i = 0; i < HELD; ++i) {
+                const int row = min((start + i) * GROUPS + group, KEY_DIM - 1);
                 float key[4];
-                load_floats(key, keys + min((start + i) * GROUPS + group, KEY_DIM - 1) * BLOCK + token);
+                load_floats(key, keys + row * BLOCK + token);
+                if (BY_CHANNEL)
+#pragma unroll
+                    for (int t = 0; t < 4; ++t)
+                        key[t] *= expf(decays[row * BLOCK + BLOCK - 1] - decays[row * BLOCK + token + t]);
 #pragma unroll
                 for (int t = 0; t < 4; ++t)
 #pragma unroll

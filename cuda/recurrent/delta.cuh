@@ -115,12 +115,13 @@ __device__ __forceinline__ void set_length(float *x, float length) {
     for (int i = lane; i < KEY_DIM; i += 32) x[i] *= factor;
 }
 
-// A warp writes RMSNorm(results) · silu(gate) of a head, all (VALUE_DIM,), to y, which may be `results`.
+// A warp writes RMSNorm(results) · activate(gate) of a head, all (VALUE_DIM,), to y, which may be `results`.
+template <class Activate>
 __device__ __forceinline__ void write_gated(float *y, const float *results, const float *gate, const float *norm,
-                                            float eps) {
+                                            float eps, Activate activate) {
     const int lane = threadIdx.x % 32;
     float squares = 0.0f;
     for (int i = lane; i < VALUE_DIM; i += 32) squares += results[i] * results[i];
     const float factor = rsqrtf(warp_sum(squares) / VALUE_DIM + eps);
-    for (int i = lane; i < VALUE_DIM; i += 32) y[i] = results[i] * factor * norm[i] * silu_of(gate[i]);
+    for (int i = lane; i < VALUE_DIM; i += 32) y[i] = results[i] * factor * norm[i] * activate(gate[i]);
 }

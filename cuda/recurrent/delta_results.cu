@@ -20,7 +20,8 @@ delta_results_kernel(float *y, const float *projected, const float *norm, long l
     const long long i = blockIdx.x * static_cast<long long>(blockDim.x / 32) + threadIdx.x / 32, row = i / value_heads;
     if (row >= rows) return;
     float *const own = y + i * VALUE_DIM;
-    write_gated(own, own, projected + row * pitch + heads.gate(i % value_heads), norm, eps);
+    const float *const gate = projected + row * pitch + heads.gate(i % value_heads);
+    write_gated(own, own, gate, norm, eps, [](float x) { return silu_of(x); });
 }
 
 extern "C" __global__ void __launch_bounds__(256)

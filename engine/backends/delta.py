@@ -129,6 +129,7 @@ class RecurrentOps(Protocol):
             u = β (v − (exp(g) ⊙ S)ᵀk),   S ← exp(g) ⊙ S + k uᵀ,   y = A^-½ Sᵀq
 
         where exp(g) multiplies rows. The result is RMSNorm(y) · σ(gates), gates (T, H·D).
+        CUDA: channel_delta.
         """
 
     def mamba2(self, projected: Array, w: Mamba2Weights, rows: SlotRows) -> Array:

@@ -1,4 +1,4 @@
-"""Kimi Linear: delta rules that decay by channel, latent attention without RoPE, and experts; on the CPU alone."""
+"""Kimi Linear: delta rules that decay by channel, latent attention without RoPE, and experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEYS = {  # of other families → of files
 }
 _IN = {**{f"{one}_proj": f"attn_{one}" for one in "qkv"}, "b_proj": "ssm_beta"}
 _DELTA = {
-    "delta_in": {**_IN, "f_a_proj": "ssm_f_a", "g_a_proj": "ssm_g_a"},
+    **{"delta_in": _IN, "delta_decay_down": {"f_a_proj": "ssm_f_a"}, "delta_gate_down": {"g_a_proj": "ssm_g_a"}},
     "delta_conv": {f"{one}_conv1d": f"ssm_conv1d_{one}" for one in "qkv"},
     **{"delta_decay": {"A_log": "ssm_a"}, "delta_dt_bias": {"dt_bias": "ssm_dt.bias"}},
     **{"delta_decay_up": {"f_b_proj": "ssm_f_b"}, "delta_gate_up": {"g_b_proj": "ssm_g_b"}},

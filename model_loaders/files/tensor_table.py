@@ -152,8 +152,8 @@ class TensorTable:
     shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate, layer_out, layer_post_norm.
     The layer of `ModelConfig.mtp` has mtp_embedding_norm, mtp_hidden_norm, mtp_in (for an embedding and a hidden state,
     side by side) and mtp_norm; the first one of an assistant head_logits and head_out, too. Where channels of a
-    delta rule decay by themselves, delta_in has queries, keys, values, b, and the inputs of delta_decay_up and of
-    delta_gate_up. Biases are in slots with names that end with "_bias", such
+    delta rule decay by themselves, delta_in has queries, keys, values and b, and there are delta_decay_down and
+    delta_decay_up, delta_gate_down and delta_gate_up. Biases are in slots with names that end with "_bias", such
     as qkv_bias. A slot that a model lacks is absent.
     """
 
@@ -295,8 +295,9 @@ def _mixer_shapes(e: int, mixer: Mixer) -> tuple[_Shapes, set[str]]:
         shapes = {"delta_norm": _one(e), "delta_out_norm": _one(mixer.value_dim), "delta_out": _one(e, values)}
         convolved, others, rates = [mixer.channels], [values, heads, heads], heads
         if isinstance(mixer, ChannelDelta):
-            convolved, others, rates = [keys, keys, values], [heads, mixer.rank, mixer.rank], keys
-            shapes |= {"delta_decay_up": _one(keys, mixer.rank), "delta_gate_up": _one(values, mixer.rank)}
+            convolved, others, rates = [keys, keys, values], [heads], keys
+            for name, out in (("decay", keys), ("gate", values)):
+                shapes |= {f"delta_{name}_down": _one(mixer.rank, e), f"delta_{name}_up": _one(out, mixer.rank)}
         return {
             "delta_in": [((rows, e), 0) for rows in (*convolved, *others)],
             "delta_conv": [((rows * mixer.width,), 0) for rows in convolved],

@@ -15,7 +15,7 @@ from tests.cuda.programs import on_gpu
 from tests.tiny import make_model
 
 MOST = 1.5, 2.0, 2.0  # times the measure: in the median, at 95 or 90 %, and of an answer's few tokens in the median
-# Whole texts and windows, shared K/V, sink scores, experts, short convolutions, gated delta rules, Mamba 2, queries
+# Whole texts and windows, shared K/V, sink scores, experts, short convolutions, delta rules, Mamba 2, queries
 # that grow with their positions, norms after RoPE, and LayerNorms before attention and network side by side.
 QUICK = [
     ("cohere2_windows_tied", "balanced"),
@@ -25,6 +25,7 @@ QUICK = [
     ("gpt_oss_mxfp4", "f16"),
     ("granite_hybrid_tied", "f16"),
     ("hunyuan_v1_dense_alpha_tied", "balanced"),
+    ("kimi_linear_nope", "balanced"),
     ("lfm3_gated_tied", "f16"),
     ("mistral3_with_images", "f16"),
     ("qwen3_5_tied", "balanced"),

@@ -29,7 +29,11 @@ from tests.tiny import VOCABULARY, make_model, preempt
         (GatedDelta(2, 4, 128, 128, 4), 128, "blocks of 128 tokens: choose 64"),
         (GatedDelta(2, 4, 30, 128, 4), 64, "gated delta rules .* of 8 .* of 4, not 30 and 128: choose device=cpu"),
         (GatedDelta(2, 4, 256, 64, 4), 64, "heads of gated delta rules of 256 × 64 .* memory: choose device=cpu"),
-        (ChannelDelta(2, 2, 128, 128, 4), 64, "no kernels of delta rules whose channels decay.*: choose device=cpu"),
+        (
+            ChannelDelta(2, 2, 512, 256, 4),
+            64,
+            "delta rules whose channels .* of 512 × 256 .*: choose device=cpu",
+        ),
         (Mamba2(2, 4, 512, 64, 4), 64, "heads of Mamba 2 of 512 × 64 .* memory: choose device=cpu"),
         (Mamba2(2, 4, 128, 66, 4), 64, "Mamba 2 .* of 8 .* of 4, not 128 and 66"),
     ],
@@ -65,7 +69,8 @@ def test_states_are_kept_as_the_codes_of_numpy(rng: np.random.Generator) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fixture", ["qwen3_5_tied", "qwen3_next_shared_keys", "granite_hybrid_tied", "nemotron_h_experts"]
+    "fixture",
+    ["qwen3_5_tied", "qwen3_next_shared_keys", "kimi_linear_nope", "granite_hybrid_tied", "nemotron_h_experts"],
 )
 def test_an_engine_continues_with_what_it_has_of_earlier_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixture: str

@@ -12,7 +12,7 @@ from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read
 from polarlm.engine.backends.cuda.heads import rotate_config
 from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
-from polarlm.engine.backends.cuda.recurrent import DeltaSizes, Mamba2Sizes, state_codes
+from polarlm.engine.backends.cuda.recurrent import ChannelSizes, DeltaSizes, Mamba2Sizes, state_codes
 from polarlm.engine.backends.cuda.sampling import SAMPLE
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
@@ -373,7 +373,7 @@ _MAMBA2_SIZES = [Mamba2Sizes(*of) for of in ((128, 64, 64, 4), (256, 64, 64, 4),
 
 
 def _delta() -> dict[str, list[Variant]]:
-    """The kernels of gated delta rules and of Mamba 2."""
+    """The kernels of delta rules and of Mamba 2."""
     variants: dict[str, list[Variant]] = {}
     for sizes in (*_DELTA_SIZES, *_MAMBA2_SIZES):
         sizes.check()
@@ -387,6 +387,11 @@ def _delta() -> dict[str, list[Variant]]:
         if not is_mamba2:
             configs += [("delta_results", sizes.finish()), ("state_codes", state_codes(sizes.key_dim, sizes.value_dim))]
         for kernel, config in configs:
+            variants.setdefault(kernel, []).append(Variant(kernel, config.defines, dynamic_shared=config.shared))
+    for channels in (ChannelSizes(128, 128, 64, 4), ChannelSizes(64, 192, 64, 3)):
+        channels.check()
+        steps = [channels.step(rows, advances=advances) for rows, advances in ((1, False), (16, False), (16, True))]
+        for kernel, config in [("advance_delta", channels.advance()), *(("channel_delta", step) for step in steps)]:
             variants.setdefault(kernel, []).append(Variant(kernel, config.defines, dynamic_shared=config.shared))
     return variants
 

@@ -39,6 +39,9 @@ OF_GPU = [
     (Mamba2(2, 6, 8, 16, 3, conv_bias=False), 8),
     (Mamba2(3, 3, 32, 16, 2), 24),
     (Mamba2(1, 2, 72, 76, 4), 64),
+    (ChannelDelta(2, 2, 8, 12, 4), 16),
+    (ChannelDelta(3, 3, 24, 8, 3), 64),
+    (ChannelDelta(2, 2, 72, 76, 4), 64),
 ]
 FULL = [NUMPY, *BEST]  # every shape here; the other levels differ in how they compile a line
 CASES: list[tuple[Backend, Recurrent, int]] = [(backend, *of) for backend in FULL for of in SHAPES]
@@ -127,7 +130,7 @@ PARTS = [(1, 16, 32), (2, 32, 16), (100, 64, 32)]
 
 
 @backends(CUDA)
-@mostly_slow("layer, part", product(OF_GPU, PARTS), [(OF_GPU[0], PARTS[1]), (OF_GPU[4], PARTS[1])])
+@mostly_slow("layer, part", product(OF_GPU, PARTS), [(OF_GPU[number], PARTS[1]) for number in (0, 4, 8)])
 def test_a_prompt_on_a_gpu_is_the_recurrence(
     ops: Any, monkeypatch: pytest.MonkeyPatch, layer: tuple[Recurrent, int], part: tuple[int, int, int]
 ) -> None:
@@ -143,13 +146,19 @@ def test_a_prompt_on_a_gpu_is_the_recurrence(
 @backends(CUDA)
 @pytest.mark.parametrize(
     "shape",
-    [GatedDelta(1, 2, 128, 128, 4), Mamba2(1, 9, 128, 64, 4), Mamba2(2, 4, 128, 64, 4), Mamba2(1, 9, 256, 64, 4)],
+    [
+        GatedDelta(1, 2, 128, 128, 4),
+        ChannelDelta(2, 2, 128, 128, 4),
+        Mamba2(1, 9, 128, 64, 4),
+        Mamba2(2, 4, 128, 64, 4),
+        Mamba2(1, 9, 256, 64, 4),
+    ],
 )
 def test_heads_of_the_size_that_models_have(ops: Any, shape: Recurrent) -> None:
     check_prompt(ops, shape, 64)
 
 
-@backend_cases("ops shape block", [*CASES, *((CUDA, *OF_GPU[number]) for number in (0, 3, 5))], slow=OF_LEVELS)
+@backend_cases("ops shape block", [*CASES, *((CUDA, *OF_GPU[number]) for number in (0, 3, 5, 8, 9))], slow=OF_LEVELS)
 def test_rows_that_are_not_kept_leave_no_trace(ops: Any, shape: Recurrent, block: int) -> None:
     """Compiled kernels compute a row alone as with others. Products of NumPy differ by roundings, and so may kernels
     that a GPU's compiler has made for one row and for several."""
@@ -176,7 +185,7 @@ def test_rows_that_are_not_kept_leave_no_trace(ops: Any, shape: Recurrent, block
     "ops shape block",
     [
         *((one, *SHAPES[number]) for one in FULL for number in (0, 4, 7)),
-        *((CUDA, *OF_GPU[number]) for number in (0, 4)),
+        *((CUDA, *OF_GPU[number]) for number in (0, 4, 8)),
     ],
 )
 def test_a_step_of_several_sequences_changes_their_slots_alone(ops: Any, shape: Recurrent, block: int) -> None:
@@ -199,7 +208,7 @@ def test_heads_without_room_in_scratch_are_computed_by_numpy(
     assert_close(Layer(ops, shape, w, 512).add(rows, span(0, 5)), recurrence(rows, w, shape)[0])
 
 
-@backends(NUMPY, *BEST)
+@backends(NUMPY, *BEST, CUDA)
 def test_channels_may_decay_at_once_or_never(ops: Any, rng: np.random.Generator) -> None:
     """Beside each other in a head: e to the power of a difference of their logarithms would overflow."""
     shape, block = ChannelDelta(2, 2, 16, 12, 4), 16
@@ -256,7 +265,7 @@ def test_a_block_that_adds_nothing_leaves_a_large_matrix(ops: Any, rng: np.rando
 
 
 @backends(CUDA)
-@pytest.mark.parametrize(("shape", "block"), [OF_GPU[0], OF_GPU[4]])
+@pytest.mark.parametrize(("shape", "block"), [OF_GPU[0], OF_GPU[4], OF_GPU[8]])
 def test_an_empty_row_changes_no_slot(ops: Any, rng: np.random.Generator, shape: Recurrent, block: int) -> None:
     """As batches are filled up with: its result is 0."""
     w, rows = make_weights(rng, shape), make_rows(rng, shape, 2)

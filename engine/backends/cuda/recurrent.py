@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,8 @@ _STEP = 4  # between the ends of blocks whose states are kept: see `state.recurr
 _LARGEST_BLOCK = 64  # tokens whose products the threads of a block can share out
 PROMPT_ROWS = 1024  # a prompt's rows that are computed at a time: more need more memory
 
+Sizes = TypeVar("Sizes", bound="DeltaSizes")
+
 
 @dataclass(frozen=True)
 class DeltaSizes:
@@ -56,7 +58,7 @@ class DeltaSizes:
     width: int
 
     @classmethod
-    def from_slots(cls, slots: DeltaSlots) -> DeltaSizes:
+    def from_slots(cls: type[Sizes], slots: DeltaSlots) -> Sizes:
         """The sizes of slots, or of one of them."""
         *_, key_dim, block = slots.keys.shape
         return cls(key_dim, slots.updates.shape[-1], block, slots.inputs.shape[-2] - block + 1)
@@ -76,12 +78,16 @@ class DeltaSizes:
             raise ValueError(
                 f"On a GPU there are no kernels of {self.name} for blocks of {self.block} tokens: choose 64."
             )
-        shared = max(self.blocks().shared, self.scan(1, 1, 0).shared, self.step(16).shared)
-        if shared > SHARED_BYTES or self.value_dim > 4 * _STEP_THREADS:
+        if self._shared > SHARED_BYTES or self.value_dim > 4 * _STEP_THREADS:
             raise ValueError(
                 f"On a GPU heads of {self.name} of {self.key_dim} × {self.value_dim} numbers do not fit into shared "
                 "memory: choose device=cpu"
             )
+
+    @property
+    def _shared(self) -> int:
+        """Shared memory of the launch that takes most."""
+        return max(self.blocks().shared, self.scan(1, 1, 0).shared, self.step(16).shared)
 
     def _matrix_threads(self) -> int:
         """Threads that share out a matrix; each has 4 columns and at most 8 rows, if there are enough."""
@@ -100,8 +106,8 @@ class DeltaSizes:
         return LaunchConfig({**self.defines, "MOST_ROWS": rows, "THREADS": threads, "SHARED": shared}, threads, shared)
 
     def advance(self) -> LaunchConfig:
-        threads = self._matrix_threads()
-        return LaunchConfig({**self.defines, "THREADS": threads}, threads)
+        threads, by_channel = self._matrix_threads(), int(isinstance(self, ChannelSizes))
+        return LaunchConfig({**self.defines, "BY_CHANNEL": by_channel, "THREADS": threads}, threads)
 
     def blocks(self) -> LaunchConfig:
         threads = threads_for((self.block // 4) ** 2)
@@ -155,9 +161,31 @@ class Mamba2Sizes(DeltaSizes):
         return LaunchConfig({**self.defines, **shares}, threads, shared)
 
 
+class ChannelSizes(DeltaSizes):
+    name = "delta rules whose channels decay by themselves"
+
+    @property
+    def _shared(self) -> int:
+        return self.step(16).shared
+
+    def step(self, most_rows: int, *, advances: bool = False) -> LaunchConfig:
+        """The launch of channel_delta. advances: of a prompt."""
+        rows, threads = step_rows(most_rows), self._matrix_threads()
+        groups = min(threads // (self.value_dim // 4), self.key_dim)
+        row_floats = 2 * self.key_dim + 2 * self.value_dim + 2
+        shared = _FLOAT * (2 * groups * self.value_dim + rows * row_floats + STEP_ROWS * self.key_dim)
+        own = {"MOST_ROWS": rows, "ADVANCES": int(advances), "THREADS": threads, "SHARED": shared}
+        return LaunchConfig({**self.defines, **own}, threads, shared)
+
+    def scratch(self, key_heads: int, heads: int, blocks: int) -> list[tuple[int, ...]]:
+        """Nothing: one launch computes a prompt."""
+        return []
+
+
 def sizes_of(mixer: Recurrent, block: int) -> DeltaSizes:
     """The sizes of a layer, for blocks of `block` tokens."""
-    kind = Mamba2Sizes if isinstance(mixer, Mamba2) else DeltaSizes
+    kinds: dict[type, type[DeltaSizes]] = {Mamba2: Mamba2Sizes, ChannelDelta: ChannelSizes}
+    kind = kinds.get(type(mixer), DeltaSizes)
     return kind(mixer.key_dim, mixer.value_dim, block, mixer.width)
 
 
@@ -167,7 +195,10 @@ def heads_width(mixer: Recurrent) -> int:
 
 
 def projected_columns(mixer: Recurrent) -> int:
-    """Columns of a projected row, at most: q, k, v, z, b, a; or z, x, B, C, dt."""
+    """Columns of a projected row, at most: q, k, v, z, b, a; or z, x, B, C, dt; or q, k, v, b, two short vectors, and
+    the decays and gates that are made of these."""
+    if isinstance(mixer, ChannelDelta):
+        return mixer.channels + heads_width(mixer) + mixer.value_heads * (1 + mixer.key_dim) + 2 * mixer.rank
     return mixer.channels + heads_width(mixer) + 2 * mixer.value_heads
 
 
@@ -181,7 +212,8 @@ def delta_prompt_bytes(mixers: Collection[Recurrent], chunk: int, tokens: int, b
         shapes = sizes_of(mixer, block_size).scratch(mixer.key_heads, mixer.value_heads, count)
         parts.append(sum(map(math.prod, shapes)))
         matrices, before = mixer.value_heads * mixer.key_dim * mixer.value_dim, (mixer.width - 1) * mixer.channels
-        token_floats = mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 1) + mixer.channels
+        decays = mixer.key_dim if isinstance(mixer, ChannelDelta) else 1
+        token_floats = mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + decays) + mixer.channels
         states += (1 + ends) * (matrices + before) + block_size * token_floats
     return _FLOAT * max(parts), _FLOAT * states
 
@@ -205,13 +237,10 @@ class _Part(NamedTuple):
 
 
 class RecurrentOps(DeviceOps):
-    """The ops `short_conv`, `gated_delta`, `mamba2` and `advance_delta`, and the ops of states that are kept."""
+    """The ops `short_conv`, `gated_delta`, `channel_delta`, `mamba2` and `advance_delta`, and those of states that are
+    kept."""
 
     def check_recurrent(self, mixer: Recurrent, block_size: int) -> None:
-        if isinstance(mixer, ChannelDelta):
-            raise ValueError(
-                "On a GPU there are no kernels of delta rules whose channels decay by themselves: choose device=cpu"
-            )
         sizes_of(mixer, block_size).check()
 
     def short_conv(self, inputs: Array, conv: Array, bias: Array | None, rows: SlotRows) -> Array:
@@ -234,8 +263,26 @@ class RecurrentOps(DeviceOps):
         self._launch("gated_delta", (heads, len(spans)), DeltaSizes.from_slots(slots).step(_span_rows(spans, y)), *args)
         return y
 
-    def channel_delta(self, *inputs: Array, **more: Array) -> Array:
-        raise NotImplementedError  # `check_recurrent` refuses such layers
+    def channel_delta(self, projected: Array, decays: Array, gates: Array, w: DeltaWeights, rows: SlotRows) -> Array:
+        slots, spans, ends = rows
+        sizes, (_, heads, block, dim) = ChannelSizes.from_slots(slots), slots.updates.shape
+        y = self._device.empty((len(projected), heads * dim), np.float32)
+        state, inputs = _step_state(slots), (projected, decays, gates)
+        numbers = *map(row_stride, inputs), float(w.eps)
+        weights = w.conv, w.decay, w.dt_bias, w.norm
+        if ends is None:
+            config, nothing = sizes.step(_span_rows(spans, y)), (None, None, None)
+            args = y, *state, *nothing, *inputs, *weights, spans, *numbers
+            self._launch("channel_delta", (heads, len(spans)), config, *args)
+            return y
+        config = sizes.step(STEP_ROWS, advances=True)
+        for span in spans:
+            _, _, count, place = span.tolist()
+            end_rows = _end_rows(ends, 0, (place + count) // block)
+            kept, own = (self._device.from_host(one) for one in (end_rows, span[None]))
+            args = y, *state, ends.matrices, ends.inputs, kept, *inputs, *weights, own, *numbers
+            self._launch("channel_delta", (heads, 1), config, *args)
+        return y
 
     def mamba2(self, projected: Array, w: Mamba2Weights, rows: SlotRows) -> Array:
         slots, spans, ends = rows
@@ -305,7 +352,8 @@ class RecurrentOps(DeviceOps):
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
         key_heads, heads = layers[0].keys.shape[1], layers[0].updates.shape[1]
-        config, numbers = DeltaSizes.from_slots(layers[0]).advance(), self._device.from_host(np.array(slots, np.int32))
+        kind = ChannelSizes if layers[0].decays.ndim == 4 else DeltaSizes
+        config, numbers = kind.from_slots(layers[0]).advance(), self._device.from_host(np.array(slots, np.int32))
         rows = [(one.matrices, one.inputs, one.keys, one.updates, one.decays) for one in layers]
         grid = heads, len(slots), len(layers)
         self._launch("advance_delta", grid, config, Addresses(rows, written=2), numbers, key_heads, int(tiled))
@@ -352,12 +400,18 @@ def _parts(y: Array, projected: Array, rows: SlotRows) -> Iterator[_Part]:
         while first < last:
             end = min(last, first + PROMPT_ROWS // block * block - place)
             blocks = -(-(place + end - first) // block)
-            end_rows = np.full(blocks, -1, np.int32)
-            for row, block_number in enumerate(ends.numbers):
-                if number <= block_number < number + blocks:
-                    end_rows[block_number - number] = row
+            end_rows = _end_rows(ends, number, blocks)
             yield _Part(y[first:end], projected[first:end], slot, ends, place, end_rows)
             number, place, first = number + blocks, (place + end - first) % block, end
+
+
+def _end_rows(ends: DeltaEnds, first: int, blocks: int) -> np.ndarray:
+    """For each of so many blocks from number `first` on, the row of `ends` that its state goes to, or −1."""
+    end_rows = np.full(blocks, -1, np.int32)
+    for row, number in enumerate(ends.numbers):
+        if first <= number < first + blocks:
+            end_rows[number - first] = row
+    return end_rows
 
 
 def _span_rows(spans: Array, y: Array) -> int:

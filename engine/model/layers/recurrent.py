@@ -37,11 +37,11 @@ class RecurrentMixer:
     def project(self, x: Array, inputs: LayerInputs, tap: Tap | None = None) -> Array:
         """Add the rows x (T, E) to the layer's state, and return the results of the op for them."""
         rows = self._inputs(x, inputs.adapters)
-        arguments = self._arguments(rows, inputs)
+        arguments = self._arguments(x, inputs)
         return add_rows(self._ops, getattr(self._ops, self.op), rows, arguments, self._slots, inputs.spans)
 
-    def _arguments(self, rows: Array, inputs: LayerInputs) -> Sequence[Any]:
-        """Return the arguments of the op after its inputs, `rows`."""
+    def _arguments(self, x: Array, inputs: LayerInputs) -> Sequence[Any]:
+        """Return the arguments of the op after its inputs, for the layer's rows x."""
         return self._op_arguments
 
     def mix(self, x: Array, y: Array, inputs: LayerInputs) -> None:
@@ -105,8 +105,10 @@ class ChannelDeltaWeights:
     """Matrices are (out, in). C: channels of queries, keys and values; H: heads; A, D: key and value dim; R: rank."""
 
     norm: Array | None = slot("delta_norm")  # (E,)
-    inputs: Linear = slot("delta_in", "linear")  # (C + H + 2R, E): q, k, v, b, and what the next two multiply
+    inputs: Linear = slot("delta_in", "linear")  # (C + H, E): q, k, v, b
+    decay_down: Linear = slot("delta_decay_down", "linear")  # (R, E)
     decay_up: Linear = slot("delta_decay_up", "linear")  # (H·A, R)
+    gate_down: Linear = slot("delta_gate_down", "linear")  # (R, E)
     gate_up: Linear = slot("delta_gate_up", "linear")  # (H·D, R)
     conv: Array = slot("delta_conv")  # (C · width,): the numbers of each channel, oldest token first
     decay: Array = slot("delta_decay")  # (H,)
@@ -124,12 +126,12 @@ class ChannelDelta(GatedDelta):
         self, ops: Ops, shape: config.ChannelDelta, eps: Eps, weights: ChannelDeltaWeights, cache: Any, transform: None
     ):
         super().__init__(ops, shape, eps, weights, cache, transform)
-        self._ups = [Projection(ops, w) for w in (weights.decay_up, weights.gate_up)]
-        first, rank = shape.channels + shape.value_heads, shape.rank
-        self._parts = [slice(first, first + rank), slice(first + rank, first + 2 * rank)]
+        norm = Fusion(norm_of(weights.norm, eps.before))
+        self._decay = Projection(ops, weights.decay_down, norm), Projection(ops, weights.decay_up)
+        self._gate = Projection(ops, weights.gate_down, norm), Projection(ops, weights.gate_up)
 
-    def _arguments(self, rows: Array, inputs: LayerInputs) -> Sequence[Any]:
-        ups = (up(rows[:, part], inputs.adapters) for up, part in zip(self._ups, self._parts, strict=True))
+    def _arguments(self, x: Array, inputs: LayerInputs) -> Sequence[Any]:
+        ups = (up(down(x, inputs.adapters), inputs.adapters) for down, up in (self._decay, self._gate))
         return *ups, *self._op_arguments
 
 
