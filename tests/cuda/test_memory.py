@@ -33,6 +33,7 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.model_loaders.config import (
     Attention,
+    ChannelDelta,
     Experts,
     GatedDelta,
     GatedMLP,
@@ -160,6 +161,15 @@ DELTA_RULES = replace(
         *(Layer(GatedDelta(16, 32, 128, 128, 4), GatedMLP(1024)),) * 2,
     ),
 )
+CHANNEL_RULES = replace(
+    LLAMA,
+    family="kimi_linear",
+    hidden_size=2304,
+    layers=(
+        Layer(LatentAttention(32, 1, 576, None, 64, own_dim=128, value_dim=128), GatedMLP(1024)),
+        *(Layer(ChannelDelta(32, 32, 128, 128, 4, rank=128), GatedMLP(1024)),) * 2,
+    ),
+)
 NO_NETWORK = Layer(Mamba2(8, 64, 128, 64, 4), None)
 MAMBA2 = replace(
     LLAMA,
@@ -220,6 +230,7 @@ CONFIGS = {
     "experts": WIDE,
     "short convolutions": CONVOLUTIONS,
     "gated delta rules": DELTA_RULES,
+    "delta rules by channel": CHANNEL_RULES,
     "Mamba 2, experts without gates": MAMBA2,
     "Mamba 2, experts of a latent size": LATENT,
     "Mamba 2, a wide network without a gate": NO_GATES,
