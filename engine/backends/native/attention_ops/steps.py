@@ -13,7 +13,7 @@ from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.codecs import MOST_QUERIES
-from polarlm.engine.backends.native.codecs.parts.expanded import expanded
+from polarlm.engine.backends.native.codecs.parts.expanded_tiles import expanded_tiles
 from polarlm.engine.backends.native.kernels.attention.latent_steps import LANES, LatentBody
 from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
@@ -106,9 +106,9 @@ class AttentionOps(PromptOps):
         """That of many rows of a sequence expands blocks first, if there is room, and as soon as it is compiled."""
         if spec.values is None:
             return attend(spec, LatentBody)
-        form = expanded(spec.keys, spec.values, spec.block_size, spec.head_dim)
-        if form is not None and table.most_rows > 1 and table.most_rows * spec.group >= _MANY_QUERIES:
-            more = replace(spec, expanded=form)
+        tiles = expanded_tiles(spec.keys, spec.values, spec.block_size, spec.head_dim)
+        if tiles is not None and table.most_rows > 1 and table.most_rows * spec.group >= _MANY_QUERIES:
+            more = replace(spec, expanded_tiles=tiles)
             if table.most_chunk_blocks <= more.most_blocks:
                 kernel = attend(more)
                 if self._launch.has_loaded([kernel]):

@@ -10,7 +10,7 @@ import pytest
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
-from polarlm.engine.backends.native.codecs.parts.expanded import expanded
+from polarlm.engine.backends.native.codecs.parts.expanded_tiles import expanded_tiles
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
 from polarlm.engine.jit.lang import Level
@@ -101,7 +101,7 @@ def test_expanded_tiles_give_the_same_bits(name: str, level: Level) -> None:
     d, n, heads = attend.sizes(NAMES.index(name) + 5, level)
     codec = codecs.get(name)
     keys, values = tiles.keys(codec, n, d), tiles.values(codec, n, d)
-    both = expanded(keys, values, n, d)  # type: ignore[arg-type]
+    both = expanded_tiles(keys, values, n, d)  # type: ignore[arg-type]
     fields, queries, wanted = attend.scored(codec, level, n, d, heads)
     one: Any = attend.Expanding(keys, both.keys)  # type: ignore[arg-type, union-attr]
     np.testing.assert_array_equal(attend.scores(one, level, keys.pack(fields), queries, n), wanted)  # type: ignore[union-attr]

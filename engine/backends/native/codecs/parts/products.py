@@ -20,7 +20,7 @@ PAIR_LANES = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in r
 _FOURS = [16 * part + 4 * b + k for part in range(4) for k in range(4) for b in range(4)]
 """4 bytes of 4 tokens in turn, as 4 tokens of 4 codes."""
 
-Write = Callable[[Value, int, int, Value], None]
+Writer = Callable[[Value, int, int, Value], None]
 """write(first, number, group, value): what is done with the bytes, plus `_bias`, of 4 channels of 16 tokens of a tile:
 number (first + number) of the fours of channels in the order of a prepared query, and of the tokens."""
 
@@ -70,7 +70,7 @@ def emit_products(
     tokens: int,
     head_dim: int,
     prepared: Sequence[Values],
-    write: Write | None = None,
+    write: Writer | None = None,
 ) -> Iterator[list[Value]]:
     """Yields the dot products of 16 of a tile's keys after the other with prepared queries: for each query int32 (16,).
 
@@ -134,7 +134,7 @@ def emit_products(
             yield [total.get() for total in totals[group]]
 
 
-def write_values(e: Emitter, values: Value, tokens: int) -> Write:
+def write_values(e: Emitter, values: Value, tokens: int) -> Writer:
     """What writes a tile's bytes as values, in the order of `ByteOrder`."""
     groups = tokens // 16
 

@@ -33,7 +33,7 @@ from polarlm.engine.backends.native.codecs.parts.decoding import emit_norms, emi
 from polarlm.engine.backends.native.codecs.parts.packing import Packing, pack_bytes
 from polarlm.engine.backends.native.codecs.parts.products import (
     PAIR_LANES,
-    Write,
+    Writer,
     emit_products,
     quantize_weights,
     read_codes,
@@ -61,7 +61,7 @@ class Place(NamedTuple):
 
 
 Visitor = Callable[[Place, Sequence[int], Iterator[Value]], None]  # given values for each of some channels of codes
-Finish = Callable[[Value], None]  # given the chunk whose values have been visited
+ChunkEnd = Callable[[Value], None]  # given the chunk whose values have been visited
 
 
 def keys(codec: Codec, block_size: int, head_dim: int) -> TableKeys | None:
@@ -198,7 +198,7 @@ class TableKeys(_TableTiles, KeyTiles):
         e.prefetch(next_tile + self._norms_at, self.nbytes - self._norms_at)
         self.store_scores(e, totals, emit_norms(e, block + self._norms_at, self._tokens, self._norm), queries, out)
 
-    def look_up(self, e: Emitter, block: Value, next_tile: Value, write: Write) -> list[Value]:
+    def look_up(self, e: Emitter, block: Value, next_tile: Value, write: Writer) -> list[Value]:
         """Give the bytes of a tile to `write`, and return its norms."""
         for _ in emit_products(e, self._table, block, next_tile, self._tokens, self._head_dim, [[]], write):
             pass
@@ -257,7 +257,7 @@ class TableValues(_TableTiles, ValueTiles):
         self.add_products(e, norms, weights, sums, partial(self.visit, e, block, next_tile))
 
     def add_products(
-        self, e: Emitter, norms: Values, weights: Values, sums: Values, visit: Callable[[Visitor, Finish], None]
+        self, e: Emitter, norms: Values, weights: Values, sums: Values, visit: Callable[[Visitor, ChunkEnd], None]
     ) -> None:
         """`emit_values` of the bytes that `visit` visits."""
         steps, counts = quantize_weights(e, weights, norms)
@@ -284,7 +284,7 @@ class TableValues(_TableTiles, ValueTiles):
 
         visit(add, finish)
 
-    def visit(self, e: Emitter, block: Value, next_tile: Value, visitor: Visitor, finish: Finish) -> None:
+    def visit(self, e: Emitter, block: Value, next_tile: Value, visitor: Visitor, finish: ChunkEnd) -> None:
         """Look the codes of a tile up, vector by vector, and call `finish` after each chunk."""
         (chunks, width, token_vectors), run = self.shape, self._packing.run
         flips, lookup = self._table.flips, self._table.emit(e, 0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.codecs.parts.expanded import Expanded
+from polarlm.engine.backends.native.codecs.parts.expanded_tiles import ExpandedTiles
 from polarlm.engine.backends.native.kernels.attention import blocks
 from polarlm.engine.backends.native.kernels.attention.blocks import Query
 from polarlm.engine.backends.native.kernels.attention.partials import (
@@ -39,14 +39,14 @@ class Attention(Decoding):
     """The properties that a kernel is specialized for, in addition to those of its blocks.
 
     group: query heads of a KV head. query_tile: queries that share a pass over the blocks. is_capped: whether scores
-    have a soft cap. expanded: what the blocks of a chunk become before the passes over them; None if each pass reads
-    codes. Results are the same.
+    have a soft cap. expanded_tiles: what the blocks of a chunk become before the passes over them; None if each pass
+    reads codes. Results are the same.
     """
 
     group: int
     query_tile: int
     is_capped: bool = False
-    expanded: Expanded | None = None
+    expanded_tiles: ExpandedTiles | None = None
 
     @property
     def block_tile(self) -> int:
@@ -61,14 +61,14 @@ class Attention(Decoding):
     @property
     def name(self) -> str:
         sizes = f"{self.block_size}x{self.head_dim}_group{self.group}_pass{self.query_tile}"
-        more = "_capped" * self.is_capped + "_expanded" * (self.expanded is not None)
+        more = "_capped" * self.is_capped + "_expanded" * (self.expanded_tiles is not None)
         return f"attention_{self.tile_names}_mean{self.mean_bits}_{sizes}{more}"
 
     @property
     def most_blocks(self) -> int:
         """Blocks of a chunk that there is room for."""
-        assert self.expanded is not None
-        return (SCRATCH - expanded_at(self)) // self.expanded.nbytes
+        assert self.expanded_tiles is not None
+        return (SCRATCH - expanded_at(self)) // self.expanded_tiles.nbytes
 
 
 def query_bytes(spec: Attention) -> int:
@@ -147,9 +147,9 @@ class StepBody:
             begin = self.chunk_begin = (chunk - self.header.first_quantized) * self.header.chunk_blocks
             end = e.imin(begin + self.header.chunk_blocks, self.header.quantized)
             has_codes = (begin >= 0) & (begin < end)
-            if spec.expanded is not None:
+            if spec.expanded_tiles is not None:
                 with e.when(has_codes):
-                    self.expand(spec.expanded, table, self.first_seen(begin, e.i64(0)), end)
+                    self.expand(spec.expanded_tiles, table, self.first_seen(begin, e.i64(0)), end)
             with e.loop(0, self.header.rows * spec.group, spec.query_tile) as first:
                 self.open(first)
                 with e.when(chunk.equals(0)):
@@ -224,21 +224,21 @@ class StepBody:
 
     # -- quantized blocks --------------------------------------------------------------------------------------
 
-    def expand(self, expanded: Expanded, table: Value, begin: Value, end: Value) -> None:
+    def expand(self, tiles: ExpandedTiles, table: Value, begin: Value, end: Value) -> None:
         """Expand blocks of the chunk, each to its place in it: keys, then values."""
         e, args = self.e, self.args
         with e.loop(begin, end) as number:
             block, next_block = (e.load(table + i * 8, I64) for i in (number, e.imin(number + 1, end - 1)))
             keys, values = args.keys + self.head * args.key_stride, args.values + self.head * args.value_stride
-            own_keys, own_values = self.expanded_block(expanded, number)
-            expanded.keys.emit(e, keys + block * args.key_bytes, keys + next_block * args.key_bytes, own_keys)
+            own_keys, own_values = self.expanded_block(tiles, number)
+            tiles.keys.emit(e, keys + block * args.key_bytes, keys + next_block * args.key_bytes, own_keys)
             values_at, next_values = (values + i * args.value_bytes for i in (block, next_block))
-            expanded.values.emit(e, values_at, next_values, own_values)
+            tiles.values.emit(e, values_at, next_values, own_values)
 
-    def expanded_block(self, expanded: Expanded, number: Value) -> tuple[Value, Value]:
+    def expanded_block(self, tiles: ExpandedTiles, number: Value) -> tuple[Value, Value]:
         """The keys and the values of a block of the chunk, expanded; number: of the block in the table."""
-        keys = self.scratch + expanded_at(self.spec) + (number - self.chunk_begin) * expanded.nbytes
-        return keys, keys + expanded.keys.nbytes
+        keys = self.scratch + expanded_at(self.spec) + (number - self.chunk_begin) * tiles.nbytes
+        return keys, keys + tiles.keys.nbytes
 
     def attend_to_codes(self, table: Value, begin: Value, end: Value) -> None:
         """Attend to the quantized blocks `begin` to `end` of a table of ids, several per softmax step: its dependency
@@ -280,11 +280,11 @@ class StepBody:
                     are_values, values + next_block * args.value_bytes, keys + next_block * args.key_bytes
                 )
                 weighted = [query.weighted for query in queries]
-                if spec.expanded is None:
+                if spec.expanded_tiles is None:
                     spec.values.emit_values(e, values + block * args.value_bytes, prefetch_address, weights, weighted)
                 else:
-                    _, tile = self.expanded_block(spec.expanded, number + i)
-                    spec.expanded.values.emit_values(e, tile, weights, weighted)
+                    _, tile = self.expanded_block(spec.expanded_tiles, number + i)
+                    spec.expanded_tiles.values.emit_values(e, tile, weights, weighted)
 
     def _block_scores(
         self,
@@ -299,10 +299,10 @@ class StepBody:
         number: of the block in the table. prefetch_address: a tile to prefetch."""
         e, spec = self.e, self.spec
         prepared = [query.prepared for query in queries]
-        if spec.expanded is not None:
+        if spec.expanded_tiles is not None:
             means = self._mean_scores(queries, self.head * self.args.blocks + block) if spec.mean_bits else None
-            tile, _ = self.expanded_block(spec.expanded, number)
-            spec.expanded.keys.emit_scores(e, tile, prepared, scores, means)
+            tile, _ = self.expanded_block(spec.expanded_tiles, number)
+            spec.expanded_tiles.keys.emit_scores(e, tile, prepared, scores, means)
             return
         spec.keys.emit_scores(e, keys + block * self.args.key_bytes, prefetch_address, prepared, scores)
         if not spec.mean_bits:

@@ -3,7 +3,7 @@
 Their scores and sums are those of the tiles, to the bit: all products are exact. A tile has its norms, float32 (N,),
 then
 
-    keys    (N/16, D/4) vectors of 16 tokens x 4 channels, as `products.Write` has them; where products of bytes are
+    keys    (N/16, D/4) vectors of 16 tokens x 4 channels, as `products.Writer` has them; where products of bytes are
             made of products of int16, 2 vectors of int16 in place of each: of its even bytes, and of its odd ones
     values  (C/p, channels of a code, N·p/64) vectors of 16/p groups x p codes x 4 tokens
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.backends.native.codecs.parts.packing import BYTES
-from polarlm.engine.backends.native.codecs.parts.tables import Finish, Place, TableKeys, TableValues, Visitor
+from polarlm.engine.backends.native.codecs.parts.tables import ChunkEnd, Place, TableKeys, TableValues, Visitor
 from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, Values, vector
 
 _F16, _I16, _WORDS = vector(F32, 16), vector(I32, 16), vector(I16, 32)
@@ -105,7 +105,7 @@ class ExpandedValues:
         step = next(n for n in range(_UNROLLED, 0, -1) if count % n == 0)
         turns = [range(width)] if e.level.has_room else [range(channel, channel + 1) for channel in range(width)]
 
-        def visit(visitor: Visitor, finish: Finish) -> None:
+        def visit(visitor: Visitor, finish: ChunkEnd) -> None:
             with e.loop(0, chunks) as chunk:
                 for channels in turns:
                     with e.loop(0, count, step) as first:
@@ -118,7 +118,7 @@ class ExpandedValues:
         self._values.add_products(e, _norms(e, tile, self._tokens), weights, sums, visit)
 
 
-class Expanded(NamedTuple):
+class ExpandedTiles(NamedTuple):
     keys: ExpandedKeys
     values: ExpandedValues
 
@@ -128,11 +128,11 @@ class Expanded(NamedTuple):
 
 
 @cache
-def expanded(keys: KeyTiles, values: ValueTiles | None, tokens: int, head_dim: int) -> Expanded | None:
+def expanded_tiles(keys: KeyTiles, values: ValueTiles | None, tokens: int, head_dim: int) -> ExpandedTiles | None:
     """Keys and values as these tiles have them; None where one side has no table."""
     if not isinstance(keys, TableKeys) or not isinstance(values, TableValues):
         return None
-    return Expanded(ExpandedKeys(keys, tokens, head_dim), ExpandedValues(values, tokens, head_dim))
+    return ExpandedTiles(ExpandedKeys(keys, tokens, head_dim), ExpandedValues(values, tokens, head_dim))
 
 
 def _norms(e: Emitter, tile: Value, tokens: int) -> list[Value]:
