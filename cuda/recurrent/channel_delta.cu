@@ -1,12 +1,12 @@
 // The op `channel_delta`, of steps and of prompts: rows are added to slots, and their results are computed.
 //
-// y (T, H, D). slots: keys (S, H, A, N), updates (S, H, N, D), decays (S, H, A, N), inputs (S, WIDTH − 1 + N, C) get the
-// new rows; matrices (S, H, A, D). projected: rows [q | k | v | b], `pitch` numbers apart; conv (WIDTH, C); logits of
-// decays (T, H, A), gates (T, H, D), rows `logit_pitch` and `gate_pitch` numbers apart; decay (H,), dt_bias (H, A), norm
-// (D,). spans int32 (spans, 4): slot, first row, rows, place of the first in its block.
+// y (T, H, D). slots: keys (S, H, A, N), updates (S, H, N, D), decays (S, H, A, N), inputs (S, WIDTH − 1 + N, C) get
+// the new rows; matrices (S, H, A, D). projected: rows [q | k | v | b], `pitch` numbers apart; conv (WIDTH, C); logits
+// of decays (T, H, A), gates (T, H, D), rows `logit_pitch` and `gate_pitch` numbers apart; decay (H,), dt_bias (H, A),
+// norm (D,). spans int32 (spans, 4): slot, first row, rows, place of the first in its block.
 // With ADVANCES, of a prompt: at the end of each block the slot becomes that at the start of the next one. The state
-// after block b, counted from the first row's, goes to row kept[b] of end_matrices (n, H, A, D) and end_inputs (n, WIDTH
-// − 1, C), if that is not −1.
+// after block b, counted from the first row's, goes to row kept[b] of end_matrices (n, H, A, D) and end_inputs
+// (n, WIDTH − 1, C), if that is not −1.
 //
 // A block of threads has a head of a span, all of whose state is its own. Threads hold the head's matrix as it is
 // before a row: M, the block's earlier tokens added. A row decays it, and adds a key times an update. What keys and

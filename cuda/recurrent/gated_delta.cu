@@ -128,5 +128,6 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
     }
     for (int r = warp; r < rows; r += WARPS)
         write_gated(y + r * static_cast<long long>(heads.values) * VALUE_DIM, memory.results[r],
-                    projected + r * pitch + heads.gate(head), norm, eps, [](float x) { return silu_of(x); });
+                    projected + r * pitch + heads.gate(head), norm, eps,
+                    [](float x) { return silu_of(x); });
 }
