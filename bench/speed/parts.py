@@ -43,7 +43,7 @@ KINDS = {
     "encoding": ("encode_", "copy_records"),
     "gates": ("gate_", "activate_mul", "elementwise", "scale_rows", "clip"),
     "experts": ("route", "arrange", "combine", "group_pairs", "add_experts"),
-    "recurrent layers": ("gated_delta", "delta_", "advance_", "mamba2", "short_conv", "state_"),
+    "recurrent layers": ("gated_delta", "channel_delta", "delta_", "advance_", "mamba2", "short_conv", "state_"),
     "head": ("best_of_rows", "softcap", "sample", "logprobs"),
 }
 
