@@ -22,7 +22,7 @@ from polarlm.engine.sampling.sample import Fetch, Sampled, SamplerInput
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, RereadMatrix, StoredMatrix, WeightFormat
 from polarlm.model_loaders.config import Experts, ModelConfig
 
-STEP_ROWS = 16  # most rows of one sequence in a step
+STEP_ROWS = 16  # most rows of one sequence in a step, but of those whose next token is known, all of one block
 
 SamplerInputs = Any  # a list of `SamplerInput`
 Result = TypeVar("Result")

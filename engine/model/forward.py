@@ -49,7 +49,7 @@ from polarlm.engine.state.store import KVStore, SequenceKV, Span
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Attention, LatentAttention, ModelConfig
 
-_KNOWN_ROWS = 64  # most rows of a sequence that attend together, where the tokens behind them are known
+_KNOWN_ROWS = 64  # most rows of a sequence, all of one block, that attend together, where their next token is known
 
 
 @dataclass(frozen=True)

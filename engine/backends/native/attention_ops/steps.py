@@ -108,9 +108,9 @@ class AttentionOps(PromptOps):
             return attend(spec, LatentBody)
         tiles = expanded_tiles(spec.keys, spec.values, spec.block_size, spec.head_dim)
         if tiles is not None and table.most_rows > 1 and table.most_rows * spec.group >= _MANY_QUERIES:
-            more = replace(spec, expanded_tiles=tiles)
-            if table.most_chunk_blocks <= more.most_blocks:
-                kernel = attend(more)
+            expanding = replace(spec, expanded_tiles=tiles)
+            if table.most_chunk_blocks <= expanding.most_blocks:
+                kernel = attend(expanding)
                 if self._launch.has_loaded([kernel]):
                     return kernel
                 self._launch.expect([kernel])
