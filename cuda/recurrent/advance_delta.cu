@@ -14,13 +14,6 @@ struct DeltaArrays {
     const float *keys, *updates, *decays;  // (S, Q, A, N), (S, H, N, D), (S, H, N)
 };
 
-// The inputs of a channel of the block's last tokens move to its beginning.
-__device__ __forceinline__ void shift_inputs(float *inputs, int channels, int channel) {
-    for (int back = 0; back < WIDTH - 1; ++back)
-        inputs[back * static_cast<long long>(channels) + channel] =
-            inputs[(BLOCK + back) * static_cast<long long>(channels) + channel];
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 advance_delta_kernel(const unsigned long long *layers, const int *slots, int key_heads, int tiled) {
     __shared__ float factors[BLOCK];

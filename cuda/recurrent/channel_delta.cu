@@ -210,11 +210,9 @@ channel_delta_kernel(float *y, float *keys, float *updates, float *decays, float
             const int channel = i < KEY_DIM       ? heads.query(head) + i
                                 : i < 2 * KEY_DIM ? heads.key(head) + i - KEY_DIM
                                                   : heads.value(head) + i - 2 * KEY_DIM;
-            for (int back = 0; back < WIDTH - 1; ++back) {
-                const float x = inputs[(BLOCK + back) * channels + channel];
-                inputs[back * channels + channel] = x;
-                if (row >= 0) end_inputs[(row * (WIDTH - 1LL) + back) * channels + channel] = x;
-            }
+            shift_inputs(inputs, static_cast<int>(channels), channel);
+            for (int back = 0; row >= 0 && back < WIDTH - 1; ++back)
+                end_inputs[(row * (WIDTH - 1LL) + back) * channels + channel] = inputs[back * channels + channel];
         }
         place = 0;
     }

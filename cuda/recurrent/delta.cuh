@@ -75,6 +75,13 @@ struct ConvInputs {
     }
 };
 
+// The convolution's inputs, of a channel, of the block's last tokens move to its beginning.
+__device__ __forceinline__ void shift_inputs(float *inputs, int channels, int channel) {
+    for (int back = 0; back < WIDTH - 1; ++back)
+        inputs[back * static_cast<long long>(channels) + channel] =
+            inputs[(BLOCK + back) * static_cast<long long>(channels) + channel];
+}
+
 // A warp calls keep(token, g) for the tokens of a block. `stored_decays` has g of those before `low`; each of the
 // tokens low … high − 1 adds change(token), and later ones nothing.
 template <class Change, class Keep>
