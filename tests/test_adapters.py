@@ -344,3 +344,15 @@ def test_blocks_on_a_disk_are_found_with_the_same_adapter_alone(
         for name, found in (("", False), ("five", False), ("same", True)):
             answer = engine.generate(PROMPT, params(1), PromptOptions(lora=name))
             assert (answer.usage.cached_tokens > 0) == found
+
+
+def test_the_digest_of_an_answer_has_the_numbers_of_its_adapter(base: Path, tmp_path: Path) -> None:
+    """Also where another file of the same name gives the same token."""
+    digests = []
+    for seed in (0, 0, 1):
+        file = write_peft(tmp_path / f"adapter{seed}", random_changes(base, 1, seed), 1e-6)
+        with load_tiny(base, replayable=True, lora={"a": str(file)}) as engine:
+            answer = engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=1), PromptOptions(lora="a"))
+        digests.append((answer.token_ids, answer.usage.replay_digest))
+    assert digests[0] == digests[1] != digests[2]
+    assert digests[0][0] == digests[2][0]
