@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -134,8 +134,8 @@ class Batches:
 
     async def _list(self, request: Request, folder: BatchFolder, kind: str) -> Response:
         """The newest first: at most `limit` records, after the id `after`, of a `purpose`."""
-        query, usual = request.query_params, 10_000 if kind == "file-" else 20
-        records = [self._now(one) for one in await asyncio.to_thread(folder.records, kind)]
+        query, usual, running = request.query_params, 10_000 if kind == "file-" else 20, {**self._running}
+        records = [_now(one, running) for one in await asyncio.to_thread(folder.records, kind)]
         records = [one for one in records if query.get("purpose") in (None, one.get("purpose"))]
         if one_of("order", query.get("order", "desc"), ("desc", "asc")) == "asc":
             records.reverse()
@@ -164,14 +164,11 @@ class Batches:
 
     async def _find(self, name: str, kind: str, folder: BatchFolder, field: str = "id") -> Record:
         """The record of a "file" or a "batch". Raises ApiError if the owner of the folder has none."""
+        running = {**self._running}
         record = await asyncio.to_thread(folder.record, name)
         if record is None or record["object"] != kind:
             raise ApiError(404, f"There is no {kind} {name!r} of yours", "not_found", field)
-        return self._now(record)
-
-    def _now(self, record: Record) -> Record:
-        """The record of a batch that runs, in place of what was last kept of it."""
-        return self._running[record["id"]][0] if record["id"] in self._running else record
+        return _now(record, running)
 
     # -- batches -----------------------------------------------------------------------------------------------
 
@@ -281,6 +278,11 @@ class Batches:
 def _failure(error: Exception) -> EngineError:
     reason = getattr(error, "strerror", None) or type(error).__name__
     return EngineError(f"Files of batches cannot be read or written now: {reason}", "storage")
+
+
+def _now(record: Record, running: Mapping[str, tuple[Record, Any]]) -> Record:
+    """The record of a batch that ran when its folder began to be read: what was read may be older."""
+    return running[record["id"]][0] if record["id"] in running else record
 
 
 def _new_id(prefix: str) -> str:

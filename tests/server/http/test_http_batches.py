@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from polarlm.engine import Engine
 from polarlm.server.http.openai import batches
+from polarlm.server.running.batches import BatchFolder
 from tests.lazily import openai
 from tests.server.http_server import KEY, serving
 from tests.server.lines import eventually
@@ -147,6 +149,24 @@ def test_a_file_without_lines_fails(engine: Engine, folder: str) -> None:
         end = ended(server.openai, begin(server.openai, [b"", b"  "]))
         assert (end.status, end.errors.data[0].code) == ("failed", "empty_file")
         assert end.failed_at >= end.created_at
+
+
+def test_a_batch_that_ends_while_its_record_is_read_has_ended(
+    engine: Engine, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = BatchFolder.record
+
+    def read_slowly(self: BatchFolder, name: str) -> Any:
+        record = read(self, name)
+        while name.startswith("batch_") and read(self, name)["status"] not in ENDED:
+            time.sleep(0.01)
+        time.sleep(0.05)  # it leaves those that run
+        return record
+
+    with serving(engine, batches=folder) as server:
+        batch = begin(server.openai, [line("one")])
+        monkeypatch.setattr(BatchFolder, "record", read_slowly)
+        assert server.openai.batches.retrieve(batch.id).status == "completed"
 
 
 def test_a_batch_is_cancelled_with_the_answers_that_it_has(engine: Engine, folder: str) -> None:
