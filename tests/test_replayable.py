@@ -20,7 +20,6 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.compile import target
 from polarlm.engine.jit.isa import VARIABLE as LEVEL
 from polarlm.engine.outputs import fold
-from tests.adapters import random_changes, write_peft
 from tests.backends.native.test_arm_emulated import VARIABLE as ARM
 from tests.model_loaders.test_elementary import FEATURES
 from tests.test_bare_python import ROOT
@@ -125,6 +124,21 @@ def test_answers_do_not_depend_on_schedules(tmp_path: Path, model: str) -> None:
     assert check_schedules(make_model(tmp_path, model), tmp_path / "kept", 1, 1, 12) > 12
 
 
+def test_a_prompt_of_a_hybrid_continues_inside_an_earlier_one(tmp_path: Path) -> None:
+    """From a guessed place at first, then from the one where another prompt has left the first one."""
+    path = make_model(tmp_path, "qwen3_5_tied")
+    ids = np.random.default_rng(3).integers(5, VOCABULARY, (3, 200))
+    ids[1:, :130] = ids[0, :130]
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
+    asked = [Case(tuple(one.tolist()), params) for one in ids]
+    with load_tiny(path, **SETTINGS) as engine:
+        wanted = [alone(engine, case) for case in asked]
+    with load_tiny(path, **SETTINGS) as engine:
+        answers = [engine.generate(case.ids, params) for case in asked]
+    assert [content(answer) for answer in answers] == wanted
+    assert [answer.usage.cached_tokens for answer in answers] == [0, 64, 128]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", FAMILIES)
 def test_answers_do_not_depend_on_many_schedules(tmp_path: Path, model: str) -> None:
@@ -224,15 +238,3 @@ def test_a_request_may_insist(tiny_path: Path) -> None:
             else:
                 with pytest.raises(EngineError, match="Answers cannot be replayed here"):
                     engine.generate([5, 6], options=options, max_tokens=2)
-
-
-def test_the_digest_of_an_answer_has_the_numbers_of_its_adapter(tmp_path: Path) -> None:
-    """Also where another file of the same name gives the same token."""
-    base, digests = make_model(tmp_path), []
-    for seed in (0, 0, 1):
-        file = write_peft(tmp_path / f"adapter{seed}", random_changes(base, 1, seed), 1e-6)
-        with load_tiny(base, **SETTINGS, lora={"a": str(file)}) as engine:
-            answer = engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=1), PromptOptions(lora="a"))
-        digests.append((answer.token_ids, answer.usage.replay_digest))
-    assert digests[0] == digests[1] != digests[2]
-    assert digests[0][0] == digests[2][0]

@@ -47,6 +47,8 @@ class Prefills:
         if missing is None:
             return None
         if self._replayable and not self._needs_prefill(request):
+            assert request.kv is not None
+            self._store.plan_snapshots(request.kv, len(request.sequence.prompt))
             self._scheduler.admit(request.sequence)
             self._scheduler.prefilled(request.sequence, missing)
             return None

@@ -98,6 +98,10 @@ class LayerState(Protocol):
         """Return a quantized block of the table that continues a sequence of `length` tokens, two blocks or more, that
         ends with a complete one. None if its blocks do so already, or if there is no room."""
 
+    def plan_snapshots(self, table: BlockTable, start: int, stop: int) -> None:
+        """Let the steps of a prompt from `start` to `stop` keep what a later prompt may continue from, as `open`
+        does."""
+
     def first_visible(self, length: int) -> int:
         """Return the number of the first block that the token after `length` tokens, or a later one, can see."""
 

@@ -231,6 +231,11 @@ class KVStore:
         reservations = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
         return Span(sequence, sequence.length, count, reservations, is_step=True)
 
+    def plan_snapshots(self, sequence: SequenceKV, stop: int) -> None:
+        """Let steps keep what prompts keep of tokens up to position `stop`: snapshots of recurrent layers."""
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            group.plan_snapshots(table, sequence.length, stop)
+
     def rows_of_block(self, sequence: SequenceKV) -> int:
         """Return the most rows of a step that fit into the current block: later rows must attend to its codes."""
         block = self.shape.block_size

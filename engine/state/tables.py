@@ -69,6 +69,9 @@ class TableGroup:
     def keep_end(self, table: BlockTable, length: int) -> int | None:
         return None  # the blocks of a sequence's tokens continue it
 
+    def plan_snapshots(self, table: BlockTable, start: int, stop: int) -> None:
+        """As `LayerState.plan_snapshots`: all blocks are kept."""
+
     def grow(self, table: BlockTable, start: int, count: int) -> Reservation:
         """Reserve blocks for a prompt's `count` tokens from position `start`; all are kept. If it raises OutOfBlocks,
         nothing has changed."""

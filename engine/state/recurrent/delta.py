@@ -80,9 +80,11 @@ class DeltaShape(RecurrentShape):
 @dataclass
 class DeltaTable(BlockTable):
     """The state of one sequence. `current` is its slot, from its first token on, unless it begins with a snapshot.
-    snapshots: number of a block → the snapshot of its end; only the newest reservation's snapshots."""
+    snapshots: number of a block → the snapshot of its end; only the newest reservation's snapshots. planned: the
+    numbers of blocks at whose ends steps take snapshots, certain ones and guesses."""
 
     snapshots: dict[int, int] = field(default_factory=dict)
+    planned: tuple[Sequence[int], Sequence[int]] = ((), ())
 
     def block(self, number: int) -> int | None:
         return self.snapshots.get(number)
@@ -150,24 +152,33 @@ class DeltaState(RecurrentState):
         reservation = Reservation({end // n: new[0] if current is None else current}, {}, new)
         try:
             if not as_steps:
-                self._reserve_snapshots(reservation.quantized, table, range(max(1, start // n), end // n))
+                reservation.quantized.update(self._reserve_snapshots(*self._places(table, start, end)))
             reservation.buffer = self._prompts([*reservation.quantized])
         except BaseException:  # there is no memory for the buffer
             self.abort(reservation)
             raise
         return reservation
 
-    def _reserve_snapshots(self, snapshots: dict[int, int], table: BlockTable, new: range) -> None:
-        """Reserve snapshots at ends of `new` blocks, which a prompt completes: of the last one and of the one where
-        another prompt has left this mixer, and guesses where a later prompt may continue, if there is room beside what
-        may be needed."""
+    def _places(self, table: BlockTable, start: int, stop: int) -> tuple[list[int], list[int]]:
+        """Return the numbers of blocks which a prompt from `start` to `stop` completes and at whose ends it takes
+        snapshots: certainly of the last one and of the one where another prompt has left this mixer, and guesses where
+        a later prompt may continue."""
+        new = range(max(1, start // self.block_size), stop // self.block_size)
         certain = sorted({*new[-1:], table.branch} & {*new})
+        return certain, [number for number in places_to_guess(new, table.edges) if number not in certain]
+
+    def _reserve_snapshots(self, certain: Sequence[int], guesses: Sequence[int]) -> dict[int, int]:
+        """Reserve snapshots at the ends of these blocks where there is room for them; of guesses beside what may be
+        needed."""
         certain = certain[max(0, len(certain) - self.quantized.free) :]
         blocks = self.quantized.allocate(len(certain))
-        guesses = [number for number in places_to_guess(new, table.edges) if number not in certain]
         guesses = guesses[: self.quantized.idle]
         blocks += self.quantized.allocate(len(guesses), are_guesses=True)
-        snapshots.update(sorted(zip([*certain, *guesses], blocks, strict=True)))
+        return dict(sorted(zip([*certain, *guesses], blocks, strict=True)))
+
+    def plan_snapshots(self, table: BlockTable, start: int, stop: int) -> None:
+        assert isinstance(table, DeltaTable)
+        table.planned = self._places(table, start, stop)
 
     def _prompts(self, numbers: Sequence[int]) -> dict[Ops, _Prompt]:
         """Return the buffers of a prompt on each GPU, which keeps the states at the ends of blocks `numbers`."""
@@ -184,14 +195,17 @@ class DeltaState(RecurrentState):
         }
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Reservation:
-        """Reserve a slot, if the sequence has none yet; it then begins with the snapshot that the sequence has."""
-        assert start % self.block_size + count <= self.block_size
-        if table.current is not None:
-            return Reservation({start // self.block_size: table.current}, {}, [])
-        new = self.full.allocate()
-        for layer in self.layers:
+        """Reserve a slot, if the sequence has none yet; it then begins with the snapshot that the sequence has. Reserve
+        a snapshot if one is planned for the end of these rows."""
+        assert isinstance(table, DeltaTable)
+        number, place = divmod(start, self.block_size)
+        assert place + count <= self.block_size
+        new = [] if table.current is not None else self.full.allocate()
+        for layer in self.layers if new else ():
             self._begin(layer, table, start, self._slot(layer, new[0], 0))
-        return Reservation({start // self.block_size: new[0]}, {}, new)
+        ends = [number] if place + count == self.block_size else []
+        snapshots = self._reserve_snapshots(*([one for one in ends if one in places] for places in table.planned))
+        return Reservation({number: new[0] if table.current is None else table.current}, snapshots, new)
 
     def _begin(self, layer: int, table: BlockTable, start: int, slot: Slot) -> None:
         """Write what a sequence without a slot begins with to a slot without tokens: zeros, or its snapshot."""
@@ -245,6 +259,15 @@ class DeltaState(RecurrentState):
             for name, snapshots in self._snapshots[layer].items():
                 snapshots[list(blocks)] = arrays[name]
 
+    def _keep(self, slot: int, snapshots: Mapping[int, int]) -> None:
+        """Write a snapshot of a slot in which a block begins, if there is one."""
+        fetches, one = {}, slice(slot, slot + 1)
+        for layer in self.layers if snapshots else ():
+            slots = self.cache(layer)
+            ends = DeltaEnds([*snapshots], slots.matrices[one], slots.inputs[one, : self._inputs_before])
+            fetches[layer] = self._ops.layer_ops(layer).keep_states(ends, self._shape.codes)
+        self._write(fetches, snapshots.values())
+
     def commit(self, table: BlockTable, reservation: Reservation, length: int) -> None:
         """Take the reservation's slot, which advances if a step has completed its block, and its snapshots."""
         assert isinstance(table, DeltaTable)
@@ -254,6 +277,10 @@ class DeltaState(RecurrentState):
         elif length // self.block_size > number:
             for ops, layers in self._caches_by_ops.items():
                 ops.advance_delta(layers, [slot], tiled=self._shape.mixer.tiled)
+            self._keep(slot, reservation.quantized)
+        else:
+            self._release(reservation.quantized.values(), ())
+            reservation.quantized = {}
         if table.current not in (None, slot):
             self.full.release(table.current)
         table.current = slot
@@ -288,12 +315,7 @@ class DeltaState(RecurrentState):
                 (block,) = self.quantized.allocate()
             except OutOfBlocks:
                 return None
-            fetches, slot = {}, slice(table.current, table.current + 1)
-            for layer in self.layers:
-                slots = self.cache(layer)
-                ends = DeltaEnds([number], slots.matrices[slot], slots.inputs[slot, : self._inputs_before])
-                fetches[layer] = self._ops.layer_ops(layer).keep_states(ends, self._shape.codes)
-            self._write(fetches, [block])
+            self._keep(table.current, {number: block})
             table.snapshots[number] = block
         return table.block(number)
 
