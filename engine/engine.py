@@ -390,7 +390,7 @@ class Engine(Completions, AdapterLoading):
         """Read what tiers have of a request's prompt, and let a server compute it; yields how many tokens it has
         computed. Raises EngineError if the engine has been closed."""
         self._check_open()
-        if not request.options.cache_prompt or request.reads_prompt:
+        if not request.options.cache_prompt or request.needs_whole_prompt:
             return
         ids = request.sequence.prompt[:-1]
         if self._tiers is not None:

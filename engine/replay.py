@@ -30,11 +30,9 @@ def with_seed(params: SamplingParams, options: PromptOptions, *, is_replayable: 
 
 
 def prepare(request: Request, adapters: Adapters, fingerprint: str) -> None:
-    """Let a request be replayable. Raises EngineError if it cannot be."""
-    if request.images:
-        raise EngineError("Images cannot be replayed, and replayable=True is set here: leave them out")
+    """Let a request be replayable. Raises EngineError if its adapter is not there."""
     options = request.options
     _, adapter = adapters.choose(options.lora, options.lora_scale)
     request.fingerprint = f"{fingerprint}:{adapter}" if adapter else fingerprint
-    if request.reads_prompt:  # its prompt is no rows of steps, so that nobody else may find it
+    if request.needs_whole_prompt:  # it is no rows of steps, so that nobody else may find it
         request.salt = adapters.salt(replace(options, cache_salt=f"{options.cache_salt} read"))

@@ -28,25 +28,28 @@ from tests.tiny import VOCABULARY, assert_idle, blocks_left, load_tiny, make_mod
 SETTINGS: dict[str, Any] = {"block_size": 32, "ctx_size": 256, "replayable": True}
 FAMILIES = [
     "llama_gqa_linear",
-    "gemma3_tied",
+    "gemma3_with_images",
     "qwen3_5_tied",
     "deepseek_v3_yarn",
     "gpt_oss_mxfp4",
     "nemotron_h_latent",
     "qwen2_moe_shared",
+    "qwen3_vl_deepstack_tied",
+    "gemma3_tied",
 ]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request of which there are answers of many schedules."""
+    """A request of which there are answers of many schedules. prompt: ids, or messages with images."""
 
-    ids: tuple[int, ...]
+    prompt: Any
     params: SamplingParams
 
 
-def cases(rng: np.random.Generator, count: int) -> list[Case]:
-    """Requests, many of which begin alike; some say what they repeat."""
+def cases(rng: np.random.Generator, count: int, model: Path) -> list[Case]:
+    """Requests, many of which begin alike; some say what they repeat, and some have images if the model reads them."""
+    pictures = _pictures() if "vision_config" in (model / "config.json").read_text() else []
     stems = [tuple(rng.integers(5, VOCABULARY, int(rng.integers(1, 120))).tolist()) for _ in range(4)]
     found = []
     for _ in range(count):
@@ -62,8 +65,21 @@ def cases(rng: np.random.Generator, count: int) -> list[Case]:
             ignore_eos=True,
             spec_type=str(rng.choice(["none", "ngram-simple"])),
         )
-        found.append(Case(ids[:200], params))
+        prompt: Any = ids[:200]
+        if pictures and rng.random() < 0.3:
+            parts = [
+                {"type": "image", "image": pictures[int(one)]} for one in rng.integers(0, 3, int(rng.integers(1, 3)))
+            ]
+            prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": "the rain"}]}]
+            params = replace(params, prompt_logprobs=None)
+        found.append(Case(prompt, params))
     return found
+
+
+def _pictures() -> list[bytes]:
+    from tests.images.test_models import picture  # which imports packages that an emulated machine lacks
+
+    return [picture(seed) for seed in range(3)]
 
 
 def content(answer: Completion) -> tuple[object, ...]:
@@ -73,7 +89,7 @@ def content(answer: Completion) -> tuple[object, ...]:
 def alone(engine: Engine, case: Case) -> tuple[object, ...]:
     """The answer of an engine that serves nobody else and finds nothing."""
     plain = replace(case.params, spec_type="none")
-    return content(engine.generate(case.ids, plain, PromptOptions(cache_prompt=False)))
+    return content(engine.generate(case.prompt, plain, PromptOptions(cache_prompt=False)))
 
 
 def run_schedule(engine: Engine, rng: np.random.Generator, asked: Sequence[Case]) -> Iterator[tuple[int, Any]]:
@@ -89,7 +105,7 @@ def run_schedule(engine: Engine, rng: np.random.Generator, asked: Sequence[Case]
                 options = PromptOptions(cache_prompt=bool(rng.random() < 0.8), priority=int(rng.integers(3)))
                 trays[number] = []
                 case = asked[number]
-                tickets[number] = engine.submit(case.ids, case.params, options, into=trays[number])
+                tickets[number] = engine.submit(case.prompt, case.params, options, into=trays[number])
             if tickets and rng.random() < 0.02:
                 number = int(rng.choice([*tickets]))
                 tickets.pop(number).cancel()
@@ -103,7 +119,7 @@ def run_schedule(engine: Engine, rng: np.random.Generator, asked: Sequence[Case]
 def check_schedules(path: Path, kept: Path, seed: int, schedules: int, requests: int, **settings: Any) -> int:
     """Compare the answers of random schedules with those given alone, and return how many were compared."""
     rng, compared = np.random.default_rng(seed), 0
-    asked = cases(rng, requests)
+    asked = cases(rng, requests, path)
     with load_tiny(path, **SETTINGS, **settings) as engine:
         wanted = [alone(engine, case) for case in asked]
     for _ in range(schedules):
@@ -134,7 +150,7 @@ def test_a_prompt_of_a_hybrid_continues_inside_an_earlier_one(tmp_path: Path) ->
     with load_tiny(path, **SETTINGS) as engine:
         wanted = [alone(engine, case) for case in asked]
     with load_tiny(path, **SETTINGS) as engine:
-        answers = [engine.generate(case.ids, params) for case in asked]
+        answers = [engine.generate(case.prompt, params) for case in asked]
     assert [content(answer) for answer in answers] == wanted
     assert [answer.usage.cached_tokens for answer in answers] == [0, 64, 128]
 
@@ -151,7 +167,7 @@ def test_answers_do_not_depend_on_many_schedules(tmp_path: Path, model: str) -> 
 
 def digest(path: Path, *, with_prompts: bool) -> str:
     """What stands for the answers to a few requests. with_prompts: and for log-probabilities of prompts."""
-    asked = cases(np.random.default_rng(5), 6)
+    asked = cases(np.random.default_rng(5), 6, path)
     if not with_prompts:
         asked = [replace(one, params=replace(one.params, prompt_logprobs=None)) for one in asked]
     with load_tiny(path, **SETTINGS) as engine:
@@ -204,21 +220,15 @@ def test_what_cannot_be_replayed_is_refused(tiny_path: Path) -> None:
             load_tiny(tiny_path, **SETTINGS | settings)
 
 
-def test_images_are_refused_and_sessions_of_others_are_not_read(tmp_path: Path) -> None:
-    from tests.images.test_models import picture  # which imports packages that an emulated machine lacks
-
-    path = make_model(tmp_path, "gemma3_with_images")
+def test_sessions_of_others_are_not_read(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "gemma3_tied")
     with load_tiny(
         path, **SETTINGS | {"replayable": False, "cache_type": "ring4/ring3.5", "calibration": False}
     ) as one:
         one.generate([5, 6, 7], max_tokens=2)
         one.save_session(tmp_path / "session")
-    with load_tiny(path, **SETTINGS) as engine:
-        with pytest.raises(EngineError, match="replayable"):
-            engine.load_session(tmp_path / "session")
-        image = {"type": "image", "image": picture(1)}
-        with pytest.raises(EngineError, match="Images cannot be replayed"):
-            engine.generate([{"role": "user", "content": [image]}], max_tokens=2)
+    with load_tiny(path, **SETTINGS) as engine, pytest.raises(EngineError, match="replayable"):
+        engine.load_session(tmp_path / "session")
 
 
 def test_requests_without_a_seed_have_the_same_one(tiny_path: Path) -> None:

@@ -99,7 +99,7 @@ class Prefills:
     def _longest_prefix(self, request: Request) -> SequenceKV:
         """Return the longest stored prefix of a request's tokens that it can continue from."""
         options = request.options
-        ids = request.sequence.ids[:-1] if options.cache_prompt and not request.reads_prompt else ()
+        ids = request.sequence.ids[:-1] if options.cache_prompt and not request.needs_whole_prompt else ()
         kv = self._prefixes.match_prefix(ids, request.salt)
         if request.reproduces(kv.length):
             return kv
@@ -107,9 +107,9 @@ class Prefills:
         return self._prefixes.match_prefix(ids[: request.cached], request.salt)
 
     def _needs_prefill(self, request: Request) -> bool:
-        """Whether the hidden states of a prompt are wanted, which steps do not keep."""
+        """Whether steps cannot compute what is left of a prompt that is computed as a whole."""
         assert request.kv is not None
-        return request.reads_prompt and request.kv.length < len(request.sequence.prompt)
+        return request.needs_whole_prompt and request.kv.length < len(request.sequence.prompt)
 
     def _fits_in_a_step(self, request: Request) -> bool:
         """Whether what the store lacks of a prompt becomes rows of the request's first step: in the current block they

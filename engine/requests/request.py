@@ -214,8 +214,14 @@ class Request:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether the hidden states of the whole prompt are needed, so that no part of it can come from the cache."""
+        """Whether the hidden states of the whole prompt are needed."""
         return self.options.pooling is not None or self.params.prompt_logprobs is not None
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether the whole prompt is computed, so that no part of it can come from the cache: also one with images
+        whose answer can be replayed, since steps have no rows of images."""
+        return self.reads_prompt or bool(self.fingerprint and self.images)
 
     def reader(self) -> PromptReader | None:
         """Return a reader of the prompt's hidden states; None if none is needed, or after the first token."""

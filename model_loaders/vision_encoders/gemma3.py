@@ -67,14 +67,17 @@ def tensors(encoder: Gemma3VisionEncoder) -> TensorTable:
         **slots_of("positions", "vision_tower.embeddings.position_embedding", "v.position_embd", (encoder.side**2, c)),
         **slots_of("norm", "vision_tower.post_layernorm", "v.post_ln", (c,), has_bias=True),
         "rows_norm": (TensorSpec(norm, "mm.soft_emb_norm.weight", (c,), offset=1.0),),
-        "projection": (TensorSpec(_PROJECTION, "mm.input_projection.weight", (c, encoder.outputs)),),
+        "projection": (TensorSpec(_PROJECTION, "mm.input_projection.weight", (encoder.outputs, c)),),
     }
     return TensorTable(top, tuple(_vit.plain_layer(encoder, number) for number in range(encoder.layers)))
 
 
 def take_apart(encoder: Gemma3VisionEncoder, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """Patches with zeros after their values; older files of llama.cpp's have the names of up and down swapped."""
+    """Patches with zeros after their values, and the projection (out, in); older files of llama.cpp's have the names of
+    up and down swapped."""
     tensors = _vit.with_padded_patches(encoder, file_tensors, f"{_PATCHES}.weight")
+    if _PROJECTION in tensors:
+        tensors[_PROJECTION] = tensors[_PROJECTION].transpose()
     c, f = encoder.hidden_size, encoder.ffn_size
     for number in range(encoder.layers):
         up, down = (f"vision_tower.encoder.layers.{number}.mlp.fc{i}" for i in (1, 2))

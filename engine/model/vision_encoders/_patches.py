@@ -15,6 +15,7 @@ from polarlm.engine.backends.ops import Array, Fusion, Ops, Texts
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import parts
 from polarlm.engine.weight_formats import Linear
+from polarlm.model_loaders import elementary
 from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
 from polarlm.model_loaders.vision_encoders._qwen import FRAMES, QwenVisionEncoder
 from polarlm.model_loaders.vision_encoders._vit import PatchVisionEncoder
@@ -64,9 +65,9 @@ class PatchReader(Generic[AnyVisionEncoder, W, L]):
     def _rope(self, *places: np.ndarray, dim: int, theta: float = 10_000.0) -> tuple[Array, Array]:
         """cos and sin (P, D/2): the first half of the pairs of channels is turned by places[0] (P,), the second by
         places[1]."""
-        frequencies = theta ** (-np.arange(0, dim // 2, 2) / (dim // 2))
-        angles = np.concatenate([place[:, None] * frequencies for place in places], axis=1)
-        return self._ops.to_device(np.cos(angles)), self._ops.to_device(np.sin(angles))
+        frequencies = elementary.power(theta, -np.arange(0, dim // 2, 2) / (dim // 2))
+        cos, sin = elementary.turns(np.concatenate([place[:, None] * frequencies for place in places], axis=1))
+        return self._ops.to_device(cos), self._ops.to_device(sin)
 
     def _add_layer(self, x: Array, w: PlainLayer, rope: tuple[Array, Array] | None) -> None:
         """Add to x what a layer computes of it."""
@@ -136,8 +137,18 @@ def resize_positions(
     side count for each of so many patches, (count, side)."""
     side = math.isqrt(len(positions))
     down, right = (weights(side, count * encoder.merge) for count in shape.grid)
-    resized: np.ndarray = right @ np.tensordot(down, positions.reshape(side, side, -1), 1)
+    resized = _blend(right, _blend(down, positions.reshape(side, side, -1)).swapaxes(0, 1)).swapaxes(0, 1)
     return resized[tuple(merged_places(encoder, shape))]
+
+
+def _blend(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """weights (n, s), of which a row has few numbers that are not 0, times values (s, …) → (n, …). Sums are added in
+    the same order on every CPU, unlike a library's."""
+    most = np.count_nonzero(weights, axis=1).max()
+    places = np.argsort(weights == 0, axis=1, kind="stable")[:, :most]
+    shares = np.take_along_axis(weights, places, 1)[..., None, None]
+    blended: np.ndarray = sum(shares[:, number] * values[places[:, number]] for number in range(most))
+    return blended
 
 
 def qwen_patches(encoder: QwenVisionEncoder, pixels: np.ndarray, shape: ImageShape) -> np.ndarray:

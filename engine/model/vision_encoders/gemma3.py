@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.ops import Array
+from polarlm.engine.backends.ops import Array, Fusion
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.vision_encoders import ImageRows
 from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches, gemma_means
@@ -26,7 +26,7 @@ class Weights:
     norm: Array = slot("norm")  # (C,)
     norm_bias: Array = slot("norm_bias")
     rows_norm: Array = slot("rows_norm")
-    projection: Matrix = slot("projection", "matrix")  # (C, E), in × out
+    projection: Linear = slot("projection", "linear")  # (E, C)
 
 
 class Reader(PatchReader[Gemma3VisionEncoder, Weights, LayerWeights]):
@@ -39,6 +39,4 @@ class Reader(PatchReader[Gemma3VisionEncoder, Weights, LayerWeights]):
             self._add_layer(x, layer, None)
             yield 0
         means = gemma_means(ops, self._layer_norm(x, w.norm, w.norm_bias), encoder, shape)
-        means /= np.sqrt(np.square(means).mean(axis=-1, keepdims=True) + np.float32(encoder.eps))
-        # Few rows: their product is computed on the host, where the means of patches are.
-        return ImageRows(ops.to_device((means * ops.to_host(w.rows_norm)) @ ops.rows(w.projection)))
+        return ImageRows(ops.linear(ops.to_device(means), w.projection, Fusion((w.rows_norm, encoder.eps))))

@@ -13,6 +13,7 @@ from polarlm.engine.model.vision_encoders import ImageRows
 from polarlm.engine.model.vision_encoders._patches import GatedLayer as LayerWeights
 from polarlm.engine.model.vision_encoders._patches import PatchReader, cut_patches
 from polarlm.engine.weight_formats import Linear
+from polarlm.model_loaders import elementary
 from polarlm.model_loaders.vision_encoders import ImageShape
 from polarlm.model_loaders.vision_encoders.pixtral import PixtralVisionEncoder
 
@@ -37,7 +38,8 @@ class Reader(PatchReader[PixtralVisionEncoder, Weights, LayerWeights]):
         rows, columns = np.indices((down * merge, right * merge)).reshape(2, -1)
         dim = encoder.hidden_size // encoder.heads
         # Rows and columns take turns at the frequencies of a head, from the highest on.
-        rope = self._rope(rows, columns * encoder.theta ** (-2 / dim), dim=dim, theta=encoder.theta)
+        first = elementary.power(encoder.theta, np.array(-2 / dim))
+        rope = self._rope(rows, columns * first, dim=dim, theta=encoder.theta)
         for layer in self._layers:
             self._add_gated_layer(x, layer, rope, [len(x)])
             yield 0
