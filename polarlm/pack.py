@@ -13,7 +13,7 @@ from typing import Any
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.cli.commands import note, with_flags
 from polarlm.engine.cli.flags import FlagError, read_text
-from polarlm.engine.cli.progress import SHARE, amounts, progress_bar
+from polarlm.engine.cli.progress import counting
 from polarlm.engine.config import EngineConfig, hub_setting, model_setting, setting
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.state.plan import format_bytes
@@ -132,10 +132,12 @@ def write_pack(
                 "context_length_exceeded",
             )
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-        with progress_bar(True, desc=f"Packing {len(ids):,} tokens", bar_format=SHARE) as bar:
+        with counting(f"Packing {len(ids):,} tokens", total=len(ids)) as say:
+            done = 0
             for chunk in engine.stream(ids, params, progress=True):
                 if chunk.prompt_tokens:
-                    amounts(bar)(chunk.prefilled, len(ids))
+                    say("", chunk.prefilled - done)
+                    done = chunk.prefilled
         count = engine.save_session(path, prompt=ids, note=note_of(messages, texts))
     path.chmod(0o644)  # others load it, too
     return f"{path}: {count:,} tokens, {format_bytes(path.stat().st_size)}, in {time.monotonic() - begin:.0f} s."
