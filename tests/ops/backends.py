@@ -45,7 +45,7 @@ if importlib.util.find_spec("llvmlite") is not None and not on_gpu():
         """The ops with kernels of a level."""
         ops = NativeOps.__new__(NativeOps)  # which would choose a level
         KernelOps.__init__(ops, Launcher(threads, level))
-        ops._graphs = Graphs(ops._launch)
+        ops._graphs, ops._heads = Graphs(ops._launch), {}
         return ops
 
     def _native_backend(level: Level) -> Backend:
