@@ -17,20 +17,20 @@ def file_in(text: str) -> bytes:
     """The file in a data URL, or in base64 alone. White space, percent signs, the alphabet of URLs, and padding that is
     missing make no difference. Raises ValueError."""
     if not is_data_url(text):
-        return _decoded(text)
+        return _decode(text)
     mark = text[:_LONGEST_HEAD].lower().find(";base64")
     comma = text.find(",", max(mark, 0))  # before the mark, a name in quotes may have one
     if comma < 0:
         raise ValueError("a data URL has a comma before its data")
     data = text[comma + 1 :]
     try:
-        return _decoded(data)
+        return _decode(data)
     except ValueError:
         if mark >= 0:
             raise
         return unquote_to_bytes(data)
 
 
-def _decoded(text: str) -> bytes:
+def _decode(text: str) -> bytes:
     plain = "".join((unquote(text) if "%" in text else text).split()).translate(_URL_SAFE).rstrip("=")
     return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)

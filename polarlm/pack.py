@@ -66,7 +66,7 @@ def read_messages(paths: Sequence[str], system_prompt: str | None) -> tuple[list
     """Return the messages of a pack of these files, and the texts in them. Raises FlagError."""
     files = [file for path in paths for file in _files(Path(path).expanduser())]
     contents = {file: read_text(str(file), file) for file in files}
-    texts = [PackedText.of(file.name, content) for file, content in contents.items()]
+    texts = [PackedText.from_text(file.name, content) for file, content in contents.items()]
     conversations = [file for file in files if file.suffix == ".json"]
     if conversations and len(files) > 1:
         raise FlagError(f"{conversations[0]}: a conversation is packed alone")

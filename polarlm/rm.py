@@ -58,10 +58,10 @@ def _remove(name: str) -> int:
         size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_symlink() and file.is_file())
         shutil.rmtree(folder)
         return size
-    return sum(_unlinked(file, folder) for one in models_to_remove for file in one.files)
+    return sum(_unlink(file, folder) for one in models_to_remove for file in one.files)
 
 
-def _unlinked(file: Path, folder: Path) -> int:
+def _unlink(file: Path, folder: Path) -> int:
     """Removes a file of a snapshot, and its content unless another file of the repository has the same."""
     content, size = file.resolve(), file.stat().st_size
     file.unlink()

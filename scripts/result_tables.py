@@ -300,7 +300,7 @@ def _gpu_models(everything: list[Result]) -> Iterator[str]:
         about = one.about
         commands = ",\n".join(f"`{command}`" for command in about.get("commands", [one["command"]]))
         notes = "".join(f"; {one[name]}" for name in ("peer", "note") if name in about)
-        yield f"Measured {_when(one)} with\n{commands}{notes}."
+        yield f"Measured {_date(one)} with\n{commands}{notes}."
 
 
 def has_llama_cpp(measured: Result) -> bool:
@@ -312,7 +312,7 @@ def gpu_of(measured: Result) -> str:
     return str(measured["machine"]["gpu"]["name"])
 
 
-def _when(measured: Result) -> str:
+def _date(measured: Result) -> str:
     return f"on {measured['date']}" + (f" at commit {measured['commit']}" if "commit" in measured.about else "")
 
 
@@ -331,7 +331,7 @@ def _gpu_attention(everything: list[Result]) -> Iterator[str]:
     )
     header = ["Context × sequences", "fp16, best other", "`f16` here", f"`{_default(first)}`", "× fp16"]
     yield Table([*header, *(f"× on an {gpu_of(one)}" for one in others)], lines).markdown()
-    yield "\n".join(f"{gpu_of(one)} {_when(one)} with `{one['command']}`." for one in (first, *others))
+    yield "\n".join(f"{gpu_of(one)} {_date(one)} with `{one['command']}`." for one in (first, *others))
 
 
 def attention_of(everything: Iterable[Result]) -> list[Result]:

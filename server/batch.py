@@ -43,7 +43,7 @@ def main(batch: BatchConfig, model: EngineConfig) -> None:
     try:
         files.open()
         output.open("ab").close()  # before a model is loaded
-        if left := sum(1 for _ in files.unanswered()):
+        if left := sum(1 for _ in files.unanswered_lines()):
             model = replace(model, weights=model.weights or first_model.remembered_name())
             serving.answer_files(model, files, counting("Answering", "line", left))
     except OSError as error:

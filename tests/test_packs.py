@@ -55,7 +55,7 @@ def system(*more: str) -> str:
 def test_an_answer_is_the_one_to_all_messages_together(engine: Engine, tiny_path: Path) -> None:
     """And the pack's tokens are not computed, but for those that its last block shares with what follows."""
     options, one = PromptOptions(pack="manual"), engine.packs["manual"]
-    assert list(one.texts) == [PackedText.of(name, text) for name, text in TEXTS.items()]
+    assert list(one.texts) == [PackedText.from_text(name, text) for name, text in TEXTS.items()]
     for own, whole in (
         (QUESTION, [{"role": "system", "content": system()}, *QUESTION]),
         (

@@ -97,7 +97,7 @@ def test_channels_of_reasoning_share_a_budget(calls_tools: bool, tmp_path: Path)
     with tool_engine(tmp_path, call_templates.GPT_OSS) as tools:
         model, channels = tools.model, tools.model.template.channels
         assert channels is not None
-        edges = ReasoningEdges.of(model, calls_tools=calls_tools)
+        edges = ReasoningEdges.from_template(model, calls_tools=calls_tools)
         assert edges is not None
         budget = ReasoningBudget(6, edges, model, None, is_open=False)
         header = tools.tokenize(channels.header(channels.reasoning), control=True)
@@ -143,7 +143,7 @@ def test_a_closing_text_goes_as_far_as_the_answer_may(tmp_path: Path) -> None:
 
     with tool_engine(tmp_path, call_templates.GPT_OSS) as tools:
         model, channels = tools.model, tools.model.template.channels
-        edges = ReasoningEdges.of(model, calls_tools=False)
+        edges = ReasoningEdges.from_template(model, calls_tools=False)
         assert channels is not None
         assert edges is not None
         budget = ReasoningBudget(1, edges, model, Without(tools.tokenize(channels.final)[0]), is_open=False)

@@ -48,7 +48,7 @@ def measure_attention(
     `ALLOWED_ERROR` the time is meaningless. Raises EngineError if there is no kernel or too little memory."""
     ops, device = gpu.open()
     format, attention = layer_format(sizes, cache_type.older, None, None), sizes.config.attention
-    count, high_precision = _quantized(format, context), 0
+    count, high_precision = _quantized_blocks(format, context), 0
     if cache_type.newest is not None:
         newest, most = cache_type.newest
         format, high_precision = (
@@ -86,7 +86,7 @@ def measure_attention(
     result.add_all(attention_at(context, batch), cache_type.label, figures, context=context, batch=batch)
 
 
-def _quantized(format: CacheFormat, context: int) -> int:
+def _quantized_blocks(format: CacheFormat, context: int) -> int:
     """The number of quantized blocks of a sequence, between its sink block and its current block."""
     return (context - 1) // format.block_size - 1
 

@@ -42,7 +42,7 @@ _ON_GPU = "-ngl", "99", "-fa", "1"  # llama.cpp's layers, and its flash attentio
 SHARES = {"prompts": 80, "rates": 90, "sequences": 90, "server": 60, "kernels": 160}
 
 
-def _with(measure: Callable[..., None], *arguments: Any) -> Work:
+def _work(measure: Callable[..., None], *arguments: Any) -> Work:
     return lambda result: measure(result, *arguments)
 
 
@@ -101,7 +101,7 @@ class Plan:
     def _prompts(self) -> Iterator[Task]:
         for tokens in self.sizes.prompts:  # what has no time lacks it for all types alike
             for types in self._of_model:
-                yield f"prompt of {tokens}, {types.label}", _with(self._prompt, types, tokens)
+                yield f"prompt of {tokens}, {types.label}", _work(self._prompt, types, tokens)
 
     def _prompt(self, result: Result, types: CacheType, tokens: int) -> None:
         """Add the rate of a prompt, its seconds up to the first token, and those on the device if all is launched
@@ -117,7 +117,7 @@ class Plan:
     def _rates(self) -> Iterator[Task]:
         for types in self._of_model:
             for depth in self.sizes.depths:
-                yield f"generation at {depth}, {types.label}", _with(self._generation, types, depth)
+                yield f"generation at {depth}, {types.label}", _work(self._generation, types, depth)
         yield from self._peer("llama-bench", llama_bench)
 
     def _generation(self, result: Result, types: CacheType, depth: int) -> None:
@@ -128,7 +128,7 @@ class Plan:
 
     def _sequences(self) -> Iterator[Task]:
         for count in self.sizes.sequences:
-            yield f"{count} sequences", _with(self._together, self.types[0], count)
+            yield f"{count} sequences", _work(self._together, self.types[0], count)
         yield from self._peer("llama-batched-bench", batched_bench)
 
     def _together(self, result: Result, types: CacheType, count: int) -> None:
@@ -149,7 +149,7 @@ class Plan:
 
     def _server(self) -> Iterator[Task]:
         self.unload()
-        yield f"server of {self.sizes.clients} clients", _with(serve, self.model, self.sizes)
+        yield f"server of {self.sizes.clients} clients", _work(serve, self.model, self.sizes)
 
     # -- kernels ---------------------------------------------------------------------------------------------------
 
@@ -159,10 +159,10 @@ class Plan:
         yield from self._attention(self.batches[0])
         for weights in FORMATS:
             for name in MATRICES:
-                yield f"{name}, {weights}", _with(measure_products, self.gpu, self.sizes, weights, name)
+                yield f"{name}, {weights}", _work(measure_products, self.gpu, self.sizes, weights, name)
         for name in MATRICES:
-            yield f"{name}, PyTorch", _with(torch_products, self.sizes, name)
-        yield "encoding", _with(measure_encoding, self.gpu, self.sizes, self._content, self.types[0].older)
+            yield f"{name}, PyTorch", _work(torch_products, self.sizes, name)
+        yield "encoding", _work(measure_encoding, self.gpu, self.sizes, self._content, self.types[0].older)
         for batch in self.batches[1:]:
             yield from self._attention(batch)
 
@@ -185,9 +185,9 @@ class Plan:
         sizes = self.sizes
         for context in self.contexts:
             shape = sizes.config, context, batch, sizes.rotated, sizes.runs
-            yield f"fp16 kernels of PyTorch, {context} × {batch}", _with(half_attention, *shape)
+            yield f"fp16 kernels of PyTorch, {context} × {batch}", _work(half_attention, *shape)
             for types in self.types:
-                work = _with(measure_attention, self.gpu, sizes, self._content, types, context, batch)
+                work = _work(measure_attention, self.gpu, sizes, self._content, types, context, batch)
                 yield f"attention, {types.label}, {context} × {batch}", work
 
 
@@ -228,7 +228,7 @@ def llama_bench(result: Result, program: Path, path: str, sizes: Sizes, seconds:
     """Add the same prompts and steps by `llama-bench`. Raises EngineError."""
     prompts, depths = (",".join(map(str, counts)) for counts in (sizes.prompts, sizes.depths))
     for flags in (("-p", prompts, "-n", "0"), ("-p", "0", "-n", str(sizes.steps), "-d", depths)):
-        printed = _printed([str(program), "-m", path, *_ON_GPU, "-r", "3", "-o", "json", *flags], seconds)
+        printed = _output([str(program), "-m", path, *_ON_GPU, "-r", "3", "-o", "json", *flags], seconds)
         for row in json.loads(printed):
             kind, tokens = (PROMPT, row["n_prompt"]) if row["n_prompt"] else (GENERATION, row["n_depth"])
             _add_rate(result, f"{LLAMA_CPP} f16", kind, tokens, row["samples_ts"])
@@ -239,7 +239,7 @@ def batched_bench(result: Result, program: Path, path: str, sizes: Sizes, second
     prompt, answer = sizes.asked
     counts, context = ",".join(map(str, sizes.sequences)), max(sizes.sequences) * (prompt + answer)
     flags = ["-c", str(context), "-npp", str(prompt), "-ntg", str(answer), "-npl", counts, "--output-format", "jsonl"]
-    for line in _printed([str(program), "-m", path, *_ON_GPU, *flags], seconds).splitlines():
+    for line in _output([str(program), "-m", path, *_ON_GPU, *flags], seconds).splitlines():
         if line.startswith("{"):
             row = json.loads(line)
             first, steps = row["t_pp"], row["t_tg"]
@@ -247,7 +247,7 @@ def batched_bench(result: Result, program: Path, path: str, sizes: Sizes, second
             add_sequences(result, f"{LLAMA_CPP} f16", row["pl"], runs, prompt=row["pp"], answer=row["tg"])
 
 
-def _printed(command: Sequence[str], seconds: float) -> str:
+def _output(command: Sequence[str], seconds: float) -> str:
     try:
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:

@@ -256,7 +256,7 @@ class _Measurement:
         with counting("Continuing", "token") as count:
             for number, _ in enumerate(texts.write(most), 1):
                 end = self._until_speed if number >= _LEAST_ANSWER else self._runner.end
-                count(self._left(end))
+                count(self._time_left(end))
                 if not self._runner.left(end):
                     break
         texts.add_to(self._result, [cache_type.label for cache_type in self._types])
@@ -274,12 +274,12 @@ class _Measurement:
         try:
             with counting("Speed", "run") as count:
                 for _ in speeds.measure():
-                    count(self._left(self._runner.end))
+                    count(self._time_left(self._runner.end))
                     self._runner.keep(lambda: speeds.add_to(self._result))
         finally:
             speeds.add_to(self._result)
 
-    def _left(self, end: float) -> str:
+    def _time_left(self, end: float) -> str:
         return f"{duration(self._runner.left(end))} left at most"
 
     def _write(self, complete: bool) -> bool:

@@ -99,8 +99,8 @@ def add_figures(result: Result, subject: str, contestant: str, windows: Sequence
     "draft_acceptance", the share of full precision's own tokens that a model with these distributions accepts. TAIL is
     left out below 1,000 positions.
     """
-    values = _of(windows)
-    draws = [_of([windows[i] for i in chosen]) for chosen in resamples(len(windows))]
+    values = _figures(windows)
+    draws = [_figures([windows[i] for i in chosen]) for chosen in resamples(len(windows))]
     if sum(len(one.kl) for one in windows) < _TAIL:
         del values[TAIL]
     runs = {"kl_mean": [float(one.kl.mean()) for one in windows]}
@@ -122,7 +122,7 @@ def resamples(windows: int) -> Iterator[np.ndarray]:
         yield rng.integers(windows, size=windows)
 
 
-def _of(windows: Sequence[Divergence]) -> dict[str, float]:
+def _figures(windows: Sequence[Divergence]) -> dict[str, float]:
     kl = np.concatenate([one.kl for one in windows])
     median, ninety, ninety_nine, tail, most = np.quantile(kl, (0.5, 0.9, 0.99, 0.999, 1)).tolist()
     return {

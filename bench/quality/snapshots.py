@@ -56,16 +56,16 @@ def continuations(
             forward(model, store.open(prompt, LENGTH), ids[prompt.length : here])
             prefixes.insert(prompt, ids)
             more = ids[here : here + LENGTH]
-            exact = _continued(model, prefixes.match_prefix(ids[:here]), more, EXACT)
+            exact = _continue(model, prefixes.match_prefix(ids[:here]), more, EXACT)
             yield {
-                one.name: divergence(model, exact, _continued(model, prefixes.match_prefix(ids[:here]), more, one))
+                one.name: divergence(model, exact, _continue(model, prefixes.match_prefix(ids[:here]), more, one))
                 for one in codings
             }
     finally:
         store.release(prompt)
 
 
-def _continued(model: Transformer, sequence: SequenceKV, ids: Sequence[int], codes: SnapshotCodes) -> np.ndarray:
+def _continue(model: Transformer, sequence: SequenceKV, ids: Sequence[int], codes: SnapshotCodes) -> np.ndarray:
     """Hidden states (T, E) of `ids` (T,) after a sequence whose last block is a snapshot, coded before it is read."""
     last = sequence.length // model.store.shape.block_size - 1
     kept = list[tuple[DeltaState, list[int], BlockArrays]]()

@@ -94,11 +94,11 @@ def stored_logprobs(base: KldFile, window: int, ids: Sequence[int]) -> np.ndarra
     parts = []
     for rows in _pieces(base.first, len(ids) - 1):
         following = np.asarray(_following(ids, rows))[:, None]
-        parts.append(np.take_along_axis(_stored(base, window, rows), following, axis=1)[:, 0])
+        parts.append(np.take_along_axis(_logprobs(base, window, rows), following, axis=1)[:, 0])
     return np.concatenate(parts)
 
 
-def _stored(base: KldFile, window: int, rows: slice) -> np.ndarray:
+def _logprobs(base: KldFile, window: int, rows: slice) -> np.ndarray:
     return base.logprobs(window, rows.start - base.first, rows.stop - base.first)
 
 
@@ -115,10 +115,10 @@ def score_of(
 def score_against(base: KldFile, window: int, model: Transformer, hidden: np.ndarray, ids: Sequence[int]) -> Score:
     """The score of a window of a file, ids (T,), from their hidden states (T, E) in `model`."""
 
-    def compared(rows: slice, logits: np.ndarray) -> Divergence:
-        return compare_stored(_stored(base, window, rows), logits)
+    def compare_rows(rows: slice, logits: np.ndarray) -> Divergence:
+        return compare_stored(_logprobs(base, window, rows), logits)
 
-    return _score_of(compared, model, hidden, ids, base.first)
+    return _score_of(compare_rows, model, hidden, ids, base.first)
 
 
 def _score_of(

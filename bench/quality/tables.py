@@ -128,14 +128,14 @@ def top1_by_position(result: Result) -> Table:
 def by_kind(result: Result) -> list[Table]:
     """Tables of what matters of each text, if there are several."""
     columns = ("KL mean", "kl_mean", small), ("KL 99.9 %", TAIL, small), ("same top-1", "same_top1", two_digits)
-    return [_crossed(result, KIND, f"{title} by text", name, text) for title, name, text in columns]
+    return [_cross_table(result, KIND, f"{title} by text", name, text) for title, name, text in columns]
 
 
 def _by_position(result: Result, title: str, quantity: str, text: Callable[[float], str]) -> Table:
-    return _crossed(result, POSITIONS, title, quantity, text)
+    return _cross_table(result, POSITIONS, title, quantity, text)
 
 
-def _crossed(result: Result, prefix: str, title: str, quantity: str, text: Callable[[float], str]) -> Table:
+def _cross_table(result: Result, prefix: str, title: str, quantity: str, text: Callable[[float], str]) -> Table:
     at = {subject: subject.removeprefix(f"{prefix} ") for subject, *_ in result.parts(prefix=prefix)}
     whos = [who for who, _ in text_figures(result)]
     return Table.crossed(title, whos, at, lambda who, at: cell_of(result.figures(at, who).get(quantity), text))

@@ -100,7 +100,7 @@ def send(
     starts: seconds from the beginning. request: the answer to a number, and the beginning by `time.perf_counter`.
     """
     begun, pool = time.perf_counter(), ThreadPoolExecutor(clients)
-    numbers = {pool.submit(_when, begun + start, request, number, begun) for number, start in enumerate(starts)}
+    numbers = {pool.submit(_start_at, begun + start, request, number, begun) for number, start in enumerate(starts)}
     try:
         for done in as_completed(numbers):
             take(done.result())
@@ -108,6 +108,6 @@ def send(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _when(start: float, request: Callable[[int, float], Answer], number: int, begun: float) -> Answer:
+def _start_at(start: float, request: Callable[[int, float], Answer], number: int, begun: float) -> Answer:
     time.sleep(max(0.0, start - time.perf_counter()))
     return request(number, begun)

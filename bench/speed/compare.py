@@ -43,7 +43,7 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     prompts, depths = sorted(numbers("--prompt", options.prompt)), sorted(numbers("--depth", options.depth))
     paths = peer_paths(options.peer)
     caches = _peer_caches(options.peer_types, list(paths))
-    device = _chosen(options.device)
+    device = _choose_device(options.device)
     gpu = about_gpu() if device == "cuda" else None
     source = model_loaders.load(model_named(options.weights, options.hf_repo), verbose=note)
     try:
@@ -115,7 +115,7 @@ def _type_in_name(source: model_loaders.Model) -> str:
     return source.path.stem[len(source.name) :].lstrip("-.").partition("-")[0].upper() or source.dtype
 
 
-def _chosen(device: str) -> str:
+def _choose_device(device: str) -> str:
     """The device to use, "cpu" or "cuda". Raises EngineError if a requested one is not available."""
     ops, sentence = select(device, 0)
     if sentence:

@@ -20,7 +20,7 @@ PARTS = "parts"  # another one, which has a flag of its own
 _TOKENS = {DRAFTS: 200, EMBEDDINGS: 8192, EXPERTS: 64}
 
 
-def _described(peer: peers.Peer) -> str:
+def _describe(peer: peers.Peer) -> str:
     return f"{peer.name} ({f'PATH is its {peer.program}' if peer.program else 'PATH is a Python that has it'})"
 
 
@@ -58,7 +58,7 @@ class Options:
         peers.DEFAULT,
         "--peer",
         metavar="NAME[=PATH],…",
-        help=f"engines to compare with: {', '.join(_described(peer) for peer in peers.every().values())}",
+        help=f"engines to compare with: {', '.join(_describe(peer) for peer in peers.every().values())}",
     )
     peer_types: str | None = setting(
         None, "--peer-types", metavar="TYPES", help="caches of the peers, or none; else all that each has"

@@ -105,7 +105,7 @@ class Trace:
             prompt()
 
         with ExitStack() as stack:
-            for owner, name, by in self._replaced():
+            for owner, name, by in self._replacements():
                 stack.enter_context(patch.object(owner, name, partial(by, getattr(owner, name))))
             whole = self._clock.whole(work)
         parts: defaultdict[str, list[Any]] = defaultdict(list)
@@ -115,7 +115,7 @@ class Trace:
         rest = whole - (sum(looks) if looks else launches)
         return {**parts, REST: [rest], WHOLE: [rest + launches]}, self._work
 
-    def _replaced(self) -> Sequence[tuple[Any, str, Callable[..., Any]]]:
+    def _replacements(self) -> Sequence[tuple[Any, str, Callable[..., Any]]]:
         linear = self._ops, "linear", self._linear
         if self._ops.backend == "cuda":
             device = self._ops._device

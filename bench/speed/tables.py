@@ -24,7 +24,7 @@ def report_of(result: Result) -> Report:
     read = "Bytes that a step reads, and share of the memory's bandwidth"
     starts = [Section(STARTS, [starts_table(result)], starts_in_parts(result))]
     return Report(
-        title=f"{_named(result)} on {_where(result)}",
+        title=f"{_model_name(result)} on {_where(result)}",
         lead="Medians ± half the spread; × is the ratio to the strongest peer",
         sections=[
             Section("Prompts, tokens/s", [rates_table(result, [PROMPT])]),
@@ -115,8 +115,8 @@ def bandwidth_table(result: Result) -> Table:
         figures = result.figures(subject, contestant)
         if "cache" not in figures:
             return figures[RATE].failure or NOTHING if RATE in figures else NOTHING
-        sizes = " + ".join(f"{_of(figures, part) / 1e6:,.0f}" for part in ("weights", "cache"))
-        return f"{sizes} MB" + (f", {_of(figures, 'bandwidth'):.0%}" if "bandwidth" in figures else "")
+        sizes = " + ".join(f"{_figure(figures, part) / 1e6:,.0f}" for part in ("weights", "cache"))
+        return f"{sizes} MB" + (f", {_figure(figures, 'bandwidth'):.0%}" if "bandwidth" in figures else "")
 
     return Table.crossed("", rates(result, GENERATION), _columns(result), cell)
 
@@ -180,15 +180,15 @@ def starts_in_parts(result: Result) -> str:
     lines = []
     for subject, who, figures in result.parts():
         if subject == START and "loading" in figures:
-            lines.append(f"{name(who)}: " + ", ".join(f"{part} {_seconds(_of(figures, part))}" for part in _PARTS))
+            lines.append(f"{name(who)}: " + ", ".join(f"{part} {_seconds(_figure(figures, part))}" for part in _PARTS))
         elif subject == FIRST:
             lines.append(
-                f"The first start ever of {name(who)}: {_seconds(_of(figures, 'seconds'))}, of which fitting the cache "
-                f"{_seconds(_of(figures, 'fit'))}; compiling {_of(figures, 'kernels'):.0f} kernels took "
-                f"{_seconds(_of(figures, 'compiling'))} of one core"
+                f"The first start ever of {name(who)}: {_seconds(_figure(figures, 'seconds'))}, of which fitting the "
+                f"cache {_seconds(_figure(figures, 'fit'))}; compiling {_figure(figures, 'kernels'):.0f} kernels took "
+                f"{_seconds(_figure(figures, 'compiling'))} of one core"
             )
         elif subject == MAPPED:
-            lines.append(f"With --tile-cache, {name(who)}: {_seconds(_of(figures, 'seconds'))}")
+            lines.append(f"With --tile-cache, {name(who)}: {_seconds(_figure(figures, 'seconds'))}")
     return "\n\n".join(lines)
 
 
@@ -231,7 +231,7 @@ def source(result: Result) -> str:
     """A description of the measurement in Markdown: what was measured, where, how and when."""
     runs = max((len(row.runs) for row in result.rows(RATE)), default=0)
     return (
-        f"{_named(result)} on {place(result)}; {peers_in_words(result)}; medians of {runs} runs; "
+        f"{_model_name(result)} on {place(result)}; {peers_in_words(result)}; medians of {runs} runs; "
         f"threads: {_threads(result)}; {provenance_of(result)}"
     )
 
@@ -296,7 +296,7 @@ def _about(result: Result) -> list[tuple[str, str]]:
     return [*about, *([("bandwidth of the memory by threads that read", ", ".join(read))] if read else [])]
 
 
-def _named(result: Result) -> str:
+def _model_name(result: Result) -> str:
     return f"{result['model']} ({result['weights']})"
 
 
@@ -305,7 +305,7 @@ def _where(result: Result) -> str:
     return str(machine["gpu"]["name"]) if "gpu" in machine else f"{machine['cpu']}, {machine['cores']} cores"
 
 
-def _of(figures: Figures, quantity: str) -> float:
+def _figure(figures: Figures, quantity: str) -> float:
     return value_of(figures, quantity) or 0.0
 
 
@@ -335,7 +335,7 @@ def pictures_of(result: Result) -> list[Picture]:
         )
         for who, rows in measured.items()
     ]
-    title = f"{_named(result)}, one request"
+    title = f"{_model_name(result)}, one request"
     return [
         Picture(
             "",

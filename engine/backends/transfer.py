@@ -89,7 +89,7 @@ def converted(format: CacheFormat, blocks: int, arrays: Arrays, stored_as: str) 
     """`blocks` blocks in any representation, converted to `stored_as`. Raises ValueError for other arrays."""
     representation = RECORDS if "keys" in arrays else TILES if "k.tiles" in arrays else FIELDS
     checked = {
-        name: _checked(arrays, name, (blocks, format.kv_heads, *field.shape), field.dtype)
+        name: _check(arrays, name, (blocks, format.kv_heads, *field.shape), field.dtype)
         for name, field in block_arrays(format, representation).items()
     }
     if block_arrays(format, stored_as).keys() == checked.keys():
@@ -157,7 +157,7 @@ def slot_halves(format: CacheFormat, k: np.ndarray, v: np.ndarray) -> tuple[np.n
     return round_to(k, half), round_to(v, half)
 
 
-def _checked(arrays: Arrays, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def _check(arrays: Arrays, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     array = arrays.get(name)
     if array is None or array.shape != shape or array.dtype != dtype:
         actual = "nothing" if array is None else f"{array.dtype} {array.shape}"

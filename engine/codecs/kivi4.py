@@ -53,7 +53,7 @@ class Kivi4(Codec):
         return (tokens, _GROUP * channels) if self.by_token else (_GROUP * tokens, channels)
 
     def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        grouped = self._grouped(np.clip(x, -SATURATION, SATURATION))
+        grouped = self._group(np.clip(x, -SATURATION, SATURATION))
         low, high = grouped.min(self._axis, keepdims=True), grouped.max(self._axis, keepdims=True)
         scale, zero = ((high - low) / np.float32(15)).astype(np.float16), low.astype(np.float16)
         step = np.where(scale == 0, np.float16(1), scale).astype(np.float32)
@@ -62,15 +62,15 @@ class Kivi4(Codec):
 
     def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
         scale, zero = (np.expand_dims(streams[name], self._axis).astype(np.float32) for name in ("scale", "zero"))
-        grouped = self._grouped(out)
-        np.multiply(self._grouped(streams["codes"]), scale, out=grouped)
+        grouped = self._group(out)
+        np.multiply(self._group(streams["codes"]), scale, out=grouped)
         grouped += zero
 
     @property
     def _axis(self) -> int:
         return -1 if self.by_token else -2
 
-    def _grouped(self, x: np.ndarray) -> np.ndarray:
+    def _group(self, x: np.ndarray) -> np.ndarray:
         """x (..., N, D), C-contiguous → a view: (..., N, D/32, 32) by token, (..., N/32, 32, D) by channel."""
         *lead, block_size, head_dim = x.shape
         if self.by_token:

@@ -100,10 +100,10 @@ def flatten(inputs: Any, arrays: list[Any]) -> Hashable:
     return tuple(form) if kind is tuple else kind(*form)
 
 
-def _filled(form: Any, arrays: Iterator[Any]) -> Any:
+def _fill(form: Any, arrays: Iterator[Any]) -> Any:
     """The inverse of `flatten`."""
     if isinstance(form, tuple):
-        inputs = [_filled(one, arrays) for one in form]
+        inputs = [_fill(one, arrays) for one in form]
         return tuple(inputs) if type(form) is tuple else type(form)(*inputs)
     return None if form is None else next(arrays)
 
@@ -116,7 +116,7 @@ class Work:
     form: Hashable  # see `flatten`
 
     def __call__(self, *arrays: Any) -> Any:
-        return self.function(_filled(self.form, iter(arrays)))
+        return self.function(_fill(self.form, iter(arrays)))
 
 
 def run_graph(ops: Ops, key: str, function: Callable[[Inputs], Result], inputs: Inputs) -> Result:

@@ -72,7 +72,7 @@ class QuotedArguments:
         json_text = ""
         while self._pending:
             if self._quote:
-                json_text += self._escaped() if self._escapes else self._inside()
+                json_text += self._read_escaped() if self._escapes else self._inside()
                 if not self._pending.startswith(self._quote):
                     break
                 self._pending, self._quote = self._pending[len(self._quote) :], ""
@@ -103,7 +103,7 @@ class QuotedArguments:
         self._pending = self._pending[end:]
         return json.dumps(inside[:end], ensure_ascii=False)[1:-1]
 
-    def _escaped(self) -> str:
+    def _read_escaped(self) -> str:
         """The same of a string with escapes, as JSON and Python have them; an unknown one is itself."""
         json_text = ""
         while (part := _PART.match(self._pending)) is not None and part[0] != self._quote:

@@ -84,7 +84,7 @@ def measure(
     heads = q.shape[1]
     if count < 2 * block_size:
         raise ValueError(f"{count} tokens are fewer than two blocks of {block_size}.")
-    hidden, group = _hidden(count, window), heads // kv_heads
+    hidden, group = _hidden_keys(count, window), heads // kv_heads
     sinks = [None] * heads if sink_scores is None else list(sink_scores)
     measured = parallel_map(
         lambda h: _measure_head(q[:, h], k[h // group], scale, softcap, sinks[h], hidden, block_size), heads
@@ -168,7 +168,7 @@ def _measure_head(
     return Head(weighted.T @ q, weighted.sum(axis=0), products)
 
 
-def _hidden(count: int, window: int | None) -> np.ndarray:
+def _hidden_keys(count: int, window: int | None) -> np.ndarray:
     """Return (T, T) bool: True where a query (row) does not attend to a key (column)."""
     distance = np.arange(count)[:, None] - np.arange(count)
     return distance < 0 if window is None else (distance < 0) | (distance >= window)

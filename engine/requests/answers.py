@@ -64,7 +64,7 @@ class Answers:
         if self._tiers is None:
             return
         pairs = [
-            (key, _reasoned(key))
+            (key, _reasoning_key(key))
             for message, key in zip(messages, keys, strict=True)
             if message["role"] == "assistant" and message.get("token_ids") is None
         ]
@@ -74,7 +74,7 @@ class Answers:
     def _with_known_ids(self, message: Message, key: bytes) -> Message:
         if message["role"] != "assistant" or message.get("token_ids") is not None:
             return message
-        for either, fields in ((key, {}), (_reasoned(key), {"reasoned": True})):
+        for either, fields in ((key, {}), (_reasoning_key(key), {"reasoned": True})):
             if (ids := self._ids.get(either)) is not None:
                 return {**message, "token_ids": tuple(ids), **fields}
         return message
@@ -87,7 +87,7 @@ class Answers:
 
     def known(self, keys: Sequence[bytes]) -> KnownAnswers:
         """Return the known answers of a conversation. keys: the digests of its messages."""
-        each = [either for key in keys for either in (key, _reasoned(key))]
+        each = [either for key in keys for either in (key, _reasoning_key(key))]
         return tuple((key.hex(), tuple(ids)) for key in each if (ids := self._ids.get(key)) is not None)
 
     def restore(self, answers: KnownAnswers) -> None:
@@ -122,7 +122,7 @@ class Conversation:
         begin with reasoning, which clients may leave out."""
         if self.keys:
             key = _key(self.keys[-1], answer)
-            self._answers.put(_reasoned(key) if reasoned else key, ids)
+            self._answers.put(_reasoning_key(key) if reasoned else key, ids)
 
     def known(self) -> KnownAnswers:
         """Return the known answers in it, for a session file."""
@@ -147,16 +147,16 @@ def _keys(messages: Sequence[Message], salt: str = "") -> Iterator[bytes]:
 def _key(parent: bytes, message: Message) -> bytes:
     said = [message["role"], message.get("content") or ""]
     if calls := message.get("tool_calls"):
-        said += [_called(call) for call in calls]
+        said += [_call_form(call) for call in calls]
     return hashlib.blake2b(parent + json.dumps(said).encode(), digest_size=KEY_BYTES).digest()
 
 
-def _reasoned(key: bytes) -> bytes:
+def _reasoning_key(key: bytes) -> bytes:
     """Return the key of an answer whose ids begin with reasoning that its message lacks."""
     return hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"reasoned").digest()
 
 
-def _called(call: Any) -> Any:
+def _call_form(call: Any) -> Any:
     """Return a form of a tool call that does not depend on how a client formats the arguments."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):

@@ -147,16 +147,16 @@ class Batches:
 
     def leave(self, request: Request) -> None:
         """Abort a request's rows: of its prompt, and in the step that has begun, which come after its final token."""
-        self.next_step, self.prefill = self._without(self.next_step, request), self._without(self.prefill, request)
+        self.next_step, self.prefill = self._drop_rows(self.next_step, request), self._drop_rows(self.prefill, request)
         if self.prefill is not None:
             self._scheduler.admit(self.prefill.active[0].request.sequence)  # which may be preempted now
 
     def abort_next(self) -> None:
         """Abort the rows of the step that has begun, which are computed again."""
         for rows in [] if self.next_step is None else self.next_step.active:
-            self.next_step = self._without(self.next_step, rows.request)
+            self.next_step = self._drop_rows(self.next_step, rows.request)
 
-    def _without(self, batch: Batch | None, request: Request) -> Batch | None:
+    def _drop_rows(self, batch: Batch | None, request: Request) -> Batch | None:
         """Abort a request's rows in a batch, and return it; None if no other has rows in it."""
         for rows in [] if batch is None else batch.active:
             if rows.request is request and rows.span is not None:

@@ -58,10 +58,10 @@ class StepSeconds:
 
     def __call__(self, rows: int) -> float:
         """Return the seconds of a step of `rows` rows; while nothing is measured, in multiples of a step of no row."""
-        seconds = self._lately(rows)
+        seconds = self._recent_seconds(rows)
         if seconds is not None:
             return seconds
-        measured = [other for other in self._medians if self._lately(other) is not None]
+        measured = [other for other in self._medians if self._recent_seconds(other) is not None]
         if not measured:
             return 1 + _ROW * rows
         closest, *others = sorted(measured, key=lambda other: abs(other - rows))[:2]
@@ -70,7 +70,7 @@ class StepSeconds:
         usual = seconds * _ROW / (1 + _ROW * closest)  # a lower bound: by noise, more rows may seem to take less time
         return seconds + (rows - closest) * max(row, usual)
 
-    def _lately(self, rows: int) -> float | None:
+    def _recent_seconds(self, rows: int) -> float | None:
         seconds, number = self._medians.get(rows, (0.0, -_STALE))
         return seconds if self._count - number < _STALE else None
 
@@ -115,7 +115,7 @@ class Drafts:
         length = self._best(room, plan, likely) or self._lengths[0]
         self._before.rows, self._before.tokens = plan.rows, plan.tokens
         plan.rows += length
-        plan.tokens += _expected(length, likely)
+        plan.tokens += _expected_tokens(length, likely)
         return DraftTask(self._drafter, ids, length)
 
     def cut(self, drafted: Sequence[int]) -> Sequence[int]:
@@ -143,13 +143,13 @@ class Drafts:
         """Return the length of a draft with which `plan` gives the most tokens per second; 0 if none pays."""
         best, best_rate = 0, _MARGIN * plan.tokens / self._seconds(plan.rows)
         for length in self._lengths:
-            rate = (plan.tokens + _expected(length, likely)) / self._seconds(plan.rows + length)
+            rate = (plan.tokens + _expected_tokens(length, likely)) / self._seconds(plan.rows + length)
             if length <= room and rate > best_rate:
                 best, best_rate = length, rate
         return best
 
 
-def _expected(length: int, likely: float) -> float:
+def _expected_tokens(length: int, likely: float) -> float:
     """Return how many tokens of a draft are right on average: each with probability `likely` after right ones."""
     return length if likely >= 1 else likely * (1 - likely**length) / (1 - likely)
 

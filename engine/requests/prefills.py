@@ -82,14 +82,14 @@ class Prefills:
                 return None
             if request.hit is not None and request.hit.put_back():
                 return None  # the next unit puts back the next part
-            request.kv = self._restored(request) or self._longest_prefix(request)
+            request.kv = self._restore(request) or self._longest_prefix(request)
             request.kv.adapter, request.kv.image_positions = request.adapter, request.image_positions
             if request.sequence.generated == 0:
                 request.cached = request.kv.length
         missing = request.sequence.computable - request.kv.length
         return None if missing > 0 and self._requantizer.must_wait(missing) else missing
 
-    def _restored(self, request: Request) -> SequenceKV | None:
+    def _restore(self, request: Request) -> SequenceKV | None:
         if request.saved is None:
             return None
         kv = self._prefixes.set_salt(restore(self._store, request.saved), request.salt)

@@ -69,7 +69,7 @@ def prompt_ids(
     tokenizer = model.tokenizer
     check = partial(_check_fits, model, None if options.truncate else context)
     if isinstance(prompt, str):
-        prompt = _before(model, options) + prompt
+        prompt = _embedding_prefix(model, options) + prompt
         check(prompt)
         ids = tokenizer.tokenize(prompt, control=options.parse_special)
         if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
@@ -100,7 +100,7 @@ def prompt_ids(
     return ids
 
 
-def _before(model: model_loaders.Model, options: PromptOptions) -> str:
+def _embedding_prefix(model: model_loaders.Model, options: PromptOptions) -> str:
     """Return the prefix for a text to embed. Raises EngineError for an unknown prompt name."""
     prompts, name = model.prompts, options.prompt_name
     if options.pooling is None or options.pooling == RANK:
@@ -237,7 +237,7 @@ def limit_reasoning(
     budget, edges = budget_of(model, params.reasoning_budget, effort), None
     place = "after" if budget < 0 else place_of_answer(prompt, model, options)
     if place != "after":
-        edges = ReasoningEdges.of(model, calls_tools=bool(options.tools))
+        edges = ReasoningEdges.from_template(model, calls_tools=bool(options.tools))
     elif params.reasoning_budget > 0 and model.template.tags is None:
         warn("the budget of reasoning is ignored: this model's template knows no reasoning")
     return constraint if edges is None else ReasoningBudget(budget, edges, model, constraint, is_open=place == "inside")

@@ -120,10 +120,10 @@ class Runner:
             yield
         except Exception as error:
             if not self._is_lost():
-                for request in self._affected(is_prefill=unit.is_prefill):
+                for request in self._affected_requests(is_prefill=unit.is_prefill):
                     request.fail(error)
         except BaseException:  # Ctrl-C, maybe in a thread that waits for a request of another unit
-            for request in self._affected(is_prefill=unit.is_prefill):
+            for request in self._affected_requests(is_prefill=unit.is_prefill):
                 request.finish("cancelled")
             raise
         finally:
@@ -145,7 +145,7 @@ class Runner:
             self._requantizer.run(self._scheduler.usual_step)
         return is_short
 
-    def _affected(self, *, is_prefill: bool) -> list[Request]:
+    def _affected_requests(self, *, is_prefill: bool) -> list[Request]:
         """Return the requests that an error in this unit fails."""
         return [r for r in self._timer.requests if not r.sequence.finished and (is_prefill or r.kv is not None)]
 

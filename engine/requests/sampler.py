@@ -78,7 +78,7 @@ class Sampler:
         while len(self._numbers) <= count:
             self._numbers += self._rng.random(_AT_ONCE).tolist()
         sampling = self._sampling if self._is_constant else self._sampling_after(after)
-        allowed = self._mask if self._has_mask else self._allowed()
+        allowed = self._mask if self._has_mask else self._allowed_tokens()
         numbers, logprobs = self._numbers, self._params.logprobs
         return SamplerInput(sampling, recent, numbers[count], self._vocabulary, logprobs, dry, allowed, self._mirostat)
 
@@ -86,7 +86,7 @@ class Sampler:
         """Return the next token if the constraint allows only one; None if it must be sampled or none is allowed."""
         if self._constraint is None or self._params.logprobs is not None:
             return None
-        mask = self._allowed()
+        mask = self._allowed_tokens()
         token = None if mask is None else only_token(mask, self._vocabulary)
         return None if token is None or self._sampling_after().logit_bias.get(token) == -math.inf else token
 
@@ -110,7 +110,7 @@ class Sampler:
         biases = {token: -math.inf for token in bans if token < self._vocabulary}
         return replace(sampling, logit_bias={**sampling.logit_bias, **biases}) if biases else sampling
 
-    def _allowed(self) -> np.ndarray | None:
+    def _allowed_tokens(self) -> np.ndarray | None:
         """Return the constraint's mask (ceil(V / 32),) uint32; None if all tokens are allowed."""
         if not self._has_mask and self._constraint is not None:
             mask = self._constraint.allowed()

@@ -57,7 +57,7 @@ class _Rule:
         return {part for part in self.parts if isinstance(part, _Name)}
 
 
-def _derived(clauses: Iterable[tuple[str, set[str]]]) -> set[str]:
+def _derive(clauses: Iterable[tuple[str, set[str]]]) -> set[str]:
     """The names that are true (Horn clauses): a name is true once all names in one of its clauses are. Visits each
     clause once."""
     users: dict[str, list[list[Any]]] = {}
@@ -93,10 +93,10 @@ class _Reader:
         for name, rule in self._rules.items():
             for other in rule.names - self._rules.keys():
                 raise GbnfError(f"the rule {name} refers to {other}, which is not defined")
-        if "root" not in _derived((name, needs) for name, rule in self._rules.items() for needs in rule.needs):
+        if "root" not in _derive((name, needs) for name, rule in self._rules.items() for needs in rule.needs):
             raise GbnfError("no text of it ends: each alternative of root leads back to the rule that it is part of")
         # Rules that reach no recursive rule, so that they are regular expressions.
-        terminals = _derived((name, rule.names) for name, rule in self._rules.items())
+        terminals = _derive((name, rule.names) for name, rule in self._rules.items())
         names = {name: f"{'T' if name in terminals else 'r'}{i}" for i, name in enumerate(self._rules)}
         lines = [f"start: {names['root']}"]
         for name, rule in self._rules.items():

@@ -31,7 +31,7 @@ class ReasoningEdges:
     repeats: bool = False
 
     @classmethod
-    def of(cls, model: Model, *, calls_tools: bool) -> ReasoningEdges | None:
+    def from_template(cls, model: Model, *, calls_tools: bool) -> ReasoningEdges | None:
         """Those of a model's template; None if it knows no reasoning. Raises LoadError."""
         channels, tags = model.template.channels, model.template.tags
         if channels is not None:

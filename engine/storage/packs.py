@@ -30,7 +30,7 @@ class PackedText:
     sha256: str
 
     @classmethod
-    def of(cls, name: str, text: str) -> PackedText:
+    def from_text(cls, name: str, text: str) -> PackedText:
         return cls(name, hashlib.sha256(text.encode()).hexdigest())
 
 
@@ -75,7 +75,7 @@ def local_packs(config: EngineConfig, say: Callable[[str], None]) -> dict[str, s
 def open_packs(config: EngineConfig, settings: Mapping[str, str], vocabulary: range, context: int) -> dict[str, Pack]:
     """Return the packs of an engine by their names. settings: the engine's `identity.settings`. Raises EngineError for
     a file that is no pack or not allowed, or that is of another model or other settings, or longer than the context."""
-    packs, allowed = {}, _allowed(config.allowed_packs)
+    packs, allowed = {}, _allowed_digests(config.allowed_packs)
     for name, where in config.packs.items():
         path = Path(where).expanduser()
         state = file_state(path) if path.is_file() else ()
@@ -100,7 +100,7 @@ def open_packs(config: EngineConfig, settings: Mapping[str, str], vocabulary: ra
     return packs
 
 
-def _allowed(file: str | None) -> set[str] | None:
+def _allowed_digests(file: str | None) -> set[str] | None:
     """Return the digests in a file, whose lines begin with one as those of sha256sum do; None without a file."""
     if file is None:
         return None

@@ -36,11 +36,11 @@ def with_sections(
         raise holder.refuse("mrope_section", f"but must be three numbers of the {pairs} pairs of channels")
     sections = cast("tuple[int, int, int]", tuple(sizes))
 
-    def divided(one: Attention) -> Attention:
+    def divide(one: Attention) -> Attention:
         rope = one.rope
         return replace(one, rope=rope and replace(rope, sections=sections, sections_take_turns=take_turns))
 
-    return config.with_attention(divided)
+    return config.with_attention(divide)
 
 
 def with_glm_sections(config: ModelConfig, fields: Fields) -> ModelConfig:

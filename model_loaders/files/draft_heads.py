@@ -55,7 +55,7 @@ def with_eagle3(config: ModelConfig, weights: StoredWeights, path: Path) -> tupl
         specs = TensorTable({}, eagle3.slots(head, config.hidden_size)).specs()
         names = {spec.gguf if is_gguf else spec.name.removeprefix(eagle3.PREFIX): spec for spec in specs}
         unused = {*_UNUSED, EMBEDDING}.__contains__
-        weights = _joined(weights, stored, tensors, names, "an EAGLE-3 head", unused, is_gguf=is_gguf)
+        weights = _join(weights, stored, tensors, names, "an EAGLE-3 head", unused, is_gguf=is_gguf)
     return replace(config, layers=(*config.layers, *head.model.layers), mtp=True, eagle3=head), weights
 
 
@@ -74,7 +74,7 @@ def with_assistant(config: ModelConfig, weights: StoredWeights, path: Path) -> t
     stored = open_safetensors(path)
     with close_on_error(stored):
         unused = assistant.UNUSED.match
-        return config, _joined(weights, stored, stored.tensors, names, "an assistant", unused)
+        return config, _join(weights, stored, stored.tensors, names, "an assistant", unused)
 
 
 # Kind → what it is called, whether a configuration is of one, and what reads it.
@@ -96,7 +96,7 @@ def head_beside(kind: str, model: Path) -> Path | None:
     return next(filter(_is_eagle3, heads), None) if kind == "eagle3" else None
 
 
-def _joined(
+def _join(
     weights: StoredWeights,
     stored: StoredWeights,
     tensors: Mapping[str, StoredTensor],

@@ -37,7 +37,7 @@ class FileBytes:
             if problem is not None:
                 self._file.close()
                 raise problem
-            self._sample = self._sampled()
+            self._sample = self._sample_checksum()
         except OSError as error:
             raise LoadError(f"{path} cannot be opened: {error.strerror or error}.") from error
 
@@ -54,7 +54,7 @@ class FileBytes:
         out = np.empty(count, np.uint8)
         bytes_done = self._read_into(out.data, offset)
         size, time = self._state()
-        if time != self._time and size == self.size and self._sampled() == self._sample:
+        if time != self._time and size == self.size and self._sample_checksum() == self._sample:
             self._time = time  # only the time is another one, as after a copy of it, or `touch`
         if bytes_done < count or (size, time) != (self.size, self._time):
             raise LoadError(
@@ -105,7 +105,7 @@ class FileBytes:
         status = os.fstat(self._file.fileno())
         return status.st_size, status.st_mtime_ns
 
-    def _sampled(self) -> int:
+    def _sample_checksum(self) -> int:
         """A checksum of pieces all over the file, its first and its last bytes among them."""
         checksum = 0
         for number in range(_SAMPLES):

@@ -83,11 +83,11 @@ def open_gguf(gguf: GgufFile, *, mtp: bool = False) -> tuple[ModelConfig, Stored
                 f"({len(divisors)},), but RoPE needs F32 ({pairs},); use another file of the model."
             )
 
-        def divided(one: Attention) -> Attention:
+        def divide(one: Attention) -> Attention:
             has_others = one.rope is None or (one.rope, one.rotated) != (whole.rope, whole.rotated)
             return one if has_others else replace(one, rope=one.rope and replace(one.rope, divisors=divisors))
 
-        config = config.with_attention(divided)
+        config = config.with_attention(divide)
     weights = StoredWeights(gguf.path, _tensors(gguf, config), gguf.files)
     return fit(config, weights, interleaved=layout.is_interleaved(config), is_gguf=True)
 

@@ -19,7 +19,7 @@ class FolderSettings:
     generation: Mapping[str, object]
     tokenizer: Mapping[str, object]  # tokenizer_config.json
 
-    def _added(self) -> list[tuple[int, Mapping[str, object]]]:
+    def _entries(self) -> list[tuple[int, Mapping[str, object]]]:
         """The ids and the entries of added tokens in tokenizer_config.json."""
         added = self.tokenizer.get("added_tokens_decoder")
         entries = added.items() if isinstance(added, Mapping) else ()
@@ -27,7 +27,7 @@ class FolderSettings:
 
     def added_tokens(self) -> dict[str, tuple[int, bool]]:
         """String → (id, whether it is a control token)."""
-        return {str(one.get("content", "")): (token_id, bool(one.get("special"))) for token_id, one in self._added()}
+        return {str(one.get("content", "")): (token_id, bool(one.get("special"))) for token_id, one in self._entries()}
 
     def edges(self) -> dict[str, Edges]:
         """What added tokens do at their edges."""
@@ -37,7 +37,7 @@ class FolderSettings:
                 after=SPACE if one.get("rstrip") is True else "",
                 are_of_word=one.get("single_word") is True,
             )
-            for _, one in self._added()
+            for _, one in self._entries()
         }
 
 

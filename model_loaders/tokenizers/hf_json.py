@@ -50,7 +50,7 @@ class LibraryTokenizer(Tokenizer):
         if any(token_id >= rows and not token.special for token_id, token in added.items()):  # they become plain text
             description = json.loads(self._library.to_str())
             description["added_tokens"] = [entry for entry in description["added_tokens"] if entry["id"] < rows]
-            self._library = _from(description)
+            self._library = _parse(description)
 
     @cached_property
     def _without_space(self) -> tokenizers.Tokenizer:
@@ -63,7 +63,7 @@ class LibraryTokenizer(Tokenizer):
                 step["prepend"] = ""
             elif step["type"] == "Metaspace":
                 step["prepend_scheme"] = "never"
-        return _from(description)
+        return _parse(description)
 
     def _tokenize_plain(self, text: str, leading_space: bool) -> list[int]:
         library = self._library if leading_space else self._without_space
@@ -118,7 +118,7 @@ def load(file: Path, content: bytes, settings: FolderSettings) -> LibraryTokeniz
     return LibraryTokenizer(library, control, special, byte_level="ByteLevel" in kinds, space=_leading_space(steps))
 
 
-def _from(description: dict[str, object]) -> tokenizers.Tokenizer:
+def _parse(description: dict[str, object]) -> tokenizers.Tokenizer:
     """The library's object for the contents of a tokenizer.json, for plain text."""
     library = tokenizers.Tokenizer.from_str(json.dumps(description))
     library.encode_special_tokens = True

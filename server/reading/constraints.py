@@ -77,7 +77,7 @@ def _choice(field: str, value: Any) -> dict[str, Any]:
     return {"regex": "|".join(choices)} if choices else {}
 
 
-def _structured(field: str, value: Any) -> dict[str, Any]:
+def _structured_outputs(field: str, value: Any) -> dict[str, Any]:
     """The constraint in vLLM's object, which has one field."""
     parts = {name: part for name, part in mapping(field, value).items() if part not in (None, False, "", [])}
     if not parts:
@@ -104,5 +104,5 @@ _FIELDS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
     "guided_regex": _text_of("regex"),
     "guided_choice": _choice,
     "guided_grammar": _text_of("grammar"),
-    "structured_outputs": _structured,
+    "structured_outputs": _structured_outputs,
 }

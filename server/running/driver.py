@@ -149,7 +149,7 @@ class Driver:
                 submit or self.engine.submit,
                 prompt,
                 self._with_limits(params),
-                self._ranked(job, options),
+                self._with_priority_of_key(job, options),
                 progress=progress,
             )
             entry, tracer = job.entry, tracing.tracer()
@@ -202,7 +202,7 @@ class Driver:
             for first in range(0, len(jobs), batch):
                 part = jobs[first : first + batch]
                 for number, (prompt, params, options) in enumerate(part):
-                    start = partial(self.engine.submit, prompt, params, self._ranked(job, options))
+                    start = partial(self.engine.submit, prompt, params, self._with_priority_of_key(job, options))
                     ticket = await self._submit(job, prompt, start, _JobOutbox(job, number))
                     for sentence in ticket.warnings:
                         warn(first + number, sentence)
@@ -274,7 +274,7 @@ class Driver:
             return params
         return replace(params, max_tokens=limit)
 
-    def _ranked(self, job: Job, options: PromptOptions | None) -> PromptOptions:
+    def _with_priority_of_key(self, job: Job, options: PromptOptions | None) -> PromptOptions:
         """Return options with the priority of the request's key, unless its own is larger: it is served later then."""
         options, limits = options or PromptOptions(), self.config.keys.limits_of(job.entry.key or "")
         least = limits.get("priority", job.entry.priority)

@@ -36,7 +36,7 @@ def assembly(kernel: Kernel[Any], level: Level) -> str:
 @keeping
 def _assembly(text: str, level: Level) -> bytes:
     target = compiler._target_machine(level)
-    return target.emit_assembly(compiler._optimized(text, target)).encode()
+    return target.emit_assembly(compiler._optimize(text, target)).encode()
 
 
 class Narrow(Level):

@@ -47,8 +47,8 @@ class Int4TokenHead(Codec):
     def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
         low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
         scale = np.maximum((high - low) / np.float32(_MOST), np.float32(1e-6))
-        zero = np.clip(_rounded(-low / scale), 0, _MOST)
-        code = np.clip(_rounded(x / scale + zero), 0, _MOST)
+        zero = np.clip(_round(-low / scale), 0, _MOST)
+        code = np.clip(_round(x / scale + zero), 0, _MOST)
         bits = (scale[..., 0].view(np.uint32) & ~np.uint32(_MOST)) | zero[..., 0].astype(np.uint32)
         return {"scale": bits, "codes": code.astype(np.uint8)}
 
@@ -58,7 +58,7 @@ class Int4TokenHead(Codec):
         np.multiply(streams["codes"] - zero, scale, out=out)
 
 
-def _rounded(x: np.ndarray) -> np.ndarray:
+def _round(x: np.ndarray) -> np.ndarray:
     return np.trunc(x + np.copysign(np.float32(0.5), x))
 
 

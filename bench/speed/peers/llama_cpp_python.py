@@ -106,10 +106,10 @@ class Embedder:
         self._batches, waiting = [], list[Sequence[int]]()
         for text in texts:
             if sum(map(len, waiting)) + len(text) > self._size:
-                self._batches.append((self._filled(waiting), len(waiting)))
+                self._batches.append((self._fill(waiting), len(waiting)))
                 waiting = []
             waiting.append(text)
-        self._batches.append((self._filled(waiting), len(waiting)))
+        self._batches.append((self._fill(waiting), len(waiting)))
 
     def vectors(self) -> dict[str, object]:
         """The seconds until all texts have their vectors, and the first text's, of length 1. Raises NoPeer."""
@@ -123,7 +123,7 @@ class Embedder:
         length = math.sqrt(sum(number**2 for number in vectors[0]))
         return {"seconds": seconds, "first": [number / length for number in vectors[0]]}
 
-    def _filled(self, texts: Sequence[Sequence[int]]) -> Any:
+    def _fill(self, texts: Sequence[Sequence[int]]) -> Any:
         batch, at = self._library.llama_batch_init(self._size, 0, 1), 0
         for number, text in enumerate(texts):
             for place, token in enumerate(text):

@@ -56,16 +56,14 @@ class ExpertOps(LinearOps):
         formats = {self.stored_format(matrix.format) for matrix in matrices}
         if len(formats) > 1:
             names = ", ".join(sorted(format.name for format in formats))
-            raise _unsupported(f"experts of one layer in several formats ({names}),")
+            raise _refusal(f"experts of one layer in several formats ({names}),")
         return formats.pop()
 
     def _stack_experts(self, format: WeightFormat, experts: Sequence[Sequence[StoredMatrix]]) -> Matrix:
         """The matrices of the first expert, stacked, then the next expert's."""
         rows = sum(matrix.shape[0] for matrix in experts[0])
         if packed.is_packed(format) and rows % packed.ROWS:
-            raise _unsupported(
-                f"experts with matrices of {rows} rows in {format.name}, not a multiple of {packed.ROWS},"
-            )
+            raise _refusal(f"experts with matrices of {rows} rows in {format.name}, not a multiple of {packed.ROWS},")
         return self.stack(format, [matrix for expert in experts for matrix in expert])
 
     def route(self, logits: Array, rule: Experts, bias: Array | None = None, factors: Array | None = None) -> Routing:
@@ -269,7 +267,7 @@ def _bias_pitch(product: Product) -> int:
     return 0 if product.bias is None else int(row_stride(product.bias))
 
 
-def _unsupported(what: str) -> EngineError:
+def _refusal(what: str) -> EngineError:
     return EngineError(
         f"This model has {what} which the GPU does not read: run it with device=cpu", settings=("device",)
     )

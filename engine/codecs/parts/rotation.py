@@ -14,7 +14,7 @@ PRECONDITIONINGS = ("hadamard", "dense", "none")
 _SEED = 20250204
 
 
-def _frozen(matrix: np.ndarray) -> np.ndarray:
+def _freeze(matrix: np.ndarray) -> np.ndarray:
     matrix = np.ascontiguousarray(matrix, np.float32)
     matrix.flags.writeable = False
     return matrix
@@ -40,13 +40,13 @@ def signed_hadamard(head_dim: int) -> np.ndarray:
     hadamard: np.ndarray = np.ones((1, 1))
     while len(hadamard) < order:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
-    return _frozen(_signs(head_dim)[0, :, None] * np.kron(np.eye(head_dim // order), hadamard / np.sqrt(order)))
+    return _freeze(_signs(head_dim)[0, :, None] * np.kron(np.eye(head_dim // order), hadamard / np.sqrt(order)))
 
 
 @cache
 def twice_signed_hadamard(head_dim: int) -> np.ndarray:
     """diag(±1) · H/√n · diag(±1), (D, D) float32, read-only: `signed_hadamard` with random signs on both sides."""
-    return _frozen(signed_hadamard(head_dim) * _signs(head_dim)[1])
+    return _freeze(signed_hadamard(head_dim) * _signs(head_dim)[1])
 
 
 @cache
@@ -59,4 +59,4 @@ def dense(head_dim: int) -> np.ndarray:
     uniform = (np.random.PCG64(_SEED).random_raw((2, head_dim, head_dim)) >> 11) * 2.0**-53
     gaussian = np.sqrt(-2 * np.log1p(-uniform[0])) * np.cos(2 * np.pi * uniform[1])
     q, r = np.linalg.qr(gaussian)
-    return _frozen(q * np.sign(np.diag(r)))
+    return _freeze(q * np.sign(np.diag(r)))

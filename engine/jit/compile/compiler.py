@@ -65,7 +65,7 @@ def _target_machine(level: Level) -> Any:
     return target.create_target_machine(cpu=_cpu(level), features=level.features, opt=3, **code)
 
 
-def _optimized(text: str, target: Any) -> Any:
+def _optimize(text: str, target: Any) -> Any:
     llvm = _binding()
     module = llvm.parse_assembly(text)
     module.verify()
@@ -103,7 +103,7 @@ def compile_object(kernel: Kernel[Any], level: Level) -> bytes:
 def _object(text: str, level: Level) -> bytes:
     """The object file of LLVM IR. LLVM's objects are freed on return, which must happen while the lock is held."""
     target = _target_machine(level)
-    return target.emit_object(_optimized(text, target))
+    return target.emit_object(_optimize(text, target))
 
 
 @cache

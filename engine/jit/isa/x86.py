@@ -101,7 +101,7 @@ class Avx2(NativeHalves):
 
     def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
         if _is_mirrored(first, second):
-            return self._mirrored(e, first, second)
+            return self._mirrored_table(e, first, second)
         tables = [self._parts(e, e.constant_bytes(side), len(side)) for side in (first, second)]
 
         def find(index: Value) -> tuple[Value, Value]:
@@ -124,7 +124,7 @@ class Avx2(NativeHalves):
         steps = [line ^ lines[i - 1] if i % _PARTS else line for i, line in enumerate(lines)]
         return [e.shuffle(step, step, [i % 16 for i in range(self.byte_register)]) for step in steps]
 
-    def _mirrored(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
+    def _mirrored_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
         """`pair_table` where the second half of the tables is the first one's image (`_is_mirrored`).
 
         Half of the parts are looked up. What the index's highest bit changes: the second table's sign, and the entries

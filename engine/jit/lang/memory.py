@@ -67,14 +67,14 @@ class MemoryEmitter:
         constant = ir.GlobalVariable(module, kind, module.get_unique_name("bytes"))
         constant.linkage, constant.global_constant, constant.align = "internal", True, 64
         constant.initializer = ir.Constant(kind, bytearray(content))
-        return self._untyped(constant)
+        return self._remove_type(constant)
 
     def stack(self, nbytes: int) -> Value:
         """A pointer to stack memory of the function, aligned to 64; a few KiB at most."""
         with self.builder.goto_entry_block():
             memory = self.builder.alloca(ir.ArrayType(I8, nbytes))
             memory.align = 64
-            return self._untyped(memory)
+            return self._remove_type(memory)
 
     def prefetch(self, pointer: Value, nbytes: int, *, level: int = 1) -> None:
         """Prefetch bytes into the core's cache of level 1 or 2, a line of 64 bytes at a time."""
@@ -83,7 +83,7 @@ class MemoryEmitter:
             options = (self.constant(I32, number) for number in (0, 4 - level, 1))  # for reading, locality, data cache
             self.intrinsic("llvm.prefetch.p0", None, address, *options)
 
-    def _untyped(self, pointer: Any) -> Value:
+    def _remove_type(self, pointer: Any) -> Value:
         """The pointer as an opaque one: llvmlite would check the type of its contents at every use."""
         return Value(self, self.builder.inttoptr(self.builder.ptrtoint(pointer, I64), POINTER))
 

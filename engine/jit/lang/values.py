@@ -153,7 +153,7 @@ class Value:
             return Value(self.emitter, self.emitter.builder.fneg(self.ir))
         return self.emitter.const_like(0, self) - self
 
-    def _converted(self, element: Type, name: str) -> Value:
+    def _convert(self, element: Type, name: str) -> Value:
         is_integer, floats = isinstance(self.element, ir.IntType), name == "fptosi"
         expect(is_integer != floats and (is_integer or self.is_float), "integers" if not floats else "floats", self)
         wider = {"sext": 1, "zext": 1, "trunc": -1}.get(name, 0) * (_size(element) - _size(self.element))
@@ -165,23 +165,23 @@ class Value:
 
     def sext(self, element: Type) -> Value:
         """Integers, sign-extended to a wider type."""
-        return self._converted(element, "sext")
+        return self._convert(element, "sext")
 
     def zext(self, element: Type) -> Value:
         """Integers, zero-extended to a wider type."""
-        return self._converted(element, "zext")
+        return self._convert(element, "zext")
 
     def trunc(self, element: Type) -> Value:
         """Integers, truncated to a narrower type."""
-        return self._converted(element, "trunc")
+        return self._convert(element, "trunc")
 
     def to_float(self) -> Value:
         """Signed integers, converted to float32."""
-        return self._converted(F32, "sitofp")
+        return self._convert(F32, "sitofp")
 
     def to_int(self) -> Value:
         """Floats, rounded towards zero to int32."""
-        return self._converted(I32, "fptosi")
+        return self._convert(I32, "fptosi")
 
     def bits(self, target: Type) -> Value:
         """The same bits, as a value of another type of the same size."""

@@ -117,7 +117,7 @@ def split_model(request: PlacementRequest, ops: Ops, shape: CacheShape, say: Cal
         raise _wrong(config, f"there are {len(shares)} shares for {_count(devices)}")
     if len(devices) == 1:
         return None
-    if (what := _unsupported(config, request.model)) is not None:
+    if (what := _why_one_gpu(config, request.model)) is not None:
         if not is_requested:
             return None  # the GPU says what it lacks
         raise _wrong(config, f"{what} on one GPU alone: name one, as in device=cuda:0, and leave tensor_split out")
@@ -189,7 +189,7 @@ def _layers_by_memory(
     return np.diff(ends[::-1]).tolist()
 
 
-def _unsupported(config: EngineConfig, model: ModelConfig) -> str | None:
+def _why_one_gpu(config: EngineConfig, model: ModelConfig) -> str | None:
     """Return the beginning of a sentence about what runs on one GPU alone."""
     if config.cpu_moe is not None:
         return "Experts in the computer's memory (cpu_moe) run"

@@ -93,7 +93,7 @@ class MtpLayer:
             both[0, e:] = span.sequence.hidden
         x = x if states is None else states.sum
         both, before = ops.to_device(both), x[max(0, rows.start - 1) : rows.stop - 1]
-        embedded = self._embedded(ids[rows])
+        embedded = self._embed_rows(ids[rows])
         embedded[: int(self._is_eagle3 and is_first and span.start == 0)] = 0
         ops.rms_norm(embedded, self._embedding_norm, both[:, :e])
         if len(before):
@@ -114,7 +114,7 @@ class MtpLayer:
         else:
             self._ops.rms_norm(x, self._last_norm, zeros)
 
-    def _embedded(self, ids: np.ndarray) -> Array:
+    def _embed_rows(self, ids: np.ndarray) -> Array:
         x, _ = self._embed(self._first.to_device(ids))
         return x if self._first is self._ops else self._ops.to_device(self._first.to_host(x))
 
@@ -125,7 +125,7 @@ class MtpLayer:
         firsts = np.cumsum([0, *(span.count for span in spans[:-1])])
         before, follows = np.zeros((len(ids), self._size), np.float32), np.ones((len(ids), 1), np.float32)
         follows[firsts] = 0
-        embedded = self._ops.to_host(self._embedded(ids))
+        embedded = self._ops.to_host(self._embed_rows(ids))
         for first, span in zip(firsts, spans, strict=True):
             if span.sequence.hidden is not None:
                 before[first] = span.sequence.hidden
@@ -163,7 +163,7 @@ class MtpLayer:
     def draft(self, rows: Sequence[MtpRow]) -> list[tuple[Sampled, np.ndarray]]:
         """Compute one row each of several sequences. Return of each the most likely next token, or the error why there
         is none, and the row's hidden state (E,)."""
-        embedded = self._ops.to_host(self._embedded(np.array([row.token for row in rows], np.int32)))
+        embedded = self._ops.to_host(self._embed_rows(np.array([row.token for row in rows], np.int32)))
         inputs = self._draft_inputs(embedded, np.stack([row.hidden for row in rows]))
         spans, samplers = [row.span for row in rows], self._greedy * len(rows)
         ropes, of_groups = self._choice.ropes.tables(rope_positions(spans)), [None] * len(self.store.groups)

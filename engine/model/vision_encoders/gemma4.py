@@ -90,7 +90,7 @@ class Reader(PatchReader[Gemma4VisionEncoder, Weights, LayerWeights]):
 
     def _add_attention(self, x: Array, number: int, rope: tuple[Array, Array]) -> None:
         ops, encoder, w, count = self._ops, self.encoder, self._layers[number], len(x)
-        y, shape = self._normed(x, w.norm), (count, encoder.heads, encoder.head_dim)
+        y, shape = self._norm(x, w.norm), (count, encoder.heads, encoder.head_dim)
         qkv = ops.empty((count, 3 * encoder.heads, encoder.head_dim))
         for place, name in enumerate("qkv"):
             qkv[:, place * encoder.heads : (place + 1) * encoder.heads] = self._product(y, number, name).reshape(shape)
@@ -101,12 +101,12 @@ class Reader(PatchReader[Gemma4VisionEncoder, Weights, LayerWeights]):
 
     def _add_network(self, x: Array, number: int) -> None:
         ops, w, eps = self._ops, self._layers[number], self.encoder.eps
-        y = self._normed(x, w.ffn_norm)
+        y = self._norm(x, w.ffn_norm)
         gate, up = (self._product(y, number, name) for name in ("gate", "up"))
         ops.activate(gate, up, "gelu_tanh")
         ops.rms_norm(self._product(gate, number, "down"), (w.ffn_post_norm, eps), residual=x)
 
-    def _normed(self, x: Array, norm: Array) -> Array:
+    def _norm(self, x: Array, norm: Array) -> Array:
         """x over its root mean square, times the norm, a copy."""
         y = x.copy()
         self._ops.rms_norm(y, (norm, self.encoder.eps))

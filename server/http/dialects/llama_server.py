@@ -46,9 +46,9 @@ def routes(driver: Driver) -> list[Route]:
         Route("/completion", Generation(driver, Completion()).serve, methods=["POST"]),
         Route("/infill", Generation(driver, Infilling()).serve, methods=["POST"]),
         Route("/props", server.props),
-        _unsupported("/props", "global properties cannot be changed"),
+        _refusing_route("/props", "global properties cannot be changed"),
         Route("/slots", server.slots),
-        _unsupported("/slots/{slot}", "sessions are saved and loaded at /sessions"),
+        _refusing_route("/slots/{slot}", "sessions are saved and loaded at /sessions"),
         Route("/apply-template", server.apply_template, methods=["POST"]),
         *(Route(f"{prefix}/chat/completions/input_tokens", count, methods=["POST"]) for prefix in ("/v1", "")),
         Route("/lora-adapters", server.adapters),
@@ -118,7 +118,7 @@ def _mark_images(prompt: Any) -> list[dict[str, Any]]:
     return [message | {"content": text_of_content(message["content"])} for message in prompt]
 
 
-def _unsupported(path: str, why: str) -> Route:
+def _refusing_route(path: str, why: str) -> Route:
     """The route of one of llama-server's endpoints, which refuses requests."""
 
     async def refuse(_request: Request) -> Response:

@@ -73,9 +73,9 @@ class Batches:
             ("/batches/{id}/cancel", self._cancel, "POST"),
         ]
         prefixes = ("/v1", "")
-        return [Route(p + path, self._served(one), methods=[verb]) for path, one, verb in routes for p in prefixes]
+        return [Route(p + path, self._handler(one), methods=[verb]) for path, one, verb in routes for p in prefixes]
 
-    def _served(self, endpoint: Callable[[Request, BatchFolder], Awaitable[Response]]) -> Any:
+    def _handler(self, endpoint: Callable[[Request, BatchFolder], Awaitable[Response]]) -> Any:
         async def serve(request: Request) -> Response:
             if self._root is None:
                 sentence = "This server keeps no files and runs no batches: start it with --batches FOLDER"
@@ -135,7 +135,7 @@ class Batches:
     async def _list(self, request: Request, folder: BatchFolder, kind: str) -> Response:
         """The newest first: at most `limit` records, after the id `after`, of a `purpose`."""
         query, usual, running = request.query_params, 10_000 if kind == "file-" else 20, {**self._running}
-        records = [_now(one, running) for one in await asyncio.to_thread(folder.records, kind)]
+        records = [_newest_record(one, running) for one in await asyncio.to_thread(folder.records, kind)]
         records = [one for one in records if query.get("purpose") in (None, one.get("purpose"))]
         if one_of("order", query.get("order", "desc"), ("desc", "asc")) == "asc":
             records.reverse()
@@ -168,7 +168,7 @@ class Batches:
         record = await asyncio.to_thread(folder.record, name)
         if record is None or record["object"] != kind:
             raise ApiError(404, f"There is no {kind} {name!r} of yours", "not_found", field)
-        return _now(record, running)
+        return _newest_record(record, running)
 
     # -- batches -----------------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ def _failure(error: Exception) -> EngineError:
     return EngineError(f"Files of batches cannot be read or written now: {reason}", "storage")
 
 
-def _now(record: Record, running: Mapping[str, tuple[Record, Any]]) -> Record:
+def _newest_record(record: Record, running: Mapping[str, tuple[Record, Any]]) -> Record:
     """The record of a batch that ran when its folder began to be read: what was read may be older."""
     return running[record["id"]][0] if record["id"] in running else record
 

@@ -38,7 +38,7 @@ class Embeddings(Endpoints):
             Route("/v1/embeddings", self.openai, methods=["POST"]),
             Route("/embeddings", self.plain, methods=["POST"]),
             Route("/embedding", self.plain, methods=["POST"]),
-            Route("/pooling", self.pooled, methods=["POST"]),
+            Route("/pooling", self.pool, methods=["POST"]),
         ]
 
     async def openai(self, request: Request) -> Response:
@@ -56,7 +56,7 @@ class Embeddings(Endpoints):
         parts = (f'{{"index":{index},"embedding":[{vector}]}}' for index, vector in enumerate(vectors))
         return warn(Response(f"[{','.join(parts)}]", media_type="application/json"), warnings)
 
-    async def pooled(self, request: Request) -> Response:
+    async def pool(self, request: Request) -> Response:
         """{"input"} → {"data": [{"index", "object": "pooling", "data": vector}], "usage"}, as at vLLM."""
         vectors, tokens, _, warnings = await self._embed(request)
         parts = (f'{{"index":{i},"object":"pooling","data":{vector}}}' for i, vector in enumerate(vectors))

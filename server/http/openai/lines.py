@@ -77,7 +77,7 @@ class LineFiles:
         self._answered.add(name)
         self.counts["completed" if status == 200 else "failed"] += 1
 
-    def unanswered(self) -> Iterator[Line]:
+    def unanswered_lines(self) -> Iterator[Line]:
         """The requests without an answer, in their order."""
         names: set[str] = set()
         for number, data in _lines_of(self._source):
@@ -100,7 +100,7 @@ class LineFiles:
         self._count(line.id, status)
 
     def answer_rest(self, error: tuple[str, str]) -> None:
-        for line in self.unanswered():
+        for line in self.unanswered_lines():
             self.answer(line, error=error)
 
 
@@ -150,7 +150,7 @@ async def answer_lines(
     """Answer what has no answer yet, each by a request to `app`. slots: of requests at the same time, of which `count`
     may wait. disk: has one thread, in which all files are read and written. say: called after each answer. Raises
     OSError and EngineError."""
-    lines, on_disk = files.unanswered(), partial(asyncio.get_running_loop().run_in_executor, disk)
+    lines, on_disk = files.unanswered_lines(), partial(asyncio.get_running_loop().run_in_executor, disk)
 
     async def work() -> None:
         while (line := await on_disk(next, lines, None)) is not None:

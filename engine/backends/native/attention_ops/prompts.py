@@ -67,7 +67,7 @@ class PromptOps(KernelOps):
         launch = self._launcher(matrix_format, q, out, cache.format.kv_heads, span, rule)
         for number, (stored, start, ids) in enumerate(parts):
             is_last = number == len(parts) - 1
-            decoded = self._decoded(stored, ids, start, matrix_format)
+            decoded = self._decode(stored, ids, start, matrix_format)
             segments = [decoded, *sink, first] if is_last else [decoded]
             launch(segments, is_first=number == 0, is_last=is_last and not others)
         if not parts:
@@ -154,7 +154,7 @@ class PromptOps(KernelOps):
         keys, values = (self._launch.empty((kv_heads, tiles * size), np.uint8) for size in sizes)
         return MatrixSegment(keys, values, keys.strides[0], values.strides[0], start, tokens)
 
-    def _decoded(self, cache: TileCache, ids: np.ndarray, start: int, matrix_format: MatrixFormat | None) -> AnySegment:
+    def _decode(self, cache: TileCache, ids: np.ndarray, start: int, matrix_format: MatrixFormat | None) -> AnySegment:
         """The segment of the quantized blocks `ids`, whose first token has position `start`."""
         format, tokens = cache.format, len(ids) * cache.format.block_size
         decoding = None if matrix_format is None else cache.matrix_decoding(matrix_format)

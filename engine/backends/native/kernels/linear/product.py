@@ -291,12 +291,12 @@ class _MatrixOutputs:
     def _y(self, place: Place) -> Value:
         return self._operands.y + place.row * self._args.y_stride + self._unit(place) * _STRIP_ROW
 
-    def _left(self, place: Place) -> Value:
+    def _outputs_left(self, place: Place) -> Value:
         """How many outputs there are from the strip's first one on."""
         return self._args.outputs - self._unit(place) * 32
 
     def _is_whole(self, place: Place) -> Value:
-        return (place.rows >= ROWS) & (self._left(place) >= 32)
+        return (place.rows >= ROWS) & (self._outputs_left(place) >= 32)
 
     @contextmanager
     def _rows(self, place: Place) -> Iterator[tuple[Value, Value]]:
@@ -307,7 +307,7 @@ class _MatrixOutputs:
 
     def _each(self, place: Place, body: Callable[[Value, Type], None]) -> None:
         """Emit body(offset in bytes, type) for the outputs of a strip that exist."""
-        e, left = self._e, self._left(place)
+        e, left = self._e, self._outputs_left(place)
         with e.when(left >= 32):
             for offset in (0, 64):
                 body(e.i64(offset), _F16)
@@ -408,7 +408,7 @@ def _write(
     y, left = row + tile * 64, outputs - tile * 16
     biases = [bias + (tile + distance * number) * 64 for number in range(len(totals))]
 
-    def finished(values: Values, offset: Value) -> Value:
+    def complete(values: Values, offset: Value) -> Value:
         if spec.has_bias:
             values = [
                 value + e.load(address + offset, value.type) for value, address in zip(values, biases, strict=True)
@@ -418,13 +418,13 @@ def _write(
         return values[0] + e.load(y + offset, values[0].type) if spec.adds else values[0]
 
     with e.when(left >= 16):
-        e.store(finished(totals, e.i64(0)), y)
+        e.store(complete(totals, e.i64(0)), y)
     with e.when(left < 16):
         for number, total in enumerate(totals):
             e.store(total, scratch, 64 * number)
         with e.loop(0, left) as lane:
             values = [e.load(scratch + lane * 4, F32, 64 * number) for number in range(len(totals))]
-            e.store(finished(values, lane * 4), y + lane * 4)
+            e.store(complete(values, lane * 4), y + lane * 4)
 
 
 def _packed_sums(
