@@ -214,7 +214,7 @@ class AsyncEngine:
             if not self._is_closed:  # otherwise the engine ends the request as it closes
                 self._thread = self._thread or EngineThread(self.engine, self._fail_all)
                 self._thread.wake()
-        mailbox.queued(ticket)
+        mailbox.keep(ticket)
 
     def _leave(self, mailbox: Mailbox) -> None:
         mailbox.close()

@@ -218,7 +218,7 @@ class Engine(Completions, AdapterLoading):
         if prompt is not None:
             prompt = self.begin_with_pack(prompt, options)
             conversation = self._answers.conversation(prompt, options.cache_salt)
-            read, answers = conversation.read, conversation.known()
+            read, answers = conversation.read, conversation.known_answers()
             unchecked = prompt_ids(conversation.prompt, self.model, options, context=self.context, cut=read.cut)
             ids_to_save = checked_ids(unchecked, self.model, self.context, room=0, rows=read.ids)
         with self._exclusive():

@@ -12,7 +12,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
 from polarlm.engine.outputs import Chunk, Embedding, embedding
 from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.engine.requests.prompts import Prompt, naming, one_prompt, pair_ids, within, yes_and_no
+from polarlm.engine.requests.prompts import Prompt, first_ids, naming, one_prompt, pair_ids, yes_and_no
 from polarlm.engine.requests.request import Ticket
 from polarlm.model_loaders import Model
 
@@ -120,7 +120,7 @@ class Vectors:
             if (excess := over(beginning)) <= 0:
                 break
             most -= excess
-        within(ids, max(0, most), warn)
+        first_ids(ids, max(0, most), warn)
         return beginning if most > 0 else ""
 
     def embedding_options(self, pooling: str | None, options: PromptOptions | None = None) -> PromptOptions:

@@ -85,7 +85,7 @@ def nbytes(format: CacheFormat, stored_as: str) -> int:
     return format.kv_heads * sum(field.nbytes for field in block_arrays(format, stored_as).values())
 
 
-def converted(format: CacheFormat, blocks: int, arrays: Arrays, stored_as: str) -> dict[str, np.ndarray]:
+def convert_blocks(format: CacheFormat, blocks: int, arrays: Arrays, stored_as: str) -> dict[str, np.ndarray]:
     """`blocks` blocks in any representation, converted to `stored_as`. Raises ValueError for other arrays."""
     representation = RECORDS if "keys" in arrays else TILES if "k.tiles" in arrays else FIELDS
     checked = {
@@ -127,7 +127,7 @@ def exponents(format: CacheFormat, stored_as: str) -> dict[str, np.ndarray]:
         for name, field in block_arrays(format, FIELDS).items()
     }
     infinite = {name: np.full_like(x, np.inf) if x.dtype.kind == "f" else x for name, x in zeros.items()}
-    two = converted(format, 1, zeros, stored_as), converted(format, 1, infinite, stored_as)
+    two = convert_blocks(format, 1, zeros, stored_as), convert_blocks(format, 1, infinite, stored_as)
     return {name: _bytes(array) ^ _bytes(two[1][name]) for name, array in two[0].items()}
 
 

@@ -372,7 +372,7 @@ class Transformer:
         """Compute the rows, stage by stage, and return their logits (T, V) on the device; with sampler inputs, the next
         tokens (T,) before these; with `mtp`, the hidden states (T, E) that it keeps behind these. outputs: so many last
         rows have logits; 0 for all."""
-        ropes, tables, adapters = self._ropes.tables(rope_positions(spans)), self._spans.of(spans), row_adapters(spans)
+        ropes, tables, adapters = self._ropes.tables(rope_positions(spans)), self._spans(spans), row_adapters(spans)
         *first_stages, last = self._stages
         x, newest = ids, None
         for number, (ops, _) in enumerate(first_stages):
@@ -421,7 +421,7 @@ class Transformer:
         if self.weights.layer_inputs is None:
             return x, None
         scale, eps = math.sqrt(self.config.layer_embedding / 2), self.config.norm_eps * self.config.hidden_size
-        return x, self.weights.layer_inputs.of(ops, ids, x, scale, eps)
+        return x, self.weights.layer_inputs.compute(ops, ids, x, scale, eps)
 
     def _head(self, hidden: Array) -> Array:
         """hidden (T, E), which loses its mean if norms subtract it → logits (T, V)."""
@@ -461,7 +461,7 @@ class StepSpans:
         self._store = store
         self._last: tuple[int, dict[TableVersion | None, int], list[Spans]] = 0, {}, [None] * len(store.groups)
 
-    def of(self, spans: Sequence[Span]) -> tuple[Spans, ...]:
+    def __call__(self, spans: Sequence[Span]) -> tuple[Spans, ...]:
         """Return what `KVStore.spans` does for all rows."""
         store, at, next_spans, result = self._store, positions(spans), self._store.ops.next_spans, list[Spans]()
         if next_spans is None or len(at) > len(spans):

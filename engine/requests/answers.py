@@ -85,7 +85,7 @@ class Answers:
         if self._tiers is not None:
             self._tiers.keep_answer(key, ids)
 
-    def known(self, keys: Sequence[bytes]) -> KnownAnswers:
+    def known_answers(self, keys: Sequence[bytes]) -> KnownAnswers:
         """Return the known answers of a conversation. keys: the digests of its messages."""
         each = [either for key in keys for either in (key, _reasoning_key(key))]
         return tuple((key.hex(), tuple(ids)) for key in each if (ids := self._ids.get(key)) is not None)
@@ -124,9 +124,9 @@ class Conversation:
             key = _key(self.keys[-1], answer)
             self._answers.put(_reasoning_key(key) if reasoned else key, ids)
 
-    def known(self) -> KnownAnswers:
+    def known_answers(self) -> KnownAnswers:
         """Return the known answers in it, for a session file."""
-        return self._answers.known(self.keys)
+        return self._answers.known_answers(self.keys)
 
 
 def _is_known_form(message: object) -> bool:

@@ -300,7 +300,7 @@ class Batches:
         for request in [rows.request for rows in active if rows.is_prompt]:
             self._scheduler.admit(request.sequence)
             if request.kv is not None and request.kv.length == request.sequence.computable:
-                self._scheduler.prefilled(request.sequence)
+                self._scheduler.end_prefill(request.sequence)
         if batch is self.prefill:
             self.prefill = None
             if batch.reader is not None:

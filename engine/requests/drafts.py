@@ -122,7 +122,7 @@ class Drafts:
         """Return as many of the drafted tokens as a draft may have."""
         return drafted[: next((length for length in reversed(self._lengths) if length <= len(drafted)), 0)]
 
-    def verified(self, ids: Sequence[int], drafted: int, accepted: int) -> None:
+    def record(self, ids: Sequence[int], drafted: int, accepted: int) -> None:
         """Record that the first `accepted` of the last draft's `drafted` tokens were right. ids: those after it."""
         self.drafted += drafted
         self.accepted += accepted

@@ -36,7 +36,7 @@ class Mailbox:
             raise item
         return item
 
-    def queued(self, ticket: Ticket) -> None:
+    def keep(self, ticket: Ticket) -> None:
         """Store a ticket of the engine's; cancel its request if the mailbox is closed already."""
         with self._lock:
             self._tickets.append(ticket)

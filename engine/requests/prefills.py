@@ -50,7 +50,7 @@ class Prefills:
             assert request.kv is not None
             self._store.plan_snapshots(request.kv, len(request.sequence.prompt))
             self._scheduler.admit(request.sequence)
-            self._scheduler.prefilled(request.sequence, missing)
+            self._scheduler.end_prefill(request.sequence, missing)
             return None
         if self._joins(request, missing):
             others, takes_steps = self._others(requests[1:], self._room(request)), self._model.ops.batches_take_steps
@@ -64,7 +64,7 @@ class Prefills:
             batch = self._batches.open_prefill(request, as_steps=as_steps)
         self._scheduler.admit(request.sequence)
         if batch is None:
-            self._scheduler.prefilled(request.sequence, missing)
+            self._scheduler.end_prefill(request.sequence, missing)
             if missing > 0 and not running and not self._model.ops.batches_take_steps:
                 self._join_step(requests[1:], missing)
         return batch
@@ -192,7 +192,7 @@ class Prefills:
 
         for request in self._others(waiting, fits):
             self._scheduler.admit(request.sequence)
-            self._scheduler.prefilled(request.sequence, self._rows(request))
+            self._scheduler.end_prefill(request.sequence, self._rows(request))
 
     def _open_together(self, requests: Sequence[Request], running: Sequence[Request]) -> Batch:
         """Open the prompts of these requests as far as there is room, others of them wait; and a step of the running

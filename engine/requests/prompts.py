@@ -76,7 +76,7 @@ def prompt_ids(
             ids = [tokenizer.bos_id, *ids]
         closing = tokenizer.closing_id if options.pooling is not None else None
         if context is not None and options.truncate:
-            ids = within(ids, context - (closing is not None), warn)
+            ids = first_ids(ids, context - (closing is not None), warn)
         return ids if closing is None else [*ids, closing]
     if is_chat(prompt):
         check_roles(prompt)
@@ -135,10 +135,10 @@ def pair_ids(
     ends = [[one] if one is not None else [] for one in (tokenizer.bos_id, tokenizer.closing_id)]
     before, ids = [*ends[0], *tokenizer.tokenize(query), *pair.between], tokenizer.tokenize(document)
     room = max(0, context - len(before) - len(ends[1])) if truncate else len(ids)
-    return [*before, *within(ids, room if most is None else min(room, most), warn), *ends[1]]
+    return [*before, *first_ids(ids, room if most is None else min(room, most), warn), *ends[1]]
 
 
-def within(ids: Sequence[int], most: int, warn: Callable[[str], None] | None) -> list[int]:
+def first_ids(ids: Sequence[int], most: int, warn: Callable[[str], None] | None) -> list[int]:
     """Return the first `most` of a text's ids. warn: called with a sentence if there are more."""
     if len(ids) > most and warn is not None:
         warn(f"only the first {counted(most, 'token')} are read")

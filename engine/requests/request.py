@@ -22,7 +22,15 @@ from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Drafting, Drafts
-from polarlm.engine.requests.prompts import Prompt, check_vectors, checked_ids, is_chat, prompt_ids, within, yes_and_no
+from polarlm.engine.requests.prompts import (
+    Prompt,
+    check_vectors,
+    checked_ids,
+    first_ids,
+    is_chat,
+    prompt_ids,
+    yes_and_no,
+)
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
@@ -140,7 +148,7 @@ class Request:
             raise EngineError("Images have neither vectors nor log-probabilities: leave them out")
         limit = context - room if options.truncate else context
         ids = prompt_ids(conversation.prompt, model, options, context=limit, warn=warnings.append, cut=read.cut)
-        ids = within(ids, limit, warnings.append) if options.truncate else ids
+        ids = first_ids(ids, limit, warnings.append) if options.truncate else ids
         ids = checked_ids(ids, model, context, room, read.ids)
         image_positions, images_of_rows = read.place_images(ids, sections=model.config.has_sections)
         if is_chat(prompt):
@@ -269,7 +277,7 @@ class Request:
             if self.sequence.finished or self.sequence.ids[-1] != guess:
                 break
             right += 1
-        self.drafts.verified(self.sequence.ids, len(drafted), right)
+        self.drafts.record(self.sequence.ids, len(drafted), right)
         return right
 
     def _take(self, token: int, logprobs: tuple[TokenLogprob, ...] = ()) -> None:

@@ -1,9 +1,9 @@
 """Scheduler: chooses the next unit of work, by priority, then first come, first served. It handles ids, counts and
 states, no arrays.
 
-    submit → waiting ─ admit ─▶ prefilling (one at a time) ─ prefilled ─▶ running ─ remove
-                ▲                    │                           │
-                └─────────────── requeue, preempt ───────────────┘
+    submit → waiting ─ admit ─▶ prefilling (one at a time) ─ end_prefill ─▶ running ─ remove
+                ▲                    │                             │
+                └─────────────── requeue, preempt ─────────────────┘
 
 A sequence that lacks few tokens is prefilled without a unit: they are rows of its first step.
 
@@ -195,7 +195,7 @@ class Scheduler:
             self._waiting.remove(sequence)
             self._prefilling = sequence
 
-    def prefilled(self, sequence: TokenSequence, missing: int = 0) -> None:
+    def end_prefill(self, sequence: TokenSequence, missing: int = 0) -> None:
         """Let a sequence take part in steps: its prompt is in the store, but for `missing` tokens."""
         self._prefilling = None
         self._joining += missing

@@ -289,7 +289,7 @@ class Driver:
             with read_until(lambda: job.closed):
                 in_background = bool(job.entry.in_background)
                 ticket = start(into=outbox or job, gone=lambda: job.closed, in_background=in_background)
-            job.queued(ticket)
+            job.keep(ticket)
             self._thread.wake()
             return ticket
 

@@ -28,7 +28,7 @@ def test_codes_round_trip(planes: Planes, lead: list[int], count: int, width: in
     codes = random_codes(planes.bits, (*lead, count, width), seed)
     packed = planes.pack(codes)
     assert packed.dtype == np.uint8
-    assert packed.shape == (*lead, planes.stored(count), width)
+    assert packed.shape == (*lead, planes.stored_count(count), width)
     back = planes.unpack(packed, count)
     assert back.dtype == codes.dtype
     assert np.array_equal(back, codes)

@@ -75,7 +75,7 @@ def test_rows_of_steps_are_as_if_read_again(
                 kvs[1].table_version = None
             spans = [store.open_step(kvs[number], count) for kvs, count in zip(chosen, counts, strict=True)]
             steady += sum(not span.reservations for span in spans) if number == 0 else 0
-            seen.append(packed(step_spans[number].of(spans)))
+            seen.append(packed(step_spans[number](spans)))
             assert seen[number] == packed(store.spans(spans, slice(0, sum(counts))))
             if is_kept:
                 store.commit_steps(spans, kept)

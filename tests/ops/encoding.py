@@ -90,7 +90,7 @@ class Case:
     def fields(self) -> tuple[Fields, Fields, Fields]:
         """The fields of keys, of values and of means, each (K, B, …)."""
         arrays = self.ops.read_blocks(self.cache, self.ids)
-        stored = transfer.converted(self.cache.format, len(self.ids), arrays, transfer.FIELDS)
+        stored = transfer.convert_blocks(self.cache.format, len(self.ids), arrays, transfer.FIELDS)
         sides: dict[str, Fields] = {"k": {}, "v": {}, "mean": {}}
         for name, array in stored.items():
             side, _, field = name.partition(".")

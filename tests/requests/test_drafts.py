@@ -248,7 +248,7 @@ def paced(
             good += 1
         done += good + 1
         if guesses:
-            drafts.verified(answer[:done], len(guesses), good)
+            drafts.record(answer[:done], len(guesses), good)
         cost = costs[batch.rows]
         seconds.record(batch.rows, cost)
         spent += cost
@@ -286,7 +286,7 @@ def test_drafts_stop_where_more_rows_only_cost_and_come_back_where_they_pay() ->
         done += good + 1
         steps += done >= 280
         if guesses:
-            drafts.verified(answer[:done], len(guesses), good)
+            drafts.record(answer[:done], len(guesses), good)
     assert steps < 220 / 3
 
 

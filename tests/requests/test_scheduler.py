@@ -22,7 +22,7 @@ def running(scheduler: Scheduler, count: int) -> list[TokenSequence]:
     for sequence in new:
         scheduler.submit(sequence)
         scheduler.admit(sequence)
-        scheduler.prefilled(sequence)
+        scheduler.end_prefill(sequence)
     return new
 
 
@@ -72,7 +72,7 @@ def test_sequences_join_a_step_until_it_has_as_many_rows_of_prompts_as_one_may_h
         assert unit.sequences == ((sequence,) if unit.is_prefill else (answering, first, second))
         if unit.is_prefill:
             scheduler.admit(sequence)
-            scheduler.prefilled(sequence, missing)
+            scheduler.end_prefill(sequence, missing)
     assert scheduler.schedule() == Unit(True, (third,), (answering, first, second))
 
 
@@ -163,7 +163,7 @@ def test_requests_of_the_least_priority_are_served_first_and_lose_their_room_las
     assert unit == Unit(True, (new[-2], new[0], new[1]))
     for sequence in unit.sequences:
         scheduler.admit(sequence)
-        scheduler.prefilled(sequence)
+        scheduler.end_prefill(sequence)
     assert [scheduler.preempt(), scheduler.preempt(), scheduler.preempt()] == [new[1], new[0], None]
 
 
@@ -225,7 +225,7 @@ def test_every_request_finishes(jobs: list[Job], most: int) -> None:
             return
         scheduler.admit(sequence)
         if len(job.held) >= job.prompt + job.done // PACE:
-            scheduler.prefilled(sequence)
+            scheduler.end_prefill(sequence)
 
     def step(unit: Unit) -> None:
         first = min(alive, key=lambda one: (one.in_background, one.priority, one.arrival))
@@ -319,7 +319,7 @@ def test_the_background_gives_way_only_where_another_would_wait_for_it() -> None
     first, second = background(scheduler, 2)
     for sequence in (first, second):
         scheduler.admit(sequence)
-        scheduler.prefilled(sequence)
+        scheduler.end_prefill(sequence)
     (third,) = background(scheduler, 1)
     assert scheduler.hinderer is None  # those of the background wait for each other
     (new,) = sequences(1)
@@ -330,7 +330,7 @@ def test_the_background_gives_way_only_where_another_would_wait_for_it() -> None
     assert scheduler.hinderer is None
     assert scheduler.schedule() == Unit(True, (new,), (first,))
     scheduler.admit(new)
-    scheduler.prefilled(new)
+    scheduler.end_prefill(new)
     assert scheduler.schedule() == Unit(False, (new, first))
     scheduler.remove(new)
     scheduler.remove(first)
@@ -343,7 +343,7 @@ def test_a_prompt_shares_no_time_with_steps_of_the_background() -> None:
         scheduler = Scheduler(8)
         for sequence in background(scheduler, 2):
             scheduler.admit(sequence)
-            scheduler.prefilled(sequence)
+            scheduler.end_prefill(sequence)
         for seconds in (1, 1, 1, 100):
             scheduler.record_time(scheduler.schedule(), seconds)
         new = background(scheduler, 1) if is_behind else sequences(1)
@@ -363,7 +363,7 @@ def test_a_long_prompt_of_the_background_gives_way_and_so_do_its_blocks() -> Non
     assert scheduler.schedule() == Unit(True, (new,))
     scheduler.remove(new)
     scheduler.admit(long)
-    scheduler.prefilled(long)
+    scheduler.end_prefill(long)
     scheduler.submit(new)
     assert scheduler.hinderer is None  # there is a place beside it,
     assert scheduler.requeue(new)

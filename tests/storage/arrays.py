@@ -19,7 +19,7 @@ def block_arrays(payloads: Payloads, block: Object, stored_as: str | None = None
         arrays = {
             (layer, name): x
             for layer, of_layer in layers.items()
-            for name, x in transfer.converted(payloads.shape.format(layer), 1, of_layer, stored_as).items()
+            for name, x in transfer.convert_blocks(payloads.shape.format(layer), 1, of_layer, stored_as).items()
         }
     return {key: array[0] for key, array in arrays.items()}
 

@@ -376,7 +376,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         sides: dict[str, Fields] = {side: {} for side in Sides._fields}
-        for name, x in transfer.converted(cache.format, len(blocks), arrays, cache.stored_as).items():
+        for name, x in transfer.convert_blocks(cache.format, len(blocks), arrays, cache.stored_as).items():
             side, _, field = name.partition(".")
             sides[side][field] = x.swapaxes(0, 1)
         cache.put(blocks, Sides(**sides))

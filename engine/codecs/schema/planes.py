@@ -48,7 +48,7 @@ class Planes:
         """The number of vectors of a run, which share bytes."""
         return self.vectors or 8 // math.gcd(self.bits, 8)
 
-    def stored(self, count: int) -> int:
+    def stored_count(self, count: int) -> int:
         """The number of vectors of bytes for `count` vectors of codes: whole runs, and a shorter one at the end."""
         runs, rest = divmod(count, self.run)
         return runs * -(-self.run * self.bits // 8) + -(-rest * self.bits // 8)
@@ -60,7 +60,7 @@ class Planes:
     def pack(self, codes: np.ndarray) -> np.ndarray:
         """codes (..., V, W) below 2^bits, of any unsigned dtype → (..., stored(V), W) uint8."""
         *lead, count, width = codes.shape
-        stored_bytes = np.zeros((*lead, self.stored(count), width), np.uint8)
+        stored_bytes = np.zeros((*lead, self.stored_count(count), width), np.uint8)
         for size, part, out in self._runs(codes, stored_bytes):
             for code, low, byte, place, bits in self.pieces(size):
                 out[..., byte, :] |= (part[..., code, :] >> low & (1 << bits) - 1).astype(np.uint8) << place
@@ -82,7 +82,7 @@ class Planes:
         whole, rest = divmod(count, self.run)
         for first, runs, size in ((0, whole, self.run), (whole * self.run, 1, rest)):
             if runs and size:
-                at, size_stored = self.stored(first), self.stored(size)
+                at, size_stored = self.stored_count(first), self.stored_count(size)
                 yield (
                     size,
                     codes[..., first : first + runs * size, :].reshape(*lead, runs, size, width),

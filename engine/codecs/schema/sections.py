@@ -67,7 +67,7 @@ class Section:
     @property
     def vectors(self) -> int:
         count = self.order.shape[1]
-        return count if self.planes is None else self.planes.stored(count)
+        return count if self.planes is None else self.planes.stored_count(count)
 
     @property
     def width(self) -> int:

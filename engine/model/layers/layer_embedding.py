@@ -18,7 +18,7 @@ class TokenInputs:
     projection: Linear = slot("layer_projection", "linear")  # (L·P, E)
     norm: Array = slot("layer_projection_norm")  # (P,)
 
-    def of(self, ops: Ops, ids: Array, x: Array, scale: float, eps: float) -> Array:
+    def compute(self, ops: Ops, ids: Array, x: Array, scale: float, eps: float) -> Array:
         """Return the inputs (T, L·P) of tokens ids (T,) with embeddings x (T, E): those in the table, times `scale`,
         plus the normed projection of x, which is computed for some rows at a time: it is as large."""
         size = self.norm.shape[0]

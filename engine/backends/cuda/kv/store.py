@@ -328,7 +328,7 @@ class CacheOps(HeadOps):
         return self._device.to_host(copied_records)
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        stored = transfer.converted(cache.format, len(blocks), arrays, transfer.RECORDS)
+        stored = transfer.convert_blocks(cache.format, len(blocks), arrays, transfer.RECORDS)
         pools = [*zip((cache.keys.quantized, cache.values.quantized), stored.values(), strict=False)]
         if cache.blocks is not None:
             pools = [(cache.blocks, np.concatenate([*stored.values()], axis=-1))]

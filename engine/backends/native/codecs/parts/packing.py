@@ -17,14 +17,14 @@ class Packing(Planes):
 
     def nbytes(self, vectors: int) -> int:
         """Bytes that this many vectors of codes take."""
-        return 64 * self.stored(vectors)
+        return 64 * self.stored_count(vectors)
 
     def emit(self, e: Emitter, address: Value, count: int, *, dirty: bool = False) -> list[list[Value]]:
         """The codes of a run of `count` vectors at `address`: bytes (64,) each; for ten bits, low bytes and high bits.
 
         dirty: for 7 and 6 bits, the unused high bits of a byte may hold anything.
         """
-        stored = [e.load(address, _WORDS, 64 * i) for i in range(self.stored(count))]
+        stored = [e.load(address, _WORDS, 64 * i) for i in range(self.stored_count(count))]
         codes: list[list[Value]] = [[] for _ in range(count)]
         for code, low, byte, place, bits in self.pieces(count):
             is_clean = bits == 8 or (dirty and bits == self.bits > 5)
@@ -38,7 +38,7 @@ class Packing(Planes):
 
     def emit_low(self, e: Emitter, address: Value, count: int) -> list[Value]:
         """Bytes (64,) whose two lowest bits are a run's codes; further bits are anything."""
-        stored = [e.load(address, _WORDS, 64 * i) for i in range(self.stored(count))]
+        stored = [e.load(address, _WORDS, 64 * i) for i in range(self.stored_count(count))]
         codes: dict[int, Value] = {}
         for code, low, byte, place, bits in self.pieces(count):
             if low > 1:
@@ -51,7 +51,7 @@ class Packing(Planes):
 
     def emit_pack(self, e: Emitter, codes: list[list[Value]], address: Value) -> None:
         """The inverse of `emit`: the codes of a run's vectors, unused bits zero → the stored vectors at `address`."""
-        words: list[list[Value]] = [[] for _ in range(self.stored(len(codes)))]
+        words: list[list[Value]] = [[] for _ in range(self.stored_count(len(codes)))]
         for code, low, byte, place, bits in self.pieces(len(codes)):
             part = codes[code][low // 8].bits(_WORDS)
             if bits < min(self.bits - low // 8 * 8, 8):
