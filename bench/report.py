@@ -64,7 +64,7 @@ class Table:
         return cls([first, *(column.name for column in columns)], rows)
 
     @classmethod
-    def crossed(
+    def cross(
         cls, first: str, lines: Iterable[str], columns: Mapping[str, str], cell: Callable[[str, str], str]
     ) -> Table:
         """A line for each subject and a column for each contestant. columns: contestant → name."""

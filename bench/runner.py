@@ -43,7 +43,7 @@ class Runner:
         self._advance: Callable[[str, float], None] = lambda name, amount: None
         self._name, self._begun, self._work, self._done = "", 0.0, 0.0, 0.0
 
-    def left(self, end: float | None = None) -> float:
+    def seconds_left(self, end: float | None = None) -> float:
         """Seconds until `end`, or until the end of everything; none if that is past."""
         return max(0.0, (self.end if end is None else end) - self._clock())
 
@@ -83,7 +83,7 @@ class Runner:
             for part in parts:
                 self._name, self._begun, self._work = part.name, self._begun + self._work, part.work
                 self.advance(0)
-                if part.work * self.work_seconds > self.left() or not self.left():
+                if part.work * self.work_seconds > self.seconds_left() or not self.seconds_left():
                     self.left_out.append(part.name)
                     continue
                 began = self._clock()

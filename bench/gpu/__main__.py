@@ -77,7 +77,7 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes) -> N
     result = Result({"model": subject, "not_measured": []})
     runner = Runner(options.budget, lambda complete: writer.write(result, complete=complete), time.monotonic)
     note(f"Takes {duration(options.budget)} at most, plus the rest of the last measurement")
-    plan = Plan(gpu, sizes, types, contexts, batches, model, options.llama_cpp, runner.left)
+    plan = Plan(gpu, sizes, types, contexts, batches, model, options.llama_cpp, runner.seconds_left)
     with runner.final_write():
         _measure(plan, sections, result, runner)
     report_of(result).show(writer.path)
@@ -95,7 +95,7 @@ def _measure(plan: Plan, sections: Sequence[str], result: Result, runner: Runner
         runner.end += budget * SHARES[section] / shares
         try:
             for name, work in plan.section(section):
-                if not runner.left():
+                if not runner.seconds_left():
                     runner.left_out.append(name)
                     miss(name, "the time of its section was over")
                     continue

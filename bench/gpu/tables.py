@@ -139,7 +139,7 @@ def _matrices(result: Result) -> Table:
     def cell(product: str, rows: str) -> str:
         return cell_of(result.figures(prefix + product, rows).get("seconds"), _microseconds)
 
-    return Table.crossed("matrix, weights", products, counts, cell)
+    return Table.cross("matrix, weights", products, counts, cell)
 
 
 def _encoding(result: Result) -> Table:

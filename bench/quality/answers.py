@@ -47,7 +47,7 @@ class _Writer:
         self._last = [sample(logits, SamplerInput(self._sampling, (), uniform, len(logits)))]
         self.ids += self._last
 
-    def judged(self, reference: Transformer) -> list[Divergence]:
+    def divergences(self, reference: Transformer) -> list[Divergence]:
         """The divergence from full precision of `reference`, of pieces of the text, which has a token at least."""
         first = self._prompt - 1
         ids, exact = self.ids[first:], exact_states(reference, self.ids)[first:]
@@ -79,6 +79,6 @@ class Answers:
         for writer in self._writers:
             writer.close()
         for name, writer in zip(names, self._writers, strict=True):
-            pieces = writer.judged(self._reference)
+            pieces = writer.divergences(self._reference)
             add_figures(result, OWN, name, pieces)
             result.add(OWN, name, "tokens", value=sum(len(piece.kl) for piece in pieces))

@@ -72,7 +72,7 @@ class _Measurement:
         with open_model(options) as model:
             config = model.config
             self._base = kld_base.read(str(options.kld_base), config, model.name) if text is None else None
-            self._types = compared.chosen(options.types, options.ablate, config)
+            self._types = compared.choose_types(options.types, options.ablate, config)
             text_name = ", ".join(self._texts) or name_of_text(str(options.kld_base))
             self._writer = Writer(
                 page_file(
@@ -180,7 +180,7 @@ class _Measurement:
             total = len(cut) * survey.passes
             with counting("Scoring", "pass", total) as count:
                 for number, (kind, window) in enumerate(cut):
-                    if number and not self._is_counted and each > self._runner.left(self._until_answers):
+                    if number and not self._is_counted and each > self._runner.seconds_left(self._until_answers):
                         note(f"{number} of {len(cut)} windows were scored in the time there is")
                         break
                     started = self._runner.seconds
@@ -199,7 +199,7 @@ class _Measurement:
     def _plan(self, survey: Survey, ids: Sequence[int]) -> Windows:
         """The windows that there is time for, estimated from a short window. Prints a note."""
         token_seconds = survey.token_seconds(ids, lambda: self._runner.seconds)
-        seconds = self._runner.left(self._until_answers)
+        seconds = self._runner.seconds_left(self._until_answers)
         length, most = self._options.window, len(ids)
         if self._base is not None:
             most, length = self._base.ids.size, self._base.ids.shape[1]
@@ -257,7 +257,7 @@ class _Measurement:
             for number, _ in enumerate(texts.write(most), 1):
                 end = self._until_speed if number >= _LEAST_ANSWER else self._runner.end
                 count(self._time_left(end))
-                if not self._runner.left(end):
+                if not self._runner.seconds_left(end):
                     break
         texts.add_to(self._result, [cache_type.label for cache_type in self._types])
         self._write(False)
@@ -270,7 +270,7 @@ class _Measurement:
         whole = [cache_type for cache_type in self._types if cache_type.encoding == FULL_ENCODING]
         if not whole:
             return
-        speeds = Speeds(self._path, whole, ids, settings, self._runner.left)
+        speeds = Speeds(self._path, whole, ids, settings, self._runner.seconds_left)
         try:
             with counting("Speed", "run") as count:
                 for _ in speeds.measure():
@@ -280,7 +280,7 @@ class _Measurement:
             speeds.add_to(self._result)
 
     def _time_left(self, end: float) -> str:
-        return f"{duration(self._runner.left(end))} left at most"
+        return f"{duration(self._runner.seconds_left(end))} left at most"
 
     def _write(self, complete: bool) -> bool:
         """Write the JSON, and the page of an incomplete result, once there is a window."""

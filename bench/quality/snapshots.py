@@ -153,7 +153,7 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
         return True
 
     runner = Runner(60 * options.minutes, write, clock)
-    note(f"{len(_CODINGS)} state types for {duration(runner.left())} at most; Ctrl-C keeps the figures")
+    note(f"{len(_CODINGS)} state types for {duration(runner.seconds_left())} at most; Ctrl-C keeps the figures")
     try:
         with runner.final_write():
             _continue_texts(parts, text, window, divergences, runner)
@@ -186,7 +186,7 @@ def _continue_texts(
                 divergences.append(one)
                 count("")
                 runner.keep()
-                if not runner.left():
+                if not runner.seconds_left():
                     return
 
 

@@ -138,7 +138,7 @@ def _by_position(result: Result, title: str, quantity: str, text: Callable[[floa
 def _cross_table(result: Result, prefix: str, title: str, quantity: str, text: Callable[[float], str]) -> Table:
     at = {subject: subject.removeprefix(f"{prefix} ") for subject, *_ in result.parts(prefix=prefix)}
     whos = [who for who, _ in text_figures(result)]
-    return Table.crossed(title, whos, at, lambda who, at: cell_of(result.figures(at, who).get(quantity), text))
+    return Table.cross(title, whos, at, lambda who, at: cell_of(result.figures(at, who).get(quantity), text))
 
 
 def answers(result: Result) -> Table:

@@ -171,7 +171,7 @@ def chain(number: int, listed: Sequence[Order]) -> list[Task]:
     return [*tasks, last] if chance.random() < 0.5 else tasks
 
 
-def solved(engine: Engine, earlier: Sequence[Mapping[str, Any]], number: int, tasks: Sequence[Task]) -> bool:
+def solves(engine: Engine, earlier: Sequence[Mapping[str, Any]], number: int, tasks: Sequence[Task]) -> bool:
     """Whether a model makes the calls that the tasks of a chain ask for, and no others. A chain goes on after a wrong
     call, with a result as after a right one. earlier: the messages before it."""
     options, grammar = PromptOptions(tools=TOOLS), call_grammar(engine)

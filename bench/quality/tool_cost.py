@@ -13,7 +13,7 @@ from typing import Any
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.inputs import PROGRAM, QualityConfig, open_model, page_file
 from polarlm.bench.quality.tables import TYPE
-from polarlm.bench.quality.tool_chains import TOOLS, Task, beginning, chain, orders, solved
+from polarlm.bench.quality.tool_chains import TOOLS, Task, beginning, chain, orders, solves
 from polarlm.bench.report import Column, Report, Section, Table, provenance
 from polarlm.bench.result import Result, Writer, read
 from polarlm.bench.runner import Clock, Runner
@@ -45,8 +45,8 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
     """Measure, write the page and its JSON, also after Ctrl-C, and print the table. An interrupted run of the same
     chains goes on behind what its file has. Raises FlagError, EngineError."""
     with open_model(options) as model:
-        (full,) = compared.chosen(_FULL, None, model.config)
-        types = [one for one in compared.chosen(options.types, None, model.config) if one.label != _FULL]
+        (full,) = compared.choose_types(_FULL, None, model.config)
+        types = [one for one in compared.choose_types(options.types, None, model.config) if one.label != _FULL]
         about = {"model": model.name, "weights": model.dtype, **model.digest}
         path = model.path
     writer = Writer(page_file(options.output, f"{about['model']} tools"), "quality", argv, program=PROGRAM)
@@ -97,7 +97,7 @@ def solve(
     """Which chains the engine solves. earlier: the messages before each. together: chains at once."""
 
     def one(number: int) -> bool:
-        is_solved = solved(engine, earlier, number, chains[number])
+        is_solved = solves(engine, earlier, number, chains[number])
         advance()
         return is_solved
 

@@ -24,7 +24,7 @@ _HEAD_DIMS = 128, 64, 256, 80  # of models; a codec is tried with the first that
 DEFAULT_TYPES = "f16,q8_0,quality,balanced,compact,q4_0:plain,turbo4:plain"
 
 
-def chosen(types: str, ablate: str | None, config: ModelConfig) -> list[CacheType]:
+def choose_types(types: str, ablate: str | None, config: ModelConfig) -> list[CacheType]:
     """The types of --types and of --ablate; with --ablate alone, its types. Default types that do not support the
     model's head dim are left out, with a note. Raises FlagError."""
     ablated = [] if ablate is None else _ablation(ablate)

@@ -107,7 +107,7 @@ def conversations_table(result: Result) -> Table:
         row = result.figures(subject, who).get(FIRST_TOKEN)
         return "" if row is None else f"{row.value:.2f} s, {places(result, row)}"
 
-    return Table.crossed("", types, columns, cell)
+    return Table.cross("", types, columns, cell)
 
 
 def edits_table(result: Result) -> Table:

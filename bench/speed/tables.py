@@ -71,7 +71,7 @@ def rates_table(result: Result, sections: Sequence[str], *, least_spread: float 
         return _rate_cell(row, peer.value if peer and has_ratios else None, least_spread)
 
     columns = _columns(result)
-    table = Table.crossed("", subjects, columns, cell)
+    table = Table.cross("", subjects, columns, cell)
     if len({engine(one) for one in columns if not is_ours(one)}) < 2:
         return table
     best = (strongest(rows.values()) for rows in subjects.values())
@@ -118,7 +118,7 @@ def bandwidth_table(result: Result) -> Table:
         sizes = " + ".join(f"{_figure(figures, part) / 1e6:,.0f}" for part in ("weights", "cache"))
         return f"{sizes} MB" + (f", {_figure(figures, 'bandwidth'):.0%}" if "bandwidth" in figures else "")
 
-    return Table.crossed("", rates(result, GENERATION), _columns(result), cell)
+    return Table.cross("", rates(result, GENERATION), _columns(result), cell)
 
 
 def sequences_table(result: Result) -> Table:

@@ -276,7 +276,7 @@ class _Fetch:
         return self._fetch([*choice.files, *projector, *more])[0]
 
     def _is_here(self, file: RepositoryFile) -> bool:
-        return self._client.cached(self._name.repo, self._listing.commit, file.path) is not None
+        return self._client.cached_file(self._name.repo, self._listing.commit, file.path) is not None
 
     def _fetch(self, files: Sequence[RepositoryFile]) -> list[Path]:
         """The paths of these files, in order; missing ones are downloaded. Raises LoadError if the disk is too full."""

@@ -111,7 +111,7 @@ class Client:
         """The path in the cache of a file's content, whether or not it exists."""
         return self.repo_folder(repo) / "blobs" / file.digest
 
-    def cached(self, repo: str, commit: str, path: str) -> Path | None:
+    def cached_file(self, repo: str, commit: str, path: str) -> Path | None:
         """A file's path in the cache; None if it is not there."""
         file = self.repo_folder(repo) / "snapshots" / commit / path
         return file if file.is_file() else None

@@ -35,7 +35,7 @@ def fetch_file(
     LoadError for a file with another checksum, and the errors of the transfer, after which the bytes that arrived are
     kept.
     """
-    if (cached := client.cached(repo, commit, file.path)) is not None:
+    if (cached := client.cached_file(repo, commit, file.path)) is not None:
         return cached
     blob = client.blob(repo, file)
     blob.parent.mkdir(parents=True, exist_ok=True)

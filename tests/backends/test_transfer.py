@@ -64,9 +64,9 @@ def test_blocks_come_back_from_any_way_through_the_representations(
     format = format_of(*shape, mean_bits)
     wanted = arrays = encoded(format, data.draw(st.integers(0, 1000)))
     for stored_as in data.draw(st.lists(st.sampled_from(representations(format)), min_size=1, max_size=5)):
-        arrays = transfer.converted(format, B, arrays, stored_as)
+        arrays = transfer.convert_blocks(format, B, arrays, stored_as)
         assert sum(x.nbytes for x in arrays.values()) == B * transfer.nbytes(format, stored_as)
-    actual = transfer.converted(format, B, arrays, FIELDS)
+    actual = transfer.convert_blocks(format, B, arrays, FIELDS)
     assert actual.keys() == wanted.keys()
     for name, array in wanted.items():
         assert actual[name].dtype == array.dtype
@@ -86,7 +86,7 @@ def test_every_number_has_a_place_in_every_representation(name: str, dim: int, s
             broken = {**fields, wrong: fields[wrong].copy()}
             broken[wrong].flat[-1] = np.nan
             for given_, wanted in ((fields, 0), (broken, 1)):
-                arrays = transfer.converted(format, 1, given_, stored_as)
+                arrays = transfer.convert_blocks(format, 1, given_, stored_as)
                 words = {name: np.ascontiguousarray(x).reshape(-1).view(np.uint16) for name, x in arrays.items()}
                 actual = sum(
                     np.count_nonzero((words[name] & mask == mask) & (mask > 0)) for name, mask in masks.items()
@@ -97,8 +97,8 @@ def test_every_number_has_a_place_in_every_representation(name: str, dim: int, s
 @pytest.mark.parametrize("stored_as", [FIELDS, TILES, RECORDS])
 def test_arrays_of_other_blocks_are_refused(stored_as: str) -> None:
     format = format_of("ring4", 64, 64)
-    arrays = transfer.converted(format, B, encoded(format, 1), stored_as)
+    arrays = transfer.convert_blocks(format, B, encoded(format, 1), stored_as)
     last = list(arrays)[-1]
     for wrong in ({**arrays, last: arrays[last][1:]}, {**arrays, last: arrays[last].view(np.int8)}, {}):
         with pytest.raises(ValueError, match="and not"):
-            transfer.converted(format, B, wrong, FIELDS)
+            transfer.convert_blocks(format, B, wrong, FIELDS)

@@ -299,7 +299,7 @@ def test_types_take_turns_while_there_is_time(tiny_path: Path) -> None:
 
 def test_types_that_do_not_fit_the_model_are_left_out_of_the_default(tiny_path: Path, text: Path, capsys) -> None:
     config, _ = read_model(tiny_path)
-    kept = [one.label for one in types.chosen(types.DEFAULT_TYPES, None, config)]
+    kept = [one.label for one in types.choose_types(types.DEFAULT_TYPES, None, config)]
     assert "q8_0" not in kept
     assert {"f16", "quality", "balanced", "compact"} <= set(kept)
     assert "q8_0 is left out. Cache type q8_0 needs a head dimension" in capsys.readouterr().err
@@ -377,8 +377,8 @@ def test_each_of_several_texts_has_figures(tiny_path: Path, text: Path, capsys: 
 def test_an_ablation_has_a_row_for_each_part(tiny_path: Path) -> None:
     """Means of 16 bits a channel instead of 8, in blocks of 64 tokens, add 8 / 64 bits to each value of keys."""
     config, _ = read_model(tiny_path)
-    whole, *others, bare = types.chosen(types.DEFAULT_TYPES, "ring4", config)
-    assert [one.label for one in types.chosen("f16", "ring4", config)][:2] == ["f16", whole.label]
+    whole, *others, bare = types.choose_types(types.DEFAULT_TYPES, "ring4", config)
+    assert [one.label for one in types.choose_types("f16", "ring4", config)][:2] == ["f16", whole.label]
     parts = [part.name for part in fields(Encoding)]
     assert [one.label for one in others] == [f"ring4 without {part.replace('_', ' ')}" for part in parts]
     assert [one.encoding for one in others] == [replace(Encoding(), **{part: False}) for part in parts]

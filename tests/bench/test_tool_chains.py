@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from polarlm.bench.quality import __main__ as quality
-from polarlm.bench.quality.tool_chains import TOOLS, Task, beginning, chain, history, orders, receipt, solved
+from polarlm.bench.quality.tool_chains import TOOLS, Task, beginning, chain, history, orders, receipt, solves
 from polarlm.bench.quality.tool_cost import CHAINS
 from polarlm.bench.result import read
 from polarlm.engine import Engine, PromptOptions
@@ -73,7 +73,7 @@ def test_the_right_calls_solve_a_chain_and_no_others(engine: Engine) -> None:
     for number in range(20):
         tasks = chain(number, LISTED)
         clerk = Clerk(engine, tasks)
-        assert solved(clerk, EARLIER, number, tasks)  # type: ignore[arg-type]
+        assert solves(clerk, EARLIER, number, tasks)  # type: ignore[arg-type]
         told = json.dumps(clerk.heard[-1])
         assert all(text in told for text, _ in tasks)
         assert receipt(number) in told
@@ -82,7 +82,7 @@ def test_the_right_calls_solve_a_chain_and_no_others(engine: Engine) -> None:
             lambda step, name, arguments: (name, {**arguments, "order_id": "A-1"}) if step == 0 else (name, arguments),
         ]
         for spoil in spoils:
-            assert not solved(Clerk(engine, tasks, spoil), EARLIER, number, tasks)  # type: ignore[arg-type]
+            assert not solves(Clerk(engine, tasks, spoil), EARLIER, number, tasks)  # type: ignore[arg-type]
 
 
 def test_texts_are_compared_without_case_and_full_stops(engine: Engine) -> None:
@@ -91,7 +91,7 @@ def test_texts_are_compared_without_case_and_full_stops(engine: Engine) -> None:
     def spoil(step: int, name: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return name, {key: f" {value.upper()}. " if key == "reason" else value for key, value in arguments.items()}
 
-    assert solved(Clerk(engine, tasks, spoil), EARLIER, 0, tasks)  # type: ignore[arg-type]
+    assert solves(Clerk(engine, tasks, spoil), EARLIER, 0, tasks)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

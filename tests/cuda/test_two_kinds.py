@@ -14,7 +14,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import AttentionRule
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.backends.transfer import FIELDS, converted
+from polarlm.engine.backends.transfer import FIELDS, convert_blocks
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import Completion
 from polarlm.engine.quantization.encode import encode_centred
@@ -126,7 +126,7 @@ def test_codes_are_those_of_numpy() -> None:
 def fields_of(store: KVStore, block: int) -> dict[str, np.ndarray]:
     place = store.mixed_precision.blocks.placement[block]
     cache = store.cache(1).high_precision if place.is_high_precision else store.cache(1)
-    return converted(cache.format, 1, store.ops.read_blocks(cache, [place.number]), FIELDS)
+    return convert_blocks(cache.format, 1, store.ops.read_blocks(cache, [place.number]), FIELDS)
 
 
 FIXTURE = "qwen3_qk_norm_tied"

@@ -74,13 +74,13 @@ class Schedules(RuleBasedStateMachine):
             return preempt()
 
         self.engine._scheduler.preempt = counted  # type: ignore[method-assign]
-        prefilled = self.engine._scheduler.prefilled
+        prefilled = self.engine._scheduler.end_prefill
 
         def joining(sequence: Any, missing: int = 0) -> None:
             Schedules.joined += missing > 1
             prefilled(sequence, missing)
 
-        self.engine._scheduler.prefilled = joining  # type: ignore[method-assign]
+        self.engine._scheduler.end_prefill = joining  # type: ignore[method-assign]
         self.asked: list[RecordedRequest] = []
         self.made: list[Unpaced] = []
 

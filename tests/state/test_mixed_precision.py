@@ -14,7 +14,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
-from polarlm.engine.backends.transfer import FIELDS, converted
+from polarlm.engine.backends.transfer import FIELDS, convert_blocks
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.encode import decode_centred, encode_centred
 from polarlm.engine.state.layer_shapes import HighPrecisionKind, LayerShape
@@ -51,7 +51,7 @@ def contents(store: KVStore, layer: int, block: int) -> tuple[np.ndarray, np.nda
     """What a block decodes to: k, v (N, K, D)."""
     place, cache = store.mixed_precision.blocks.placement[block], store.cache(layer)
     own = cache.high_precision if place.is_high_precision else cache
-    stored = converted(own.format, 1, store.ops.read_blocks(own, [place.number]), FIELDS)
+    stored = convert_blocks(own.format, 1, store.ops.read_blocks(own, [place.number]), FIELDS)
     sides = [{name.removeprefix(side): x for name, x in stored.items() if name.startswith(side)} for side in _SIDES]
     k, mean, v = ({name: x[0] for name, x in side.items()} for side in sides)
     k, v = decode_centred(own.format.codec_k, k, mean), decode_centred(own.format.codec_v, v, {})

@@ -46,7 +46,7 @@ def test_blocks_are_encoded_read_and_written_as_in_numpy(types: tuple[str, str],
     for cache, blocks in ((caches[0], [1, 4]), (other, [2, 0])):
         stored = native.read_blocks(cache, blocks)
         assert stored["k.tiles"].tobytes() == cache.memory[0][:, blocks].swapaxes(0, 1).tobytes()
-        actual = transfer.converted(format, 2, stored, transfer.FIELDS)
+        actual = transfer.convert_blocks(format, 2, stored, transfer.FIELDS)
         assert list(actual) == list(wanted)
         for name, x in wanted.items():
             assert actual[name].dtype == x.dtype

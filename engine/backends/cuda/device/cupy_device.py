@@ -21,7 +21,7 @@ from polarlm.engine.backends.cuda.device.cupy_recording import (
     Recordings,
     UnrecordedCall,
     memory_errors,
-    pinned,
+    pinned_memory,
 )
 from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, OVERLAPS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
@@ -226,7 +226,7 @@ class CupyDevice:
         return y
 
     def to_host_later(self, x: cupy.ndarray) -> tuple[cupy.ndarray, Callable[[], np.ndarray]]:
-        copy, staging = self.empty(x.shape, x.dtype), pinned(x.nbytes)
+        copy, staging = self.empty(x.shape, x.dtype), pinned_memory(x.nbytes)
         copy_event = cupy.cuda.Event(disable_timing=True)
         _runtime.memcpyAsync(copy.data.ptr, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToDevice, self._stream.ptr)
         _runtime.memcpyAsync(staging.ctypes.data, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToHost, self._stream.ptr)

@@ -89,7 +89,7 @@ class Recordings:
         """Pinned memory for the argument at a place of a host call, or at 0 for its result. Calls share it: each has
         waited for the one before when it writes there."""
         if place not in self._pinned or self._pinned[place].nbytes < x.nbytes:
-            self._pinned[place] = pinned(1 << max(0, x.nbytes - 1).bit_length())
+            self._pinned[place] = pinned_memory(1 << max(0, x.nbytes - 1).bit_length())
         return self._pinned[place][: x.nbytes].view(x.dtype).reshape(x.shape)
 
     def cut(self, call: HostCall | UnrecordedCall, *, is_last: bool = False) -> None:
@@ -154,7 +154,7 @@ class _Recording:
             end += -(-sizes[number] // _ALIGNMENT) * _ALIGNMENT
             if not are_peers[number]:
                 on_host = end
-        self._pinned, self._copy_event = pinned(on_host), cupy.cuda.Event(disable_timing=True)
+        self._pinned, self._copy_event = pinned_memory(on_host), cupy.cuda.Event(disable_timing=True)
         with cupy.cuda.using_allocator(memory.malloc):
             self._buffer = cupy.empty(end, np.uint8)
         # The part of the buffer for inputs of other devices: first byte, bytes.
@@ -256,7 +256,7 @@ class _PermanentAllocator:
             return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
 
 
-def pinned(size: int) -> np.ndarray:
+def pinned_memory(size: int) -> np.ndarray:
     """`size` bytes of pinned host memory."""
     return np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
 

@@ -225,7 +225,7 @@ def write_norms(unit: Unit) -> None:
                     cost_sums.add_mean(mean, x, y)
         for number, cost_sums in enumerate(by_vector):
             place = offset + 64 * number
-            ratio, cost = cost_sums.tilted(unit.dim) if tilted else (cost_sums.fitted_ratio(), None)
+            ratio, cost = cost_sums.best_tilt(unit.dim) if tilted else (cost_sums.fitted_ratio(), None)
             if unit.encoding.tries_norms:
                 assert cost is not None
                 e.store(cost, unit.costs + place)
@@ -288,7 +288,7 @@ class _Sums:
         """The factor of y that minimises the cost of the error."""
         return self._ratio(self.sums["xy"].get(), self.sums["yy"].get())
 
-    def tilted(self, dim: Value) -> tuple[Value, Value]:
+    def best_tilt(self, dim: Value) -> tuple[Value, Value]:
         """The factor of what is decoded that minimises the cost for the queries that attend to each key, and that cost;
         see `engine.quantization.encode`."""
         e = self.e

@@ -128,7 +128,7 @@ class _Unit:
         sizes = spec.key_dim, spec.value_dim, spec.block
         return common.Matrix.from_arguments(self.args, number, self.keys, sizes, by_channel=spec.by_channel)
 
-    def projected(self, row: Value) -> Value:
+    def row_address(self, row: Value) -> Value:
         """The address of a row's q, k, v and what follows."""
         return self.args.projected + row * (4 * self.spec.columns)
 
@@ -140,7 +140,7 @@ class _Unit:
         key_row = 4 * spec.key_dim
         (query, _), (key, _) = self.parts()
         with e.loop(0, count) as i:
-            token, projected = place + i, self.projected(row + i)
+            token, projected = place + i, self.row_address(row + i)
             key_at, other = self.rows + i * key_row, self.rows + (count + i) * key_row
             self._normalize(key, token, projected, key_at, 1.0)
             self._normalize(query, token, projected, other, spec.key_dim**-0.5)
@@ -213,7 +213,7 @@ class _Unit:
         self._weigh(count, place, decays)
         channel = self.value_channel(head)
         with e.loop(0, count) as i:
-            token, projected = place + i, self.projected(row + i)
+            token, projected = place + i, self.row_address(row + i)
             beta, start_decay = (e.load(where + i * 4, F32) for where in (self.beta, self.start_decay))
             for first, lanes in pieces(spec.value_dim):
                 v = self._convolve(channel, token, projected, first, lanes)
@@ -292,7 +292,7 @@ class _Unit:
                 e.store(x * gate, target, 4 * first)
 
     def _gate_of(self, head: Value, row: Value, first: int, kind: Type) -> Value:
-        z = self.projected(row) + head * (4 * self.spec.value_dim)
+        z = self.row_address(row) + head * (4 * self.spec.value_dim)
         return common.silu(self.e, self.e.load(z, kind, 4 * (self.spec.channels + first)))
 
     def advance(self, number: Value) -> None:
@@ -320,7 +320,7 @@ class _ChannelUnit(_Unit):
     """As `_Unit`, where channels decay by themselves: a product of a row with the keys of the block has other decays in
     each of its terms. What rows read of M is decayed with the rows, so that `start_decay` is 1."""
 
-    def projected(self, row: Value) -> Value:
+    def row_address(self, row: Value) -> Value:
         return self.args.projected + row * self.args.row_bytes
 
     def _score(self, count: Value, place: Value) -> None:
@@ -346,7 +346,7 @@ class _ChannelUnit(_Unit):
             with e.loop(0, spec.key_dim) as channel:
                 new = e.load(total + key_row + channel * 4, F32)
                 e.store(new, decays + (channel * spec.block + place + i) * 4)
-            b = e.load(self.projected(row + i) + head * 4, F32, 4 * spec.channels)
+            b = e.load(self.row_address(row + i) + head * 4, F32, 4 * spec.channels)
             e.store(common.sigmoid(e, b), self.beta + i * 4)
             e.store(e.constant(F32, 1.0), self.start_decay + i * 4)
         with e.loop(0, count) as i:
