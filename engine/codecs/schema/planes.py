@@ -58,7 +58,7 @@ class Planes:
         return _pieces(self.bits, count, self.top)
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
-        """codes (..., V, W) below 2^bits, of any unsigned dtype → (..., stored(V), W) uint8."""
+        """codes (..., V, W) below 2^bits, of any unsigned dtype → (..., stored_count(V), W) uint8."""
         *lead, count, width = codes.shape
         stored_bytes = np.zeros((*lead, self.stored_count(count), width), np.uint8)
         for size, part, out in self._runs(codes, stored_bytes):
@@ -67,7 +67,7 @@ class Planes:
         return stored_bytes
 
     def unpack(self, stored_bytes: np.ndarray, count: int) -> np.ndarray:
-        """The inverse of `pack`: (..., stored(V), W) uint8 → (..., V, W) uint8, or uint16 for ten bits."""
+        """The inverse of `pack`: (..., stored_count(V), W) uint8 → (..., V, W) uint8, or uint16 for ten bits."""
         codes = np.empty((*stored_bytes.shape[:-2], count, stored_bytes.shape[-1]), code_type(self.bits))
         if count == self.run:
             _unpack_run(self.pieces(count), stored_bytes, codes)
