@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -185,6 +186,13 @@ class Rows:
         """Call `Mixer.project` of a layer for the rows of a chunk of x (T, E), and return its result."""
         return layer.project(x[chunk.rows], inputs)
 
+    def are_read(self, number: int) -> bool:
+        """Whether Python reads or writes rows, or K/V, while a layer of this number computes a chunk."""
+        return False
+
+    def end_chunk(self, number: int, chunk: Chunk) -> None:
+        """A layer has computed a chunk."""
+
 
 class DecoderLayer(NamedTuple):
     """The objects that compute a decoder layer."""
@@ -228,7 +236,9 @@ def compute(layers: Iterable[tuple[int, DecoderLayer]], x: Array, rows: Rows) ->
     for number, layer in layers:
         rows.begin(number, x)
         for chunk in rows.chunks:
-            _compute_chunk(number, layer, x, rows, chunk)
+            with nullcontext() if rows.are_read(number) else layer.ops.stream():
+                _compute_chunk(number, layer, x, rows, chunk)
+            rows.end_chunk(number, chunk)
             yield number, chunk
 
 
@@ -360,8 +370,16 @@ class PromptRows(Rows):
         rows, tap = chunk.rows, self._tap and partial(self._tap, number, self._spans[0].start + chunk.rows.start)
         mixed = x[rows] if self._mtp_input is None or number != self.last else self._mtp_input(x, rows)
         projected = layer.project(mixed, inputs, tap)
-        if rows.stop == self._count:
+        if self._round_trips:  # the only chunk
             self._store.seal(number, *self._spans)
             for span in self._round_trips:
                 self._store.round_trip(number, span)
         return projected
+
+    def are_read(self, number: int) -> bool:
+        is_last = number == self.last and (self._mtp_input is not None or self._only_last)
+        return is_last or self._tap is not None or bool(self._round_trips)
+
+    def end_chunk(self, number: int, chunk: Chunk) -> None:
+        if chunk.rows.stop == self._count and not self._round_trips:
+            self._store.seal(number, *self._spans)

@@ -17,18 +17,19 @@ FOLDER = Path(native.__path__[0])
 # The ops that NumPy computes for every layer. None of them multiplies: they copy memory of the host, or say what it is.
 NUMPY_OPS = frozenset(
     (
-        *("append_kv", "buffer", "read_blocks", "write_blocks", "read_full", "write_full"),  # copies of K/V
-        *("assign", "keep_states", "restore_states", "check_recurrent"),  # copies of recurrent states
+        *("buffer", "read_blocks", "write_blocks", "read_full", "write_full"),  # copies of K/V
+        *("keep_states", "restore_states", "check_recurrent"),  # copies of recurrent states
         *("to_device", "to_host", "empty", "clip", "pack_sampler_inputs"),  # arrays are NumPy's
         *("free_memory", "work_bytes", "reserve_workspace", "wait", "check"),  # the machine is the same
         *("layer_ops", "encoder_ops", "latent_ops", "run_between_graphs"),  # one device, whose graphs have no parts
     )
 )
-# The ops that NumPy computes for layers without a kernel; `numpy_fallbacks` says which these are.
+# The ops that NumPy computes for layers without a kernel, which `numpy_fallbacks` names; and copies amid a layer, before
+# which kernels of a stream are awaited.
 NUMPY_FALLBACKS = frozenset(
     (
         *("cache", "cache_bytes", "copy_full", "decode_blocks", "encode_blocks", "round_trip", "attention"),
-        *("self_attention", "gated_delta", "channel_delta", "mamba2"),
+        *("self_attention", "gated_delta", "channel_delta", "mamba2", "append_kv", "assign"),
     )
 )
 

@@ -142,6 +142,9 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     def as_step(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def stream(self) -> AbstractContextManager[None]:
+        return nullcontext()  # nothing waits here
+
     def forget(self) -> None:
         self._device.forget()
 

@@ -19,7 +19,7 @@ from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import Kernel, Level
 from polarlm.engine.jit.lang.records import Record
 from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased, unowned_view
-from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers
+from polarlm.engine.jit.run.workers import MOST_ENTRIES, CommandBuffer, Launch, workers
 
 Units = int | Callable[[], int]
 LaunchSpec = tuple[Kernel[Any], Units, Any, int]  # a kernel, its units, its arguments and the grain
@@ -103,6 +103,9 @@ class Launcher:
         self._recording: Recording | None = None
         self._buffers = Buffers()
         self._repeatable: dict[Hashable, Any] = {}  # the latest ones last
+        self._is_streaming, self._entries = False, 0  # entries: launches of the stream that may not be completed
+        self._held: list[Any] = []  # what these read and write
+        self._kept: list[tuple[Hashable, Any]] = []  # to be repeated once they are completed
 
     def take(self, key: Hashable) -> Any | None:
         """What `keep` has kept for a key, which nobody else takes meanwhile; None in a graph."""
@@ -110,7 +113,9 @@ class Launcher:
 
     def keep(self, key: Hashable, launches: Any) -> None:
         """Keep launches that can be repeated. key: all that they depend on, but for what is replaced in them."""
-        if self.runs_directly:
+        if self._is_streaming:
+            self._kept.append((key, launches))
+        elif self.runs_directly:
             self._repeatable[key] = launches
             if len(self._repeatable) > _MOST_REPEATABLE:
                 self._repeatable.pop(next(iter(self._repeatable)), None)
@@ -145,6 +150,7 @@ class Launcher:
         launch = self._pack_launch(kernel, units, arguments, grain, overlaps)
         if self._recording is None:
             self.run(PreparedLaunches([launch], []))
+            self.hold(arguments)
         else:
             self._recording.add(launch, (x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)))
 
@@ -155,6 +161,7 @@ class Launcher:
                 self(*launch)
             return None
         self.run(prepared := PreparedLaunches([self._pack_launch(*launch) for launch in launches], []))
+        self.hold(launches)
         return prepared if self.runs_directly else None
 
     def _pack_launch(
@@ -168,13 +175,16 @@ class Launcher:
         return max(1, units // (_CHUNKS * self.threads))
 
     def launch_together(self, launches: Sequence[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> None:
-        """Run launches at the same time: of each the kernel, its number of units, and its arguments."""
+        """Run launches at the same time: of each the kernel, its number of units, and its arguments. Waits for them."""
         grain = self.grain(sum(units for _, units, _ in launches))
         self.run(PreparedLaunches([self._pack_launch(*launch, grain, True) for launch in launches], []))
+        self.finish()
 
     def run(self, prepared: PreparedLaunches) -> None:
-        """Run the launches, at the same time or in order."""
+        """Run the launches, at the same time or in order. In a stream they may be completed later."""
         if prepared.commands is None:
+            if self._entries and not self.has_loaded([launch.kernel for launch in prepared.launches]):
+                self.finish()  # threads would wait busily while kernels are compiled
             address = self.library.address
             calls: list[Launch] = []
             varying_units: list[tuple[int, Callable[[], int]]] = []
@@ -189,8 +199,47 @@ class Launcher:
         commands = prepared.commands
         for entry, units in prepared.varying_units:
             commands.units[entry] = units()
-        if len(commands.units):
+        if self._is_streaming:
+            self._add_to_stream(prepared, commands)
+        elif len(commands.units):
             self._workers.run(commands, self.threads)
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """A context in which launches are not waited for: other threads run them while Python prepares the next ones.
+        What reads or writes their memory without a kernel calls `finish` before."""
+        self._is_streaming = self.threads > 1 and self._recording is None and self.runs_directly
+        try:
+            yield
+        finally:
+            self.finish()
+            self._is_streaming = False
+            kept, self._kept = self._kept, []
+            for key, launches in kept:
+                self.keep(key, launches)
+
+    def hold(self, *arguments: Any) -> None:
+        """Keep what launches of the stream use until they are completed."""
+        if self._is_streaming:
+            self._held.append(arguments)
+
+    def _add_to_stream(self, prepared: PreparedLaunches, commands: CommandBuffer) -> None:
+        count = len(commands.units)
+        if self._entries + count > MOST_ENTRIES:
+            self.finish()
+        is_first, self._entries = not self._entries, self._entries + count
+        self._held.append(prepared)
+        if is_first and count:
+            self._workers.begin(commands, self.threads, id(self))
+        elif count:
+            self._workers.add(commands, id(self))
+
+    def finish(self) -> None:
+        """Take part in what is left of the stream, until all of it is completed."""
+        if self._entries:
+            self._workers.finish(id(self))
+            self._entries = 0
+        self._held.clear()
 
     def call(self, function: Callable[..., None], *arrays: np.ndarray) -> None:
         """Call function(*arrays), which may launch kernels itself, or record the call.
@@ -198,6 +247,7 @@ class Launcher:
         It reads what the launches before it wrote. arrays: its arguments that come from `empty`.
         """
         if self._recording is None:
+            self.finish()
             function(*arrays)
         else:
             self._recording.parts.append(HostCall(function, tuple(map(unowned_view, arrays))))
@@ -225,6 +275,7 @@ class Launcher:
         """op(*args, **kwargs). Raises CannotRecord inside a recording, since it is not a kernel."""
         if self._recording is not None:
             raise CannotRecord
+        self.finish()
         return op(*args, **kwargs)
 
     @contextmanager

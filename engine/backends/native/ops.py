@@ -95,6 +95,9 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, Ex
     def as_step(self) -> AbstractContextManager[None]:
         return self._launch.graph()
 
+    def stream(self) -> AbstractContextManager[None]:
+        return self._launch.stream()
+
     def forget(self) -> None:
         self._graphs.forget()
 

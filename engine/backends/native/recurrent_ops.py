@@ -20,6 +20,9 @@ from polarlm.engine.backends.native.launch import KernelOps
 class RecurrentOps(KernelOps):
     """See `engine.backends.delta.RecurrentOps`. NumPy computes heads for which a thread's scratch has no room."""
 
+    def assign(self, target: np.ndarray, x: np.ndarray | float) -> None:
+        self._launch.run_numpy(super().assign, target, x)
+
     def short_conv(self, inputs: np.ndarray, conv: np.ndarray, bias: np.ndarray | None, rows: SlotRows) -> np.ndarray:
         y = self._launch.empty((len(inputs), inputs.shape[1] // 3))
         arguments = ConvArguments(

@@ -91,6 +91,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def as_step(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def forget(self) -> None:
         """Nothing is recorded."""
 

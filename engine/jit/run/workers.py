@@ -16,6 +16,10 @@ buffer of a single thread waits for no other. Workers stay in compiled code even
 Python's global lock, and never run Python while the interpreter exits. No Python runs between the start and the end of
 a command buffer, so when an exception such as Ctrl-C's is raised, the buffer has either not started or completed.
 
+An owner may also begin a run, and add command buffers while workers run what is there; it takes part once it finishes the
+run, in which Python has time to prepare each buffer. An exception between these leaves a run open, which nobody but its
+owner can finish, at any later time.
+
 Everything that threads share is one piece of memory, the state: a head with the fields below, a mutex and two condition
 variables of the system, and a slot for each entry of the command buffer.
 """
@@ -41,12 +45,15 @@ MOST_ENTRIES = 1 << 13  # most entries of a command buffer
 
 # Offsets in the state, in bytes. Fields that are polled, that are changed under the mutex, and that never change are in
 # different cache lines.
-_RUN, _THREADS, _TABLE, _COUNT, _RANGES = range(0, 40, 8)
+_RUN, _THREADS, _RANGES = range(0, 24, 8)
+_ENTRIES = 64  # twice their number, and one more once no other will be added
 _LOCK, _UNLOCK, _WAIT, _WAKE_ALL, _OFFER_CORE = range(128, 168, 8)
 _NEXT_TICKET, _SERVED_TICKET = 192, 200  # tickets: the next caller's, and the one that may run now
+_OWNER = 208  # who has begun the run that others are added to; 0 if there is none
 _MUTEX, _WORK, _TURN = 256, 384, 512
 _HEAD = 640
-_COMPLETED_UNITS, _UNITS, _GRAIN, _RANGE_UNITS, _AWAITED_UNITS, _UNITS_LEFT = 0, 8, 16, 24, 32, 64
+_COMPLETED_UNITS, _UNITS, _GRAIN, _RANGE_UNITS, _AWAITED_UNITS, _KERNEL, _ARGUMENTS = range(0, 56, 8)
+_UNITS_LEFT = 64
 _MOST_RANGES = 16  # most ranges that an entry's units are cut into; further threads share them
 _SLOT = _UNITS_LEFT + 8 * _MOST_RANGES
 _SLEEP_FLAGS = _HEAD + _SLOT * MOST_ENTRIES  # an int64 for each thread: 1 while it sleeps for lack of work
@@ -72,13 +79,14 @@ class Launch(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Arguments of `RUN` and `RUN_ALONE`: the shared state, which `RUN_ALONE` does not use, the table of launches and
-    their count, and the number of threads."""
+    """Arguments of all kernels but `SERVE`: the shared state, which `RUN_ALONE` does not use, the table of launches and
+    their count, the number of threads, and who begins a run to add to it, or 0."""
 
     state: Pointer
     table: Pointer
     count: Int64
     threads: Int64
+    owner: Int64 = 0
 
 
 class Serve(NamedTuple):
@@ -155,6 +163,43 @@ class _State:
 def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -> None:
     """Run a command buffer on the calling thread and up to threads − 1 workers, after the runs of earlier callers."""
     state = _State(e, args.state)
+    run = _wait_for_turn(e, state)
+    _add_entries(e, state, run, args, e.i64(0), e.imin(args.threads, _MOST_RANGES))
+    _publish(e, state, run, args, args.count * 2 + 1)
+    _emit_take_part(e, state, run, e.i64(0), scratch)
+    _end_turn(e, state)
+
+
+def _emit_begin(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -> None:
+    """Let workers begin a command buffer, to which its owner adds others, after the runs of earlier callers."""
+    state = _State(e, args.state)
+    run = _wait_for_turn(e, state)
+    e.store_atomic(args.owner, state.pointer + _OWNER)
+    _add_entries(e, state, run, args, e.i64(0), e.imin(args.threads, _MOST_RANGES))
+    _publish(e, state, run, args, args.count * 2)
+
+
+def _emit_add(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -> None:
+    """Add a command buffer to the one that its owner has begun."""
+    state = _State(e, args.state)
+    with e.when(e.load_atomic(state.pointer + _OWNER).equals(args.owner)):
+        entries = state.load(_ENTRIES)
+        _add_entries(e, state, state.load(_RUN), args, entries >> 1, state.load(_RANGES))
+        e.store_atomic(entries + args.count * 2, state.pointer + _ENTRIES)
+
+
+def _emit_finish(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -> None:
+    """Take part in what the owner has begun until all of it is completed; nothing, if it has begun nothing."""
+    state = _State(e, args.state)
+    with e.when(e.load_atomic(state.pointer + _OWNER).equals(args.owner)):
+        e.store_atomic(state.load(_ENTRIES) | 1, state.pointer + _ENTRIES)
+        _emit_take_part(e, state, state.load(_RUN), e.i64(0), scratch)
+        e.store_atomic(e.i64(0), state.pointer + _OWNER)
+        _end_turn(e, state)
+
+
+def _wait_for_turn(e: Emitter, state: _State) -> Value:
+    """Wait until earlier callers' runs are completed, and return the number of the next run."""
     with state.lock():
         turn = state.load(_NEXT_TICKET)
         state.store(turn + 1, _NEXT_TICKET)
@@ -163,16 +208,29 @@ def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -
             with e.when(must_wait):
                 state.wait(_TURN)
             conditions.append(must_wait)
+    return (state.load(_RUN) + 1) & _NUMBERS
 
-    run = (state.load(_RUN) + 1) & _NUMBERS
-    ranges = e.imin(args.threads, _MOST_RANGES)
+
+def _end_turn(e: Emitter, state: _State) -> None:
+    """Let the next caller run."""
+    with state.lock():
+        turn = state.load(_SERVED_TICKET)
+        state.store(turn + 1, _SERVED_TICKET)
+        with e.when(~state.load(_NEXT_TICKET).equals(turn + 1)):
+            state.wake_all(_TURN)
+
+
+def _add_entries(e: Emitter, state: _State, run: Value, args: Run, first: Value, ranges: Value) -> None:
+    """Write the slots of a table's launches, from slot `first` on."""
     overlapped_units = e.variable(e.i64(0))  # units of launches before that have not been waited for
     with e.loop(0, args.count) as entry:
-        slot, launch = state.slot(entry), records.read(e, Launch, args.table, entry)
+        slot, launch = state.slot(first + entry), records.read(e, Launch, args.table, entry)
         units = launch.units
         each = (units + ranges - 1) // ranges
         for field, value in ((_UNITS, units), (_GRAIN, launch.grain), (_RANGE_UNITS, each)):
             e.store(value, slot, field)
+        e.store(launch.kernel, slot, _KERNEL)
+        e.store(launch.arguments, slot, _ARGUMENTS)
         overlapped_units.add(units)
         overlaps = launch.overlaps.equals(1)
         e.store(e.select(overlaps, e.i64(0), overlapped_units.get()), slot, _AWAITED_UNITS)
@@ -181,20 +239,19 @@ def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -
         with e.loop(0, ranges) as number:
             left = e.imax(e.imin(units - number * each, each), 0)
             e.store_atomic((run << 32) + left, slot + number * 8 + _UNITS_LEFT, "release")
-    for field, value in ((_TABLE, args.table), (_COUNT, args.count), (_THREADS, args.threads), (_RANGES, ranges)):
-        state.store(value, field)
+
+
+def _publish(e: Emitter, state: _State, run: Value, args: Run, entries: Value) -> None:
+    """Let workers see the run, and wake those that sleep. entries: see `_ENTRIES`."""
+    state.store(args.threads, _THREADS)
+    state.store(e.imin(args.threads, _MOST_RANGES), _RANGES)
+    e.store_atomic(entries, state.pointer + _ENTRIES)
     e.store_atomic(run, state.pointer + _RUN)
     sleep_flag = e.variable(e.i64(0))
     with e.loop(1, e.imin(args.threads, MOST_THREADS)) as number:
         sleep_flag.add(e.load_atomic(state.sleep_flag(number)))
     with e.when(sleep_flag.get() > 0), state.lock():
         state.wake_all(_WORK)
-    _emit_take_part(e, state, run, e.i64(0), scratch)
-
-    with state.lock():
-        state.store(turn + 1, _SERVED_TICKET)
-        with e.when(~state.load(_NEXT_TICKET).equals(turn + 1)):
-            state.wake_all(_TURN)
 
 
 def _emit_run_alone(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -> None:
@@ -244,24 +301,41 @@ def _emit_take_part(e: Emitter, state: _State, run: Value, number: Value, scratc
     number: this thread's. It takes units of its own range first, and then of the following ranges.
     """
     ranges, done = state.load(_RANGES), e.variable(e.i64(0))
-    with e.loop(0, state.load(_COUNT)) as entry:
-        slot = state.slot(entry)
-        range_number = e.variable(number % ranges)
-        with e.loop(0, ranges):
-            _emit_empty_range(e, state, run, entry, range_number.get(), done, scratch)
-            next_range = range_number.get() + 1
-            range_number.set(e.select(next_range < ranges, next_range, e.i64(0)))
-        # Units of a launch that overlaps the next one are awaited with the next one's units.
-        with e.when((done.get() > 0) & (e.load(slot, I64, _AWAITED_UNITS) > 0)):
-            e.add_atomic(slot + _COMPLETED_UNITS, done.get())
-            done.set(e.i64(0))
-        polls = e.variable(e.i64(0))
-        with e.repeat_while() as conditions:
-            waits = e.load_atomic(slot + _COMPLETED_UNITS) < e.load_atomic(slot + _AWAITED_UNITS)
-            waits = waits & state.run().equals(run)
-            conditions.append(waits)
-            with e.when(waits):
-                state.wait_a_little(polls)
+    number_of_entry, polls = e.variable(e.i64(0)), e.variable(e.i64(0))
+    with e.repeat_while() as conditions:
+        entries = e.load_atomic(state.pointer + _ENTRIES)
+        entry = number_of_entry.get()
+        is_there = entry < entries >> 1
+        with e.when(is_there):
+            _run_entry(e, state, run, entry, number, ranges, done, scratch)
+            number_of_entry.add(1)
+            polls.set(e.i64(0))
+        with e.when(~is_there):
+            state.wait_a_little(polls)
+        conditions.append((is_there | (entries & 1).equals(0)) & state.run().equals(run))
+
+
+def _run_entry(
+    e: Emitter, state: _State, run: Value, entry: Value, number: Value, ranges: Value, done: Variable, scratch: Value
+) -> None:
+    """Take units of an entry, and wait until those are completed that the next entry waits for."""
+    slot = state.slot(entry)
+    range_number = e.variable(number % ranges)
+    with e.loop(0, ranges):
+        _emit_empty_range(e, state, run, entry, range_number.get(), done, scratch)
+        next_range = range_number.get() + 1
+        range_number.set(e.select(next_range < ranges, next_range, e.i64(0)))
+    # Units of a launch that overlaps the next one are awaited with the next one's units.
+    with e.when((done.get() > 0) & (e.load(slot, I64, _AWAITED_UNITS) > 0)):
+        e.add_atomic(slot + _COMPLETED_UNITS, done.get())
+        done.set(e.i64(0))
+    polls = e.variable(e.i64(0))
+    with e.repeat_while() as conditions:
+        waits = e.load_atomic(slot + _COMPLETED_UNITS) < e.load_atomic(slot + _AWAITED_UNITS)
+        waits = waits & state.run().equals(run)
+        conditions.append(waits)
+        with e.when(waits):
+            state.wait_a_little(polls)
 
 
 def _emit_empty_range(
@@ -278,13 +352,16 @@ def _emit_empty_range(
         with e.when(is_mine):
             size = e.imin(left, e.load(slot, I64, _GRAIN))
             with e.when(e.exchange_if(counter, word, word - size)):
-                launch = records.read(e, Launch, e.load(state.pointer, POINTER, _TABLE), entry)
                 first = e.imin((number + 1) * e.load(slot, I64, _RANGE_UNITS), e.load(slot, I64, _UNITS)) - left
-                e.call(launch.kernel, launch.arguments, first, first + size, scratch)
+                kernel, arguments = e.load(slot, POINTER, _KERNEL), e.load(slot, POINTER, _ARGUMENTS)
+                e.call(kernel, arguments, first, first + size, scratch)
                 done.add(size)
 
 
 RUN = Kernel("run", _emit_run, Run)
+BEGIN = Kernel("begin", _emit_begin, Run)
+ADD = Kernel("add", _emit_add, Run)
+FINISH = Kernel("finish", _emit_finish, Run)
 RUN_ALONE = Kernel("run_alone", _emit_run_alone, Run)
 SERVE = Kernel("serve", _emit_serve, Serve)
 
@@ -314,8 +391,9 @@ _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 class Workers:
     def __init__(self) -> None:
         self._code = library(LEVELS[0])  # this code gains nothing from a higher level
-        kernels = RUN, RUN_ALONE, SERVE
-        self._run, self._run_alone, self._serve = (_Function(self._code.address(kernel)) for kernel in kernels)
+        kernels = RUN, RUN_ALONE, SERVE, BEGIN, ADD, FINISH
+        functions = [_Function(self._code.address(kernel)) for kernel in kernels]
+        self._run, self._run_alone, self._serve, self._begin, self._add, self._finish = functions
         self._local = threading.local()
         self.renew()
         renew_in_children(self)
@@ -361,6 +439,26 @@ class Workers:
         state, scratch = self._addresses
         run = Run(state=state, table=commands.address, count=len(commands.units), threads=threads)
         self._run(records.pack(run), 0, 0, scratch)
+
+    def begin(self, commands: CommandBuffer, threads: int, owner: int) -> None:
+        """Begin a run of up to `threads` threads, 2 or more, which `finish` ends: nobody else's runs before. owner: of
+        all that may have begun one at this time no other has this number, which is not 0."""
+        if self._number < threads - 1:
+            self.start(threads)
+        self._call(self._begin, commands, threads, owner)
+
+    def add(self, commands: CommandBuffer, owner: int) -> None:
+        """Add launches to the run that the owner has begun, up to MOST_ENTRIES in all; they run in order."""
+        self._call(self._add, commands, 0, owner)
+
+    def _call(self, function: Any, commands: CommandBuffer, threads: int, owner: int) -> None:
+        run = Run(self._addresses[0], commands.address, len(commands.units), threads, owner)
+        function(records.pack(run), 0, 0, 0)
+
+    def finish(self, owner: int) -> None:
+        """Take part in the run that the owner has begun, if it has, until all of it is completed."""
+        state, scratch = self._addresses
+        self._finish(records.pack(Run(state, table=None, count=0, threads=0, owner=owner)), 0, 0, scratch)
 
     def _scratch_of_caller(self) -> int:
         try:

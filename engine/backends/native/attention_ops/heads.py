@@ -105,12 +105,17 @@ class HeadOps(KernelOps):
         targets = k[:, first:].swapaxes(0, 1), v[:, first:].swapaxes(0, 1)
         return self.transform_into(qkv, rope, rule, targets)
 
+    def append_kv(
+        self, cache: LayerCache, spans: StepTable | Sequence[SpanView], k: np.ndarray, v: np.ndarray
+    ) -> None:
+        self._launch.run_numpy(super().append_kv, cache, spans, k, v)
+
     def copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
         """By NumPy, except where a prompt's float32 is rounded into a slot: NumPy is many times slower at that."""
         for cache, move in itertools.product(caches, moves):
             (k, v), (to_k, to_v) = cache.full(move.source), cache.full(move.target)
             if k.dtype == to_k.dtype or to_k.dtype != np.float16:
-                super().copy_full([cache], [move])
+                self._launch.run_numpy(super().copy_full, [cache], [move])
                 continue
             strides = {"from_stride": k.strides[0], "to_stride": to_k.strides[0]}
             arguments = SlotArguments(from_k=k, from_v=v, to_k=to_k, to_v=to_v, tokens=move.tokens, **strides)

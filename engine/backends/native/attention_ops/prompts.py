@@ -124,6 +124,7 @@ class PromptOps(KernelOps):
             )
             kernel = attend(spec) if format is None else attend_by_matrices(format, spec)
             self._launch.launch_all([*conversions, (kernel, -(-rows // tile) * kv_heads, arguments, 1)])
+            self._launch.hold(segments)
 
         return launch
 
