@@ -24,8 +24,8 @@ NUMPY_OPS = frozenset(
         *("layer_ops", "encoder_ops", "latent_ops", "run_between_graphs"),  # one device, whose graphs have no parts
     )
 )
-# The ops that NumPy computes for layers without a kernel, which `numpy_fallbacks` names; and copies amid a layer, before
-# which kernels of a stream are awaited.
+# The ops that NumPy computes for layers without a kernel, which `numpy_fallbacks` names; and copies in the middle of a
+# layer, which wait for the kernels of a stream.
 NUMPY_FALLBACKS = frozenset(
     (
         *("cache", "cache_bytes", "copy_full", "decode_blocks", "encode_blocks", "round_trip", "attention"),

@@ -95,17 +95,27 @@ class Counted:
         for entry in range(1, entries):
             if overlaps[entry - 1]:
                 before[entry] = before[entry - 1]
-        self.commands = CommandBuffer(
-            [
-                launch(COUNT, int(n), int(grain), (counts, self.total, self.errors), (int(done),), int(overlap))
-                for n, grain, counts, done, overlap in zip(units, grains, self.counts, before, overlaps, strict=True)
-            ]
-        )
+        self._launches = [
+            launch(COUNT, int(n), int(grain), (counts, self.total, self.errors), (int(done),), int(overlap))
+            for n, grain, counts, done, overlap in zip(units, grains, self.counts, before, overlaps, strict=True)
+        ]
+        self.commands = CommandBuffer(self._launches)
 
     def run(self, threads: int, times: int = 1, on: Workers | None = None) -> None:
         for _ in range(times):
             self.total[0] = 0
             (on or workers()).run(self.commands, threads)
+
+    def run_in_parts(self, threads: int, on: Workers, owner: int, size: int = 7) -> None:
+        """As `run`, in buffers of `size` launches that are added to one run."""
+        self.total[0] = 0
+        first, *others = (
+            CommandBuffer(self._launches[begin : begin + size]) for begin in range(0, len(self._launches), size)
+        )
+        on.begin(first, threads, owner)
+        for commands in others:
+            on.add(commands, owner)
+        on.finish(owner)
 
     def check(self, times: int) -> None:
         """Each unit has run `times` times, after all units of the entries before it."""
@@ -158,6 +168,35 @@ def test_each_unit_runs_once_after_all_units_of_the_entries_before(threads: int)
     counted = Counted(threads, 1000)
     counted.run(threads, times=10)
     counted.check(10)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 20])
+def test_buffers_are_added_to_a_run_that_others_wait_for(threads: int) -> None:
+    parts, whole = Counted(threads, 1000), Counted(0, 100)
+    with ThreadPoolExecutor(3) as pool:
+        runs = [
+            pool.submit(lambda owner=owner, one=one: [one.run_in_parts(threads, workers(), owner) for _ in range(10)])
+            for owner, one in ((1, parts), (2, Counted(1, 200)))
+        ]
+        runs.append(pool.submit(whole.run, threads, 100))
+        for run in runs:
+            run.result(PATIENCE)
+    parts.check(10)
+    whole.check(100)
+
+
+def test_others_compute_what_has_begun_and_only_its_owner_adds_to_it(own: Workers) -> None:
+    counts, total, errors = (np.zeros(size, np.int64) for size in (90, 1, 1))
+    commands = CommandBuffer([launch(COUNT, 90, 1, (counts, total, errors), (0,))])
+    own.begin(commands, 2, 5)
+    until(lambda: int(total[0]) == 90)
+    own.add(commands, 6)
+    own.finish(6)
+    own.add(commands, 5)
+    own.finish(5)
+    own.finish(5)  # as after an exception: there is nothing left of it
+    own.run(commands, 2)
+    assert (counts == 3).all()
 
 
 def test_a_buffer_may_be_empty_and_its_units_may_change(own: Workers) -> None:

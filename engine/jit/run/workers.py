@@ -16,9 +16,9 @@ buffer of a single thread waits for no other. Workers stay in compiled code even
 Python's global lock, and never run Python while the interpreter exits. No Python runs between the start and the end of
 a command buffer, so when an exception such as Ctrl-C's is raised, the buffer has either not started or completed.
 
-An owner may also begin a run, and add command buffers while workers run what is there; it takes part once it finishes the
-run, in which Python has time to prepare each buffer. An exception between these leaves a run open, which nobody but its
-owner can finish, at any later time.
+An owner may also begin a run, and add command buffers while workers run what is there: Python prepares each of them
+meanwhile. The owner takes part once it finishes the run. An exception between these leaves a run open, which its owner
+alone can finish, at any later time; until then no other runs.
 
 Everything that threads share is one piece of memory, the state: a head with the fields below, a mutex and two condition
 variables of the system, and a slot for each entry of the command buffer.

@@ -105,9 +105,7 @@ class HeadOps(KernelOps):
         targets = k[:, first:].swapaxes(0, 1), v[:, first:].swapaxes(0, 1)
         return self.transform_into(qkv, rope, rule, targets)
 
-    def append_kv(
-        self, cache: LayerCache, spans: StepTable | Sequence[SpanView], k: np.ndarray, v: np.ndarray
-    ) -> None:
+    def append_kv(self, cache: LayerCache, spans: StepTable | Sequence[SpanView], k: np.ndarray, v: np.ndarray) -> None:
         self._launch.run_numpy(super().append_kv, cache, spans, k, v)
 
     def copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
