@@ -22,7 +22,7 @@ from polarlm.engine.codecs.trellis import TrellisTable
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.jit.lang.records import address
 from polarlm.engine.jit.run.workers import SCRATCH
-from polarlm.engine.quantization.metric import Metric
+from polarlm.engine.quantization.metric import Metric, residue_costs
 from polarlm.model_loaders.forks import cached_property
 
 
@@ -72,6 +72,7 @@ def _arrays(metric: Metric) -> dict[str, np.ndarray]:
     arrays = {"feedback": metric.feedback, "matrix": metric.matrix, "weights": metric.weights}
     if metric.tilt_mean is not None:
         arrays["mean_query"] = metric.tilt_mean
+        arrays["matrix"], arrays["costs"] = residue_costs(metric)
     if (token_feedback := metric.token_feedback) is not None and token_feedback.shape[
         2
     ] > 1:  # rounds of several tokens

@@ -10,7 +10,7 @@ import numpy as np
 
 from polarlm.engine.backends.native.kernels.encode.nearest import search
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, Unit, add_chains
-from polarlm.engine.jit.lang import F32, I32, Emitter, Value, Variable, vector
+from polarlm.engine.jit.lang import F32, I32, Emitter, Value, Values, vector
 from polarlm.engine.quantization.encode import TILT_RANGE
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
@@ -23,7 +23,7 @@ def round_with_best_norms(unit: Unit, round_: Callable[[Unit], None]) -> None:
     with unit.vectors() as offset:
         e.store(e.load(unit.norms + offset, _F16), unit.rms + offset)
         e.store(e.constant(_F16, float(np.finfo(np.float32).max)), unit.least + offset)
-    multiply_by_metric(unit, unit.x, unit.metric_x)
+    _weigh_x(unit)
     with e.loop(0, len(unit.encoding.norm_factors)) as number:
         factor = e.broadcast(factors + number * 4, F32, LANES)
         with unit.vectors() as offset:
@@ -31,7 +31,7 @@ def round_with_best_norms(unit: Unit, round_: Callable[[Unit], None]) -> None:
             e.store(norm, unit.norms + offset)
             e.store(e.select(norm > 0.0, e.constant(_F16, 1.0) / norm, e.zero(_F16)), unit.inverses + offset)
         round_(unit)
-        write_norms(unit)
+        _write_tilted_norms(unit)
         with unit.vectors() as offset:
             cost, least = e.load(unit.costs + offset, _F16), e.load(unit.least + offset, _F16)
             is_better = cost < least
@@ -68,8 +68,10 @@ def round_all_tokens(unit: Unit) -> None:
             nearest = nearest_to([aim * inverse for aim in aims])
             e.store(nearest.codes, unit.codes + pair * unit.row + offset)
             points = [point * norm for point in nearest.points]
-            for start, point in zip(offsets, points, strict=True):
+            for start, aim, point in zip(offsets, aims, points, strict=True):
                 e.store(e.load(unit.x + corner + start, _F16) - point, unit.errors + corner + start)
+                if unit.encoding.leaves_residues:
+                    e.store(aim - point, unit.metric_errors + corner + start)
 
 
 def round_without_feedback(unit: Unit) -> None:
@@ -200,40 +202,115 @@ def write_codes(unit: Unit, out: Value) -> None:
 
 
 def write_norms(unit: Unit) -> None:
-    """Replace `norms` by norms of least cost, given the targets in `x` and their errors in `errors`, overwritten.
-
-    Where several norms are tried, the costs with them → `costs`.
-    """
-    e, tilted = unit.e, unit.encoding.tilted
-    if not tilted:
-        _decode(unit)
-    if not unit.encoding.tries_norms:
-        multiply_by_metric(unit, unit.x, unit.metric_x)
-    multiply_by_metric(unit, unit.errors, unit.metric_errors)
+    """Replace `norms` by norms of least cost, given the targets in `x` and their errors in `errors`, overwritten."""
+    e = unit.e
+    _decode(unit)
+    _multiply(unit, unit.x, unit.metric_x)
+    _multiply(unit, unit.errors, unit.metric_errors)
     vector_tile = unit.vector_tile(2)
     with e.loop(0, unit.row, 64 * vector_tile) as offset:
-        by_vector = [_Sums(e, tilted) for _ in range(vector_tile)]
+        by_vector = [_Sums(e, "xy", "yy") for _ in range(vector_tile)]
         with e.loop(0, unit.dim) as channel:
             diagonal = e.broadcast(unit.block.matrix + channel * (unit.dim * 4 + 4), F32, LANES)
-            mean = e.broadcast(unit.block.mean_query + channel * 4, F32, LANES) if tilted else None
             place = channel * unit.row + offset
-            for number, cost_sums in enumerate(by_vector):
+            for number, sums in enumerate(by_vector):
                 arrays = unit.x, unit.errors, unit.metric_x, unit.metric_errors
                 x, y, sum_x, sum_y = (e.load(array + place, _F16, 64 * number) for array in arrays)
-                cost_sums.add(diagonal, x, y, sum_x, sum_y)
-                if mean is not None:
-                    cost_sums.add_mean(mean, x, y)
-        for number, cost_sums in enumerate(by_vector):
+                own_y = e.fma(diagonal, y, sum_y)  # sum_y: of the products of all earlier channels
+                sums.add("xy", x, own_y)
+                sums.add("xy", y, sum_x)
+                sums.add("yy", y, own_y + sum_y)
+        for number, sums in enumerate(by_vector):
+            norms = unit.norms + offset + 64 * number
+            e.store(e.fmax(_ratio(e, sums["xy"], sums["yy"]) * e.load(norms, _F16), 0.0), norms)
+
+
+def _weigh_x(unit: Unit) -> None:
+    """The residues of `x`, times what they cost → `metric_x`; x·S·xᵀ, x·xᵀ and x·μᵀ with the second moment S and the
+    mean μ of queries → `sums_of_x`. See `metric.residue_costs`."""
+    e = unit.e
+    _multiply(unit, unit.x, unit.metric_x, adds=True)
+    ridge = _ridge(unit)
+    with unit.vectors() as offset:
+        sums = _Sums(e, "weighed", "plain", "mean")
+        with e.loop(0, unit.dim, 2) as channel:
+            place, mean = channel * unit.row + offset, unit.block.mean_query + channel * 4
+            first, both, second = (e.broadcast(unit.block.costs + channel * 8, F32, LANES, at) for at in (0, 4, 8))
+            a, b = (e.load(unit.metric_x + place, _F16, at) for at in (0, unit.row))
+            weighed = e.fma(first, a, both * b), e.fma(both, a, second * b)
+            for axis, residue in enumerate((a, b)):
+                x = e.load(unit.x + place, _F16, axis * unit.row)
+                e.store(weighed[axis], unit.metric_x + place, axis * unit.row)
+                sums.add("weighed", residue, weighed[axis])
+                sums.add("plain", x, x)
+                sums.add("mean", x, e.broadcast(mean, F32, LANES, 4 * axis))
+        for number, total in enumerate((sums["weighed"] - ridge * sums["plain"], sums["plain"], sums["mean"])):
+            e.store(total, unit.sums_of_x + offset, number * unit.row)
+
+
+def _write_tilted_norms(unit: Unit) -> None:
+    """Replace `norms` by norms of least cost for the queries that attend to each key, and the costs with them →
+    `costs`, given `errors` and, if rounding leaves them, their residues in `metric_errors`."""
+    e = unit.e
+    if not unit.encoding.leaves_residues:
+        _multiply(unit, unit.errors, unit.metric_errors, adds=True)
+    ridge, vector_tile = _ridge(unit), unit.vector_tile(2)
+    with e.loop(0, unit.row, 64 * vector_tile) as offset:
+        by_vector = [_Sums(e, "xe", "ee", "plain_xe", "plain_ee", "mean_e") for _ in range(vector_tile)]
+        with e.loop(0, unit.dim, 2) as channel:
+            first, both, second = (e.broadcast(unit.block.costs + channel * 8, F32, LANES, at) for at in (0, 4, 8))
+            means = [e.broadcast(unit.block.mean_query + channel * 4, F32, LANES, at) for at in (0, 4)]
+            for number, sums in enumerate(by_vector):
+                place = channel * unit.row + offset + 64 * number
+                a, b = (e.load(unit.metric_errors + place, _F16, at) for at in (0, unit.row))
+                weighed = e.fma(first, a, both * b), e.fma(both, a, second * b)
+                for axis, residue in enumerate((a, b)):
+                    arrays = unit.x, unit.errors, unit.metric_x
+                    x, error, weighed_x = (e.load(array + place, _F16, axis * unit.row) for array in arrays)
+                    sums.add("xe", weighed_x, residue)
+                    sums.add("ee", weighed[axis], residue)
+                    sums.add("plain_xe", x, error)
+                    sums.add("plain_ee", error, error)
+                    sums.add("mean_e", means[axis], error)
+        for number, sums in enumerate(by_vector):
             place = offset + 64 * number
-            ratio, cost = cost_sums.best_tilt(unit.dim) if tilted else (cost_sums.fitted_ratio(), None)
-            if unit.encoding.tries_norms:
-                assert cost is not None
-                e.store(cost, unit.costs + place)
+            of_x = [e.load(unit.sums_of_x + place, _F16, at * unit.row) for at in range(3)]
+            ratio, cost = _best_tilt(unit, of_x, sums, ridge)
+            e.store(cost, unit.costs + place)
             e.store(e.fmax(ratio * e.load(unit.norms + place, _F16), 0.0), unit.norms + place)
 
 
-def multiply_by_metric(unit: Unit, vectors: Value, out: Value) -> None:
-    """The products of vectors (D, N) with each row of the metric's matrix, as far as its diagonal → `out` (D, N)."""
+def _ridge(unit: Unit) -> Value:
+    return unit.e.absolute(unit.e.broadcast(unit.block.costs, F32, LANES, 12))  # its sign says something else
+
+
+def _best_tilt(unit: Unit, of_x: Values, sums: _Sums, ridge: Value) -> tuple[Value, Value]:
+    """The factor of what is decoded that minimises the cost, and that cost; see `engine.quantization.encode`."""
+    e, (xx, plain_xx, mean_x), mean_e = unit.e, of_x, sums["mean_e"]
+    xe, ee = sums["xe"] - ridge * sums["plain_xe"], sums["ee"] - ridge * sums["plain_ee"]
+    root = e.splat(e.sqrt(unit.dim.trunc(I32).to_float()), LANES)
+    lean_x = (xx - mean_x * mean_x) / root + mean_x
+    lean_e = (xe - mean_x * mean_e) / root + mean_e
+    lean_y = lean_x - lean_e
+    with_x, with_e = e.fma(lean_x, lean_y, xx - xe), e.fma(lean_e, lean_y, xe - ee)
+    plain_xy = plain_xx - sums["plain_xe"]
+    plain = _ratio(e, plain_xy, plain_xy - sums["plain_xe"] + sums["plain_ee"])
+    low, high = TILT_RANGE
+    ratio = e.fmin(e.fmax(_ratio(e, with_x, with_x - with_e), plain * low), plain * high)
+    rest = -ratio + 1.0
+    lean = rest * lean_x + ratio * lean_e
+    return ratio, rest * (rest * xx + ratio * (xe + xe)) + ratio * ratio * ee + lean * lean
+
+
+def _ratio(e: Emitter, numerator: Value, denominator: Value) -> Value:
+    return e.select(denominator > 0.0, numerator / denominator, e.constant(_F16, 1.0))
+
+
+def _multiply(unit: Unit, vectors: Value, out: Value, *, adds: bool = False) -> None:
+    """The products of vectors (D, N) with each row of `matrix`, as far as its diagonal → `out` (D, N).
+
+    adds: the vectors are added.
+    """
     e, vector_tile = unit.e, unit.vector_tile(4)
     with e.loop(0, unit.row, 64 * vector_tile) as offset, e.loop(0, unit.dim, 2) as channel:
         rows = [unit.block.matrix + (channel + row) * (unit.dim * 4) for row in (0, 1)]
@@ -241,6 +318,8 @@ def multiply_by_metric(unit: Unit, vectors: Value, out: Value) -> None:
         below_diagonal = e.broadcast(rows[1] + channel * 4, F32, LANES)
         for row, by_source in enumerate(unit.products(rows, sources, channel)):
             for number, total in enumerate(by_source):
+                if adds:
+                    total = total + e.load(vectors + place, _F16, row * unit.row + 64 * number)
                 if row:
                     total = e.fma(below_diagonal, e.load(vectors + place, _F16, 64 * number), total)
                 e.store(total, out + place, row * unit.row + 64 * number)
@@ -254,58 +333,13 @@ def _decode(unit: Unit) -> None:
 
 
 class _Sums:
-    """Sums over channels for 16 vectors x and y: x·S·xᵀ, x·S·yᵀ, y·S·yᵀ with a symmetric matrix S, and others.
+    """Sums of products of 16 vectors."""
 
-    If norms are tilted, y is the error of x, for a precise cost; else it is what is decoded.
-    """
+    def __init__(self, e: Emitter, *names: str) -> None:
+        self._e, self._sums = e, {name: e.variable(e.zero(_F16)) for name in names}
 
-    def __init__(self, e: Emitter, tilted: bool) -> None:
-        self.e, self.is_tilted = e, tilted
-        names = ["xy", "yy", *(["xx", "mean_x", "mean_y", "plain_x", "plain"] if tilted else [])]
-        self.sums: dict[str, Variable] = {name: e.variable(e.zero(_F16)) for name in names}
+    def add(self, name: str, a: Value, b: Value) -> None:
+        self._sums[name].set(self._e.fma(a, b, self._sums[name].get()))
 
-    def _add(self, name: str, a: Value, b: Value) -> None:
-        self.sums[name].set(self.e.fma(a, b, self.sums[name].get()))
-
-    def add(self, diagonal: Value, x: Value, y: Value, sum_x: Value, sum_y: Value) -> None:
-        """Add a channel. sum_x, sum_y: the products of all earlier channels with its row of S."""
-        e = self.e
-        own_y = e.fma(diagonal, y, sum_y)
-        self._add("xy", x, own_y)
-        self._add("xy", y, sum_x)
-        self._add("yy", y, own_y + sum_y)
-        if self.is_tilted:
-            self._add("xx", x, e.fma(diagonal, x, sum_x + sum_x))
-
-    def add_mean(self, mean: Value, x: Value, y: Value) -> None:
-        decoded = x - y
-        for name, a, b in (("mean_x", mean, x), ("mean_y", mean, y)):
-            self._add(name, a, b)
-        for name, a in (("plain_x", x), ("plain", decoded)):
-            self._add(name, a, decoded)
-
-    def fitted_ratio(self) -> Value:
-        """The factor of y that minimises the cost of the error."""
-        return self._ratio(self.sums["xy"].get(), self.sums["yy"].get())
-
-    def best_tilt(self, dim: Value) -> tuple[Value, Value]:
-        """The factor of what is decoded that minimises the cost for the queries that attend to each key, and that cost;
-        see `engine.quantization.encode`."""
-        e = self.e
-        totals = {name: total.get() for name, total in self.sums.items()}
-        xx, xe, ee, mean_x, mean_e = (totals[name] for name in ("xx", "xy", "yy", "mean_x", "mean_y"))
-        root = e.splat(e.sqrt(dim.trunc(I32).to_float()), LANES)
-        lean_x = (xx - mean_x * mean_x) / root + mean_x
-        lean_e = (xe - mean_x * mean_e) / root + mean_e
-        lean_y = lean_x - lean_e
-        with_x, with_e = e.fma(lean_x, lean_y, xx - xe), e.fma(lean_e, lean_y, xe - ee)
-        plain = self._ratio(totals["plain_x"], totals["plain"])
-        low, high = TILT_RANGE
-        ratio = e.fmin(e.fmax(self._ratio(with_x, with_x - with_e), plain * low), plain * high)
-        rest = -ratio + 1.0
-        lean = rest * lean_x + ratio * lean_e
-        return ratio, rest * (rest * xx + ratio * (xe + xe)) + ratio * ratio * ee + lean * lean
-
-    def _ratio(self, numerator: Value, denominator: Value) -> Value:
-        e = self.e
-        return e.select(denominator > 0.0, numerator / denominator, e.constant(_F16, 1.0))
+    def __getitem__(self, name: str) -> Value:
+        return self._sums[name].get()

@@ -44,6 +44,7 @@ class Block(NamedTuple):
     x: Pointer
     feedback: Pointer
     matrix: Pointer
+    costs: Pointer
     mean_query: Pointer
     token_feedback: Pointer
     weights: Pointer
@@ -58,10 +59,11 @@ class Encoding:
     """The properties that a kernel is specialized for.
 
     bits: bits of a code. width: values per code, 2 for `ring`, 1 for `turbo` and `linear`. tokens: N, a multiple of 16.
-    tilted: norms are tilted, by `mean_query` (D,) and the second moment of queries, `matrix` (D, D); else they are
-    fitted, by the metric's `matrix`. along_tokens: whether there is feedback along tokens. mean_bits: bits of the block
-    mean that is subtracted; 0 for none. has_metric: if False, codes name the nearest points, and norms are the
-    RMS, at most `largest`; of `linear` (`is_linear`) those that cover the largest value.
+    tilted: norms are tilted, by `mean_query` (D,) and the residues of errors, which `matrix` (D, D) makes and which
+    cost `costs` (D / 2, 4), as of `residue_costs`; else they are fitted, by the metric's `matrix`. is_fed_back: errors
+    of earlier pairs change what the next ones aim at. along_tokens: whether there is feedback along tokens. mean_bits:
+    bits of the block mean that is subtracted; 0 for none. has_metric: if False, codes name the nearest points, and
+    norms are the RMS, at most `largest`; of `linear` (`is_linear`) those that cover the largest value.
 
     feedback (D, D): the metric's. With feedback along tokens it has diagonals: (P + 1, width, width, P') float32, P' =
     P rounded up to 16; [k, a, b, j] is the coefficient of channel b of pair j − k for channel a of pair j. along
@@ -83,6 +85,7 @@ class Encoding:
     largest: float = math.inf
     rounds: int = 0
     is_linear: bool = False
+    is_fed_back: bool = True
 
     @property
     def name(self) -> str:
@@ -90,12 +93,18 @@ class Encoding:
         table = "linear" if self.is_linear else table
         parts = "_tilted" * self.tilted, "_along_tokens" * self.along_tokens, f"_mean{self.mean_bits}"
         alone = "" if self.has_metric else f"_alone{self.largest:.0f}"
+        alone += "" if self.is_fed_back else "_forward"
         return f"encode_{table}{self.bits}_{self.tokens}{''.join(parts)}{alone}"
 
     @property
     def tries_norms(self) -> bool:
         """Whether vectors are rounded with several norms."""
         return self.has_metric and self.tilted and not self.along_tokens
+
+    @property
+    def leaves_residues(self) -> bool:
+        """Whether the residues of errors are the differences of aims and points, which rounding then keeps."""
+        return self.tries_norms and self.is_fed_back and not self.rounds
 
     @property
     def norm_factors(self) -> tuple[float, ...]:
@@ -131,7 +140,7 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
         round_bytes = (3 * head_dim + 3) * row if encoding.rounds > 1 else 0
         nbytes += (head_dim + pairs) * 4 * LANES + round_bytes
     if not encoding.along_tokens:
-        return nbytes + pairs * row + (4 + pairs) * row * encoding.tries_norms
+        return nbytes + pairs * row + (7 + pairs) * row * encoding.tries_norms
     rows = encoding.rows(pairs) * (3 * encoding.width + 1) + 3 * (encoding.width + 1)
     return nbytes + rows * (-(-pairs // LANES) * 4 * LANES) + 2 * (row + 8 * ROW_PAD)
 
@@ -156,6 +165,7 @@ def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
         largest=float(rounding.norms.largest) if metric is None and not isinstance(rounding, TurboTable) else math.inf,
         rounds=rounds,
         is_linear=metric is None and isinstance(rounding, LinearTable),
+        is_fed_back=metric is None or bool(metric.feedback.any()),
     )
     return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
 
@@ -185,6 +195,7 @@ class Unit:
         if encoding.tries_norms:
             self.rms, self.costs, self.least = self.allocate(self.row), self.allocate(self.row), self.allocate(self.row)
             self.best_codes, self.best_norms = self.allocate(self.pairs * self.row), self.allocate(self.row)
+            self.sums_of_x = self.allocate(3 * self.row)
 
     def report(self, damaged: Value) -> None:
         """damaged: a byte, 1 if x is not finite."""
