@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -107,6 +107,7 @@ class Trace:
 
         whole = None if self._ops.backend == "cuda" else self._clock.whole(prompt)
         with ExitStack() as stack:
+            stack.enter_context(patch.object(type(self._ops), "stream", None))
             for owner, name, by in self._replacements():
                 stack.enter_context(patch.object(owner, name, partial(by, getattr(owner, name))))
             timed = self._clock.whole(work)
@@ -122,7 +123,7 @@ class Trace:
             return linear, (device, "launch", self._launch), (device, "gemm", self._launch_gemm)
         from polarlm.engine.jit.run.workers import workers  # needs llvmlite
 
-        return linear, (workers(), "run", self._run), (self._ops, "stream", lambda stream: nullcontext())
+        return linear, (workers(), "run", self._run)
 
     def _linear(self, linear: Callable[..., Any], x: Any, w: Linear, *rest: Any, **named: Any) -> Any:
         formats = ", ".join(dict.fromkeys(part.format.name for part in w.parts))

@@ -249,9 +249,10 @@ class MachineOps(Protocol):
         """A context in which products are computed as those of a step are in `run_graph`, not as a prompt's: each of
         their rows may be a prompt's only one."""
 
-    def stream(self) -> AbstractContextManager[None]:
-        """A context for ops on rows of a prompt, none of whose results Python reads: it prepares the next op while
-        others are computed, where that is of use."""
+    @property
+    def stream(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """stream() is a context for ops on rows of a prompt, none of whose results Python reads: others compute them
+        while it prepares the next op. None where nothing is waited for anyway, or nobody else computes."""
 
     def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
         """Call work(*arrays), also whenever `run_graph` runs again what is being recorded: at this place, with views of

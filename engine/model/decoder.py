@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -177,8 +176,9 @@ class Rows:
         and the rows before it, (T, E)."""
         self.choice, self.chunks, self.last, self._watch = choice, chunks, last, watch
 
-    def begin(self, layer: int, x: Array) -> None:
-        """A layer begins, for rows x (T, E)."""
+    def begin(self, layer: int, x: Array) -> Any:
+        """A layer begins, for rows x (T, E). Returns the `Ops.stream` in which it computes a chunk, before `end_chunk`;
+        None without."""
         if self._watch is not None:
             self._watch(layer, x)
 
@@ -186,12 +186,8 @@ class Rows:
         """Call `Mixer.project` of a layer for the rows of a chunk of x (T, E), and return its result."""
         return layer.project(x[chunk.rows], inputs)
 
-    def are_read(self, number: int) -> bool:
-        """Whether Python reads or writes rows, or K/V, while a layer of this number computes a chunk."""
-        return False
-
     def end_chunk(self, number: int, chunk: Chunk) -> None:
-        """A layer has computed a chunk."""
+        """A layer has computed a chunk in a stream."""
 
 
 class DecoderLayer(NamedTuple):
@@ -234,11 +230,14 @@ def compute(layers: Iterable[tuple[int, DecoderLayer]], x: Array, rows: Rows) ->
     """Compute numbered layers for rows x (T, E), in place, chunk by chunk. Yields after each chunk of a layer; the
     chunks may be replaced then, in the list."""
     for number, layer in layers:
-        rows.begin(number, x)
+        stream = rows.begin(number, x)
         for chunk in rows.chunks:
-            with nullcontext() if rows.are_read(number) else layer.ops.stream():
+            if stream is None:
                 _compute_chunk(number, layer, x, rows, chunk)
-            rows.end_chunk(number, chunk)
+            else:
+                with stream():
+                    _compute_chunk(number, layer, x, rows, chunk)
+                rows.end_chunk(number, chunk)
             yield number, chunk
 
 
@@ -358,28 +357,28 @@ class PromptRows(Rows):
         if self._store.changes != self._changes:
             self._place_chunks()
 
-    def begin(self, layer: int, x: Array) -> None:
+    def begin(self, layer: int, x: Array) -> Any:
         super().begin(layer, x)
         for part in self._images:
             if 0 < layer <= len(part.added):
                 self._ops.linear(*part.added[layer - 1], residual=x[part.at])
         for span in self._spans:
             self._store.begin_layer(layer, span)
+        is_read = layer == self.last and (self._mtp_input is not None or self._only_last)  # by Python
+        is_read = is_read or self._tap is not None or bool(self._round_trips)
+        self._stream = None if is_read else self._ops.stream
+        return self._stream
 
     def project(self, number: int, layer: DecoderLayer, x: Array, chunk: Chunk, inputs: LayerInputs) -> Any:
         rows, tap = chunk.rows, self._tap and partial(self._tap, number, self._spans[0].start + chunk.rows.start)
         mixed = x[rows] if self._mtp_input is None or number != self.last else self._mtp_input(x, rows)
         projected = layer.project(mixed, inputs, tap)
-        if self._round_trips:  # the only chunk
+        if rows.stop == self._count and self._stream is None:
             self._store.seal(number, *self._spans)
             for span in self._round_trips:
                 self._store.round_trip(number, span)
         return projected
 
-    def are_read(self, number: int) -> bool:
-        is_last = number == self.last and (self._mtp_input is not None or self._only_last)
-        return is_last or self._tap is not None or bool(self._round_trips)
-
     def end_chunk(self, number: int, chunk: Chunk) -> None:
-        if chunk.rows.stop == self._count and not self._round_trips:
+        if chunk.rows.stop == self._count:
             self._store.seal(number, *self._spans)

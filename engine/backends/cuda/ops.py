@@ -98,6 +98,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     forkable = False
     keeps_tiles = False
     batches_take_steps = True
+    stream: Callable[[], AbstractContextManager[None]] | None = None  # nothing is waited for
     cache_experts = None
     expansion_ops = None
     is_replayable = False
@@ -141,9 +142,6 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
 
     def as_step(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def stream(self) -> AbstractContextManager[None]:
-        return nullcontext()  # nothing waits here
 
     def forget(self) -> None:
         self._device.forget()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import Kernel, Level
 from polarlm.engine.jit.lang.records import Record
-from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased, unowned_view
+from polarlm.engine.jit.run.buffers import Arena, Buffers, Lease, is_leased, unowned_view
 from polarlm.engine.jit.run.workers import MOST_ENTRIES, CommandBuffer, Launch, workers
 
 Units = int | Callable[[], int]
@@ -150,7 +151,8 @@ class Launcher:
         launch = self._pack_launch(kernel, units, arguments, grain, overlaps)
         if self._recording is None:
             self.run(PreparedLaunches([launch], []))
-            self.hold(arguments)
+            if self._is_streaming:
+                self.hold(*arguments)
         else:
             self._recording.add(launch, (x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)))
 
@@ -161,7 +163,8 @@ class Launcher:
                 self(*launch)
             return None
         self.run(prepared := PreparedLaunches([self._pack_launch(*launch) for launch in launches], []))
-        self.hold(launches)
+        if self._is_streaming:
+            self.hold(*chain.from_iterable(arguments for _, _, arguments, *_ in launches))
         return prepared if self.runs_directly else None
 
     def _pack_launch(
@@ -219,9 +222,10 @@ class Launcher:
                 self.keep(key, launches)
 
     def hold(self, *arguments: Any) -> None:
-        """Keep what launches of the stream use until they are completed."""
+        """Keep arrays that launches of the stream use until they are completed. Memory of the pool needs no keeping:
+        only later launches use it again."""
         if self._is_streaming:
-            self._held.append(arguments)
+            self._held += [x for x in arguments if type(x) is np.ndarray and type(x.base) is not Lease]
 
     def _add_to_stream(self, prepared: PreparedLaunches, commands: CommandBuffer) -> None:
         count = len(commands.units)

@@ -95,8 +95,9 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, Ex
     def as_step(self) -> AbstractContextManager[None]:
         return self._launch.graph()
 
-    def stream(self) -> AbstractContextManager[None]:
-        return self._launch.stream()
+    @property
+    def stream(self) -> Callable[[], AbstractContextManager[None]]:  # type: ignore[override]
+        return self._launch.stream
 
     def forget(self) -> None:
         self._graphs.forget()

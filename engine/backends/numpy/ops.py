@@ -77,6 +77,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     encoded_at_once = 1
     expansion_ops: ExpansionOps | None = None
     fetch_later = None
+    stream: Callable[[], AbstractContextManager[None]] | None = None
     next_spans = None
 
     def __init__(self, threads: int = 0):
@@ -89,9 +90,6 @@ class NumpyOps(ExpertOps, RecurrentOps):
         work(*arrays)
 
     def as_step(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def forget(self) -> None:

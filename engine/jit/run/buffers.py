@@ -75,8 +75,8 @@ class Arena:
 _Piece = tuple[tuple[int, bool], np.ndarray]
 
 
-class _Lease:
-    """Memory of an array, which returns to the pool when no array uses it any more."""
+class Lease:
+    """What the array is based on whose memory a pool lends: it returns to the pool when no array uses it any more."""
 
     __slots__ = "__array_interface__", "_free_list", "_piece"
 
@@ -109,7 +109,7 @@ class Buffers:
             memory = aligned_bytes(size)
             self._all.append(memory)
             piece = (memory.ctypes.data, False), memory
-        return np.asarray(_Lease(piece, free, shape, kind))
+        return np.asarray(Lease(piece, free, shape, kind))
 
     def give_back(self) -> None:
         """Return the memory to the system, unless it is little, or some array still uses part of it."""
@@ -127,7 +127,7 @@ def is_leased(x: np.ndarray) -> bool:
     """Whether an array, or the array that it is a view of, comes from a pool."""
     while isinstance(x.base, np.ndarray):
         x = x.base
-    return isinstance(x.base, _Lease)
+    return isinstance(x.base, Lease)
 
 
 class _Memory:

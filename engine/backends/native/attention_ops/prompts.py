@@ -4,6 +4,7 @@ encoders."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -124,7 +125,7 @@ class PromptOps(KernelOps):
             )
             kernel = attend(spec) if format is None else attend_by_matrices(format, spec)
             self._launch.launch_all([*conversions, (kernel, -(-rows // tile) * kv_heads, arguments, 1)])
-            self._launch.hold(segments)
+            self._launch.hold(*chain.from_iterable(segments))
 
         return launch
 

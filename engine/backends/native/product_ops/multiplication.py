@@ -120,7 +120,7 @@ class Multiplication:
             else:
                 arguments[_ROW_COUNT] = rows
         self._launch.run(repeatable.prepared)
-        self._launch.hold(x, y, panels)
+        self._launch.hold(x, y, *panels)
 
     def kernels(self, sizes: Tiling) -> list[Kernel]:
         kinds = [kind for kind in dict.fromkeys(self.inputs) if not self._are_panels(sizes, kind)]

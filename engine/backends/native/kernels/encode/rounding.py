@@ -259,19 +259,21 @@ def _write_tilted_norms(unit: Unit) -> None:
         by_vector = [_Sums(e, "xe", "ee", "plain_xe", "plain_ee", "mean_e") for _ in range(vector_tile)]
         with e.loop(0, unit.dim, 2) as channel:
             first, both, second = (e.broadcast(unit.block.costs + channel * 8, F32, LANES, at) for at in (0, 4, 8))
-            means = [e.broadcast(unit.block.mean_query + channel * 4, F32, LANES, at) for at in (0, 4)]
             for number, sums in enumerate(by_vector):
                 place = channel * unit.row + offset + 64 * number
                 a, b = (e.load(unit.metric_errors + place, _F16, at) for at in (0, unit.row))
                 weighed = e.fma(first, a, both * b), e.fma(both, a, second * b)
                 for axis, residue in enumerate((a, b)):
-                    arrays = unit.x, unit.errors, unit.metric_x
-                    x, error, weighed_x = (e.load(array + place, _F16, axis * unit.row) for array in arrays)
-                    sums.add("xe", weighed_x, residue)
+                    sums.add("xe", e.load(unit.metric_x + place, _F16, axis * unit.row), residue)
                     sums.add("ee", weighed[axis], residue)
-                    sums.add("plain_xe", x, error)
-                    sums.add("plain_ee", error, error)
-                    sums.add("mean_e", means[axis], error)
+        with e.loop(0, unit.dim) as channel:  # a loop of its own: AVX2 has no registers for all sums
+            mean = e.broadcast(unit.block.mean_query + channel * 4, F32, LANES)
+            for number, sums in enumerate(by_vector):
+                place = channel * unit.row + offset + 64 * number
+                x, error = e.load(unit.x + place, _F16), e.load(unit.errors + place, _F16)
+                sums.add("plain_xe", x, error)
+                sums.add("plain_ee", error, error)
+                sums.add("mean_e", mean, error)
         for number, sums in enumerate(by_vector):
             place = offset + 64 * number
             of_x = [e.load(unit.sums_of_x + place, _F16, at * unit.row) for at in range(3)]
