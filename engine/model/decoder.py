@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -176,11 +177,12 @@ class Rows:
         and the rows before it, (T, E)."""
         self.choice, self.chunks, self.last, self._watch = choice, chunks, last, watch
 
-    def begin(self, layer: int, x: Array) -> Any:
+    def begin(self, layer: int, x: Array) -> Callable[[], AbstractContextManager[None]] | None:
         """A layer begins, for rows x (T, E). Returns the `Ops.stream` in which it computes a chunk, before `end_chunk`;
         None without."""
         if self._watch is not None:
             self._watch(layer, x)
+        return None
 
     def project(self, number: int, layer: DecoderLayer, x: Array, chunk: Chunk, inputs: LayerInputs) -> Any:
         """Call `Mixer.project` of a layer for the rows of a chunk of x (T, E), and return its result."""
@@ -357,7 +359,7 @@ class PromptRows(Rows):
         if self._store.changes != self._changes:
             self._place_chunks()
 
-    def begin(self, layer: int, x: Array) -> Any:
+    def begin(self, layer: int, x: Array) -> Callable[[], AbstractContextManager[None]] | None:
         super().begin(layer, x)
         for part in self._images:
             if 0 < layer <= len(part.added):
