@@ -17,6 +17,7 @@ from polarlm.engine.chat.session import ChatSession
 from polarlm.engine.loading import need
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.outputs import Completion
+from polarlm.engine.requests.scheduler import Scheduler
 from polarlm.engine.state.prefix import join_salt, salt_adapter
 from tests.adapters import ALL, changed_model, random_changes, write_peft
 from tests.tiny import assert_idle, load_tiny, make_model
@@ -74,6 +75,12 @@ def engine(request: pytest.FixtureRequest, base: Path, adapters: dict[str, Path]
     with load_tiny(base, ops=ops, lora=lora, weight_type="f32", **SETTINGS) as made:
         assert made.status().backend == request.param
         yield made
+
+
+@pytest.fixture(autouse=True)
+def prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps never go before prompts, however long these take, so that requests run together."""
+    monkeypatch.setattr(Scheduler, "_prefill_is_due", True)
 
 
 def params(tokens: int = 12, **more: Any) -> SamplingParams:
