@@ -251,8 +251,7 @@ class Launcher:
         It reads what the launches before it wrote. arrays: its arguments that come from `empty`.
         """
         if self._recording is None:
-            self.finish()
-            function(*arrays)
+            self._interrupt(function, *arrays)
         else:
             self._recording.parts.append(HostCall(function, tuple(map(unowned_view, arrays))))
 
@@ -279,8 +278,17 @@ class Launcher:
         """op(*args, **kwargs). Raises CannotRecord inside a recording, since it is not a kernel."""
         if self._recording is not None:
             raise CannotRecord
+        return self._interrupt(op, *args, **kwargs)
+
+    def _interrupt(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """function(*args, **kwargs), between the launches of a stream: those of its own are waited for, since it may
+        write what they use."""
         self.finish()
-        return op(*args, **kwargs)
+        is_streaming, self._is_streaming = self._is_streaming, False
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._is_streaming = is_streaming
 
     @contextmanager
     def graph(self) -> Iterator[None]:

@@ -35,12 +35,12 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeOps, "prefill_rows", 40, raising=False)
 
 
-def answers(path: Path, threads: int) -> list[Completion]:
+def answers(path: Path, threads: int, **more: Any) -> list[Completion]:
     """To a prompt of several chunks, to another that continues it, and to four at the same time."""
     rng, given = np.random.default_rng(1), list[Sequence[int]]()
     for count in (200, 60, 30, 25, 90, 9):
         given.append(rng.integers(5, VOCABULARY, count).tolist())
-    with load_tiny(path, threads=threads, **SETTINGS) as engine:
+    with load_tiny(path, threads=threads, **SETTINGS, **more) as engine:
         found = [engine.generate(given[0], SOME), engine.generate([*given[0], *given[1]], SOME)]
         trays: list[list[Any]] = [[] for _ in given[2:]]
         for ids, tray in zip(given[2:], trays, strict=True):
@@ -84,6 +84,13 @@ def test_answers_are_the_same_to_the_bit(tmp_path: Path, late: list[CommandBuffe
     wanted = answers(path, 1)
     assert not late
     assert contents(answers(path, 3)) == contents(wanted)
+    assert late
+
+
+def test_calls_between_launches_write_what_these_have_read(tmp_path: Path, late: list[CommandBuffer]) -> None:
+    """Experts that are read when they are chosen take the places of others, and so do their biases."""
+    path, settings = make_model(tmp_path, "gpt_oss_transposed"), {"expert_cache": "100K", "weight_type": "f32"}
+    assert contents(answers(path, 3, **settings)) == contents(answers(path, 1, weight_type="f32"))
     assert late
 
 
