@@ -151,8 +151,7 @@ class Launcher:
         launch = self._pack_launch(kernel, units, arguments, grain, overlaps)
         if self._recording is None:
             self.run(PreparedLaunches([launch], []))
-            if self._is_streaming:
-                self.hold(*arguments)
+            self.hold(*arguments)
         else:
             self._recording.add(launch, (x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)))
 
@@ -163,8 +162,7 @@ class Launcher:
                 self(*launch)
             return None
         self.run(prepared := PreparedLaunches([self._pack_launch(*launch) for launch in launches], []))
-        if self._is_streaming:
-            self.hold(*chain.from_iterable(arguments for _, _, arguments, *_ in launches))
+        self.hold(*chain.from_iterable(arguments for _, _, arguments, *_ in launches))
         return prepared if self.runs_directly else None
 
     def _pack_launch(
