@@ -35,11 +35,11 @@ function variation(message) {
 
 const newAnswer = (parent) => addMessage(current, parent, { role: "assistant", ...readAnswer({}) });
 
-/** Generates another version of an answer, which stays; an answer that was never received is requested again. */
+/** Generates another version of an answer, which stays; one that failed is requested again as it was. */
 function regenerate(message) {
   const { text, calls } = message;
   const other = () => {
-    const varied = variation(message);
+    const varied = message.error ? {} : variation(message);
     return Object.assign(message.role === "summary" ? addMessage(current, parentOf(message), newSummary()) : newAnswer(parentOf(message)), { varied });
   };
   resume(message, text || calls.length ? other : undefined);

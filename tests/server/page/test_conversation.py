@@ -226,6 +226,7 @@ def test_a_lost_connection_is_shown_and_can_be_retried(
         page.until(lambda: page.done() and len(page.answer()) > 2)
         page.until(lambda: page.text("#status") == "Answered.")
         assert page.text(".message .notice") == ""
+        assert "to differ" not in page.figures()
 
 
 def test_a_key_is_asked_for_and_kept_until_it_is_forgotten(
