@@ -22,6 +22,7 @@ from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs.parts.rotation import signed_hadamard
 from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.pairs import mostly_slow
 from tests.tiny import VOCABULARY, load_tiny
 
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 40).tolist()
@@ -56,7 +57,7 @@ BACKENDS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@mostly_slow("backend", BACKENDS, ["numpy", "compiled"])
 def test_no_op_keeps_state(tiny_path: Path, backend: str) -> None:
     """After prompts, steps, a second turn and a score. The CPU backends have a layer of each kind."""
     ops = BACKENDS[backend]()

@@ -67,7 +67,7 @@ def test_ids_agree_with_llama_cpps_vectors(vectors: str, name: str) -> None:
         assert tokenizer.tokenize(text) == [int(token_id) for token_id in line.split()], text
 
 
-@pytest.mark.parametrize("name", KINDS)
+@mostly_slow("name", KINDS, KINDS[1:])  # Llama 3's takes six seconds
 @given(text=TEXTS)
 def test_the_bytes_of_the_tokens_spell_the_text_and_none_is_a_control_token(name: str, text: str) -> None:
     tokenizer, expected = vocab.real(name), expected_text(name, text)
@@ -89,7 +89,7 @@ def test_names_of_control_tokens_come_back(name: str) -> None:
         assert end not in text_of(tokenizer, ids)
 
 
-@pytest.mark.parametrize("name", ["llama3-json", "llama2-json"])
+@mostly_slow("name", ["llama3-json", "llama2-json"], ["llama2-json"])
 @settings(max_examples=25)
 @given(text=TEXTS)
 def test_control_agrees_with_the_library_reading_the_whole_text(name: str, text: str) -> None:
