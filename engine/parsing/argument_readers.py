@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from polarlm.engine.sampling.detokenizer import overlap
-from polarlm.engine.sampling.schemas import KINDS, kind_of, kinds_of_property
+from polarlm.engine.sampling.schema_form import kinds_of_property, normal_form
+from polarlm.engine.sampling.schema_keywords import KINDS, kind_of
 from polarlm.model_loaders.chat.call_arguments import Fields
 
 _CONSTANTS = {"None": "null", "True": "true", "False": "false"}  # as templates in Python's language may write them
@@ -151,7 +153,10 @@ class FieldArguments:
 
     def __init__(self, fields: Fields, closing: str, schema: Any) -> None:
         """closing: what follows the arguments. schema: of all arguments, as an object."""
-        self._fields, self._closing, self._schema = fields, closing, schema
+        self._fields, self._closing, self._schema = fields, closing, dict[str, Any]()
+        if isinstance(schema, Mapping) and not fields.quote:
+            with suppress(ValueError):
+                self._schema = normal_form(schema)
         self._begin = fields.prefix  # what the next argument begins with
         self._state: Callable[[], str | None] | None = self._next
         self._kinds = KINDS  # that the value may have

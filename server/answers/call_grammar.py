@@ -164,7 +164,7 @@ def schema_of(function: Function, separators: tuple[str, str], warn: Callable[[s
     item, key = separators
     options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
     with _naming_function(function):
-        schema = {**function.schema, OPTIONS: {"lenient": not function.strict}}
+        schema = {"type": "object", **function.schema, OPTIONS: {"lenient": not function.strict}}
         return prepare(schema, options, partial(_warn_about, function, warn))
 
 

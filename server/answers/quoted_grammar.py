@@ -10,17 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from polarlm.engine.sampling.schemas import OPTIONS
 from polarlm.model_loaders.chat.call_arguments import Fields, dictsort_key, quote_value
 
 _SCALARS = ("number", "integer", "boolean", "null")
-_TYPES = ("object", "array", "string", *_SCALARS)
-_ANNOTATIONS = ("title", "description", "default", "examples", "$schema", "$defs", "definitions", "$comment", OPTIONS)
-_SUPPORTED_KEYWORDS = (
-    *("type", "enum", "const", "anyOf", "oneOf", "$ref"),
-    *("properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
+_HELD_KEYWORDS = (
+    *("type", "enum", "anyOf", "properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
+    *("$defs", OPTIONS),
 )
 _STRING = r"""/'([^'\\]|\\[^xuUN0-9])*'|"([^"\\]|\\[^xuUN0-9])*"/"""  # of Python; some templates escape nothing
 _NAME = r"/[^\s:,{}\[\]<>\"]+/"  # name of a field that the schema does not list
@@ -113,33 +110,26 @@ class QuotedRules:
             if schema is False:
                 raise ValueError("a schema is false, so that no value fulfils it")
             return self.any_value
-        kinds = schema.get("type")
-        holds = isinstance(kinds, str) and self._holds(kinds)
-        unknown = [key for key in schema if key not in _ANNOTATIONS and key not in _SUPPORTED_KEYWORDS and not holds]
-        if self._strict and unknown:
-            raise ValueError(f"{unknown[0]} does not hold for this model, so the function cannot be strict")
-        if unknown:
-            self._warn(f"{', '.join(unknown)} does not hold for this model")
         if "$ref" in schema:
-            return self._reference(str(schema["$ref"]))
-        if "const" in schema or "enum" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            return self._one_of([self._literal(self._write_value(value)) for value in values])
+            return self._reference(schema["$ref"])
+        kind = schema.get("type")
+        holds = kind is not None and self._holds(kind)
+        unheld = [key for key in schema if key not in _HELD_KEYWORDS and not holds]
+        if unheld and self._strict:
+            raise ValueError(f"{unheld[0]} does not hold for this model, so the function cannot be strict")
+        if unheld:
+            self._warn(f"{', '.join(unheld)} does not hold for this model")
+        if "enum" in schema:
+            return self._one_of([self._literal(self._write_value(value)) for value in schema["enum"]])
         for key in ("anyOf", "oneOf"):
-            if isinstance(schema.get(key), list):
+            if key in schema:
                 return self._one_of([self._value(inner) for inner in schema[key]])
-        if isinstance(kinds, list):
-            return self._one_of([self._value({**schema, "type": kind}) for kind in kinds])
-        kind = kinds or ("object" if "properties" in schema else "array" if "items" in schema else None)
-        if kind is not None and kind not in _TYPES:
-            raise ValueError(f"the type {kind!r} is none of JSON's")
         if kind is None:
             return self.any_value
         return {"string": self._string, "array": self._array, "object": self._object}.get(kind, self._scalar)(schema)
 
     def _scalar(self, schema: Mapping[str, Any]) -> str:
-        constraint = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
-        return self._rule(f"%json {json.dumps(constraint)}")
+        return self._rule(f"%json {json.dumps(schema)}")
 
     def _one_of(self, choices: list[str]) -> str:
         if not choices:
@@ -148,28 +138,23 @@ class QuotedRules:
 
     def _reference(self, reference: str) -> str:
         if reference not in self._references:
-            target: Any = self._root
-            for part in reference.removeprefix("#").split("/")[1:]:
-                name = unquote(part).replace("~1", "/").replace("~0", "~")
-                if not isinstance(target, Mapping) or name not in target:
-                    raise ValueError(f"$ref has {reference!r}, which the schema does not have")
-                target = target[name]
             name = self._references[reference] = f"{self._name}_of{len(self._references)}"
-            self._lines.append(f"{name}: {self._value(target)}")
+            self._lines.append(f"{name}: {self._value(self._root['$defs'][reference.rsplit('/')[-1]])}")
         return self._references[reference]
 
     def _array(self, schema: Mapping[str, Any]) -> str:
         item, least, most = self._value(schema.get("items", True)), schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
             return '"[]"'
-        further = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        items = f"{item} ({json.dumps(self.separator)} {item}){further}"
+        further = f"({json.dumps(self.separator)} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        items = item if most == 1 else f"{item} {further}"
         return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         """Fields in order; the rule of the fields from one on is written for both, whether others precede it or not."""
-        fields, separator = self._sort_fields(schema.get("properties") or {}), self._literal(self.separator) or '""'
-        required = set(schema.get("required") or ())
+        listed = {name: inner for name, inner in schema.get("properties", {}).items() if inner is not False}
+        fields, separator = self._sort_fields(listed), self._literal(self.separator) or '""'
+        required = set(schema.get("required", ()))
         others = schema.get("additionalProperties", True)
         other = "" if others is False else f"{self.any_name} {self._field_value(others)}"
         rest = {
@@ -229,7 +214,7 @@ class _ValueRules(QuotedRules):
         if self._fields.other_joint:
             self._text = f"{self._literal(self._fields.joint)} raw"
             self._other = f"{self._literal(self._fields.other_joint)} "
-            value = self._rule(f"%json {json.dumps({'type': [kind for kind in _TYPES if kind != 'string']})}")
+            value = self._rule(f"%json {json.dumps({'type': ['object', 'array', *_SCALARS]})}")
             self.any_value = f"({self._text} | {self._other}{value} {self._after})"
 
     def _write_value(self, value: Any) -> str:
@@ -252,9 +237,8 @@ class _ValueRules(QuotedRules):
     def _array(self, schema: Mapping[str, Any], kind: str = "array") -> str:
         if kind in self._fields.python:
             return f"{self._other}{self._python._value(schema)} {self._after}"
-        if '"$ref"' in json.dumps(schema):  # references are to the whole schema, which goes along
-            schema = {**_move_references(schema), "$defs": {"whole": _move_references(self._root)}}
-        rule = self._rule(f"%json {json.dumps({**schema, OPTIONS: self._root[OPTIONS]})}")
+        whole = {name: self._root[name] for name in ("$defs", OPTIONS) if name in self._root}
+        rule = self._rule(f"%json {json.dumps({**schema, **whole})}")
         return f"{self._other}{rule} {self._after}"
 
     def _object(self, schema: Mapping[str, Any]) -> str:
@@ -292,16 +276,3 @@ class FieldRules(QuotedRules):
 
     def _field_value(self, schema: Any) -> str:
         return self._values._value(schema)
-
-
-def _move_references(schema: Any) -> Any:
-    """A copy of a schema whose references are to `#/$defs/whole`."""
-    if isinstance(schema, list):
-        return [_move_references(inner) for inner in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    return {
-        name: f"#/$defs/whole{inner[1:]}" if name == "$ref" and str(inner).startswith("#") else _move_references(inner)
-        for name, inner in schema.items()
-        if name != OPTIONS
-    }

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="the system has no such 
 
 def chain(count: int) -> str:
     """A schema whose definitions each refer to the next."""
-    definitions: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    definitions: dict[str, Any] = {
+        f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}, "minItems": 1} for i in range(count)
+    }
     return json.dumps({"$defs": {**definitions, f"d{count}": {}}, "$ref": "#/$defs/d0"})
 
 
@@ -37,7 +39,11 @@ DEEP = "it is nested too deeply"
 SLOW = "it needs too much (time|memory)"
 PRIME: dict[str, Any] = {"type": "integer", "multipleOf": 9999991}
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
-    "chain of references": ({"schema": chain(2500)}, DEEP),
+    "chain of references": ({"schema": chain(2000)}, DEEP),
+    "choices beside choices": (
+        {"schema": {"allOf": [{"anyOf": [{"minLength": i}, {"pattern": str(i)}]} for i in range(40)]}},
+        "multiply",
+    ),
     "chain of rules": ({"grammar": rules(9000, "r{}: r{}", 'r{}: "a"', "start: r0")}, DEEP),
     "chain of terminals": ({"grammar": rules(9000, "R{}: R{}", 'R{}: "a"', "start: R0")}, DEEP),
     "chain in GBNF": ({"grammar": rules(6000, "r{} ::= r{}", 'r{} ::= "a"', "root ::= r0")}, DEEP),
@@ -117,7 +123,7 @@ def test_a_limit_ends_the_compilation_and_not_the_worker_which_has_the_vocabular
     assert now[TURNS[0]] is workers[TURNS[0]]
     workers = now
     with pytest.raises(EngineError, match=DEEP):
-        grammars.constraint(SamplingParams(schema=chain(2501)))
+        grammars.constraint(SamplingParams(schema=chain(2001)))
     assert {seconds: worker._worker for seconds, worker in grammars._workers.items()} == workers
 
 

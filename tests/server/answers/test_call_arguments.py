@@ -243,7 +243,7 @@ def test_a_number_is_no_string_where_strings_have_quotes() -> None:
     [
         ({"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}, "pattern does not hold"),
         ({"type": "object", "properties": {"a": {"$ref": "#/no"}}}, "#/no"),
-        ({"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}, "no choices"),
+        ({"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}, "nothing fulfils it"),
         ({"type": "object", "properties": {"a": {"type": "text"}}}, "none of JSON's"),
     ],
 )
