@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,6 @@ from polarlm.model_loaders.hub.choice import ADAPTER_WEIGHTS as WEIGHTS
 
 MOST_RANK = 512
 _PEFT = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>A|B)(\.default)?\.weight")
-_NAME = re.compile(r"[\w.]+")
 _GGUF = re.compile(r"(?P<module>.+)\.weight\.lora_(?P<factor>a|b)")
 # Parts of a tensor's name that say what it is, if it is not a low-rank factor.
 _OTHER_KINDS = {
@@ -49,6 +48,32 @@ _REFUSED_SLOTS = {  # slots whose tensors cannot be changed
         "which makes keys and values of a latent vector, and adapters of it are not supported",
     ),
 }
+# Keys of peft that change what an adapter does, unless they are null, false or empty.
+_REFUSED_KEYS = {
+    "alora_invocation_tokens": "an activated LoRA, which acts behind its invocation tokens alone, is",
+    "arrow_config": "a choice among several adapters (Arrow) is",
+    "fan_in_fan_out": "an adapter of matrices (in, out), which no supported model has, is",
+    "kasa_config": "KaSA is",
+    "lora_bias": "biases are",
+    "monteclora_config": "MonteCLoRA is",
+    "use_bdlora": "BD-LoRA is",
+    "use_dora": "DoRA is",
+    "use_qalora": "QA-LoRA is",
+    **dict.fromkeys(
+        ("layer_replication", "modules_to_save", "trainable_token_indices"),
+        "whole matrices, embeddings and copies of layers in adapters are",
+    ),
+}
+_OTHER_BASES = ("pissa", "corda", "olora", "loftq")  # initialisations that change the base model, too
+_OF_TRAINING = (  # keys of peft that say how an adapter came to be; ranks are those of its matrices
+    *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
+    *("exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout"),
+    *("lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "r", "rank_pattern"),
+    *("revision", "target_modules", "target_parameters", "task_type", "velora_config"),
+)
+_ALORA = "adapter.alora.invocation_tokens"
+_OF_GGUF = *("adapter.type", "adapter.lora.alpha"), *("adapter.lora.task_name", "adapter.lora.prompt_prefix")
+_LONGEST_PATTERN = 1000  # characters
 _FFN_SLOTS = ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate", *OF_EXPERTS)
 
 
@@ -101,7 +126,8 @@ def read_adapter(path: Path, config: ModelConfig, *, is_gguf: bool) -> Adapter:
             a, b = (_values(tensors_stored, label) for label in pair)
             experts = module_targets[0].joined
             _check_rank(path, module, a, b, experts)
-            b *= np.float32(scale_of(module, len(a) // experts))
+            of_experts = f"{module.removesuffix('.base_layer')}.{module_targets[0].parameter}"
+            b *= np.float32(scale_of(of_experts if experts > 1 else module, len(a) // experts))
             for target in module_targets:
                 changes[target.spec.name] = target.factors(path, module, a, b)
         dtypes = {tensors_stored.stored_dtype(label) for _, pair, _ in changed_modules for label in pair}
@@ -124,6 +150,7 @@ class _Target:
     rows: Callable[[int], np.ndarray] | None
     joined: int = 1  # matrices of experts whose factors the file has in one
     expert: int = 0  # which of them this is
+    parameter: str = ""  # what peft calls these matrices together
 
     def factors(self, path: Path, module: str, a: np.ndarray, b: np.ndarray) -> Factors:
         """The change of the tensor, taken from the change of the file's matrix."""
@@ -186,7 +213,8 @@ class _Targets:
             parts = len(specs) // ffn.count
             if shape == (parts * specs[0].shape[0], specs[0].shape[1]):
                 rows = [partial(_rows_of_part, part, parts, rows_alternate(self._config)) for part in range(parts)]
-                return [_Target(one, rows[i % parts], ffn.count, i // parts) for i, one in enumerate(specs)]
+                name = "down_proj" if slot == OF_EXPERTS[-1] else "gate_up_proj"
+                return [_Target(one, rows[i % parts], ffn.count, i // parts, name) for i, one in enumerate(specs)]
         return []
 
     def find_gguf(self, module: str, interleaved: bool) -> list[_Target]:
@@ -303,31 +331,44 @@ def _open_folder(folder: Path, files: ExitStack) -> tuple[StoredWeights, _ScaleO
         raise LoadError(f"{folder} {why if is_pickle else f'lacks {WEIGHTS}'}; use an adapter with safetensors.")
     file = FileBytes(folder / WEIGHTS)
     files.callback(file.close)
-    by_module = fields.section("alpha_pattern")
-    alphas = {} if by_module is None else {key: by_module.number(key) for key in by_module.names()}
-    if by_module is not None and (pattern := next((key for key in alphas if not _NAME.fullmatch(key)), None)):
-        raise by_module.refuse(pattern, "but only names of modules are supported as keys, not patterns")
+    alphas = [*_alphas(fields.section("alpha_pattern"))]
     alpha, is_root = fields.number("lora_alpha", 8.0), fields.flag("use_rslora", False)
+    fields.warn_of_unread(_OF_TRAINING)
 
     def scale_of(module: str, rank: int) -> float:
-        module_alpha = next((alphas[key] for key in alphas if f".{module}".endswith(f".{key}")), alpha)
+        module_alpha = next((own for pattern, own in alphas if pattern.match(module)), alpha)
         return module_alpha / (math.sqrt(rank) if is_root else rank)
 
     return StoredWeights(folder, read_header(file), [file]), scale_of
 
 
+def _alphas(by_module: Fields | None) -> Iterator[tuple[re.Pattern[str], float]]:
+    """The names of modules that have alphas of their own, as expressions; the first that matches counts, as in peft."""
+    for key in by_module.names() if by_module is not None else ():
+        try:
+            if len(key) > _LONGEST_PATTERN:
+                raise OverflowError(f"it has more than {_LONGEST_PATTERN:,} characters")
+            yield re.compile(rf"(.*\.)?({key})$"), by_module.number(key)
+        except (re.error, OverflowError, RecursionError) as problem:
+            raise LoadError(
+                f"{by_module.where}: {describe(key)} is no regular expression that can be used ({problem}); use "
+                "another LoRA adapter."
+            ) from None
+
+
 def _check_configuration(fields: Fields) -> None:
     if (kind := fields.text("peft_type", "LORA")) != "LORA":
         raise fields.refuse("peft_type", f"but LORA adapters alone are supported, not {kind}")
-    if fields.flag("use_dora", False):
-        raise fields.refuse("use_dora", "but DoRA is not supported; use a LoRA adapter")
-    if fields.text("bias", "none") != "none" or fields.flag("lora_bias", False):
-        key = "lora_bias" if fields.text("bias", "none") == "none" else "bias"
-        raise fields.refuse(key, "but adapters with biases are not supported; use one without")
-    if fields.flag("fan_in_fan_out", False):
-        raise fields.refuse("fan_in_fan_out", "which no supported model has")
-    for key in filter(fields.has, ("modules_to_save", "trainable_token_indices", "layer_replication")):
-        raise fields.refuse(key, "but whole matrices, embeddings and copies of layers in adapters are not supported")
+    for key in _REFUSED_KEYS:
+        if fields.value(key):
+            raise fields.refuse(key, f"but {_REFUSED_KEYS[key]} not supported; use another LoRA adapter")
+    if fields.text("bias", "none") != "none":
+        raise fields.refuse("bias", "but adapters with biases are not supported; use one without")
+    if str(fields.value("init_lora_weights")).lower().startswith(_OTHER_BASES):
+        raise fields.refuse(
+            "init_lora_weights",
+            "with which peft changes the base model, too; use one that is converted to a plain LoRA",
+        )
 
 
 # -- GGUF ----------------------------------------------------------------------------------------------------------
@@ -351,6 +392,10 @@ def _open_gguf(path: Path, config: ModelConfig, files: ExitStack) -> tuple[Store
             f"{path} is an adapter of a model of architecture {describe(arch)}, and this is a {config.family} model; "
             "choose an adapter of this base model."
         )
+    fields = Fields({key: value for key, value in gguf.metadata.items() if key.startswith("adapter.")}, path)
+    if fields.value(_ALORA):
+        raise fields.refuse(_ALORA, f"but {_REFUSED_KEYS['alora_invocation_tokens']} not supported; use another one")
+    fields.warn_of_unread(_OF_GGUF)
     alpha = gguf.metadata.get("adapter.lora.alpha", 0.0)
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise LoadError(f"{path}: adapter.lora.alpha is {describe(alpha)}, but must be a number.")

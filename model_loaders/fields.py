@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -74,8 +74,16 @@ class Fields:
     makes a key required. Every method raises LoadError for a value of another type or out of range.
     """
 
-    def __init__(self, values: Mapping[str, object], where: str | Path, names: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, object],
+        where: str | Path,
+        names: Mapping[str, str] | None = None,
+        keys_read: set[str] | None = None,
+    ) -> None:
+        """keys_read: gets the keys that are asked for."""
         self._values, self.where, self._names = values, str(where), names or {}
+        self._keys_read = set() if keys_read is None else keys_read
 
     @classmethod
     def read(cls, path: Path, *, required: bool = True) -> Fields:
@@ -83,7 +91,7 @@ class Fields:
         return cls(read_json(path, required=required), path)
 
     def has(self, key: str) -> bool:
-        return self._values.get(key) is not None
+        return self.value(key) is not None
 
     def present(self) -> list[str]:
         """The keys that are not absent."""
@@ -91,7 +99,23 @@ class Fields:
 
     def value(self, key: str) -> object:
         """What the key has, of any type; None if it is absent."""
+        self._keys_read.add(key)
         return self._values.get(key)
+
+    def warn_of_unread(self, harmless: Collection[str] = ()) -> None:
+        """Log the keys that nobody has asked for and that are not `harmless`, unless they are null, false, 0 or empty.
+
+        Call it when all is read.
+        """
+        if unread := [
+            key for key, value in self._values.items() if value and key not in self._keys_read.union(harmless)
+        ]:
+            _LOG.warning(
+                "%s has keys that are unknown here and ignored: %s%s",
+                self.where,
+                ", ".join(map(describe, unread[:_MOST_SHOWN])),
+                ", ..." if len(unread) > _MOST_SHOWN else "",
+            )
 
     def refuse(self, key: str, problem: str) -> LoadError:
         """The error for a key whose value cannot be used; the caller raises it."""
@@ -100,7 +124,7 @@ class Fields:
 
     def _check(self, key: str, default: Any, is_right: Callable[[Any], bool], expected: str) -> Any:
         """The value of a key, or its default. Raises LoadError with what is `expected` unless the value `is_right`."""
-        value = self._values.get(key)
+        value = self.value(key)
         if value is None:
             if default is None:
                 raise LoadError(
@@ -134,7 +158,7 @@ class Fields:
 
     def require(self, key: str, expected: object) -> None:
         """Raises LoadError unless the key is absent or has the value `expected`, the only one that is supported."""
-        if self._values.get(key) not in (None, expected):
+        if self.value(key) not in (None, expected):
             raise self.refuse(key, f"but only {expected!r} is supported")
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -158,7 +182,7 @@ class Fields:
 
     def section(self, key: str) -> Fields | None:
         """The object under `key`; None if it is absent or empty, in whatever form."""
-        value = self._values.get(key)
+        value = self.value(key)
         if value in (None, {}, [], "", False):
             return None
         if not isinstance(value, dict):
@@ -168,16 +192,16 @@ class Fields:
     def with_defaults(self, defaults: Mapping[str, object]) -> Fields:
         """These fields with `defaults` for keys that are absent."""
         present = {key: self._values[key] for key in self.present()}
-        return Fields({**defaults, **present}, self.where, self._names)
+        return Fields({**defaults, **present}, self.where, self._names, self._keys_read)
 
     def with_values(self, values: Mapping[str, object]) -> Fields:
         """These fields with other `values` for some keys."""
-        return Fields({**self._values, **values}, self.where, self._names)
+        return Fields({**self._values, **values}, self.where, self._names, self._keys_read)
 
     def with_file_keys(self, keys: Mapping[str, str]) -> Fields:
         """These fields, whose file may spell some keys in another way: ours → the file's."""
-        values = {ours: self._values[theirs] for ours, theirs in keys.items() if theirs in self._values}
-        return Fields({**self._values, **values}, self.where, {**keys, **self._names})
+        values = {ours: self.value(theirs) for ours, theirs in keys.items() if theirs in self._values}
+        return Fields({**self._values, **values}, self.where, {**keys, **self._names}, self._keys_read)
 
     def names(self) -> list[str]:
         """All keys, in the file's order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,16 @@ def write_peft(folder: Path, changes: Changes, alpha: float, **config: Any) -> P
     return folder
 
 
-def write_gguf(path: Path, changes: Changes, alpha: float, heads: Mapping[str, int], arch: str = "llama") -> Path:
-    """A GGUF file with these changes, in llama.cpp's order of rows; returns it. heads: of "attn_q" and "attn_k"."""
+def write_gguf(
+    path: Path,
+    changes: Changes,
+    alpha: float,
+    heads: Mapping[str, int],
+    arch: str = "llama",
+    invocation: Sequence[int] = (),
+) -> Path:
+    """A GGUF file with these changes, in llama.cpp's order of rows; returns it. heads: of "attn_q" and "attn_k".
+    invocation: the tokens behind which it acts, if it is an activated LoRA."""
     import gguf  # which a bare machine does not have
 
     from tests.model_loaders.checkpoints import finish, gguf_name
@@ -57,6 +65,8 @@ def write_gguf(path: Path, changes: Changes, alpha: float, heads: Mapping[str, i
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", alpha)
+    if invocation:
+        writer.add_array("adapter.alora.invocation_tokens", invocation)
     for name, (a, b) in changes.items():
         label = gguf_name(name)
         if (module := label.split(".")[2]) in heads:  # RoPE's pairs are neighbouring channels

@@ -38,6 +38,12 @@ IMAGE_PREFIXES = {  # in files of models that read images
     **{f"{prefix}model.": "model." for prefix in ("language_model.", "model.language_")},
     "language_model.lm_head.": "lm_head.",
 }
+# Keys of configurations that say nothing of a model's arithmetic.
+ABOUT_MODELS = (
+    *("_attn_implementation", "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id"),
+    *("dtype", "eos_token_id", "initializer_range", "layer_types", "max_window_layers", "model_type", "pad_token_id"),
+    *("pretraining_tp", "return_dict", "torch_dtype", "transformers_version", "use_cache"),
+)
 MAX_SIZE = 2**24  # hidden, feed-forward and vocabulary sizes
 _MAX_LAYERS = 4096
 MAX_HEADS = 65536

@@ -11,13 +11,19 @@ from dataclasses import replace
 
 from polarlm.model_loaders.config import Eagle3Head, ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.families._decoder import decoder, plain_tensors, same_windows
+from polarlm.model_loaders.families._decoder import ABOUT_MODELS, decoder, plain_tensors, same_windows
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _OTHER_ARITHMETIC = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")  # keys of later kinds of heads
+_ABOUT_HEADS = (  # keys without arithmetic, or of norms that tensors say, too
+    *(*ABOUT_MODELS, "draft_vocab_size", "eagle_decoder_type", "embed_requires_grad", "has_lm_head", "mlp_bias"),
+    *("next_layer_regular", "parallel_draft_step", "parallel_draft_heads_num_layers", "position_embedding_type"),
+    *("speculators_config", "speculators_model_type", "speculators_version", "target_hidden_size"),
+    *("target_model_type", "use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm"),
+)
 GGUF = GgufLayout("eagle3", interleaved=True, keys={_LAYERS: "extract_layers", "residual": "norm_before_residual"})
 PREFIX = "eagle3."  # of the names of its tensors, beside the model's
 
@@ -44,10 +50,14 @@ def configure(fields: Fields, model: ModelConfig, tensors: Collection[str]) -> E
     head = decoder(fields, "llama", bias=None, windows=same_windows(fields))
     if any(name.endswith(("q_norm.weight", "attn_q_norm.weight")) for name in tensors):
         head = head.with_attention(lambda one: replace(one, qk_norm="head"))
+    residual_normed = fields.flag("norm_before_residual", fields.flag("residual", False))
+    if not fields.has("gguf_architecture"):
+        for holder in (fields, *([] if nested is None else [nested])):
+            holder.warn_of_unread(_ABOUT_HEADS)
     return Eagle3Head(
         replace(head, tied_head="lm_head.weight" not in tensors and "output.weight" not in tensors),
         tuple(layers),
-        residual_normed=fields.flag("norm_before_residual", fields.flag("residual", False)),
+        residual_normed=residual_normed,
         has_embedding=head.hidden_size != model.hidden_size or fields.flag("embed_requires_grad", False),
     )
 

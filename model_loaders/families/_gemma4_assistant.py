@@ -12,10 +12,15 @@ from dataclasses import replace
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import gemma4
+from polarlm.model_loaders.families._decoder import ABOUT_MODELS
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+_ABOUT_ASSISTANTS = (  # keys without arithmetic, or of centroids
+    *(*ABOUT_MODELS, "centroid_intermediate_top_k", "global_head_dim", "num_centroids", "num_global_key_value_heads"),
+    *("use_ordered_embeddings", "vocab_size_per_layer_input"),
+)
 PREFIX = "assistant."  # of the names of its tensors, beside the model's
 # Names of tensors that files may have, and that are not read: centroids, a second head, keys and values.
 UNUSED = re.compile(r"masked_embedding\.|lm_head\.weight$|model\.layers\.\d+\.self_attn\.[kv]_(?:proj|norm)\.")
@@ -32,6 +37,8 @@ def configure(fields: Fields, model: ModelConfig) -> ModelConfig:
     found = gemma4.configure(section.with_values({"num_kv_shared_layers": 0}))
     found = replace(found.with_attention(lambda one: replace(one, shares_kv=True)), tied_head=True)
     size = fields.integer("backbone_hidden_size", 1536)
+    for each in (fields, section):
+        each.warn_of_unread(_ABOUT_ASSISTANTS)
     own, there = (
         {(one.window, one.kv_heads, one.head_dim) for one in each.attentions.values()} for each in (found, model)
     )

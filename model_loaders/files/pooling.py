@@ -35,7 +35,10 @@ def pooling_of_folder(folder: Path) -> str | None:
 
     Raises LoadError for modules that change vectors in another way, and for another pooling.
     """
-    poolings = [_pooling_of_module(Fields.read(where / "config.json")) for where in _modules(folder, "Pooling")]
+    poolings = []
+    for fields in (Fields.read(where / "config.json") for where in _modules(folder, "Pooling")):
+        poolings.append(_pooling_of_module(fields))
+        fields.warn_of_unread(("embedding_dimension", "include_prompt", "word_embedding_dimension"))
     return poolings[-1] if poolings else None
 
 
@@ -47,6 +50,9 @@ def prompts_of_folder(folder: Path) -> Prompts:
     default = fields.text("default_prompt_name") if fields.has("default_prompt_name") else None
     if default is not None and default not in texts:
         raise fields.refuse("default_prompt_name", "which is not among the prompts")
+    if fields.has("truncate_dim"):
+        raise fields.refuse("truncate_dim", "but vectors are whole here: delete the key, and ask for dimensions")
+    fields.warn_of_unread(("__version__", "model_type", "similarity_fn_name"))
     for where in _modules(folder, "Pooling") if any(texts.values()) else ():
         Fields.read(where / "config.json").require("include_prompt", expected=True)
     return Prompts(texts, default)
@@ -59,10 +65,12 @@ def dense_of_folder(folder: Path) -> tuple[tuple[Dense, ...], list[Path]]:
         fields = Fields.read(where / "config.json")
         for key in ("module_input_name", "module_output_name"):  # others are of a vector for each token
             fields.require(key, "sentence_embedding")
+        fields.require("use_residual", False)
         activation = fields.text("activation_function", "Tanh").rpartition(".")[2]
         if activation not in ("Identity", "Tanh"):
             raise fields.refuse("activation_function", "but only Identity and Tanh are supported")
         inputs, outputs = (fields.integer(key, maximum=_MOST_NUMBERS) for key in ("in_features", "out_features"))
+        fields.warn_of_unread()
         products.append(Dense(inputs, outputs, bias=fields.flag("bias", True), tanh=activation == "Tanh"))
         if not (where / SINGLE).is_file():
             raise LoadError(f"{where} has no {SINGLE}, the weights of its module; download the model completely.")
@@ -77,6 +85,7 @@ def _modules(folder: Path, module_kind: str) -> list[Path]:
         raise LoadError(f"{path} should hold a list of objects; download it again.")
     folders = []
     for module in modules:
+        Fields(module, path).warn_of_unread(("idx", "name", "path", "type"))
         kind, where = str(module.get("type")).rpartition(".")[2], str(module.get("path"))
         if kind not in _ARITHMETIC:
             raise LoadError(

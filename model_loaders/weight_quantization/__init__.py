@@ -17,19 +17,48 @@ from polarlm.model_loaders.weight_quantization import bitsandbytes, compressed_t
 from polarlm.model_loaders.weight_quantization.matrix import numbers
 
 _LAYOUTS = *(f"{name}-quantized" for name in ("pack", "int", "float", "naive", "nvfp4-pack")), "mixed-precision"
-# Method → the formats that its files have, and for keys of its configuration the values that are read.
-_METHODS: dict[str, tuple[tuple[ModuleType, ...], Mapping[str, tuple[object, ...]]]] = {
-    "awq": ((gptq,), {"bits": (4,), "version": ("gemm", "GEMM")}),
-    "bitsandbytes": ((bitsandbytes,), {}),
+_OF_GPTQ = (  # keys of GPTQ and AWQ that say how weights were quantized, or that tensors say, too
+    *("act_group_aware", "autoround_version", "backend", "batch_size", "block_name_to_quantize", "damp_percent"),
+    *("cache_block_outputs", "data_type", "dataset", "desc_act", "do_fuse", "dynamic", "enable_minmax_tuning"),
+    *("enable_quanted_input", "exllama_config", "fuse_max_seq_len", "gradient_accumulate_steps", "group_size"),
+    *("iters", "lm_head", "low_gpu_mem_usage", "lr", "max_input_length", "meta", "minmax_lr", "model_seqlen"),
+    *("model_file_base_name", "model_name_or_path", "module_name_preceding_first_block", "modules_to_not_convert"),
+    *("modules_in_block_to_quantize", "modules_to_fuse", "nsamples", "pack_dtype", "pad_token_id", "scale_dtype"),
+    *("seqlen", "static_groups", "sym", "tokenizer", "true_sequential", "use_exllama", "zero_point"),
+)
+_OF_FP8 = "activation_scheme", "ignored_layers", "kv_cache_scheme", "modules_to_not_convert", "scale_fmt"
+_OF_GROUPS = "config_groups", "ignore", "kv_cache_scheme"
+# Method → the formats that its files have, for keys of its configuration the values that are read, and other keys that
+# are known: they say what tensors say, too, or nothing of weights.
+_METHODS: dict[str, tuple[tuple[ModuleType, ...], Mapping[str, tuple[object, ...]], Collection[str]]] = {
+    "awq": ((gptq,), {"bits": (4,), "version": ("gemm", "GEMM"), "format": ("gemm", "GEMM")}, _OF_GPTQ),
+    "bitsandbytes": (
+        (bitsandbytes,),
+        {},
+        (
+            *("_load_in_4bit", "_load_in_8bit", "load_in_4bit", "load_in_8bit", "bnb_4bit_compute_dtype"),
+            *("bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_skip_modules"),
+            *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "llm_int8_threshold"),
+        ),
+    ),
     "compressed-tensors": (
         (compressed_tensors, fp8, nvfp4),
         {"format": _LAYOUTS, "transform_config": ({}, {"config_groups": {}})},
+        (*_OF_GROUPS, "global_compression_ratio", "quantization_status", "sparsity_config", "version"),
     ),
-    "fbgemm_fp8": ((fp8,), {}),
-    "fp8": ((fp8,), {"fmt": ("e4m3",)}),
-    "gptq": ((gptq,), {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2")}),
-    "mlx": ((mlx,), {"bits": (4, 8), "mode": ("affine",)}),
-    "modelopt": ((fp8, nvfp4), {"quant_algo": ("FP8", "NVFP4", "MIXED_PRECISION")}),
+    "fbgemm_fp8": ((fp8,), {}, (*_OF_FP8, "activation_scale_ub")),
+    "fp8": ((fp8,), {"fmt": ("e4m3",)}, _OF_FP8),
+    "gptq": (
+        (gptq,),
+        {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2")},
+        _OF_GPTQ,
+    ),
+    "mlx": ((mlx,), {"bits": (4, 8), "mode": ("affine",)}, ()),
+    "modelopt": (
+        (fp8, nvfp4),
+        {"quant_algo": ("FP8", "NVFP4", "MIXED_PRECISION")},
+        (*_OF_GROUPS, "exclude_modules", "group_size", "kv_cache_quant_algo", "producer", "quantized_layers"),
+    ),
 }
 _SCALES_OF_CACHES = (".k_scale", ".v_scale", ".q_scale")  # for K/V in FP8, which is not how this engine keeps them
 _LOG = logging.getLogger(__name__)
@@ -92,5 +121,8 @@ def read_quantized(
         raise LoadError(f"{fields.where} has a quantization_config of {name!r}, but no such tensor; download it again.")
     if any(matrix.dtype == "NF4" for matrix in matrices.values()):
         _LOG.warning("%s: the 16 numbers of NF4 are rounded to 8 bits, by at most 0.3 %% of the largest", fields.where)
+    _, values, known_keys = _METHODS[name]
+    of_modules = settings.sections() if name == "mlx" else ()
+    settings.warn_of_unread((*values, *known_keys, *of_modules))
     others = {name: tensor for name, tensor in tensors.items() if not name.endswith(_SCALES_OF_CACHES)}
     return {**others, **matrices}

@@ -18,6 +18,10 @@ from polarlm.model_loaders.weight_quantization.matrix import Codes, Parts, numbe
 _AWQ_ORDER = 0, 2, 4, 6, 1, 3, 5, 7  # the outputs of a word, from its lowest bits
 
 
+def _format(settings: Fields) -> str:
+    return settings.text("checkpoint_format", settings.text("format", "gptq"))
+
+
 def read(parts: Parts, settings: Fields) -> StoredTensor | None:
     if "qweight" not in parts:
         return None
@@ -28,7 +32,7 @@ def read(parts: Parts, settings: Fields) -> StoredTensor | None:
     scales = part(parts, "scales", (columns // group, rows), PLAIN)
     zeros = part(parts, "qzeros", (columns // group, rows // count), ("I32",))
     order = matrix.group_order(parts, "g_idx", columns, columns // group)
-    added = np.uint8(not is_awq and settings.text("checkpoint_format", "gptq") == "gptq")  # it stores them minus 1
+    added = np.uint8(not is_awq and _format(settings) == "gptq")  # it stores them minus 1
 
     def outputs(words: np.ndarray, start: int, stop: int) -> np.ndarray:
         """Of words that are packed along the outputs, (n, words), the codes of some: uint8 (stop - start, n)."""

@@ -108,9 +108,9 @@ def test_matrices_of_latent_vectors_are_refused(tmp_path: Path) -> None:
 
 
 def test_modules_have_alphas_of_their_own(tmp_path: Path, config: ModelConfig, changes: Changes) -> None:
-    pattern = {"q_proj": 8, "layers.1.mlp.up_proj": 2}
+    pattern = {"q_proj": 8, r"^model\.layers\.[1-9]\..*(up|gate)_proj$": 2, "layers.1.mlp.up_proj": 99}
     adapter = read_adapter(write_peft(tmp_path / "a", changes, 4, alpha_pattern=pattern), config, is_gguf=False)
-    scales = {"q_proj": 2.0, "up_proj": 0.5}
+    scales = {"q_proj": 2.0, "up_proj": 0.5, "gate_proj": 0.5}
     for name, delta in deltas(adapter).items():
         module = name.split(".")[-2]
         scale = scales.get(module, 1.0) if module == "q_proj" or ".1." in name else 1.0
@@ -147,13 +147,35 @@ KINDS: list[tuple[dict[str, Any], str]] = [
     ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], but whole matrices, embeddings"),
     ({"peft_type": "IA3"}, "LORA adapters alone are supported, not IA3"),
     ({"fan_in_fan_out": True}, "no supported model has"),
-    ({"alpha_pattern": {".*q_proj": 4}}, "not patterns"),
+    ({"alpha_pattern": {"(q_proj": 4}}, "'(q_proj' is no regular expression that can be used (missing )"),
+    ({"alpha_pattern": {"q" * 1001: 4}}, "(it has more than 1,000 characters)"),
+    ({"alora_invocation_tokens": [7, 8]}, "is [7, 8], but an activated LoRA, which acts behind its invocation tokens"),
+    ({"use_qalora": True}, "QA-LoRA is not supported"),
+    ({"init_lora_weights": "pissa_niter_4"}, "with which peft changes the base model, too"),
 ]
 
 
 def test_other_kinds_are_refused_by_name(tmp_path: Path, config: ModelConfig, changes: Changes) -> None:
     for number, (settings, sentence) in enumerate(KINDS):
         assert sentence in refused(write_peft(tmp_path / str(number), changes, 4, **settings), config)
+
+
+def test_an_activated_adapter_in_gguf_is_refused(tmp_path: Path, config: ModelConfig, changes: Changes) -> None:
+    path = write_gguf(tmp_path / "a.gguf", changes, 8, heads(config), invocation=[7, 8])
+    assert "adapter.alora.invocation_tokens is [7, 8], but an activated LoRA" in refused(path, config)
+
+
+def test_keys_that_nobody_knows_are_told_once(
+    tmp_path: Path, config: ModelConfig, changes: Changes, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = {"alora_invocation_tokens": [], "modules_to_save": None, "new_variant": False}
+    known = {"rank_pattern": {"q_proj": 4}, "target_modules": ["q_proj"], "init_lora_weights": "eva"}
+    read_adapter(write_peft(tmp_path / "a", changes, 4, **empty, **known), config, is_gguf=False)
+    assert not caplog.messages
+    read_adapter(write_peft(tmp_path / "b", changes, 4, new_variant={"x": 1}), config, is_gguf=False)
+    assert caplog.messages == [
+        f"{tmp_path / 'b' / 'adapter_config.json'} has keys that are unknown here and ignored: 'new_variant'"
+    ]
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
