@@ -331,7 +331,8 @@ def _open_folder(folder: Path, files: ExitStack) -> tuple[StoredWeights, _ScaleO
         raise LoadError(f"{folder} {why if is_pickle else f'lacks {WEIGHTS}'}; use an adapter with safetensors.")
     file = FileBytes(folder / WEIGHTS)
     files.callback(file.close)
-    alphas = [*_alphas(fields.section("alpha_pattern"))]
+    by_module = fields.section("alpha_pattern")
+    alphas = [] if by_module is None else [*_alphas(by_module)]
     alpha, is_root = fields.number("lora_alpha", 8.0), fields.flag("use_rslora", False)
     fields.warn_of_unread(_OF_TRAINING)
 
@@ -342,9 +343,9 @@ def _open_folder(folder: Path, files: ExitStack) -> tuple[StoredWeights, _ScaleO
     return StoredWeights(folder, read_header(file), [file]), scale_of
 
 
-def _alphas(by_module: Fields | None) -> Iterator[tuple[re.Pattern[str], float]]:
+def _alphas(by_module: Fields) -> Iterator[tuple[re.Pattern[str], float]]:
     """The names of modules that have alphas of their own, as expressions; the first that matches counts, as in peft."""
-    for key in by_module.names() if by_module is not None else ():
+    for key in by_module.names():
         try:
             if len(key) > _LONGEST_PATTERN:
                 raise OverflowError(f"it has more than {_LONGEST_PATTERN:,} characters")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -47,6 +48,11 @@ def usable(read: Callable[[], _Value]) -> _Value | None:
     except LoadError as problem:
         _LOG.warning("%s It is left out.", problem)
         return None
+
+
+@lru_cache(maxsize=256)
+def _warn_once(sentence: str) -> None:
+    _LOG.warning("%s", sentence)
 
 
 def describe(value: object) -> str:
@@ -107,15 +113,11 @@ class Fields:
 
         Call it when all is read.
         """
-        if unread := [
-            key for key, value in self._values.items() if value and key not in self._keys_read.union(harmless)
-        ]:
-            _LOG.warning(
-                "%s has keys that are unknown here and ignored: %s%s",
-                self.where,
-                ", ".join(map(describe, unread[:_MOST_SHOWN])),
-                ", ..." if len(unread) > _MOST_SHOWN else "",
-            )
+        known = self._keys_read.union(harmless)
+        if unread := [key for key, value in self._values.items() if value and key not in known]:
+            more = ", ..." if len(unread) > _MOST_SHOWN else ""
+            shown = ", ".join(map(describe, unread[:_MOST_SHOWN]))
+            _warn_once(f"{self.where} has keys that are unknown here and ignored: {shown}{more}")
 
     def refuse(self, key: str, problem: str) -> LoadError:
         """The error for a key whose value cannot be used; the caller raises it."""

@@ -201,6 +201,8 @@ WRONG: list[tuple[Callable[[Path], Path], str, Any, str]] = [
     (make_bert, "1_Pooling/config.json", '{"pooling_mode": "max"}', "pooling_mode is 'max'"),
     (make_gemma, "2_Dense/config.json", {"activation_function": "torch.nn.ReLU"}, "but only Identity and Tanh"),
     (make_gemma, "2_Dense/config.json", {"module_input_name": "token_embeddings"}, "but only 'sentence_embedding' is"),
+    (make_gemma, "2_Dense/config.json", {"use_residual": True}, "use_residual is True, but only False is supported"),
+    (make_gemma, "config_sentence_transformers.json", {"truncate_dim": 64}, "but vectors are whole here"),
     (make_gemma, "2_Dense/config.json", {"out_features": 130}, r"has the shape \(128, 64\)"),
     (make_gemma, "3_Dense/config.json", {"bias": True}, r"lacks the tensor model.dense.1.bias"),
     (make_gemma, "config_sentence_transformers.json", {"default_prompt_name": "x"}, "which is not among the prompts"),
@@ -234,6 +236,22 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     (folder / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(LoadError, match="which is not a folder next to it"):
         load(folder)
+
+
+def test_keys_that_nobody_knows_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, files = make_gemma(tmp_path / "gemma"), ("1_Pooling/config.json", "config_sentence_transformers.json")
+    load(folder).close()
+    assert not caplog.messages
+    for name in files:
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | {"new_key": 1}))
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[0]["kwargs"] = ["task"]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    load(folder).close()
+    told = {"modules.json": "kwargs", **dict.fromkeys(files, "new_key")}
+    assert sorted(caplog.messages) == sorted(
+        f"{folder / file} has keys that are unknown here and ignored: {key!r}" for file, key in told.items()
+    )
 
 
 def test_the_context_is_at_most_the_table_of_positions(folder: Path) -> None:

@@ -18,6 +18,7 @@ from polarlm.engine.state.prefix import common_prefix
 from polarlm.engine.storage import sessions
 from polarlm.engine.storage.files import file_state, sha256
 from polarlm.model_loaders import hub
+from polarlm.model_loaders.fields import Fields
 
 _KEY = "pack"  # of the note
 
@@ -84,6 +85,7 @@ def open_packs(config: EngineConfig, settings: Mapping[str, str], vocabulary: ra
         session = sessions.read_header(path, settings, vocabulary)
         try:
             content = session.note[_KEY]
+            Fields(content, path).warn_of_unread(("messages", "texts"))
             messages = [dict(message) for message in content["messages"]]
             texts = [PackedText(str(text), str(digest)) for text, digest in content["texts"]]
             if not messages or not all(isinstance(message.get("role"), str) for message in messages):

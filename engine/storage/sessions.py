@@ -36,9 +36,11 @@ from polarlm.engine.storage import files, identity, objects
 from polarlm.engine.storage.copies import Snapshot, export, restore
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.payloads import Payloads
+from polarlm.model_loaders.fields import Fields
 
 NAME = b"polarlm session\0"  # the name of the first object
 _SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")
+_KEYS = "kind", "version", "salt", "adapter", "ids", "first", "note", "answers", "arrays"  # of headers, beside settings
 _VERSION = "3"  # the version of the file and of the meaning of all codes
 
 KEY_BYTES = 32  # size of the digest of a conversation
@@ -221,6 +223,7 @@ def _parse(path: SessionPath, header: Mapping[str, Any], settings: Mapping[str, 
             )
         if (differs := identity.difference(header, settings)) is not None:
             raise _error(f"The session {path} {differs}")
+        Fields(header, os.fspath(path)).warn_of_unread((*settings, *_KEYS))
         ids = tuple(header["ids"])
         if not all(type(i) is int and (i in vocabulary or IMAGE_IDS <= i < 2 * IMAGE_IDS) for i in ids):
             raise ValueError("unknown token ids")

@@ -70,8 +70,8 @@ def dense_of_folder(folder: Path) -> tuple[tuple[Dense, ...], list[Path]]:
         if activation not in ("Identity", "Tanh"):
             raise fields.refuse("activation_function", "but only Identity and Tanh are supported")
         inputs, outputs = (fields.integer(key, maximum=_MOST_NUMBERS) for key in ("in_features", "out_features"))
-        fields.warn_of_unread()
         products.append(Dense(inputs, outputs, bias=fields.flag("bias", True), tanh=activation == "Tanh"))
+        fields.warn_of_unread()
         if not (where / SINGLE).is_file():
             raise LoadError(f"{where} has no {SINGLE}, the weights of its module; download the model completely.")
     return tuple(products), folders

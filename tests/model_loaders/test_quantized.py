@@ -130,6 +130,7 @@ WRONG: list[tuple[str, dict[str, object], Change, str]] = [
         r"q_proj.g_idx names group 7 of 1; download it again",
     ),
     ("gptq", {}, lambda tensors: tensors[f"{Q}.g_idx"].fill(-1), r"q_proj.g_idx names group 4294967295 of 1"),
+    ("gptq", {"format": "gemm"}, nothing, "format is 'gemm', but only"),
     ("gptq", {"checkpoint_format": "marlin"}, nothing, "checkpoint_format is 'marlin', but only"),
     ("awq", {"version": "gemv"}, nothing, "version is 'gemv', but only 'gemm' or 'GEMM' is supported"),
     (
@@ -164,6 +165,17 @@ def test_what_is_not_read_is_refused(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(LoadError, match=sentence):
         load_weights(folder)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "mlx", "fp8"])
+def test_keys_of_configurations_that_nobody_knows_are_told(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = KINDS[kind].settings | {"new_key": 1, "rotation": None}
+    folder = quantized_model(tmp_path, MODELS / "llama_mha", KINDS[kind]._replace(settings=settings)) / "quantized"
+    load_weights(folder)[1].close()
+    (told,) = caplog.messages
+    assert told.endswith("config.json, quantization_config has keys that are unknown here and ignored: 'new_key'")
 
 
 def test_zero_points_that_the_configuration_denies_are_seen_when_weights_are_read(tmp_path: Path) -> None:
