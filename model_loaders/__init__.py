@@ -6,9 +6,9 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from polarlm.model_loaders.files.repository import (
     files_of,
     gguf_contents,
     projectors,
+    quantization_of,
     repository_of,
     role_of_file,
 )
@@ -141,7 +142,8 @@ def load(
     where = (
         demo_model(verbose) if path is None else _existing_path(path) if name is None else fetch(name, fits, verbose)
     )
-    model = _load(where, mtp, head and (head[0], _head(where, *head, verbose)))
+    with _pull_named(where):
+        model = _load(where, mtp, head and (head[0], _head(where, *head, verbose)))
     with close_on_error(model.weights):
         vision_encoder, vision_weights = load_vision_encoder(where, model.config, mmproj) or (None, None)
     model = replace(model, vision_encoder=vision_encoder, vision_weights=vision_weights)
@@ -237,7 +239,7 @@ def _load(where: Path, mtp: bool, head: tuple[str, Path] | None) -> Model:
         if gguf is not None:
             return of_model(
                 name=_DTYPE_SUFFIX.sub("", where.stem),
-                read_tokenizer=_in_thread(config.vocab_size, tokenizers.load_for_gguf, gguf),
+                read_tokenizer=_in_thread(where, config.vocab_size, tokenizers.load_for_gguf, gguf),
                 template=templates.for_gguf(gguf),
                 generation=generation.defaults_of_gguf(gguf, config.vocab_size),
                 pooling=pooling_of_gguf(gguf),
@@ -245,6 +247,7 @@ def _load(where: Path, mtp: bool, head: tuple[str, Path] | None) -> Model:
         return of_model(
             name=_folder_name(where.resolve()),
             read_tokenizer=_in_thread(
+                where,
                 config.vocab_size,
                 tokenizers.load_for_folder,
                 where,
@@ -260,19 +263,34 @@ def _load(where: Path, mtp: bool, head: tuple[str, Path] | None) -> Model:
         )
 
 
+@contextmanager
+def _pull_named(where: Path) -> Iterator[None]:
+    """A context in which errors that ask for a download name the command, if the model lies in the hub's cache."""
+    try:
+        yield
+    except LoadError as problem:
+        cache = next((one.name for one in where.parents if one.name.startswith("models--")), None)
+        if cache is None or "download" not in str(problem):
+            raise
+        name = cache.removeprefix("models--").replace("--", "/")
+        name += f":{quantization_of(where)}" if where.is_file() else ""
+        raise LoadError(f"{problem} polarlm pull {name} does that.") from problem
+
+
 def _folder_name(folder: Path) -> str:
     """The folder's name; the repository's if it lies in the hub's cache, where it is named after a commit."""
     repository = folder.parents[1].name if folder.parent.name == "snapshots" else ""
     return repository.rpartition("--")[2] if repository.startswith("models--") else folder.name
 
 
-def _in_thread(rows: int, read: Callable[..., Tokenizer], *arguments: Any) -> Callable[[], Tokenizer]:
+def _in_thread(where: Path, rows: int, read: Callable[..., Tokenizer], *arguments: Any) -> Callable[[], Tokenizer]:
     """Return a function that returns what `read(*arguments)` does, which a thread calls now, with the ids of `rows`."""
     future: Future[Tokenizer] = Future()
 
     def run() -> None:
         try:
-            tokenizer = read(*arguments)
+            with _pull_named(where):
+                tokenizer = read(*arguments)
             tokenizer.keep_rows(rows)
             future.set_result(tokenizer)
         except BaseException as error:

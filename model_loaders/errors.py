@@ -13,7 +13,9 @@ class LoadError(ValueError):
 
 
 def stand_in(path: Path, beginning: bytes) -> LoadError | None:
-    """The error of a file that holds something else, by its first bytes; None for any other file."""
+    """The error of a file that holds something else or nothing, by its first bytes; None for any other file."""
+    if not beginning:
+        return LoadError(f"{path} is empty; download it again.")
     if beginning.startswith(b"version https://git-lfs"):
         return LoadError(
             f"{path} is a pointer of Git LFS, not the file itself: write git lfs pull in the repository, or download "

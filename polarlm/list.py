@@ -30,19 +30,24 @@ GROUPS: Mapping[str, type] = {"List": ListConfig}
 def main(options: ListConfig) -> None:
     models = local_models()
     if options.json:
-        print(json.dumps([{"name": name, "bytes": size, "path": str(path)} for name, size, path in models], indent=1))
+        keys = "name", "bytes", "path", "damaged"
+        print(json.dumps([dict(zip(keys, one, strict=True)) for one in models], indent=1, default=str))
     elif not models:
         note("There are no models here yet: polarlm pull USER/REPO downloads one of the Hugging Face hub.")
     else:
-        rows = [[name, format_bytes(size), _date(path)] for name, size, path in models]
+        rows = [
+            [name, format_bytes(size), f"damaged: polarlm pull {name}" if is_damaged else _date(path)]
+            for name, size, path, is_damaged in models
+        ]
         print("\n".join(columns([["model", "size", "since"], *rows])))
 
 
-def local_models() -> list[tuple[str, int, Path]]:
-    """(name, bytes, path) of each model that commands take by its name, and of the demonstration model."""
-    models = [(one.name, one.bytes, one.path) for one in local.models()]
+def local_models() -> list[tuple[str, int, Path, bool]]:
+    """(name, bytes, path, whether it is damaged) of each model that commands take by its name, and of the demonstration
+    model."""
+    models = [(one.name, one.bytes, one.path, one.is_damaged()) for one in local.models()]
     if (file := cache_folder() / demo.FILE_NAME).is_file():
-        models.append((DEMO, file.stat().st_size, file))
+        models.append((DEMO, file.stat().st_size, file, False))
     return models
 
 

@@ -1,5 +1,7 @@
 """`polarlm pull MODEL`: downloads a model from the Hugging Face hub ahead of its first use, and prepares it if asked.
 
+What is there already is checked, and downloaded again if it is damaged.
+
 Standard output gets the model's path. Exit codes: 0; 2 for a bad flag or a model that cannot be fetched; 130 after
 Ctrl-C.
 """
@@ -40,7 +42,7 @@ def main(engine_config: EngineConfig, options: PullConfig) -> None:
     if config.weights is None:
         raise FlagError("MODEL is missing: give user/repo of the Hugging Face hub, or user/repo:Q4_K_M")
     name = hub.parse(config.weights)
-    config = fetch_model(replace(config, weights=f"{hub.PREFIX}{name}"), note)
+    config = fetch_model(replace(config, weights=f"{hub.PREFIX}{name}"), note, verify=True)
     path = Path(str(config.weights))
     if path.is_file() and name.quantization is None:
         name = replace(name, quantization=hub.quantization_of(path))

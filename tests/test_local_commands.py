@@ -49,6 +49,12 @@ def test_models_are_listed_and_removed_by_name(
     size = format_bytes(len(small_ggufs["tiny-Q8_0.gguf"]))
     assert ["user/tiny:Q8_0", *size.split()] in [line.split()[:3] for line in run(listing.main)[1].splitlines()]
     blobs = tmp_path / "cache" / "models--user--tiny" / "blobs"
+    (blob,) = (one for one in blobs.iterdir() if one.read_bytes() == small_ggufs["tiny-Q8_0.gguf"])
+    blob.write_bytes(small_ggufs["tiny-Q8_0.gguf"][:-1])
+    assert [one["damaged"] for one in json.loads(run(listing.main, "--json")[1])] == [False, False, True]
+    assert "damaged: polarlm pull user/tiny:Q8_0" in run(listing.main)[1]
+    assert run(pull.main, "user/tiny:Q8_0", "--device", "cpu")[0] == 0
+    assert "damaged" not in run(listing.main)[1]
     assert run(removing.main, "user/tiny:Q8_0")[::2] == (0, f"user/tiny:Q8_0 is removed: {size}.\n")
     assert [blob.stat().st_size for blob in blobs.iterdir()] == [len(small_ggufs["tiny-Q4_K_M.gguf"])]
     assert names(run) == ["user/folder", "user/tiny:Q4_K_M"]

@@ -82,7 +82,7 @@ def test_what_cannot_be_fetched_is_a_sentence(hub: Hub, capsys: pytest.CaptureFi
 
 
 def test_ctrl_c_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def stopped(*arguments: object) -> None:
+    def stopped(*arguments: object, **settings: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pull.hub, "fetch", stopped)

@@ -30,9 +30,7 @@ class FileBytes:
             self._file = path.open("rb", buffering=0)
             self.size, self._time = self._state()
             problem = stand_in(path, self.read(0, 64))
-            if not self.size:
-                problem = LoadError(f"{path} is empty; download it again.")
-            elif path.with_name(f"{path.name}.aria2").exists():  # it has its size from the beginning
+            if problem is None and path.with_name(f"{path.name}.aria2").exists():  # it has its size from the beginning
                 problem = LoadError(f"{path} is not downloaded completely: let aria2 finish, or download it again.")
             if problem is not None:
                 self._file.close()

@@ -36,10 +36,10 @@ from polarlm.model_loaders.hub.choice import (
     search_for,
     size_text,
 )
-from polarlm.model_loaders.hub.client import Client, Listing
+from polarlm.model_loaders.hub.client import Client, Listing, has_size
 from polarlm.model_loaders.hub.gguf_choice import GgufChoice
 from polarlm.model_loaders.hub.problems import RESUMES, cannot_be_reached, sentence
-from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
+from polarlm.model_loaders.hub.transfer import fetch_file, is_damaged, partial_file
 
 __all__ = [
     "PREFIX",
@@ -71,13 +71,16 @@ def fetch(
     fits: Fits | None = None,
     verbose: Callable[[str], None] | None = None,
     progress: Progress | None = None,
+    *,
+    verify: bool = False,
 ) -> Path:
     """The path of the model in the hub's cache, a folder or a .gguf file; the model is downloaded if need be.
 
     fits: chooses among GGUF files if `name` does not; None takes the best. verbose: gets lines of progress; with it, a
-    terminal also shows a progress bar. progress: gets what has arrived of weights. Raises LoadError.
+    terminal also shows a progress bar. progress: gets what has arrived of weights. verify: compare the checksums of
+    files that are there, too, and download damaged ones again. Raises LoadError.
     """
-    return _Fetch(name, fits, verbose, progress).run_with_load_errors(_Fetch.run)
+    return _Fetch(name, fits, verbose, progress, verify=verify).run_with_load_errors(_Fetch.run)
 
 
 def fetch_part(name: HubName, what: Part, verbose: Callable[[str], None] | None = None) -> Path:
@@ -106,11 +109,12 @@ class _Fetch:
         progress: Progress | None = None,
         *,
         what: Part | Literal["model"] = "model",
+        verify: bool = False,
     ) -> None:
         self._client, self._name, self._fits = Client(), name, fits or (lambda config, size: True)
         self._say, self._is_silent = verbose or (lambda text: None), verbose is None
-        self._progress, self._what = progress, what
-        self._listing = Listing(name.repo, "", {})
+        self._progress, self._what, self._verify = progress, what, verify
+        self._listing, self._is_cut_off = Listing(name.repo, "", {}), False
 
     def run_with_load_errors(self, work: Callable[[_Fetch], T]) -> T:
         """What `work` returns, with errors of the hub and of its cache as LoadErrors."""
@@ -131,14 +135,15 @@ class _Fetch:
             cached = self._client.cached_listing(self._name) if cannot_be_reached(self._client, error) else None
             if cached is None:
                 raise
-            self._listing = cached
+            self._listing, self._is_cut_off = cached, True
             why = "HF_HUB_OFFLINE is set" if self._client.is_offline else "The hub cannot be reached"
             self._say(f"{why}: using {self._name.repo} as it is in the cache (commit {cached.commit[:8]}).")
             try:
                 return self._model()
             except LoadError as problem:
                 raise LoadError(
-                    f"{problem} This is about what the cache has; with a connection to the hub there may be more."
+                    f"{problem} This is about what the cache has; with a connection to the hub there may be more: "
+                    f"polarlm pull {self._name}."
                 ) from error
         if self._listing.repo.lower() != self._name.repo.lower():
             self._say(f"{self._name.repo} is called {self._listing.repo} today.")
@@ -276,16 +281,18 @@ class _Fetch:
         return self._fetch([*choice.files, *projector, *more])[0]
 
     def _is_here(self, file: RepositoryFile) -> bool:
-        return self._client.cached_file(self._name.repo, self._listing.commit, file.path) is not None
+        return self._client.cached_file(self._name.repo, self._listing.commit, file) is not None
 
     def _fetch(self, files: Sequence[RepositoryFile]) -> list[Path]:
         """The paths of these files, in order; missing ones are downloaded. Raises LoadError if the disk is too full."""
         client, repo, commit = self._client, self._name.repo, self._listing.commit
+        if self._verify:
+            self._drop_damaged(files)
         missing_files = [file for file in files if not self._is_here(file)]
         total, begun_bytes = 0, 0
         for file in missing_files:
             blob = client.blob(repo, file)
-            if not blob.exists():
+            if not has_size(blob, file):
                 total += file.size
                 partial = partial_file(blob)
                 begun_bytes += min(partial.stat().st_size, file.size) if partial.exists() else 0
@@ -301,6 +308,18 @@ class _Fetch:
 
         with self._bar(files, total, begun_bytes) as bar:
             return [fetch_file(client, repo, commit, file, add_bytes, self._say) for file in files]
+
+    def _drop_damaged(self, files: Sequence[RepositoryFile]) -> None:
+        """Remove what the cache has with another checksum than the hub names. Raises LoadError without a connection."""
+        for file in files:
+            path = self._client.cached_file(self._name.repo, self._listing.commit, file)
+            if path is None or not is_damaged(path, file):
+                continue
+            if self._is_cut_off:
+                raise LoadError(f"{file.name} of {self._name.repo} is damaged in the cache.")
+            self._say(f"{file.name} of {self._name.repo} is damaged in the cache, and is downloaded again.")
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)
 
     def _check_disk(self, size: int) -> None:
         cache = self._client.cache

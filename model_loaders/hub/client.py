@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from polarlm.model_loaders.files.repository import RepositoryFile, files_of
 from polarlm.model_loaders.hub.choice import HubName
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_SHA256 = 64  # digits; Git's hash has fewer
 _LEAST_VERSION = 1
 _SECONDS = 10.0  # timeout of a request
 _IS_FREE = 0.2  # seconds to wait for a lock before it counts as taken
@@ -27,6 +28,17 @@ class Listing:
     repo: str  # its current name, which differs from the requested one if it was renamed
     commit: str
     files: dict[str, RepositoryFile]
+
+
+def has_size(path: Path, file: RepositoryFile) -> bool:
+    """Whether a path has as many bytes as a file of the hub; 0 of a listing may mean that it does not say."""
+    return path.is_file() and file.size in (0, path.stat().st_size)
+
+
+def _with_digest(path: Path, file: RepositoryFile) -> RepositoryFile:
+    """A cached file with the digest that the name of its content is, if it is one."""
+    name = path.resolve().name
+    return replace(file, digest=name, lfs=len(name) == _SHA256) if _HASH.fullmatch(name) else file
 
 
 class Client:
@@ -87,7 +99,8 @@ class Client:
             commit = (self.repo_folder(name.repo) / "refs" / revision).read_text(encoding="ascii").strip()
         except (OSError, ValueError):
             commit = revision
-        files = files_of(self.repo_folder(name.repo) / "snapshots" / commit)
+        folder = self.repo_folder(name.repo) / "snapshots" / commit
+        files = {path: _with_digest(folder / path, file) for path, file in files_of(folder).items()}
         return Listing(name.repo, commit, files) if files else None
 
     def remember(self, name: HubName, commit: str) -> None:
@@ -111,10 +124,14 @@ class Client:
         """The path in the cache of a file's content, whether or not it exists."""
         return self.repo_folder(repo) / "blobs" / file.digest
 
-    def cached_file(self, repo: str, commit: str, path: str) -> Path | None:
-        """A file's path in the cache; None if it is not there."""
-        file = self.repo_folder(repo) / "snapshots" / commit / path
-        return file if file.is_file() else None
+    def place_of(self, repo: str, commit: str, file: RepositoryFile) -> Path:
+        """A file's path in the cache, whether or not it exists."""
+        return self.repo_folder(repo) / "snapshots" / commit / file.path
+
+    def cached_file(self, repo: str, commit: str, file: RepositoryFile) -> Path | None:
+        """A file's path in the cache; None if it is not there, or has another size than the hub lists."""
+        path = self.place_of(repo, commit, file)
+        return path if has_size(path, file) else None
 
     def place_file(self, repo: str, commit: str, path: str) -> Path:
         """The path in the cache of a file whose blob is there."""

@@ -125,7 +125,7 @@ class GgufChoice:
     def is_here(self, files: Iterable[RepositoryFile]) -> bool:
         """Whether these files are in the cache."""
         repo, commit = self._name.repo, self._listing.commit
-        return all(self._client.cached_file(repo, commit, file.path) is not None for file in files)
+        return all(self._client.cached_file(repo, commit, file) is not None for file in files)
 
     def _matches(self) -> list[GgufContent]:
         return [one for one in self._all if one.is_called(self._name.quantization or "")]
@@ -207,7 +207,7 @@ class GgufChoice:
 
     def _first_bytes(self, file: RepositoryFile) -> bytes:
         repo, commit = self._name.repo, self._listing.commit
-        if (cached := self._client.cached_file(repo, commit, file.path)) is not None:
+        if (cached := self._client.cached_file(repo, commit, file)) is not None:
             with cached.open("rb") as here:
                 return here.read(BEGINNING_BYTES)
         head = bytearray()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.files.file_bytes import FileBytes
+from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.repository import RepositoryFile, files_of, models_in
-from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, read_index, weight_files
+from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, read_header, read_index, weight_files
 from polarlm.model_loaders.hub.choice import has_safetensors
 
 _LEAST_WORDS = 4  # letters that say more than nothing
@@ -25,6 +28,18 @@ class Local:
     bytes: int  # of all files
     revision: str  # the commit
     files: tuple[Path, ...]  # links to the files' contents; a folder's are all but GGUF files
+
+    def is_damaged(self) -> bool:
+        """Whether a file is empty, or ends before its header says. Reads headers."""
+        try:
+            if self.path.is_file():
+                GgufFile(self.path).close()
+            for file in (file for file in self.files if file.suffix == ".safetensors"):
+                with closing(FileBytes(file)) as source:
+                    read_header(source)
+        except LoadError as problem:
+            return "download" in str(problem)
+        return not all(file.stat().st_size for file in self.files)
 
 
 def models() -> list[Local]:

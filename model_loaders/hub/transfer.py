@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.repository import RepositoryFile
+from polarlm.model_loaders.hub.client import has_size
 
 if TYPE_CHECKING:
     from polarlm.model_loaders.hub.client import Client
@@ -35,19 +36,29 @@ def fetch_file(
     LoadError for a file with another checksum, and the errors of the transfer, after which the bytes that arrived are
     kept.
     """
-    if (cached := client.cached_file(repo, commit, file.path)) is not None:
+    if (cached := client.cached_file(repo, commit, file)) is not None:
         return cached
     blob = client.blob(repo, file)
     blob.parent.mkdir(parents=True, exist_ok=True)
     with client.lock(repo, file, lambda: say(f"Waiting for another process, which downloads {file.name}.")):
-        if not blob.exists():
+        if not has_size(blob, file):
             partial = partial_file(blob)
             with partial.open("a+b") as sink:
                 content = _Content(sink, repo, file, add_bytes)
                 _fill(client, client.url(repo, commit, file.path), content)
                 content.check()
             os.replace(partial, blob)
+        if client.cached_file(repo, commit, file) is None:
+            client.place_of(repo, commit, file).unlink(missing_ok=True)  # the package takes what is there as it is
     return client.place_file(repo, commit, file.path)
+
+
+def is_damaged(path: Path, file: RepositoryFile) -> bool:
+    """Whether what lies at `path` has another hash than `file`, if that is known."""
+    if not file.digest:
+        return False
+    with path.open("rb") as content:
+        return _Content(content, "", file, lambda count: None).digest != file.digest
 
 
 def partial_file(blob: Path) -> Path:
@@ -70,6 +81,10 @@ class _Content:
         if self.size > file.size:
             self.restart()
 
+    @property
+    def digest(self) -> str:
+        return str(self._hash.hexdigest())
+
     def append(self, part: bytes) -> None:
         """Append bytes. Raises LoadError for more bytes than the file has, OSError if the disk is full."""
         if self.size + len(part) > self.file.size:
@@ -87,7 +102,7 @@ class _Content:
 
     def check(self) -> None:
         """Raises LoadError if the hash is not the file's hash."""
-        if self._hash.hexdigest() != self.file.digest:
+        if self.digest != self.file.digest:
             raise self._wrong()
 
     def _wrong(self) -> LoadError:

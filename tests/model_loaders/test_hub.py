@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -394,6 +394,64 @@ def test_two_at_once_fetch_it_once(large: Hub) -> None:
         assert first.result(60) == second.result(60)
     assert large.ranges_of("model.safetensors") == [None]
     assert "Waiting for another process, which downloads model.safetensors." in said
+
+
+# -- files that are not what the hub has -----------------------------------------------------------------------------
+
+
+def without_links(cache: Path) -> None:
+    """Make a cache one as on Windows: files in place of links, and nothing else."""
+    for link in [path for path in cache.rglob("*") if path.is_symlink()]:
+        content = link.read_bytes()
+        link.unlink()
+        link.write_bytes(content)
+    for blobs in cache.glob("models--*/blobs"):
+        shutil.rmtree(blobs)
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_files_of_another_size_are_fetched_again(large: Hub, links: bool) -> None:
+    large.repositories["user/adapter"] = Repository(
+        {"adapter_config.json": b"{}", "adapter_model.safetensors": CONTENT}
+    )
+    folder, adapter = fetch("user/large"), hub_package.fetch_part(parse("user/adapter"), "adapter")
+    if not links:
+        without_links(Path(constants.HF_HUB_CACHE))
+    files = [folder / "model.safetensors", folder / "tokenizer.json", adapter / "adapter_model.safetensors"]
+    wanted = [file.read_bytes() for file in files]
+    for broken in (b"", CONTENT[:1000]):
+        for file in files:
+            file.resolve().write_bytes(broken)
+        assert fetch("user/large") == folder
+        assert hub_package.fetch_part(parse("user/adapter"), "adapter") == adapter
+        assert [file.read_bytes() for file in files] == wanted
+
+
+def test_files_of_another_checksum_are_fetched_again_if_asked_for(large: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = fetch("user/large") / "model.safetensors"
+    file.resolve().write_bytes(CONTENT[::-1])
+    said: list[str] = []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "model.safetensors of user/large is damaged in the cache." in refusal("user/large", verify=True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    fetch("user/large", verify=True, verbose=said.append)
+    assert said[0] == "model.safetensors of user/large is damaged in the cache, and is downloaded again."
+    assert file.read_bytes() == CONTENT
+
+
+def test_an_empty_file_of_the_cache_is_told_with_the_command_that_mends_it(folders: Hub) -> None:
+    folder = fetch("user/tiny")
+    (folder / "tokenizer.json").resolve().write_bytes(b"")
+    with (
+        closing(model_loaders.load(folder)) as model,
+        pytest.raises(
+            LoadError, match=r"tokenizer.json is empty; download it again\. polarlm pull user/tiny does that"
+        ),
+    ):
+        model.tokenizer  # noqa: B018
+    (folder / "model.safetensors").resolve().write_bytes(CONTENT[:9])
+    with pytest.raises(LoadError, match=r"is truncated .* polarlm pull user/tiny does that"):
+        model_loaders.load(folder)
 
 
 # -- sentences -----------------------------------------------------------------------------------------------------
