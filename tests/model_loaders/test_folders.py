@@ -118,7 +118,12 @@ CASES: dict[str, Case] = {
     "no weights": (ONE, {WHOLE: None}, ".", "no weights"),
     "an index without a map": (SHARDED, {INDEX: "{}"}, ".", "weight_map"),
     **{
-        f"a configuration that is no JSON {number}": (ONE, {CONFIG: text}, ".", f"{CONFIG} is not valid JSON")
+        f"a configuration that is no JSON {number}": (
+            ONE,
+            {CONFIG: text},
+            ".",
+            f"{CONFIG} is {'not valid JSON' if text else 'empty'}",
+        )
         for number, text in enumerate(("", "{", "[" * 100_000, '{"a": 1}}', "\xff", '{"a": ' + "9" * 5000 + "}"))
     },
     "a list as configuration": (ONE, {CONFIG: "[1]"}, ".", "holds a list"),
