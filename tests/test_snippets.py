@@ -40,7 +40,7 @@ PAGES = sorted(
 NOT_RUN = ("hf download", "make test", "make gpu-test", "make gpu-bench", "make compile-all")
 NOT_RUN += ("python3 -m venv", "CMAKE_ARGS=", "pip install", ". .venv/bin/activate", ".venv/bin/python -m pytest")
 NOT_RUN += ("llama-perplexity", "llama-quantize", "python -m polarlm.lm_eval")
-NOT_RUN += ("qwen ", "aider ", "open-webui ")  # programs of others
+NOT_RUN += ("claude ", "cline ", "qwen ", "aider ", "open-webui ")  # programs of others
 NOT_IMPORTED = re.compile(r"^(?:import|from) (?:llama_index|smolagents|dspy|instructor)\b", re.MULTILINE)  # likewise
 PYTHON = """\
 import json, os, subprocess, sys
