@@ -196,6 +196,13 @@ def test_another_tab_shows_what_became_of_a_call(page: Page, server: Process) ->
 def test_a_server_that_fails_is_said_and_the_answer_goes_on_without_it(page: Page) -> None:
     switch_on(page, 2)
     assert "absent is not available. There is no program" in page.text("#unconnected")
+    shown = "return document.body.innerText.split('There is no program').length - 1"
+    assert page.run(shown) == 1
+    page.size(390, 844)
+    page.run("mcp.open = true")
+    page.click("#open-settings")  # which cover the composer
+    assert page.shown("#servers .wrong")
+    page.press(ESCAPE)
     page.talk("Hello.")
     assert "tools" not in page.request_body()
 
