@@ -129,6 +129,22 @@ $("new").addEventListener("click", newChat);
 
 // -- sheets: on a narrow screen, conversations and settings cover the page --------------------------------------------
 
+function openSearch() {
+  if (isShut("chats")) sheet("chats", true);
+  else $("search").focus();
+  $("search").select();
+}
+
+const KEYS = { k: openSearch, "shift+o": newChat }; // with Ctrl or Cmd
+
+document.addEventListener("keydown", (event) => {
+  const does = (event.ctrlKey || event.metaKey) && !event.altKey && KEYS[`${event.shiftKey ? "shift+" : ""}${event.key.toLowerCase()}`];
+  if (!does) return;
+  event.preventDefault();
+  if ($("settings").classList.contains("open")) sheet("settings", false);
+  does();
+});
+
 /** Whether a part of the page is a sheet on this screen and not open. */
 const isShut = (name) => getComputedStyle($(`open-${name}`)).display !== "none" && !$(name).classList.contains("open");
 

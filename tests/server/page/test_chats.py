@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.page.browser import ENTER, ESCAPE
+from tests.server.page.browser import CONTROL, ENTER, ESCAPE, NO_MODIFIER, SHIFT
 from tests.server.page.visitor import Page
 
 pytestmark = pytest.mark.slow
@@ -151,6 +151,22 @@ def test_search_finds_words_in_titles_and_texts(page: Page) -> None:
     assert page.text("#none") == "No conversation has these words in it."
     page.run("search.value = ''; search.dispatchEvent(new Event('input'))")
     assert len(page.titles()) == 2
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_keys_begin_a_chat_and_search_from_wherever_the_focus_is(page: Page, width: int) -> None:
+    page.size(width, 800)
+    page.talk("one")
+    page.type("#message", f"{CONTROL}{SHIFT}o{NO_MODIFIER}")
+    page.until(lambda: page.texts() == [] and page.focused() == "message")
+    if width == 390:
+        page.click("#open-settings")
+    page.type("#system", f"{CONTROL}k{NO_MODIFIER}")
+    assert page.focused() == "search"
+    page.type("#search", "first")
+    assert page.titles() == ["first"]
+    page.type("#search", f"{CONTROL}{SHIFT}o{NO_MODIFIER}")
+    page.until(lambda: page.focused() == "message")
 
 
 def test_a_conversation_is_renamed(page: Page) -> None:
