@@ -2,14 +2,32 @@
 
 const fold = (className, summary, body) => put(make("details", `fold ${className}`), make("summary", "", summary), body);
 
+const LONG = 20; // lines of a question that is folded
+
 /** Fills the row of a question; other functions fill the rows of answers, summaries and results of tools. */
 function buildQuestion(row) {
-  row.body = make("div", "question text");
-  const text = new Markdown(row.body);
-  text.write(row.message.text);
-  text.end();
-  if (row.message.files?.length) row.body.prepend(...row.message.files.map(shownFile));
-  row.element.append(row.body, row.foot);
+  const { text, files = [], leftOut } = row.message, words = make("div", "text"), markdown = new Markdown(words);
+  markdown.write(text);
+  markdown.end();
+  row.body = put(make("div", "question"), ...files.map(shownFile), ...(text ? [words] : []));
+  row.element.append(row.body);
+  const lines = linesOf(text);
+  if (lines >= LONG) row.element.append(unfoldButton(row, words, `Show all ${number(lines)} lines`));
+  if (leftOut) row.element.append(make("p", "hint", visible(leftOut)));
+  row.element.append(row.foot);
+}
+
+/** A button that shows a text, which it folds, to its end, and folds it again. */
+function unfoldButton(row, words, name) {
+  const unfold = button(name, () => {
+    const isFolded = words.classList.toggle("folded");
+    unfold.textContent = isFolded ? name : "Show less";
+    unfold.setAttribute("aria-expanded", String(!isFolded));
+    if (isFolded) row.element.scrollIntoView({ block: "nearest" }); // its beginning may be far above
+  }, "quiet unfold");
+  unfold.setAttribute("aria-expanded", "false");
+  words.classList.add("folded");
+  return unfold;
 }
 
 function buildAnswer(row) {

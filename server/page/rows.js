@@ -39,10 +39,13 @@ const parentOf = (message) => (message.parent === null ? null : current.messages
 const LINE = { characters: 80, pixels: 26 }; // estimates for a line of text
 const textOf = ({ text, results, files = [] }) => [...files.map(({ name }) => name), text ?? results.map((result) => result.text).join("\n")].join("\n");
 
+/** About the number of lines that a text is shown in. */
+const linesOf = (text) => text.split("\n").reduce((sum, line) => sum + Math.max(1, Math.ceil(line.length / LINE.characters)), 0);
+
 /** About the height of a built row, in pixels. */
 function heightOf(message) {
-  const text = textOf(message);
-  return LINE.pixels * (3 + Math.ceil(text.length / LINE.characters) + text.split("\n").length / 2);
+  const text = textOf(message), lines = 3 + Math.ceil(text.length / LINE.characters) + text.split("\n").length / 2;
+  return LINE.pixels * (message.role === "user" ? Math.min(LONG, lines) : lines);
 }
 
 /** A row with the text as it was written, which browsers find when they search the page, but do not lay out. */

@@ -27,7 +27,7 @@ def test_text_of_the_user_and_of_the_model_is_never_html(page: Page) -> None:
     page.run("message.value = arguments[0]", HOSTILE)
     page.send_and_wait("")
     code = ["figure", "figcaption", "span", "button", "pre", "code", *["span"] * 8]
-    for text in (".question", ".answer"):
+    for text in (".question .text", ".answer"):
         script = (
             "return [...document.querySelectorAll(`${arguments[0]} *`)].filter((element) => !element.closest('.maths'))"
         )

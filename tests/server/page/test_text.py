@@ -206,6 +206,22 @@ def test_what_the_user_writes_is_drawn_as_answers_are_and_copied_as_it_was_writt
     assert page.copied(lambda: page.press_button("Copy message", 0)) == written
 
 
+def test_a_message_of_twenty_lines_is_folded_until_all_of_it_is_asked_for(page: Page) -> None:
+    page.says(["one"])
+    page.run("auto_compact.checked = false")
+    heights = "return [...document.querySelectorAll('.question')].map((made) => made.clientHeight)"
+    for lines in (19, 20, 400):
+        page.run("message.value = arguments[0]", "a line\n" * (lines - 1) + "the last")
+        page.send_and_wait("")
+    short, *folded = page.run(heights)
+    assert max(folded) < short
+    page.press_button("Show all 400 lines", 4)
+    assert page.run(heights)[2] > 10 * short
+    page.press_button("Show less", 4)
+    assert page.run(heights) == [short, *folded]
+    assert page.run("return rows[4].element.getBoundingClientRect().top") >= 0
+
+
 def test_what_cannot_be_seen_or_reorders_text_is_shown_as_signs(drawing: Page) -> None:
     assert shown(drawing, "a\x00b\x1b[31mc\x7f") == "<p>a␀b␛[31mc␡</p>"
     assert shown(drawing, "`a\u202eb`\n```\n\u2066x\n```") == "<p><code>a⟨U+202E⟩b</code></p>{Code: ⟨U+2066⟩x}"
