@@ -5,6 +5,7 @@ const LARGEST_IMAGE = 4 * 2 ** 20; // characters in a request, which carries 16 
 const SIDES = [Infinity, 4096, 2048, 1024, 512]; // pixels of an image's longer side that are tried until it is small enough
 
 let attachedFiles = []; // the files of the next message: { name, text, tokens, image }; text is null until it has been read
+let leftOut = []; // names of files that were chosen for the next message and cannot go with it
 
 const attachedTokens = () => attachedFiles.reduce((sum, file) => sum + file.tokens, 0);
 
@@ -30,6 +31,7 @@ async function attach(files) {
   await Promise.all([...files].map(async (file) => {
     const entry = { name: file.name.slice(0, 200), text: null, tokens: null };
     attachedFiles.push(entry);
+    leftOut = leftOut.filter((name) => name !== entry.name);
     drawAttached();
     try {
       if (file.size > LARGEST) throw new Failure(`This file has ${size(file.size)}, and at most ${size(LARGEST)} are read.`);
@@ -38,6 +40,7 @@ async function attach(files) {
     } catch (error) {
       attachedFiles = attachedFiles.filter((other) => other !== entry);
       chatToSend = null;
+      leftOut.push(entry.name);
       troubles.push(`${visible(entry.name)}: ${error instanceof Failure ? error.message : "This file cannot be read."}`);
       sayAttached(troubles.join(" "));
     }

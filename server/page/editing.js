@@ -27,7 +27,7 @@ function edit(row) {
     if (summary) return save();
     close();
     $("message").focus();
-    if (mine) say({ role: "user", text: area.value.trim(), ...(files.length && { files }) }, holderOf(current, message));
+    if (mine) say({ role: "user", text: area.value.trim(), ...(message.leftOut && { leftOut: message.leftOut }), ...(files.length && { files }) }, holderOf(current, message));
     else resume(rewrite(message, area.value));
   });
   area.addEventListener("keydown", (event) => {

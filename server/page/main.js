@@ -107,12 +107,14 @@ onSubmit($("say"), async () => {
   if (isNearlyFull($("message").value, attachedTokens()) && (!(await compact()) || current !== conversation)) return; // the field keeps the message
   if (empty()) return;
   const text = $("message").value.trim(), files = attachedFiles;
+  const withoutFiles = leftOut.length && { leftOut: `${leftOut.join(", ")} ${leftOut.length === 1 ? "was" : "were"} left out.` };
   $("message").value = "";
   keepDraft();
   attachedFiles = [];
+  leftOut = [];
   drawAttached();
   sayAttached("");
-  say({ role: "user", text, ...(files.length && { files }) });
+  say({ role: "user", text, ...(files.length && { files }), ...withoutFiles });
   $("message").focus();
 });
 
@@ -126,8 +128,6 @@ document.addEventListener("keydown", (event) => {
 });
 
 $("new").addEventListener("click", newChat);
-
-// -- sheets: on a narrow screen, conversations and settings cover the page --------------------------------------------
 
 function openSearch() {
   if (isShut("chats")) sheet("chats", true);
@@ -144,6 +144,8 @@ document.addEventListener("keydown", (event) => {
   if ($("settings").classList.contains("open")) sheet("settings", false);
   does();
 });
+
+// -- sheets: on a narrow screen, conversations and settings cover the page --------------------------------------------
 
 /** Whether a part of the page is a sheet on this screen and not open. */
 const isShut = (name) => getComputedStyle($(`open-${name}`)).display !== "none" && !$(name).classList.contains("open");

@@ -7,7 +7,8 @@
  * and a message's `changed` are times: when the title was given, the folder chosen, the settings chosen, an answer last
  * written; without one, at the beginning.
  * By its role, a message also has
- *   "user": text, files: [{ name, text, tokens, image }]: an image, as a data URL, has no text,
+ *   "user": text, files: [{ name, text, tokens, image }]: an image, as a data URL, has no text;
+ *      leftOut: a sentence about files that could not go with it,
  *   "assistant": text, reasoning, calls: [{ id, name, arguments, server, tool, begun, result }]: the last four for a call of
  *      an MCP server's tool, begun and result ({ text, failed }) until all calls have results; after its end also ending, error, usage, drafts, rate, thought,
  *      varied, what its request had in place of the settings (temperature, seed),
@@ -70,7 +71,7 @@ const listOf = (items, read) => (Array.isArray(items) ? items.filter((item) => i
 
 /** By the role of a message: what else it has, read from an untrusted object. */
 const READERS = {
-  user: ({ text, files }) => ({ text: string(text), ...(Array.isArray(files) && { files: listOf(files, readAttached) }) }),
+  user: ({ text, files, leftOut }) => ({ text: string(text), ...(string(leftOut) && { leftOut }), ...(Array.isArray(files) && { files: listOf(files, readAttached) }) }),
   assistant: readAnswer,
   summary: (message) => {
     const { off, left, compacted } = message;

@@ -136,6 +136,14 @@ def test_an_image_that_is_too_large_is_scaled_and_a_model_without_images_gets_no
     picture = page.screenshot()
     attach(page, page_png=picture)
     assert page.text("#attached-says") == "page.png: This model reads text alone, no images."
+    page.says(["one"])
+    page.send_and_wait("words")
+    page.reload()
+    page.until(lambda: page.text(".user > .hint") == "page.png was left out.")
+    page.press_button("Edit", 0)
+    page.type(".edit textarea", "!" + ENTER)
+    page.until(lambda: page.texts()[:1] == ["words!"] and page.done())
+    assert page.text(".user > .hint") == "page.png was left out."
     page.run(SEES, len(picture))
     attach(page, page_png=picture)
     image = page.run("return attachedFiles[0].image")
