@@ -16,7 +16,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from polarlm.server.reading.parts import CALLED_WITH, Losses, image_in, is_image, kind_of, list_kinds, text_of_part
+from polarlm.server.reading.parts import (
+    CALLED_WITH,
+    REASONING,
+    Losses,
+    image_in,
+    is_image,
+    is_reasoning,
+    kind_of,
+    list_kinds,
+    reasoning_in,
+    text_of_part,
+)
 from polarlm.server.reading.tools import in_namespace
 from polarlm.server.reading.values import BadRequest, FieldWarnings, array, describe, mapping, text, wrong_value
 
@@ -26,7 +37,6 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 _FOREIGN_ROLES = {"human": "user", "ai": "assistant", "model": "assistant"}  # what other programs call them
 
 _RESULT_ROLES = ("tool", "function")  # the second is OpenAI's, before there were tools
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # names that APIs have for the reasoning of an answer
 _UNSAFE_CHARACTERS = re.compile(r"[^\w.:/-]+")  # characters of a name that could end it in a template
 _LONGEST_NAME = 128
 _MOST_OPEN = 128  # calls of an answer that may get results
@@ -88,6 +98,7 @@ class _Reader:
         return [one for message, results in self._rows for one in (message, *results) if one is not None]
 
     def warnings(self) -> list[str]:
+        self._end_answer()
         kinds = {
             "parts of messages that have no text are left out, of type": self._losses.left_out,
             "parts of messages are put as text, of type": self._losses.as_text,
@@ -122,7 +133,9 @@ class _Reader:
 
     def _message(self, at: str, role: str, item: Mapping[str, Any], is_question: bool) -> None:
         is_answer = role == "assistant"
-        thoughts = [item[name] for name in _REASONING if is_answer and isinstance(item.get(name), str)][:1]
+        given = [item[name] for name in REASONING if is_answer and item.get(name) is not None]
+        reasoning = next(filter(None, [reasoning_in(one, self._losses) for one in given]), "")
+        thoughts = [reasoning] if given else []
         pieces: list[Piece] = []
         calls: list[Message] = []
         if is_question and item.get("images") and not self._reads_images:
@@ -136,12 +149,11 @@ class _Reader:
             if kind == "tool_result":
                 self._result(part.get("tool_use_id"), None, part.get("content"))
                 results += 1
-            elif is_answer and kind == "thinking":
-                thoughts.append(_text(part.get("thinking")))
+            elif is_answer and is_reasoning(kind):
+                thought = reasoning_in(part, self._losses)
+                thoughts.append("" if thought in reasoning else thought)  # clients may send both
             elif is_answer and kind == "tool_use":
                 calls.append(_call(place, part, part.get("input"), "input"))
-            elif kind == "redacted_thinking":  # which only its maker can read
-                self._losses.left_out[kind] = None
             else:
                 pieces.append(
                     self._image_or_text(place, part, is_question) if role == "user" else self._part(place, part)
@@ -180,12 +192,8 @@ class _Reader:
         return content
 
     def _item(self, at: str, item: Mapping[str, Any], kind: str) -> None:
-        if kind == "reasoning":  # an encrypted part is for its maker alone
-            parts = item.get("content") or item.get("summary")
-            thoughts = [text_of_part(part, Losses()) for part in (parts if isinstance(parts, list) else ())]
-            self._thoughts += thoughts
-            if item.get("encrypted_content") and not any(thoughts):
-                self._losses.left_out["encrypted reasoning"] = None
+        if is_reasoning(kind):
+            self._thoughts.append(reasoning_in(item, self._losses))
         elif kind.endswith("_output"):
             content = item["output"] if item.get("output") is not None else item.get("status")
             self._result(item.get("call_id") or item.get("id"), None, content)
@@ -212,17 +220,22 @@ class _Reader:
             self._add({"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {}))
 
     def _add(self, message: Message) -> None:
-        thoughts, self._thoughts = "".join(self._thoughts), []
         results: list[Message | None] = []
         if message["role"] == "assistant":
+            thoughts, self._thoughts = "".join(self._thoughts), []
             if thoughts:
-                message = {**message, "reasoning_content": thoughts}
+                message = {**message, "reasoning_content": thoughts + message.get("reasoning_content", "")}
             if self._answer_is_over:
                 self._open_calls, self._answer_is_over = [], False
             self._expect(message.get("tool_calls", []), results)
         else:
-            self._answer_is_over = True
+            self._end_answer()
         self._rows.append((message, results))
+
+    def _end_answer(self) -> None:
+        if any(self._thoughts):
+            self._losses.left_out["reasoning without an answer"] = None
+        self._thoughts, self._answer_is_over = [], True
 
     def _expect(self, calls: list[Message], results: list[Message | None]) -> None:
         for call in calls:
@@ -237,7 +250,7 @@ class _Reader:
     def _result(self, id: Any, name: Any, content: Any) -> None:
         """Put a result next to its call, or else as a text of the user's, who is not taken for the model."""
         id, name = _text(id), _name(name) if name else ""
-        self._thoughts, self._answer_is_over = [], True
+        self._end_answer()
         pieces = self._tool_pieces(content)
         call = self._find_call(id, name)
         if call is not None:

@@ -23,6 +23,11 @@ _TEXTS = {  # members that have text, or objects with text
     *("title", "url", "filename", "context", "text", "refusal", "content", "source", "summary", "message"),
     *("output", "outputs", "results", "logs", "stdout", "stderr", "error", "error_code"),
 }
+REASONING = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks")
+"""Members of a message that have the reasoning of an answer; the first with a text counts."""
+
+_REASONING_TEXTS = (*REASONING, "text", "content", "summary")  # members of a part of such reasoning
+_SEALED = ("encrypted_content", "signature", "data")  # members of it that only its maker can read
 _LONGEST_SCHEME = 16  # characters of an address up to its colon; base64 has none
 _MOST_DEPTH = 8  # nesting of the texts in a part
 _MOST_NAMED, _LONGEST = 5, 38  # names in a sentence, and characters of each
@@ -62,6 +67,23 @@ def text_of_part(part: Any, losses: Losses) -> str:
 def kind_of(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     return kind if isinstance(kind, str) else "untyped"
+
+
+def is_reasoning(kind: str) -> bool:
+    return kind.startswith(("reasoning", "thinking", "redacted"))
+
+
+def reasoning_in(value: Any, losses: Losses) -> str:
+    """The text of past reasoning in the form of any API: a text, a part or an item, or a list of these."""
+    if isinstance(value, list):
+        return "".join(reasoning_in(one, losses) for one in value)
+    if not isinstance(value, dict):
+        return value if isinstance(value, str) else ""
+    names = [name for name in _REASONING_TEXTS if name in value]
+    text = next(filter(None, (reasoning_in(value[name], losses) for name in names)), "")
+    if value and not text and (not names or any(value.get(name) for name in _SEALED)):
+        losses.left_out[kind_of(value)] = None
+    return text
 
 
 def is_image(part: Any) -> bool:

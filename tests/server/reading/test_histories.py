@@ -277,13 +277,53 @@ def test_what_is_asked_now_must_be_text(part: dict[str, Any]) -> None:
         assert warning == f"parts of messages that have no text are left out, of type '{part['type']}'"
 
 
-def test_reasoning_that_only_its_maker_reads_is_told() -> None:
-    hidden = {"type": "reasoning", "summary": [], "encrypted_content": "AAAA"}
-    for api, items in (("responses", [hidden, ON]), ("anthropic", [assistant({"type": "redacted_thinking"}, "on")])):
-        prompt, (warning,) = read(api, [user("q"), *items, NEXT])
-        assert [one["content"] for one in prompt] == ["q", "on", "next"]
-        assert re.search("left out, of type '(encrypted reasoning|redacted_thinking)'", warning)
-    shown = hidden | {"content": [typed("reasoning_text", "hm")]}
+HM = typed("text", "hm")
+
+
+@in_turn(
+    "answer",
+    [
+        assistant("on", reasoning_details=[typed("reasoning.text", "h"), {"type": "summary", "summary": "m"}]),
+        assistant("on", reasoning="hm", reasoning_details=[typed("reasoning.text", "hm")]),
+        assistant("on", reasoning_content="", thinking=[{"type": "thinking", "thinking": "hm", "signature": "s"}]),
+        assistant({"type": "thinking", "thinking": [typed("text", "h"), typed("text", "m")]}, "on"),
+        assistant({"type": "thinking", "thinking": "hm"}, "on", reasoning_content="hm"),
+        assistant({**HM, "type": "reasoning"}, "on"),
+        assistant({"type": "reasoning", "reasoning": "hm"}, "on"),
+        assistant({"type": "reasoning", "summary": [typed("summary_text", "hm")]}, "on"),
+        assistant({"type": "reasoning", "summary": [], "content": [typed("reasoning_text", "hm")]}, "on"),
+    ],
+)
+def test_past_reasoning_is_reasoning_in_every_form(answer: dict[str, Any]) -> None:
+    (_, shown, _), warnings = read("chat", [user("q"), answer, NEXT])
+    assert shown == {"role": "assistant", "reasoning_content": "hm", "content": "on"}
+    assert warnings == []
+
+
+HIDDEN = {"type": "reasoning", "summary": [], "encrypted_content": "AAAA"}
+SEALED = {"type": "reasoning.encrypted", "data": "AAAA"}
+
+
+@in_turn(
+    "api items kind",
+    [
+        ("responses", [HIDDEN, ON], "reasoning"),
+        ("responses", [{"type": "reasoning", "content": [HM]}, NEXT, ON], "reasoning without an answer"),
+        ("anthropic", [assistant({"type": "redacted_thinking"}, "on")], "redacted_thinking"),
+        ("anthropic", [assistant({"type": "thinking", "thinking": "", "signature": "AAAA"}, "on")], "thinking"),
+        ("chat", [assistant("on", reasoning_details=[SEALED])], "reasoning.encrypted"),
+        ("chat", [assistant("on", reasoning="hm", reasoning_details=[SEALED])], "reasoning.encrypted"),
+        ("chat", [assistant({"type": "reasoning", "made_up": "hm"}, "on")], "reasoning"),
+    ],
+)
+def test_past_reasoning_that_is_left_out_is_told(api: str, items: list[Any], kind: str) -> None:
+    prompt, (warning,) = read(api, [user("q"), *items, NEXT])
+    assert [one["content"] for one in prompt if one["role"] == "assistant"] == ["on"]
+    assert warning == f"parts of messages that have no text are left out, of type '{kind}'"
+
+
+def test_reasoning_beside_an_encrypted_part_is_shown_without_a_warning() -> None:
+    shown = HIDDEN | {"content": [typed("reasoning_text", "hm")]}
     assert read("responses", [user("q"), shown, ON, NEXT])[1] == []
 
 
