@@ -16,7 +16,7 @@ from polarlm.server.http.dialects._shared import FieldPaths, FieldTable, Row, ar
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import Endpoint, Generation, ModelInfo, Writer
 from polarlm.server.http.streams import NAMED, Event
-from polarlm.server.reading.fields import requested_fields
+from polarlm.server.reading.fields import duplicate_warning, requested_fields
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
 from polarlm.server.reading.values import BadRequest, array, flag, one_of, text, wrong_value
@@ -117,6 +117,7 @@ TABLE = FieldTable(
     Row("thinking", "chat_template_kwargs", _read_thinking),
     Row("thinking.budget_tokens", "reasoning_budget_tokens"),
     Row("output_config.effort", "chat_template_kwargs", _read_effort),
+    Row("output_format", "response_format", _read_format),  # its name in the beta
     Row("output_config.format", "response_format", _read_format),
 )
 
@@ -130,6 +131,12 @@ class Messages(Endpoint):
         TABLE.refuse(body)
         request = TABLE.read(TABLE.translate({"messages": None} | body), info)
         return request, MessageWriter(info.name, info.tells_cached)
+
+    def warnings(self, body: Mapping[str, Any]) -> list[str]:
+        config, older = body.get("output_config"), body.get("output_format")
+        is_given = isinstance(config, dict) and config.get("format") not in (None, {}, older)
+        ignored = [duplicate_warning("output_config.format", "output_format")] if older and is_given else []
+        return super().warnings(body) + ignored
 
 
 _ERROR_TYPES = {

@@ -246,6 +246,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
+        ({"output_format": {"type": "json_schema", "schema": 5}}, "output_format.schema"),
         ({"output_config": {"effort": 5}}, "output_config.effort"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management.edits[0]"),
     ],

@@ -98,6 +98,14 @@ def test_fields_of_the_api_that_change_nothing_are_taken(client: anthropic.Anthr
     assert client.messages.create(**arguments(**more, tools=[], extra=[{}], context_management=KEEPS_ALL)).content
 
 
+def test_the_betas_name_of_a_format_counts_where_the_later_one_is_missing(server: Serving) -> None:
+    older, later = ({"type": "json_schema", "schema": {"const": number}} for number in (7, 8))
+    ignored = ["output_format is ignored: output_config.format is given as well"]
+    for more, text, warnings in (({}, "7", None), ({"output_config": {"format": later}}, "8", ignored)):
+        answer = server.post("/v1/messages", {"messages": QUESTION, "output_format": older, **more}).json()
+        assert (answer["content"][0]["text"], answer.get("warnings")) == (text, warnings)
+
+
 def test_models_have_anthropics_shape(server: Serving, client: anthropic.Anthropic) -> None:
     (model,) = client.models.list()
     assert client.models.retrieve(model.id) == model
