@@ -190,8 +190,8 @@ def test_pairs_are_scored_in_vllms_shape(server: Serving) -> None:
     ("body", "param", "part"),
     [
         ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", "one text, or as many as text_2 has, 3"),
-        ({"text_1": "a"}, "text_2", "text_2 must be"),
-        ({"text_1": "a", "text_2": []}, "text_2", "text_2"),
+        ({"text_1": "a"}, "text_2", "text_2 needs at least one text"),
+        ({"text_1": "a", "text_2": []}, "text_2", "text_2 needs at least one text"),
         ({"text_1": "a", "text_2": "b", "use_activation": 5}, "use_activation", "true or false"),
     ],
 )
@@ -243,7 +243,7 @@ def test_of_two_spellings_one_counts(server: Serving) -> None:
 WRONG = [
     ({"texts": ["rain " * 100], "truncate": False}, "exceeds the available context size of 64 tokens"),
     ({"documents": ["rain " * 100], "truncation": False}, "exceeds the available context size of 64 tokens"),
-    ({"documents": []}, "documents"),
+    ({"documents": []}, "documents needs at least one text"),
     ({"documents": ["a"] * 10_000}, "documents has 10,000 texts, but at most 2,048"),
     ({"documents": ["a"], "query": "rain " * 100}, "exceeds the available context size of 64 tokens"),
     ({"documents": ["a", "rain " * 100_000], "truncate": "NONE"}, "exceeds the available context size of 64 tokens"),

@@ -320,12 +320,12 @@ def as_messages(messages: Messages) -> Sequence[Mapping[str, Any]]:
 
 
 @contextmanager
-def naming(index: int, count: int) -> Iterator[None]:
-    """Say in an EngineError which one of `count` prompts it is about, unless there is one alone."""
+def naming(index: int, count: int, field: str = "prompts") -> Iterator[None]:
+    """Say in an EngineError which one of `count` prompts in `field` it is about, unless there is one alone."""
     try:
         yield
     except EngineError as error:
-        error.args = (f"prompts[{index}]: {error}" if count > 1 else str(error),)
+        error.args = (f"{field}[{index}]: {error}" if count > 1 else str(error),)
         raise
 
 

@@ -18,7 +18,7 @@ from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions,
 from polarlm.engine.async_engine import EngineThread
 from polarlm.engine.errors import DeviceLost
 from polarlm.engine.outputs import Outbox, Status, embedding
-from polarlm.engine.requests.prompts import Prompt, is_chat, read_until
+from polarlm.engine.requests.prompts import Prompt, is_chat, naming, read_until
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
 from polarlm.server.reading.parameters import ModelInfo
@@ -184,10 +184,12 @@ class Driver:
         write: Callable[[Embedding], T],
         outcome: str,
         warn: Callable[[int, str], None] = lambda index, sentence: None,
+        field: str = "prompts",
     ) -> list[T]:
         """What `write`, called in a thread, returns for the embedding of each job, which are parts of one request.
-        outcome: what it counts as. warn: gets the number of a job, and a warning of its ticket. Raises Refusal or
-        EngineError. Cancelling the task that waits cancels the request."""
+        outcome: what it counts as. warn: gets the number of a job, and a warning of its ticket. field: the array of the
+        request that has the jobs' prompts. Raises Refusal, or EngineError, which says where in `field` the prompt is.
+        Cancelling the task that waits cancels the request."""
 
         def write_all(chunks: Sequence[Chunk]) -> T:
             vector = embedding(chunks)
@@ -203,7 +205,8 @@ class Driver:
                 part = jobs[first : first + batch]
                 for number, (prompt, params, options) in enumerate(part):
                     start = partial(self.engine.submit, prompt, params, self._with_priority_of_key(job, options))
-                    ticket = await self._submit(job, prompt, start, _JobOutbox(job, number))
+                    with naming(first + number, len(jobs), field):
+                        ticket = await self._submit(job, prompt, start, _JobOutbox(job, number))
                     for sentence in ticket.warnings:
                         warn(first + number, sentence)
                 chunks: list[list[Chunk]] = [[] for _ in part]

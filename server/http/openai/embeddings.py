@@ -112,6 +112,7 @@ async def vectors_of(
         return json.dumps(vector.tolist(), separators=(",", ":")), tokens
 
     jobs = [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
-    pairs = await while_connected(request.receive, driver.embed_all(jobs, vector_json, "embedded", cuts.__setitem__))
+    work = driver.embed_all(jobs, vector_json, "embedded", cuts.__setitem__, field)
+    pairs = await while_connected(request.receive, work)
     warnings += warnings_of_items(field, cuts)
     return [vector for vector, _ in pairs], sum(tokens for _, tokens in pairs)

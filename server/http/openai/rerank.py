@@ -25,7 +25,17 @@ from polarlm.server.http.streams import while_connected
 from polarlm.server.http.warnings import warn, warnings_of_items
 from polarlm.server.reading.fields import requested_fields, unknown_fields
 from polarlm.server.reading.prompts import read_salt, read_truncate, spelling
-from polarlm.server.reading.values import LARGEST, FieldWarnings, array, check_at_most, count, flag, text, wrong_value
+from polarlm.server.reading.values import (
+    LARGEST,
+    BadRequest,
+    FieldWarnings,
+    array,
+    check_at_most,
+    count,
+    flag,
+    text,
+    wrong_value,
+)
 
 _PATHS = ("/v1/rerank", "/v2/rerank", "/v1/reranking", "/rerank", "/reranking")
 _TEXTS, _LIMITS, _RETURNS = ("documents", "texts"), ("top_n", "top_k"), ("return_documents", "return_text")  # spellings
@@ -69,7 +79,7 @@ class Rerank(Endpoints):
         rank_jobs = await asyncio.to_thread(rank)
         warnings += warnings_of_items(name, cuts)
         jobs = [(prompt, params, replace(options, cache_salt=salt)) for prompt, params, options in rank_jobs]
-        scores = await while_connected(request.receive, self._driver.embed_all(jobs, score, "ranked"))
+        scores = await while_connected(request.receive, self._driver.embed_all(jobs, score, "ranked", field=name))
         best = sorted(range(len(scores)), key=lambda index: -scores[index][0])[:most]
         if name == "texts":
             ranks = ((at, _logit(scores[at][0]) if is_raw else scores[at][0]) for at in best)
@@ -168,7 +178,9 @@ def _logit(score: float) -> float:
 
 def _texts(field: str, value: Any) -> list[str]:
     """1 to MOST_INPUTS strings, or objects with a text. Raises BadRequest."""
-    texts = array(field, value, "an array of strings, or of objects with a text", 1)
+    if value is None:  # an empty array is left out, too
+        raise BadRequest(field, f"{field} needs at least one text")
+    texts = array(field, value, "an array of strings, or of objects with a text")
     check_at_most(MOST_INPUTS, field, len(texts), "texts")
     return [
         text(f"{field}[{index}].text", one.get("text")) if isinstance(one, dict) else text(f"{field}[{index}]", one)

@@ -89,6 +89,8 @@ def test_a_wrong_field_is_named(shared: Serving, body: Any, param: str, part: st
 def test_no_text_and_too_much_of_it_are_bad_requests(shared: Serving) -> None:
     with pytest.raises(openai.BadRequestError, match="empty"):
         embed(shared, input="")
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\]: The prompt is empty"):
+        embed(shared, input=[TEXT, ""])
     with pytest.raises(openai.BadRequestError) as caught:
         embed(shared, input=[TEXT, [7] * 300])
     assert caught.value.code == "context_length_exceeded"
