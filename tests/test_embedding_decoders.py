@@ -103,6 +103,7 @@ def test_a_server_ranks_with_it(engine: Engine) -> None:
     scores = [float(one.vector[0]) for one in engine.rerank(QUERY, DOCUMENTS)]
     with serving(engine) as server:
         answer = server.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS}).json()
+        assert server.post("/api/show", {"model": "any"}).json()["capabilities"] == ["embedding"]
     order = sorted(range(3), key=lambda index: -scores[index])
     assert [one["index"] for one in answer["results"]] == order
     assert [one["relevance_score"] for one in answer["results"]] == pytest.approx([scores[at] for at in order])

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from polarlm.model_loaders import Model
+from polarlm.model_loaders import LoadError, Model
 from polarlm.model_loaders.config import Experts, ModelConfig
 from polarlm.model_loaders.files.weights import WeightSource
 from polarlm.server.reading.infill import infill_of
@@ -76,11 +76,19 @@ def utc(time: datetime) -> str:
 
 
 def _capabilities(model: Model) -> list[str]:
-    """What a model can do; "insert" is writing text before a suffix."""
-    if model.config.is_encoder:
+    """What a model can do, in Ollama's words; "insert" is writing text before a suffix."""
+    if model.config.is_encoder or model.pooling:
         return [] if model.config.scores_pairs else ["embedding"]
-    optional = {"insert": infill_of(model.tokenizer) is not None, "vision": model.vision_encoder is not None}
-    return ["completion", "tools", "embedding", *(name for name, can in optional.items() if can)]
+    try:
+        reasons = model.template.tags is not None
+    except LoadError:  # the template cannot run
+        reasons = False
+    optional = {
+        "insert": infill_of(model.tokenizer) is not None,
+        "vision": model.vision_encoder is not None,
+        "thinking": reasons,
+    }
+    return ["completion", "tools", *(name for name, can in optional.items() if can)]
 
 
 def _parameters(weights: WeightSource) -> int:

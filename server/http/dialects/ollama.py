@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -76,10 +77,11 @@ class _ModelEndpoints(Endpoints):
     """Endpoints of the one model of this server, whatever name a request gives."""
 
     async def embed(self, request: Request) -> Response:
-        """POST /api/embed: {"input"} → {"embeddings"}"""
+        """POST /api/embed: {"input"} → {"embeddings"}, which is [] for an empty text and for none."""
         start = time.monotonic()
         body = await self._body(request)
-        prompts = read_prompts("input", body.get("input"), MOST_INPUTS)
+        texts = body.get("input")
+        prompts = [] if is_empty(texts) else read_prompts("input", texts, MOST_INPUTS)
         vectors, tokens, warnings = await self._embed(request, body, prompts, "input")
         name, nanoseconds_taken = self._driver.engine.model.name, nanoseconds(time.monotonic() - start)
         counts = {"model": name, "total_duration": nanoseconds_taken, "load_duration": 0, "prompt_eval_count": tokens}
@@ -120,8 +122,8 @@ class _ModelEndpoints(Endpoints):
         body = await self._body(request)
         text("model", body.get("model") or body.get("name") or "")
         engine = self._driver.engine
-        shown = JSONResponse(show_response(engine.model, engine.context, self._entry))
-        return warn(shown, unknown_fields(body, MODEL_FIELDS))
+        shown = await asyncio.to_thread(show_response, engine.model, engine.context, self._entry)
+        return warn(JSONResponse(shown), unknown_fields(body, MODEL_FIELDS))
 
     async def pull(self, request: Request) -> Response:
         """POST /api/pull: success for this server's model, for which it does nothing. Raises ApiError or BadRequest."""

@@ -116,13 +116,17 @@ def test_the_model_is_listed_shown_and_running(server: Serving, client: ollama.C
     assert (running.model, running.context_length, running.size_vram) == (engine.model.name, engine.context, 0)
     shown = client.show("any")
     assert shown.template == engine.model.template.source
-    assert shown.capabilities == ["completion", "tools", "embedding"]
+    assert shown.capabilities == ["completion", "tools"]
     assert shown.modelinfo[f"{engine.model.config.family}.context_length"] == engine.context
     assert shown.modelinfo["general.parameter_count"] > 0
     assert server.post("/api/show", {"model": 5}).status_code == 400
     version = server.http.get("/api/version").json()["version"]
     parts = tuple(map(int, version.split(".")))  # as Open WebUI reads it
     assert parts >= (0, 13, 4)  # the least for Codex; Copilot in VS Code needs 0.6.4
+
+
+def test_a_template_that_knows_reasoning_makes_a_capability(thinking: Serving) -> None:
+    assert thinking.post("/api/show", {"model": "any"}).json()["capabilities"] == ["completion", "tools", "thinking"]
 
 
 def test_the_size_of_a_model_in_parts_is_that_of_all(tmp_path: Path) -> None:
@@ -154,7 +158,7 @@ def test_embeddings_are_those_of_the_engine(server: Serving, client: ollama.Clie
     assert response.prompt_eval_count == sum(len(server.engine.tokenize(text)) for text in ("the rain", "then"))
     assert list(client.embed("any", "the rain").embeddings[0]) == pytest.approx(expected.tolist(), abs=1e-6)
     assert client.embeddings("any", "the rain").embedding == pytest.approx(expected.tolist(), abs=1e-6)  # older form
-    assert client.embeddings("any", "").embedding == []
+    assert client.embeddings("any", "").embedding == client.embed("any", "").embeddings == []
     for path, wrong in (
         ("/api/embeddings", {"prompt": 5}),
         ("/api/embed", {"input": 5}),

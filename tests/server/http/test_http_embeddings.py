@@ -167,6 +167,8 @@ def test_an_encoders_vectors_in_ollamas_shapes(encoder: Serving) -> None:
     assert close(older["embedding"], encoder.engine.embed(TEXTS[0]).vector)
     (cut,) = encoder.post("/api/embed", {"model": "any", "input": TEXTS[0], "dimensions": 3}).json()["embeddings"]
     assert len(cut) == 3
+    for nothing in ({"input": ""}, {"input": []}, {"input": None}, {}):
+        assert encoder.post("/api/embed", nothing).json()["embeddings"] == []
     assert encoder.post("/api/show", {"model": "any"}).json()["capabilities"] == ["embedding"]
 
 
