@@ -9,6 +9,7 @@ from functools import cache, partial
 from glob import escape
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import WITHOUT_EFFECT, FlagError, close_to, in_flags
@@ -85,9 +86,14 @@ class Registry:
         return self._known_models()
 
     def find(self, name: str) -> NamedModel | None:
-        """The model of this name or alias; None if there is none. A name on the hub may lack its quantization."""
+        """The model of this name or alias, or else the only one whose name differs in case or Unicode normal form.
+        None if there is none. A name on the hub may lack its quantization."""
         name = _without_hub_address(name.removesuffix(_LATEST))
-        return _find_named(name, self._known_models()) or _find_named(name, self.models())
+        model = _find_named(name, self._known_models())
+        if model is None:
+            models = self.models()
+            model = _find_named(name, models) or _find_named(name, models, _without_case)
+        return model
 
     def _known_models(self) -> list[NamedModel]:
         every = {**self._folder_models, **self._fixed}
@@ -118,15 +124,23 @@ def _without_hub_address(name: str) -> str:
         return name
 
 
-def _find_named(name: str, models: Sequence[NamedModel]) -> NamedModel | None:
-    matches = [model for model in models if name in (model.name, *model.aliases)]
-    base, _, adapter = name.rpartition(":")
+def _without_case(name: str) -> str:
+    """What names have in common that differ in case or in their Unicode normal form alone."""
+    return normalize("NFD", normalize("NFD", name).casefold())
+
+
+def _find_named(name: str, models: Sequence[NamedModel], form: Callable[[str], str] = str) -> NamedModel | None:
+    """form: of names that is compared; an adapter's has to be the same."""
+
+    def called(name: str) -> list[NamedModel]:
+        return [model for model in models if form(name) in map(form, (model.name, *model.aliases))]
+
+    matches, (base, _, adapter) = called(name), name.rpartition(":")
     if not matches and base:
-        matches = [model for model in models if base in (model.name, *model.aliases) and adapter in model.config.lora]
+        matches = [model for model in called(base) if adapter in model.config.lora]
     if not matches and ":" not in name:
-        quantizations = [model for model in models if model.name.startswith(f"{name}:")]
-        matches = quantizations if len(quantizations) == 1 else []
-    return matches[0] if matches else None
+        matches = [model for model in models if form(model.name).startswith(f"{form(name)}:")]
+    return matches[0] if len(matches) == 1 else None
 
 
 def in_words(models: Sequence[NamedModel], most: int = 20) -> str:

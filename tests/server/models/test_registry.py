@@ -103,6 +103,26 @@ def test_models_of_the_hub_are_found_without_their_quantization_if_there_is_one_
         assert registry.find(name) == registry.find("user/two:Q8_0") is not None
 
 
+def test_a_name_in_another_case_or_normal_form_means_the_only_model_of_that_name(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    tables = "".join(f'["{name}"]\npath = "a.gguf"\n' for name in ("both", "Both", "cafe\u0301", "Tiny-Q4_K_M"))
+    (tmp_path / "models.toml").write_text(f'{tables}aliases = ["Gpt"]\nlora = {{a = "a.gguf"}}\n', encoding="utf-8")
+    registry = Registry(common(), tmp_path / "models.toml", ["User/One-GGUF:q4_k_m"], ["tiny-q4_k_m"])
+    for name, expected in {
+        "both": "both",
+        "Both": "Both",
+        "BOTH": None,
+        "CAF\u00c9:latest": "cafe\u0301",
+        "gpt": "Tiny-Q4_K_M",
+        "GPT:a": "Tiny-Q4_K_M",
+        "GPT:A": None,
+        "User/One-GGUF:Q4_K_M": "User/One-GGUF:q4_k_m",
+        "hf.co/user/one-gguf": "User/One-GGUF:q4_k_m",
+    }.items():
+        model = registry.find(name)
+        assert (None if model is None else model.name) == expected, name
+
+
 def test_a_toml_file_names_models_and_their_settings(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     (tmp_path / "models.toml").write_text(
