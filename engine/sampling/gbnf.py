@@ -121,17 +121,26 @@ class _Reader:
         self._skip(_SPACE_AND_LINES)
 
     def _alternatives(self, depth: int) -> None:
-        """Read alternatives up to the end of the line, or of the parentheses."""
+        """Read alternatives up to a line end that no | follows, or to the end of the parentheses."""
         if depth > MOST_DEPTH:
             raise GbnfError(f"its parentheses are nested deeper than {MOST_DEPTH} times")
         space = _SPACE_AND_LINES if depth else _SPACE
         self._write("(")
         self._sequence(depth, space)
-        while self._take("|"):
+        while self._take_bar():
             self._skip(_SPACE_AND_LINES)
             self._write(" | ")
             self._sequence(depth, space)
         self._write(")")
+
+    def _take_bar(self) -> bool:
+        """Whether | is next, here or at the beginning of a line; if so, it is skipped."""
+        start = self._at
+        self._skip(_SPACE_AND_LINES)
+        if self._take("|"):
+            return True
+        self._at = start
+        return False
 
     def _sequence(self, depth: int, space: re.Pattern[str]) -> None:
         self._write('""')
