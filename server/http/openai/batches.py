@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from polarlm.engine import EngineError
 from polarlm.engine.state.plan import parse_size
@@ -117,10 +117,20 @@ class Batches:
 
     async def _upload(self, request: Request, folder: BatchFolder) -> Response:
         """A form with `purpose` "batch" and the `file` → its record."""
-        if (size := announced_bytes(request)) is None or size > self._most + _ENVELOPE:
+        most, size = self._most + _ENVELOPE, 0
+
+        async def receive() -> Message:
+            nonlocal size
+            message = await request.receive()
+            size += len(message.get("body", b""))
+            if size > most:
+                raise too_large(self._most)
+            return message
+
+        if (announced_bytes(request) or 0) > most:
             raise too_large(self._most)
         try:
-            form = await asyncio.wait_for(request.form(), self._seconds)
+            form = await asyncio.wait_for(Request(request.scope, receive).form(), self._seconds)
         except (HTTPException, asyncio.TimeoutError) as error:
             reason = getattr(error, "detail", f"it takes more than {self._seconds} seconds")
             raise ApiError(400, f"The form cannot be read: {reason}", "invalid_request", headers=CLOSE) from None

@@ -295,6 +295,12 @@ def test_files_have_a_limit(engine: Engine, folder: str) -> None:
         with pytest.raises(openai.APIStatusError, match="larger than") as large:
             client.files.create(file=("a", b"x" * 500_000), purpose="batch")
         assert large.value.status_code == 413
+        form = {"Content-Type": "multipart/form-data; boundary=x"}
+        head = b'--x\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n'
+        parts = [head % (b"purpose", b""), b"batch\r\n", head % (b"file", b'; filename="a"'), b"\r\n--x--\r\n"]
+        larger = [*parts[:3], b"x" * 70_000, b"x" * 1000 + parts[3]]  # than what is allowed, with its last piece
+        for pieces, status in ((parts, 200), (larger, 413)):  # in chunks, without their size in bytes
+            assert server.http.post("/v1/files", content=iter(pieces), headers=form).status_code == status
         end = ended(client, begin(client, upload))
         assert (end.status, end.errors.data[0].code) == ("failed", "storage")  # its answers have no room
         assert 0 < len(answers(client, end.output_file_id)) < 20
