@@ -215,7 +215,7 @@ class CacheStats:
 
     tokens: int
     bytes: int  # blocks and full-precision slots
-    bits_per_value: float  # in a complete encoded block
+    bits_per_value: float  # of a sequence that fills the context, whose newest blocks may have more than others
     f16_bytes: int  # the same blocks in half precision
     context: int  # tokens that fit
     context_bytes: int  # of a sequence that fills the context

@@ -15,6 +15,7 @@ from polarlm.engine import Engine, EngineConfig, EngineError
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
+from polarlm.engine.chat.session import Turn, numbers
 from polarlm.engine.config import AS_STORED
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import FULL_ENCODING
@@ -34,11 +35,13 @@ from polarlm.engine.loading.placement.request import PlacementRequest, Sizes, re
 from polarlm.engine.loading.sizes import cache_shape, weight_format
 from polarlm.engine.model.weights import load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.state.plan import plan_for_tokens
+from polarlm.engine.state.plan import format_bytes, plan_for_tokens
 from polarlm.engine.state.recurrent.delta import DeltaState
 from polarlm.engine.state.store import KVStore
 from polarlm.fit import main as command
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer
+from polarlm.server.http.plain.stats import stats
+from polarlm.server.running.counters import Totals
 from tests.cuda.emulated import EmulatedDevice
 from tests.model_loaders.checkpoints import quantized_model
 from tests.tiny import make_model
@@ -74,6 +77,30 @@ def test_the_longest_context_is_what_an_engine_gets(tiny_path: Path, memory, cac
         cache = result.cache(cache_type)
         assert cache.tokens == engine._store.plan.tokens
         assert cache.bits_per_value == stats.bits_per_value
+
+
+def test_the_bits_of_a_cache_are_those_of_its_whole_context_wherever_they_are_told(tiny_path: Path, capsys) -> None:
+    """Of a preset, whose newest blocks have more. What is reserved beside the context is named."""
+    assert command([str(tiny_path), "--device", "cpu", "-c", "4096"]) == 0
+    said = capsys.readouterr().out
+    with Engine.load(tiny_path, device="cpu", ctx_size=4096, calibration=False) as engine:
+        shape, plan, cache = engine.cache_shape, engine._store.plan, engine.cache_stats()
+        bits = f"{shape.bits_of_text(4096):.2f}"
+        assert f"{shape.bits_per_value:.2f}" != bits != f"{shape.high_precision_shape.bits_per_value:.2f}"
+        size = shape.sequence_bytes(4096)
+        room = f"{format_bytes(plan.bytes)} reserved, with {format_bytes(plan.bytes - size)} of room"
+        smaller = f"{bits} bits/value, {shape.f16_bytes(4096) / size:.1f}× smaller than f16"
+        assert smaller in engine.start_line()
+        assert f"({bits} bits/value)" in engine.fit_line()
+        assert re.search(rf"^balanced +{bits} +{format_bytes(size / 4096)} ", said, re.MULTILINE)
+        assert f"balanced takes {format_bytes(size)} ({room} " in said
+        assert room in engine.fit_line()
+        whole = stats(engine, Totals(), engine.status(), None)["whole_context"]
+        assert (whole["bits_per_value"], whole["bytes"]) == (shape.bits_of_text(4096), size)
+        assert f"{bits} bits per value" in numbers(Turn("", (), "stop", None), engine)
+        config = replace(engine.model.config, max_context=4096)
+    weights = PlacementRequest(EngineConfig(), config, Sizes(0))
+    assert fit_weights(weights, cpu(), ["balanced"]).caches[0].bits_per_value == cache.bits_per_value
 
 
 @pytest.mark.parametrize("weight_type", [AS_STORED, "q8_0", "q4_0", "f32"])

@@ -31,7 +31,7 @@ from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import read_adapters
 from polarlm.engine.model.weights import FormatGroup, format_groups
 from polarlm.engine.state.cache_types import PRESETS
-from polarlm.engine.state.plan import format_bytes
+from polarlm.engine.state.plan import format_bytes, reserved_text
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.files.weights import WeightSource
 
@@ -55,8 +55,8 @@ class CacheFit:
 
     cache_type: str
     problem: str = ""  # a sentence that says why the device or the model cannot have this type; the rest is then 0
-    bits_per_value: float = 0.0  # complete encoded blocks alone
-    bytes_per_token: float = 0.0  # complete encoded blocks, all layers, as the device stores them
+    bits_per_value: float = 0.0  # of a sequence that fills the longest context
+    bytes_per_token: float = 0.0  # of that sequence, all layers, as the device stores them
     tokens: int = 0  # the longest context that fits, of at most the model's own or ctx_size
     store_bytes: int = 0  # bytes of the KV store for that context, in the device's memory
     snapshot_bytes: int = 0  # bytes of snapshots of recurrent layers, in the computer's memory; see StorePlan
@@ -189,11 +189,12 @@ def _try_place(request: PlacementRequest, ops: Ops) -> Placement | EngineError:
 def _fit_cache(cache_type: str, placement: Placement | EngineError, contexts: Sequence[int]) -> CacheFit:
     if isinstance(placement, EngineError):
         return CacheFit(cache_type, str(placement))
-    plan, shape = placement.plan, placement.shape
+    plan, shape, request = placement.plan, placement.shape, placement.request
+    context = plan.tokens if plan else request.config.ctx_size or request.model.max_context
     return CacheFit(
         cache_type,
-        bits_per_value=shape.bits_per_value,
-        bytes_per_token=shape.bytes_per_token,
+        bits_per_value=shape.bits_of_text(context),
+        bytes_per_token=shape.sequence_bytes(context) / context,
         tokens=plan.tokens if plan else 0,
         store_bytes=plan.bytes if plan else 0,
         snapshot_bytes=plan.snapshot_bytes if plan else 0,
@@ -305,10 +306,11 @@ def _best_cache(weights: WeightFit, target: int) -> tuple[CacheFit, str]:
     best = next((cache for cache in presets if cache.cache_type == DEFAULT_CACHE_TYPE), presets[0])
     if best.tokens < target:
         best = max(presets, key=lambda cache: cache.tokens)
-    rest = f"{best.cache_type} takes {format_bytes(best.store_bytes)} for its KV store"
+    size = best.tokens * best.bytes_per_token
+    rest = f"{best.cache_type} takes {format_bytes(size)} ({reserved_text(best.store_bytes, size)})"
     f16 = next((cache for cache in weights.caches if cache.cache_type == codecs.FULL), None)
     if f16 is not None and f16.tokens == best.tokens:
-        rest += f", f16 {format_bytes(f16.store_bytes)}"
+        rest += f", f16 {format_bytes(f16.tokens * f16.bytes_per_token)}"
     elif f16 is not None:
         rest += f"; with f16, {f16.tokens:,} tokens fit"
     if best.tokens >= target:

@@ -16,7 +16,7 @@ from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import describe_formats, format_groups
 from polarlm.engine.state import cache_types
-from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes
+from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes, reserved_text
 from polarlm.engine.storage.tiers.tier_store import FolderTier, TierStore
 
 
@@ -74,7 +74,9 @@ def start_line(parts: Parts) -> str:
     if model.config.is_encoder:
         return fit_line(parts)
     smaller = shape.f16_bytes(plan.tokens) / max(1, shape.sequence_bytes(plan.tokens))
-    cache = f"{smaller:.1f}× smaller than f16" if smaller > 1.05 else cache_types.describe_types(parts.config, shape)
+    cache = f"{shape.bits_of_text(plan.tokens):.2f} bits/value, {smaller:.1f}× smaller than f16"
+    if smaller <= 1.05:
+        cache = cache_types.describe_types(parts.config, shape)
     return " · ".join(
         [
             model.name,
@@ -104,7 +106,7 @@ def fit_line(parts: Parts) -> str:
     snapshot_clause = f" and {format_bytes(snapshots)} of snapshots in the computer's memory" if snapshots else ""
     line = (
         f"{name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; "
-        f"KV store {format_bytes(plan.bytes)}{snapshot_clause}, "
+        f"KV store {reserved_text(plan.bytes, shape.sequence_bytes(plan.tokens))}{snapshot_clause}, "
         f"{shape.blocks_of_kv(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "
         f"({shape.bits_of_text(plan.tokens):.2f} bits/value): {plan.capacity:,} tokens fit"
     )

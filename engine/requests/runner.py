@@ -205,7 +205,7 @@ class Runner:
         return CacheStats(
             tokens=len(newest.ids),
             bytes=newest.bytes,
-            bits_per_value=shape.bits_per_value,
+            bits_per_value=shape.bits_of_text(context),
             f16_bytes=shape.f16_bytes(len(newest.ids)),
             context=context,
             context_bytes=shape.sequence_bytes(context),

@@ -182,6 +182,12 @@ def f16_tokens(plan: StorePlan) -> int:
     return bisect_right(range(1, plan.capacity + 1), plan.bytes, key=size)
 
 
+def reserved_text(store: int, context: float) -> str:
+    """Return the bytes of a store in words, with what it has beside the bytes that its whole context takes."""
+    room = format_bytes(max(0, store - context))
+    return f"{format_bytes(store)} reserved, with {room} of room for newest tokens and further conversations"
+
+
 def parse_size(text: str, setting: str = "kv_memory") -> int:
     """Return the bytes of "512M", "2G", "1.5GiB" or "800000". Raises an EngineError that names the setting."""
     number = text.strip().lower().removesuffix("b").removesuffix("i")

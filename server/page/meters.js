@@ -32,10 +32,10 @@ function meter() {
   $("context-brief").textContent = `${$("context").textContent} tokens`;
   $("filled").max = stats.context;
   $("filled").value = contextUse.tokens;
-  $("bits").textContent = `${number(stats.bits_per_value, 2)} bits/value`;
-  $("types").textContent = `Stored as ${stats.cache_types}; a token takes ` +
-    `${size(stats.bytes_per_token)}, in f16 ${size(stats.f16_bytes_per_token)}`;
   const { bytes, f16_bytes: f16 } = stats.sequence, whole = stats.whole_context;
+  const [now, full] = [stats, whole].map(({ bits_per_value: bits }) => number(bits, 2));
+  $("bits").textContent = `${now === full ? full : `now ${now}, full ${full}`} bits/value`;
+  $("types").textContent = `Stored as ${stats.cache_types}`;
   const saves = f16 > 1.05 * bytes; // false for short sequences: the first and the current block are f16 in both
   const will = whole.f16_bytes > 1.05 * whole.bytes && `${number(whole.tokens)} tokens take ${size(whole.bytes)}, in f16 ${size(whole.f16_bytes)}`;
   $("memory").textContent = saves ? `${size(bytes)}, ${number(f16 / bytes, 1)}× saved` : bytes ? size(bytes) : "–";

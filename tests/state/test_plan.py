@@ -189,7 +189,7 @@ def test_the_fit_line_has_the_numbers_of_the_plan(tiny_path: Path) -> None:
         assert line == fit_line(tiny._parts)
         words = re.search(
             r"([\d.]+ \w+) on the cpu(?:, inputs of 16 bits)?; "
-            r"KV store ([\d.]+ \w+), (\d+) blocks of (\d+) as polarquant \(([\d.]+) bits/value\): "
+            r"KV store ([\d.]+ \w+) reserved, .*, (\d+) blocks of (\d+) as polarquant \(([\d.]+) bits/value\): "
             r"(\d+) tokens fit \(with an f16 cache: (\d+)\)",
             line,
         )

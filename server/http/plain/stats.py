@@ -61,4 +61,5 @@ def stats(engine: Engine, totals: Totals, status: Status, tokens: int | None) ->
         if length is not None:
             sizes = {"bytes": cache.sequence_bytes(length), "f16_bytes": cache.f16_bytes(length)}
             numbers[name] = {"tokens": length, **sizes}
+    numbers["whole_context"]["bits_per_value"] = cache.bits_of_text(engine.context)
     return numbers

@@ -123,6 +123,7 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
     cache, context = server.engine.cache_stats(), server.engine.context
     whole = {"tokens": context, "bytes": cache.context_bytes, "f16_bytes": cache.context_f16_bytes}
     assert 0 < whole["bytes"] < whole["f16_bytes"]
+    whole["bits_per_value"] = cache.bits_per_value
     values = 2 * 2 * 2 * 8  # a token's keys and values, layers, heads, channels
     assert stats["f16_bytes_per_token"] == 2 * values
     assert stats["bytes_per_token"] == stats["bits_per_value"] * values / 8
