@@ -146,7 +146,7 @@ class Report:
         if self.brief is not None:
             about = dict(self.about)
             tables = [table.markdown(width) for one in self.sections[: self.brief] for table in one.tables]
-            return "\n\n".join([*tables, f"{about['origin']}\nload: {about['load']}"])
+            return "\n\n".join([*tables, *self.notes, f"{about['origin']}\nload: {about['load']}"])
         head = "\n".join([self.title, *(f"{name}: {text}" for name, text in self.about if text)])
         return "\n\n".join([head, *(section.markdown(width) for section in self.sections), *self.notes])
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from polarlm import model_loaders
+from polarlm.bench.command import CacheType
+from polarlm.bench.quality import cache_cost
 from polarlm.engine import Engine, EngineConfig, EngineError
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Ops
@@ -99,8 +101,7 @@ def test_the_bits_of_a_cache_are_those_of_its_whole_context_wherever_they_are_to
         assert (whole["bits_per_value"], whole["bytes"]) == (shape.bits_of_text(4096), size)
         assert f"{bits} bits per value" in numbers(Turn("", (), "stop", None), engine)
         config = replace(engine.model.config, max_context=4096)
-    weights = PlacementRequest(EngineConfig(), config, Sizes(0))
-    assert fit_weights(weights, cpu(), ["balanced"]).caches[0].bits_per_value == cache.bits_per_value
+    assert cache_cost._fit(CacheType.read("balanced"), cpu(), config, 0).bits_per_value == cache.bits_per_value
 
 
 @pytest.mark.parametrize("weight_type", [AS_STORED, "q8_0", "q4_0", "f32"])

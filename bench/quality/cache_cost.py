@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,12 @@ from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.bench.quality.tables import ROOM, report_of
 from polarlm.bench.result import Result, Writer, digest_of_text, duration
 from polarlm.bench.runner import Clock, Runner
+from polarlm.engine.backends.select import select
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.cli.progress import counting
 from polarlm.engine.config import AS_STORED, EngineConfig
-from polarlm.engine.errors import counted
+from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import FULL_ENCODING
 from polarlm.engine.loading.fit import CacheFit, devices, fit_weights
@@ -51,6 +52,8 @@ from polarlm.model_loaders.config import ModelConfig
 _SPEED_SHARE = 0.2  # share of the time for measuring speed
 _ANSWERS_SHARE = 0.2  # and for texts of the model's own
 _LEAST_ANSWER = 100  # tokens, as far as the context allows
+_FIRST = 3  # types that are loaded before a window is scored; the others only where there is time for them
+_COMPARED = 2  # types that are loaded and scored however long that takes
 
 
 def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
@@ -82,7 +85,11 @@ class _Measurement:
                 argv,
                 program=PROGRAM,
             )
-            self._ops = arithmetic(model.source, options.threads, converted)
+            self._ops = (  # float32 takes ten times as long, for figures that others can repeat
+                arithmetic(model.source, options.threads, converted)
+                if self._is_counted
+                else select("cpu", options.threads)[0]
+            )
             device, ops = devices(options.device, options.threads)[0]
             size = weight_bytes(ops, model.source, converted)
             fits = {cache_type.label: _fit(cache_type, ops, config, size) for cache_type in self._types}
@@ -104,7 +111,10 @@ class _Measurement:
             if fit.problem:
                 self._result.add(ROOM, label, "tokens", failure=fit.problem)
             else:
-                self._result.add_all(ROOM, label, {"bytes_per_token": fit.bytes_per_token, "tokens": fit.tokens})
+                sizes = {name: getattr(fit, name) for name in ("bits_per_value", "bytes_per_token", "tokens")}
+                self._result.add_all(ROOM, label, sizes)
+        self._load_seconds = 0.0  # of the type that took longest
+        self._pass_seconds = 0.0  # of a token of a window, as full precision or a type computes it
         self._until_speed = self._runner.share(_SPEED_SHARE)  # when measuring quality must end
         self._until_answers = self._runner.share(_SPEED_SHARE, _ANSWERS_SHARE)  # when scoring the text must end
 
@@ -128,7 +138,7 @@ class _Measurement:
         return bool(self._result.about.get("windows"))
 
     def _measure(self) -> None:
-        note(f"Loading {self._result['model']} with {counted(len(self._types), 'cache type')}")
+        note(f"Loading {self._result['model']}")
         length = self._options.window or MOST
         if self._base is not None:
             length = self._base.ids.shape[1]
@@ -140,7 +150,7 @@ class _Measurement:
         least = 0 if self._is_counted else answers.PROMPT + answers.MOST
         survey = Survey(
             self._path,
-            self._types,
+            self._types if self._is_counted else [],
             min(max(length, least), self._config.max_context),
             self._ops,
             note,
@@ -153,6 +163,7 @@ class _Measurement:
             if (least := min(map(len, texts.values()), default=len(ids))) < LEAST_TOKENS:
                 raise FlagError(TOO_SHORT.format(least))
             self._quality(survey, ids, texts)
+            self._types = survey.types
             if not self._is_counted:
                 self._answer(survey, ids)
         finally:
@@ -164,6 +175,9 @@ class _Measurement:
     # -- quality -----------------------------------------------------------------------------------------------
 
     def _quality(self, survey: Survey, ids: Sequence[int], texts: Mapping[str, Sequence[int]]) -> None:
+        later = [] if self._is_counted else [*self._types]
+        while later and len(survey.types) < _FIRST and (len(survey.types) < _COMPARED or self._seconds_to_score):
+            self._load(survey, later.pop(0))
         plan = self._plan(survey, ids)
         base = self._base
         bos_id = survey.tokenizer.bos_id
@@ -171,35 +185,93 @@ class _Measurement:
             by_turns({name: windows(own, plan.length, bos_id) for name, own in texts.items()})
             if base is None
             else [("", window) for window in kld_base.windows(base.ids, bos_id)]
-        )[: plan.count]
+        )[: plan.count if self._is_counted else max(1, len(ids) // plan.length)]
         if plan.count < len(texts):
             note(f"There is time for {counted(plan.count, 'window')} of {len(texts)} texts: give more --minutes")
-        self._result.about |= {"window": plan.length, "planned_windows": len(cut)}
-        each = plan.seconds / plan.count
+        self._result.about |= {"window": plan.length, "planned_windows": plan.count}
         try:
-            total = len(cut) * survey.passes
+            total = len(cut) * survey.passes if self._is_counted else None
             with counting("Scoring", "pass", total) as count:
                 for number, (kind, window) in enumerate(cut):
-                    if number and not self._is_counted and each > self._runner.seconds_left(self._until_answers):
-                        note(f"{number} of {len(cut)} windows were scored in the time there is")
+                    each = self._pass_seconds * survey.passes * len(window)
+                    if number and not self._is_counted and each > self._seconds_to_score:
                         break
-                    started = self._runner.seconds
                     passes = (
                         survey.score(window, kind=kind) if base is None else survey.score_against(base, number, window)
                     )
+                    if number == 0:  # later, figures change with whole windows
+                        passes = self._first_window(survey, passes, later, window, is_only=len(cut) == 1)
                     for _ in passes:
-                        count("")
-                        if number == 0:  # later, figures change with whole windows
+                        count("" if self._is_counted else self._time_left(self._until_answers))
+                        if number == 0:
                             self._runner.keep(lambda: self._take(survey))
-                    each = self._runner.seconds - started
                     self._runner.keep(lambda: self._take(survey))
         finally:
             self._take(survey)
+            if self._has_windows:
+                self._result.about["warnings"] = self._warnings(len(ids))
+
+    def _load(self, survey: Survey, cache_type: CacheType) -> None:
+        """Load a type, unless memory has no room for it beside those that are compared anyway."""
+        started = self._runner.seconds
+        try:
+            survey.add_type(cache_type)
+        except EngineError as error:
+            if error.code != "out_of_memory" or len(survey.types) < _COMPARED:
+                raise
+            note(f"{cache_type.label} is left out. {error}")
+        self._load_seconds = max(self._load_seconds, self._runner.seconds - started)
+
+    def _first_window(
+        self, survey: Survey, passes: Iterator[None], later: list[CacheType], window: Sequence[int], *, is_only: bool
+    ) -> Iterator[None]:
+        """The passes of the first window, which tell how long one takes: further types are loaded while there is time
+        for them and for a second window of all. is_only: whether there is no second one."""
+        started = self._runner.seconds
+        for done, _ in enumerate(passes, 1):
+            each = max(self._runner.seconds - started, self._pass_seconds * len(window))
+            self._pass_seconds = each / len(window)
+            yield
+            of_type = (survey.passes - 1) // len(survey.types)
+            if not self._is_counted and done > _COMPARED * of_type and not self._runner.seconds_left():
+                return
+            while done == survey.passes and later:
+                again = 0 if is_only else survey.passes + of_type
+                if self._load_seconds + (of_type + again) * each > self._seconds_to_score:
+                    break
+                self._load(survey, later.pop(0))
+            started = self._runner.seconds
+
+    @property
+    def _seconds_to_score(self) -> float:
+        """Until the time for scoring the text ends."""
+        return self._runner.seconds_left(self._until_answers)
+
+    def _warnings(self, text_tokens: int) -> list[str]:
+        """Sentences about what the figures lack. text_tokens: of all texts."""
+        result, warnings = self._result, []
+        scored = {one["type"] for one in result["types"].values()}
+        if missing := [one.label for one in self._types if one.label not in scored]:
+            are = "is" if len(missing) == 1 else "are"
+            warnings.append(f"{', '.join(missing)} {are} left out: give more --minutes, or fewer --types before them.")
+        more = "more --windows" if self._is_counted else "more --minutes"
+        more = "a longer text" if text_tokens < ENOUGH_TOKENS else more
+        single = result["windows"] < 2
+        if self._base is None and result["window"] < min(MOST, self._config.max_context):
+            why = f"The text has {text_tokens:,} tokens. " if text_tokens == result["window"] else ""
+            warnings.append(
+                f"{why}Windows of {result['window']:,} tokens hardly tell types apart: the first 64 of a window and "
+                f"its newest are never codes{', and a single window has no ±' if single else ''}. For figures that "
+                f"mean something give {more}."
+            )
+        elif self._base is None and single:
+            warnings.append(f"A single window has no ±: give {more}.")
+        return warnings
 
     def _plan(self, survey: Survey, ids: Sequence[int]) -> Windows:
         """The windows that there is time for, estimated from a short window. Prints a note."""
         token_seconds = survey.token_seconds(ids, lambda: self._runner.seconds)
-        seconds = self._runner.seconds_left(self._until_answers)
+        seconds = self._seconds_to_score
         length, most = self._options.window, len(ids)
         if self._base is not None:
             most, length = self._base.ids.size, self._base.ids.shape[1]
@@ -211,17 +283,20 @@ class _Measurement:
             length = min(length or MOST, survey.context, most)
             count = min(self._options.windows, -(-most // length))
             plan = Windows(count, length, count * window_seconds(token_seconds, length))
-        elif length:
-            plan = windows_of_length(min(length, survey.context, most), seconds, token_seconds, most // length)
-        else:
-            plan = choose(seconds, token_seconds, most, survey.context)
-        self._say_plan(plan, seconds, most)
+        else:  # a first window may take all the time, since shorter ones tell little
+            longest = choose(self._runner.seconds_left(), token_seconds, most, survey.context).length
+            length = min(length, survey.context, most) or longest
+            plan = windows_of_length(length, seconds, token_seconds, most // length)
+        self._say_plan(survey, plan, seconds, most)
         return plan
 
-    def _say_plan(self, plan: Windows, seconds: float, most: int) -> None:
+    def _say_plan(self, survey: Survey, plan: Windows, seconds: float, most: int) -> None:
         """Print a note. seconds: that there are for scoring; most: tokens of the text."""
         text = ", all of the text" if plan.count * plan.length > most - plan.length else ""
-        windows = f"{counted(len(self._types), 'cache type')} on {counted(plan.count, 'window')}"
+        types = counted(len(self._types), "cache type")
+        if len(survey.types) < len(self._types):
+            types = f"{len(survey.types)} of {types} first,"
+        windows = f"{types} on {counted(plan.count, 'window')}"
         scoring = f"{windows} of {plan.length:,} tokens{text}: about {duration(plan.seconds)}"
         if not self._is_counted:
             late = "" if plan.seconds <= seconds else f" (--minutes leaves {duration(seconds)})"
@@ -229,15 +304,6 @@ class _Measurement:
             speed = duration(self._runner.end - self._until_speed)
             scoring += f"{late}, and {texts} for texts of their own, {speed} at most for speed"
         note(f"{scoring}. Ctrl-C keeps what was measured, in {self._page}")
-        if self._base is None and (plan.count < 2 or plan.count * plan.length < MOST):
-            more = (
-                "a longer text" if most < ENOUGH_TOKENS else "more --windows" if self._is_counted else "more --minutes"
-            )
-            single = ", and a single window has no ±" if plan.count < 2 else ""
-            note(
-                "So few tokens cannot tell types apart: the first 64 of a window and its newest are never codes"
-                f"{single}. For figures that mean something give {more}"
-            )
 
     def _take(self, survey: Survey) -> None:
         if survey.windows:
@@ -246,18 +312,20 @@ class _Measurement:
     # -- texts of the model's own ------------------------------------------------------------------------------
 
     def _answer(self, survey: Survey, ids: Sequence[int]) -> None:
-        """Let each type continue the text until its share of the time is over; until all of it is, for a few tokens."""
+        """Let each type continue the text until its share of the time is over; until all of it is, for a few tokens.
+        Nothing is written where scoring took that share."""
         start = [] if survey.tokenizer.bos_id is None else [survey.tokenizer.bos_id]
         prompt = [*start, *ids[: answers.PROMPT - len(start)]]
         most = min(answers.MOST, survey.context - len(prompt))
-        if most < 1:
+        if most < 1 or not self._runner.seconds_left(self._until_speed):
             return
         texts = survey.answers(prompt)
         with counting("Continuing", "token") as count:
             for number, _ in enumerate(texts.write(most), 1):
                 end = self._until_speed if number >= _LEAST_ANSWER else self._runner.end
                 count(self._time_left(end))
-                if not self._runner.seconds_left(end):
+                reading = 2 * len(self._types) * self._pass_seconds * (len(prompt) + number)  # by both sides
+                if self._runner.seconds_left(end) <= reading:
                     break
         texts.add_to(self._result, [cache_type.label for cache_type in self._types])
         self._write(False)
@@ -268,7 +336,7 @@ class _Measurement:
         options = self._options
         settings = {"device": self._device, "threads": options.threads, "weight_type": options.weight_type}
         whole = [cache_type for cache_type in self._types if cache_type.encoding == FULL_ENCODING]
-        if not whole:
+        if not whole or self._runner.seconds_left() < self._load_seconds:
             return
         speeds = Speeds(self._path, whole, ids, settings, self._runner.seconds_left)
         try:
@@ -276,6 +344,8 @@ class _Measurement:
                 for _ in speeds.measure():
                     count(self._time_left(self._runner.end))
                     self._runner.keep(lambda: speeds.add_to(self._result))
+                    if not self._runner.seconds_left():
+                        break
         finally:
             speeds.add_to(self._result)
 

@@ -48,7 +48,13 @@ class QualityConfig:
         metavar="FILE.py",
         help="a codec of a file outside of this package, as docs/adding.md shows one: its names are cache types",
     )
-    minutes: float = setting(5.0, "--minutes", metavar="M", help="how long it may take, loading included")
+    minutes: float = setting(
+        5.0,
+        "--minutes",
+        metavar="M",
+        help="how long it may take, loading included; where that is "
+        "short, the last types are left out, then texts of the model's own and speed",
+    )
     ablate: str | None = setting(
         None, "--ablate", metavar="TYPE", help="one type with parts of its encoding switched off, each alone and all"
     )
@@ -59,8 +65,8 @@ class QualityConfig:
         0,
         "--windows",
         metavar="N",
-        help="score exactly so many windows, however long that takes, and measure neither texts of the model's own nor "
-        "speed; 0 scores as many as there is time for",
+        help="score exactly so many windows with all types in float32, however long that takes, and measure neither texts "
+        "of the model's own nor speed; 0 scores as many as there is time for",
     )
     window: int = setting(
         0, "--window", metavar="N", help="tokens of a window; 0 takes 2,048, or fewer where there is no time for that"

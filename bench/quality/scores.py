@@ -103,7 +103,6 @@ def _mean(windows: Sequence[np.ndarray]) -> tuple[float, float | None]:
 
 
 LEAST, MOST = 512, 2048  # tokens of a window
-_WANTED = 2  # windows; if there is time for more, they get longer first
 _DOUBLES = 3000  # tokens of a window for which a token takes twice as long on average
 
 
@@ -117,13 +116,13 @@ class Windows:
 
 
 def choose(seconds: float, token_seconds: float, text_tokens: int, max_context: int) -> Windows:
-    """As many windows as there is time for, at least one, and the longest windows if there is time for two.
+    """As many windows as there is time for, at least one, and the longest windows that there is time for.
 
     token_seconds: seconds per token in a short window.
     """
     most = min(MOST, max_context, text_tokens)
     length = most
-    while length > LEAST and seconds < _WANTED * window_seconds(token_seconds, length):
+    while length > LEAST and seconds < window_seconds(token_seconds, length):
         length = max(LEAST, length // 2)
     return windows_of_length(length, seconds, token_seconds, text_tokens // length)
 

@@ -25,7 +25,8 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.config import AS_STORED
-from polarlm.engine.loading.assembly import assemble, replace_cache
+from polarlm.engine.errors import EngineError
+from polarlm.engine.loading.assembly import Parts, assemble, replace_cache
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import weight_bytes
@@ -35,6 +36,7 @@ from polarlm.model_loaders.tokenizers import Tokenizer
 
 _ARITHMETIC_SHARE = 0.7  # share of the free memory that weights as float32 may take
 _PROBE = 128  # tokens of the window from which the time is estimated
+_LONG = 10  # seconds that it takes on a machine where a second run would take too much of the time
 
 
 def arithmetic(source: WeightSource, threads: int, weight_type: WeightFormat | None = None) -> Ops:
@@ -65,29 +67,39 @@ class Survey:
     ) -> None:
         """context: tokens of the longest window. every_token_coded: whether types are scored in this way, too. Raises
         EngineError."""
-        settings = {"ctx_size": context, "kept_sequences": 0, "parallel": 1, "weight_type": weight_type}
-        self._parts = assemble(settle(weights, None, {**settings, "cache_type": "f16"}), say, ops=ops)
-        try:
-            self._others = [
-                replace_cache(
-                    self._parts,
-                    settle(None, None, {**settings, **cache_type.settings()}),
-                    say,
-                    encoding=cache_type.encoding,
-                )
-                for cache_type in types
-            ]
-        except BaseException:
-            self._parts.close()
-            raise
-        self._rows = [
-            (cache_type, other, scoring, list[Score]())
-            for cache_type, other in zip(types, self._others, strict=True)
-            for scoring in ([SERVED, CODED] if every_token_coded else [SERVED])
-        ]
+        self._settings = {
+            "ctx_size": context,
+            "kept_sequences": 0,
+            "parallel": 1,
+            "weight_type": weight_type,
+            "input_bits": "16",  # compiled kernels with AMX would round more than some types do
+        }
+        self._say, self._scorings = say, [SERVED, CODED] if every_token_coded else [SERVED]
         self._logprobs: list[np.ndarray] = []  # full precision, for each window
         self._kinds: list[str] = []  # the name of each window's text
         self._longest = 0  # tokens of the longest window so far
+        self._parts = assemble(settle(weights, None, {**self._settings, "cache_type": "f16"}), say, ops=ops)
+        self.types: list[CacheType] = []
+        self._others: list[Parts] = []
+        self._rows: list[tuple[CacheType, Parts, str, list[Score]]] = []
+        try:
+            for cache_type in types:
+                self.add_type(cache_type)
+        except BaseException:
+            self._parts.close()
+            raise
+
+    def add_type(self, cache_type: CacheType) -> None:
+        """Load a type; the window that is being scored is scored with it, too. Raises EngineError."""
+        settings = settle(None, None, {**self._settings, **cache_type.settings()})
+        other = replace_cache(self._parts, settings, self._say, encoding=cache_type.encoding)
+        if other.plan.tokens < self._longest:
+            raise EngineError(
+                f"Memory has room for {other.plan.tokens:,} tokens, and a window has more", "out_of_memory"
+            )
+        self.types.append(cache_type)
+        self._others.append(other)
+        self._rows += [(cache_type, other, scoring, []) for scoring in self._scorings]
 
     @property
     def context(self) -> int:
@@ -128,7 +140,7 @@ class Survey:
             self._longest = max(self._longest, len(ids))
             self._logprobs.append(logprobs)
         yield
-        for _, other, scoring, scores in self._rows:
+        for _, other, scoring, scores in self._rows:  # also those that are added meanwhile
             score = compared(other.model, served_states(other.model, ids, every_token_coded=scoring == CODED))
             if keep:
                 scores.append(score)
@@ -136,11 +148,13 @@ class Survey:
 
     def token_seconds(self, ids: Sequence[int], clock: Callable[[], float]) -> float:
         """Seconds for each token of a short window, scored with every type."""
-        probe = windows(ids[:_PROBE], min(_PROBE, self.context), self.tokenizer.bos_id)[0]
-        list(self.score(probe, keep=False))  # the first run takes longer
-        started = clock()
-        list(self.score(probe, keep=False))
-        return (clock() - started) / len(probe)
+        probe, seconds = windows(ids[:_PROBE], min(_PROBE, self.context), self.tokenizer.bos_id)[0], 0.0
+        for _ in range(2):  # the first run takes longer
+            started = clock()
+            list(self.score(probe, keep=False))
+            if (seconds := clock() - started) > _LONG:
+                break
+        return seconds / len(probe)
 
     def answers(self, prompt: Sequence[int]) -> Answers:
         """Texts of all types that continue a prompt. The stores have room for `context` tokens."""
@@ -148,7 +162,7 @@ class Survey:
 
     @property
     def passes(self) -> int:
-        """The number of times that scoring a window yields."""
+        """The number of times that scoring a window yields, with the types that are loaded."""
         return 1 + len(self._rows)
 
     @property

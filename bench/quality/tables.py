@@ -39,6 +39,7 @@ TYPE_SAYS = "how keys and values are stored; :plain is without our conditioning 
 _MEAN = "how far the next token's distribution is from full precision's on average, in nats; 0 is the same"
 _TOP1 = "positions where the most likely next token is the same as in full precision"
 _BITS = "bits of complete blocks over their values: codes, norms and means; f16 has 16"
+_THERE_BITS = "the same in a window, where the newest blocks, which have more bits, are more of all"
 _CHANGE = "of the text, and its change from full precision; lower is better, and small changes are chance"
 _DRAFTS = "tokens that full precision drafts and the type accepts, in speculative sampling"
 _THERE = "how far their distributions are from full precision's, in nats, as in KL mean"
@@ -59,9 +60,9 @@ def kl_columns(where: str, mean: str) -> list[Column]:
     ]
 
 
-BITS = Column.of("bits/value", "bits_per_value", "{:.2f}".format, _BITS)
+BITS = Column.of("bits/value", "bits_per_value", "{:.2f}".format, f"{_BITS}; of the longest context")
 DIVERGENCES = [
-    BITS,
+    Column.of("bits in a window", "bits_per_value", "{:.2f}".format, _THERE_BITS),
     *kl_columns("position", _MEAN),
     Column.of("same top-1", "same_top1", two_digits, _TOP1),
     Column.of("drafts accepted", "draft_acceptance", two_digits, _DRAFTS),
@@ -78,7 +79,7 @@ def overview_columns(result: Result) -> list[Column]:
         return f"{figures['perplexity'].value:.3f}{_change(figures['perplexity'], result['exact_perplexity'])}"
 
     speed = "tokens a second of a prompt, on this machine", "tokens a second after that prompt, one request alone"
-    memory = "bytes of the KV cache for 1,000 tokens in complete blocks"
+    memory = "bytes of the KV cache for 1,000 tokens of the longest context"
     return [
         BITS,
         Column("perplexity", perplexity, _CHANGE),
@@ -205,9 +206,9 @@ def preset_cards(result: Result) -> list[tuple[str, list[str]]]:
     for who, figures in text_figures(result):
         if who not in PRESETS:
             continue
-        smaller = 16 / (value_of(figures, "bits_per_value") or 16)
+        bits = result.value(ROOM, who, "bits_per_value") or value_of(figures, "bits_per_value") or 16
         same = 100 * (value_of(figures, "same_top1") or 0)
-        statements = [f"the KV cache is {smaller:.1f} times smaller than in half precision"]
+        statements = [f"the KV cache takes {bits:.2f} bits a value, in half precision 16"]
         statements.append(f"{same:.1f} % of the most likely next tokens stay the same")
         if change := _change(figures["perplexity"], result["exact_perplexity"]):
             statements.append(f"perplexity changes by {change[2:-1]}")
@@ -231,7 +232,7 @@ def _partial(result: Result) -> str:
 
 
 def _missing(result: Result) -> list[str]:
-    statements = []
+    statements = list(result.about.get("warnings", ()))
     if any(TAIL not in figures for _, figures in text_figures(result)):
         statements.append("KL 99.9 % needs 1,000 scored tokens at least: give a longer text, or more minutes.")
     problems: dict[str, list[str]] = {}
@@ -244,7 +245,7 @@ def _missing(result: Result) -> list[str]:
 def _about(result: Result) -> Sequence[tuple[str, str]]:
     arithmetic = {
         "float32": "float32",
-        "compiled kernels": "compiled kernels, keys and values in float32 (the weights as float32 do not fit)",
+        "compiled kernels": "compiled kernels, keys and values in float32",
     }
     exact = f"a prefill in {arithmetic[result['arithmetic']]}"
     if result["full_precision"] == "file":

@@ -21,7 +21,7 @@ from polarlm.engine.loading.encoding import Encoding
 from polarlm.model_loaders.config import ModelConfig
 
 _HEAD_DIMS = 128, 64, 256, 80  # of models; a codec is tried with the first that it supports
-DEFAULT_TYPES = "f16,q8_0,quality,balanced,compact,q4_0:plain,turbo4:plain"
+DEFAULT_TYPES = "f16,balanced,q4_0:plain,q8_0,quality,compact,turbo4:plain"  # the last are left out first
 
 
 def choose_types(types: str, ablate: str | None, config: ModelConfig) -> list[CacheType]:

@@ -87,6 +87,12 @@ class FakeSpeeds:
                 raise KeyboardInterrupt
 
 
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy computes figures of limited time, too: nothing is compiled."""
+    monkeypatch.setattr(cache_cost, "select", lambda device, threads: (NumpyOps(threads), ""))
+
+
 @pytest.fixture
 def no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_cost, "Speeds", FakeSpeeds)
@@ -126,9 +132,10 @@ def test_figures_are_of_the_same_windows_and_say_of_what(tiny_path: Path, text: 
     assert list(figures["types"]) == TYPES
     row = figures.figures("text", "balanced")
     assert kl(figures, "f16") < 1e-5 < kl(figures, "balanced") < row["kl_99th_percentile"].value
-    printed, line = capsys.readouterr().out.strip().split("\n\n")
+    printed, *_, line = capsys.readouterr().out.strip().split("\n\n")
     rows = [line.split("|")[1].strip() for line in printed.splitlines()]
     assert [label for label in rows if not label.startswith(":")] == ["cache type", "full precision", *TYPES]
+    assert f" {figures.value('room', 'balanced', 'bits_per_value'):.2f} |" in printed.splitlines()[-1]
     cells = f"{row['perplexity'].value:.3f}", f"0 to {min(128, figures['window'] - 1) - 1:,}", "drafts accepted"
     assert all(cell in page for cell in cells)
     # What they are of stands once, which a reader can check, with the load of the machine.
@@ -211,7 +218,7 @@ def test_the_budget_is_kept(
     words = argv(tiny_path, text, "-o", str(output), "--minutes", "2")
     cache_cost.measure(cost.read_options(words), words, clock)
     figures, _ = result(output)
-    probes, scored = seen[: 2 * len(TYPES)], seen[2 * len(TYPES) :]
+    probes, scored = seen[: len(TYPES)], seen[len(TYPES) :]
     assert len(set(probes)) == 1
     window = token_seconds * max(scored) * len(TYPES)
     assert clock.now <= max(0.75 * 120, token_seconds * sum(probes) + window)
@@ -219,6 +226,52 @@ def test_the_budget_is_kept(
     said = capsys.readouterr().err
     assert f"2 cache types on {figures['planned_windows']} window" in said
     assert f"of {figures['window']:,} tokens" in said
+
+
+@pytest.mark.usefixtures("unrendered", "no_speed")
+@pytest.mark.parametrize(
+    ("minutes", "pass_seconds", "count", "most"),
+    [(10, 0.1, 4, 600), (2, 10.0, 3, 120), (1, 40.0, 2, 3 * 10 + 3 * 20 + 2 * 40)],
+)
+def test_a_slow_machine_compares_the_first_types_and_says_which_it_leaves_out(
+    minutes: int,
+    pass_seconds: float,
+    count: int,
+    most: float,
+    tiny_path: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys,
+) -> None:
+    """Within the minutes; where these are over after loading three types and the probe, two types are compared still.
+    To load a type takes ten seconds."""
+    clock, load = Clock(), survey.replace_cache
+
+    def slowly(*arguments, **more):
+        clock.now += 10
+        return load(*arguments, **more)
+
+    monkeypatch.setattr(survey, "replace_cache", slowly)
+    monkeypatch.setattr(answers, "MOST", 8)
+    timed(monkeypatch, clock, pass_seconds / 256)
+    names = ["f16", "balanced", "compact", "quality"]
+    words = [*argv(tiny_path, text, "-o", "out.html"), "--minutes", str(minutes), "--types", ",".join(names)]
+    cache_cost.measure(cost.read_options(words), words, clock)
+    assert list(result(Path("out.html"))[0]["types"]) == names[:count]
+    assert clock.now <= most
+    sentence = f"{', '.join(names[count:])} {'is' if count == 3 else 'are'} left out: give more --minutes"
+    assert (sentence in capsys.readouterr().out) is (count < 4)
+
+
+def test_a_text_that_is_too_short_is_said_below_the_table(
+    tiny_path: Path, text: Path, unrendered: None, no_speed: None, capsys
+) -> None:
+    text.write_text(TEXT[:150])
+    assert cost.main(argv(tiny_path, text, "-o", "out.html", "--windows", "1")) == 0
+    window = result(Path("out.html"))[0]["window"]
+    assert 64 <= window < 256
+    said = f"The text has {window} tokens. Windows of {window} tokens hardly tell types apart: the first 64"
+    assert said in capsys.readouterr().out.rpartition("|\n")[2]
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -271,7 +324,10 @@ def test_what_was_measured_is_kept_when_it_is_stopped(
 @pytest.mark.usefixtures("unrendered", "no_speed")
 def test_stopped_while_speed_is_measured(tiny_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeSpeeds, "interrupted", True)
-    assert cost.main(argv(tiny_path, text, "-o", "out.html", *QUICKLY)) == 130
+    clock, words = Clock(), argv(tiny_path, text, "-o", "out.html")
+    timed(monkeypatch, clock, 0.001)
+    with pytest.raises(KeyboardInterrupt):
+        cache_cost.measure(cost.read_options(words), words, clock)
     figures, page = result(Path("out.html"))
     assert [who for _, who, _ in figures.parts("speed")] == TYPES[:1]
     assert "the speed of 1 of 2 types was measured" in page
@@ -314,7 +370,7 @@ def test_a_codec_outside_of_the_package_is_measured(tiny_path: Path, text: Path,
     mine, ring = ({name: row.value for name, row in figures.figures("text", who).items()} for who in ("mine3", "ring3"))
     assert mine == ring
     assert "mine3" not in codecs.available()
-    assert "So few tokens cannot tell types apart" in capsys.readouterr().err
+    assert "A single window has no ±: give a longer text." in capsys.readouterr().out
 
 
 def test_a_codec_whose_parts_disagree_is_named_before_a_model_is_loaded(tiny_path: Path, text: Path, capsys) -> None:
