@@ -213,8 +213,8 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
     ]
     lines += [
         *columns([header, *rows]),
-        f"bits/value, KV per token: of the whole context; × {contexts[0]:,}: how many sequences of {contexts[0]:,} tokens "
-        "fit at a time",
+        f"bits/value, KV per token: of the whole context; × {contexts[0]:,}: how many sequences of {contexts[0]:,} "
+        "tokens fit at a time",
     ]
     if device.device != "cpu" and (snapshots := max(cache.snapshot_bytes for cache in usable)):
         lines.append(f"Snapshots of recurrent layers take {format_bytes(snapshots)} of the computer's memory.")

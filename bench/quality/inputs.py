@@ -65,8 +65,8 @@ class QualityConfig:
         0,
         "--windows",
         metavar="N",
-        help="score exactly so many windows with all types in float32, however long that takes, and measure neither texts "
-        "of the model's own nor speed; 0 scores as many as there is time for",
+        help="score exactly so many windows with all types in float32, however long that takes, and measure neither "
+        "texts of the model's own nor speed; 0 scores as many as there is time for",
     )
     window: int = setting(
         0, "--window", metavar="N", help="tokens of a window; 0 takes 2,048, or fewer where there is no time for that"
