@@ -252,17 +252,18 @@ class _Measurement:
         result, warnings = self._result, []
         scored = {one["type"] for one in result["types"].values()}
         if missing := [one.label for one in self._types if one.label not in scored]:
-            are = "is" if len(missing) == 1 else "are"
-            warnings.append(f"{', '.join(missing)} {are} left out: give more --minutes, or fewer --types before them.")
+            are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+            more = f"give more --minutes, or name {them} first in --types"
+            warnings.append(f"{', '.join(missing)} {are} left out: {more}.")
         more = "more --windows" if self._is_counted else "more --minutes"
         more = "a longer text" if text_tokens < ENOUGH_TOKENS else more
         single = result["windows"] < 2
         if self._base is None and result["window"] < min(MOST, self._config.max_context):
             why = f"The text has {text_tokens:,} tokens. " if text_tokens == result["window"] else ""
             warnings.append(
-                f"{why}Windows of {result['window']:,} tokens hardly tell types apart: the first 64 of a window and "
-                f"its newest are never codes{', and a single window has no ±' if single else ''}. For figures that "
-                f"mean something give {more}."
+                f"{why}Windows of {result['window']:,} tokens tell less than those of {MOST:,}, since the first 64 of "
+                f"a window and its newest are never codes{', and a single window has no ±' if single else ''}. For "
+                f"figures that mean more give {more}."
             )
         elif self._base is None and single:
             warnings.append(f"A single window has no ±: give {more}.")
