@@ -11,7 +11,6 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.quality import answers, kld_base
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.inputs import (
-    ENOUGH_TOKENS,
     LEAST_TOKENS,
     PROGRAM,
     TOO_SHORT,
@@ -256,7 +255,7 @@ class _Measurement:
             more = f"give more --minutes, or name {them} first in --types"
             warnings.append(f"{', '.join(missing)} {are} left out: {more}.")
         more = "more --windows" if self._is_counted else "more --minutes"
-        more = "a longer text" if text_tokens < ENOUGH_TOKENS else more
+        more = "a longer text" if text_tokens < 2 * result["window"] else more
         single = result["windows"] < 2
         if self._base is None and result["window"] < min(MOST, self._config.max_context):
             why = f"The text has {text_tokens:,} tokens. " if text_tokens == result["window"] else ""

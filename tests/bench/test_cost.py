@@ -160,7 +160,7 @@ def test_figures_are_of_the_same_windows_and_say_of_what(tiny_path: Path, text: 
 def test_a_page_needs_nothing_beside_it(hub: Hub, small_ggufs: dict[str, bytes], text: Path, capsys) -> None:
     """With real speed, of a model of the hub; it goes to the current folder."""
     hub.repositories["user/tiny"] = Repository(small_ggufs)
-    assert cost.main(argv(Path("-"), text, "--model", "hf:user/tiny", "--minutes", "1")) == 0
+    assert cost.main(argv(Path("-"), text, "--model", "hf:user/tiny", "--minutes", "10")) == 0
     (output,) = text.parent.glob("quality-*.html")
     figures, page = result(output)
     assert not re.findall(r'(?:src|href)="[^#]', page)
@@ -370,7 +370,7 @@ def test_a_codec_outside_of_the_package_is_measured(tiny_path: Path, text: Path,
     mine, ring = ({name: row.value for name, row in figures.figures("text", who).items()} for who in ("mine3", "ring3"))
     assert mine == ring
     assert "mine3" not in codecs.available()
-    assert "A single window has no ±: give a longer text." in capsys.readouterr().out
+    assert "A single window has no ±: give more --windows." in capsys.readouterr().out
 
 
 def test_a_codec_whose_parts_disagree_is_named_before_a_model_is_loaded(tiny_path: Path, text: Path, capsys) -> None:
