@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -34,5 +35,5 @@ def prepare(request: Request, adapters: Adapters, fingerprint: str) -> None:
     options = request.options
     _, adapter = adapters.choose(options.lora, options.lora_scale)
     request.fingerprint = f"{fingerprint}:{adapter}" if adapter else fingerprint
-    if request.needs_whole_prompt:  # it is no rows of steps, so that nobody else may find it
-        request.salt = adapters.salt(replace(options, cache_salt=f"{options.cache_salt} read"))
+    if request.needs_whole_prompt:  # it is no rows of steps, so that no other request may find it
+        request.salt = adapters.salt(replace(options, cache_salt=secrets.token_hex()))

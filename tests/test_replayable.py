@@ -237,6 +237,14 @@ def test_sessions_of_others_are_not_read(tmp_path: Path) -> None:
         engine.load_session(tmp_path / "session")
 
 
+def test_no_salt_finds_a_prompt_that_was_computed_as_a_whole(tiny_path: Path) -> None:
+    with load_tiny(tiny_path, **SETTINGS) as engine:
+        engine.generate([*range(5, 95)], max_tokens=1, prompt_logprobs=0)
+        for salt in ("", " read"):
+            answer = engine.generate([*range(5, 95)], max_tokens=1, options=PromptOptions(cache_salt=salt))
+            assert answer.usage.cached_tokens == 0
+
+
 def test_requests_without_a_seed_have_the_same_one(tiny_path: Path) -> None:
     answers = set()
     for _ in range(2):
