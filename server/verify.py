@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ def main(verify: VerifyConfig, model: EngineConfig) -> int:
         raise FlagError(
             f"{verify.response}: it has no system_fingerprint, as answers of polarlm serve --replayable have"
         )
+    choices = response.get("choices")
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise FlagError(f"{verify.response}: its choices are no array of objects, as answers have")
     model = replace(model, weights=model.weights or first_model.remembered_name(), replayable=True)
     found = _answer(settle(None, model, {}), path, {**request, "stream": False})
     if why := _difference(found, response):
@@ -66,6 +70,8 @@ def _read(name: str) -> dict[str, Any]:
         raise FlagError(f"{name}: {error.strerror}") from None
     except ValueError as error:
         raise FlagError(f"{name} is not JSON: {error}") from None
+    except RecursionError:
+        raise FlagError(f"{name} is nested too deeply") from None
     if not isinstance(content, dict):
         raise FlagError(f"{name}: a JSON object is needed")
     return content
@@ -74,9 +80,13 @@ def _read(name: str) -> dict[str, Any]:
 def _answer(model: EngineConfig, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to a request, as a batch of one line. Raises EngineError."""
     serving = import_serving()
+    try:
+        line = json.dumps({"custom_id": "1", "method": "POST", "url": path, "body": body})
+    except RecursionError:  # with what a line has around it
+        raise EngineError("the request is nested too deeply") from None
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder, "requests"), Path(folder, "answers")
-        source.write_text(json.dumps({"custom_id": "1", "method": "POST", "url": path, "body": body}))
+        source.write_text(line)
         serving.answer_files(model, serving.LineFiles(source, output, output), nullcontext(lambda text: None))
         answer = json.loads(output.read_bytes())
     if answer["error"] or answer["response"]["status_code"] != 200:
@@ -87,25 +97,40 @@ def _answer(model: EngineConfig, path: str, body: Mapping[str, Any]) -> dict[str
 def _difference(found: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
     """Return a sentence about where a given answer differs from the one found here; None if it does not."""
     here, there = (str(one["system_fingerprint"]).split(":") for one in (found, given))
-    for (part, advice), ours, theirs in zip(_PARTS.items(), here, there, strict=False):
+    for (part, advice), (ours, theirs) in zip(_PARTS.items(), zip_longest(here, there, fillvalue=""), strict=False):
         if ours != theirs:
             return f"it was answered with another {part}, {theirs or 'none'} and not {ours or 'none'}: {advice}"
+    if here != there:
+        return f"its system_fingerprint was changed: it is {found['system_fingerprint']}"
     if len(found["choices"]) != len(given["choices"]):
         return f"it has {len(given['choices'])} choices, and here {len(found['choices'])}"
-    for number, (ours, theirs) in enumerate(zip(found["choices"], given["choices"], strict=True)):
+    for number, pair in enumerate(zip(found["choices"], given["choices"], strict=True)):
+        ours, theirs = map(_without_ids, pair)
         if ours["replay_digest"] != theirs.get("replay_digest"):
-            return f"choice {number} is not the answer computed here, which is {_said(ours)!r}"
-        if _said(ours) != _said(theirs) or ours["logprobs"] != theirs.get("logprobs"):
-            return f"choice {number} was changed: its digest is right, and the answer is {_said(ours)!r}"
+            said = ours.get("message", ours.get("text"))
+            return f"choice {number} is not the answer computed here, which is {said!r}"
+        for name in {**ours, **theirs}:
+            if ours.get(name) != theirs.get(name):
+                return f"choice {number} was changed: its digest is right, and its {name} is {ours.get(name)!r}"
+    if (counts := _counts(found)) != _counts(given):
+        return f"its usage was changed: it is {counts}"
     return None
 
 
-def _said(choice: Mapping[str, Any]) -> Any:
-    """The text of a choice, with its reasoning and its calls, whose ids are made up each time."""
+def _without_ids(choice: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A choice without the ids of its calls, which are made up each time."""
     message = choice.get("message")
-    if not isinstance(message, dict):
-        return choice.get("text")
-    calls = [call.get("function") for call in message.get("tool_calls") or []]
-    return {name: value for name, value in message.items() if name != "tool_calls"} | (
-        {"calls": calls} if calls else {}
-    )
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(calls, list):
+        return choice
+    calls = [{**call, "id": None} if isinstance(call, dict) else call for call in calls]
+    return {**choice, "message": {**message, "tool_calls": calls}}
+
+
+def _counts(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The counts in an answer's usage, without those of cached and of drafted tokens, which depend on the server."""
+    usage = answer.get("usage")
+    details = usage.get("completion_tokens_details") if isinstance(usage, dict) else None
+    fields = {**(usage if isinstance(usage, dict) else {}), **(details if isinstance(details, dict) else {})}
+    names = ("prompt_tokens", "completion_tokens", "total_tokens", "reasoning_tokens")
+    return {name: fields[name] for name in names if name in fields}

@@ -60,11 +60,20 @@ def test_what_differs_is_told(
     tiny_path: Path, tmp_path: Path, answers: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = answers["raw"]
+    cut = raw["system_fingerprint"].split(":")[0]
     cases: list[tuple[Any, Any, tuple[str, ...], str]] = [
         (RAW, changed(raw, lambda one: one["choices"][0].update(text="Other")), (), "choice 0 was changed"),
         ({**RAW, "prompt": "Another"}, raw, (), "choice 0 is not the answer computed here"),
         (RAW, raw, ("--cache-type", "f16"), "another cache type, ring4/ring3.5 and not f16: choose it by --cache-type"),
         (RAW, changed(raw, lambda one: one["choices"].clear()), (), "it has 0 choices, and here 1"),
+        (RAW, changed(raw, lambda one: one["choices"][0].update(finish_reason="stop")), (), "its finish_reason is"),
+        (RAW, changed(raw, lambda one: one["choices"][0].update(index=1)), (), "its index is 0"),
+        (RAW, changed(raw, lambda one: one["usage"].update(completion_tokens=9)), (), "its usage was changed"),
+        (RAW, changed(raw, lambda one: one.update(usage=None)), (), "its usage was changed"),
+        (RAW, changed(raw, lambda one: one.update(system_fingerprint=cut)), (), "another model, none and not"),
+        (RAW, changed(raw, lambda one: one.update(system_fingerprint=one["system_fingerprint"] + ":x")), (), "changed"),
+        (CHAT, changed(answers["chat"], lambda one: one["choices"][1].update(message="x")), (), "its message is"),
+        (CHAT, changed(answers["chat"], lambda one: one["choices"][1]["message"].update(tool_calls="x")), (), "its"),
     ]
     for request, response, flags, why in cases:
         assert run(tiny_path, tmp_path, request, response, *flags) == 1
@@ -75,6 +84,9 @@ def test_what_differs_is_told(
         ([], raw, "a JSON object is needed"),
         (RAW, {"object": "list"}, "no whole answer"),
         (RAW, changed(raw, lambda one: one.pop("system_fingerprint")), "it has no system_fingerprint"),
+        (RAW, changed(raw, lambda one: one.pop("choices")), "its choices are no array of objects"),
+        (RAW, changed(raw, lambda one: one.update(choices=["x"])), "its choices are no array of objects"),
+        (RAW, "[" * 20_000 + "]" * 20_000, "is nested too deeply"),
     ]
     for request, response, why in refused:
         assert run(tiny_path, tmp_path, request, response) == 2
