@@ -259,6 +259,7 @@ GGUF_HEADERS = [
     (gguf_bytes(0, 2, 2 * (text(b"key") + struct.pack("<IB", 0, 1)) + bytes(99)), "twice"),
     (gguf_bytes(0, 1, text(b"general.alignment") + struct.pack("<II", 4, 3)), "alignment 3"),
     (gguf_bytes(1, 0, text(b"t") + struct.pack("<I", 5) + bytes(99)), "5 dimensions"),
+    (gguf_bytes(1, 0, text(b"t") + struct.pack("<IIQ", 0, 8, 0) + bytes(99)), "multiple of the 32"),
     (gguf_bytes(1, 0, text(b"t") + struct.pack("<IQIQ", 1, 4, 77, 0) + bytes(99)), "type number 77"),
     (gguf_bytes(1, 0, text(b"t") + struct.pack("<IQIQ", 1, 33, 8, 0) + bytes(99)), "multiple of the 32"),
     (gguf_bytes(1, 0, text(b"t") + struct.pack("<IQIQ", 1, 2**63, 0, 0) + bytes(99)), "truncated"),
