@@ -8,7 +8,8 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from polarlm.engine.cli.flags import FlagError, read_text
@@ -19,6 +20,7 @@ _WORD = re.compile(r"[!-~]+")  # what fits in an HTTP header
 _LONGEST_NAME = 64
 _LIMIT = re.compile(r"(requests|tokens)=([1-9][0-9]{0,11})|(priority)=(-?[0-9]{1,9})")  # the first two, of a minute
 _SHORTEST = 8  # characters of a key with a name: a shorter one is a name, and the key would go to the log
+_PAUSES = (0.05, 60.0)  # seconds from a failed read of the file to the next: the first, which is doubled up to the last
 _LOG = logging.getLogger(__name__)
 
 
@@ -29,10 +31,13 @@ def is_key(text: str) -> bool:
 
 class Keys:
     """All keys, which are compared in constant time. The file is read again once it has changed: the key of a line that
-    is gone is valid no more. A file that is wrong by then changes nothing, and the log says why."""
+    is gone is valid no more. A file that is wrong by then changes nothing, the log says why, and it is read again until
+    it is right."""
 
-    def __init__(self, key: str | None, file: str | None) -> None:
+    def __init__(self, key: str | None, file: str | None, now: Callable[[], float] = time.monotonic) -> None:
         """key: one without a name. file: has further keys. Raises FlagError if the file is wrong or has no key."""
+        self._now, self._pause, self._next_read = now, _PAUSES[0], 0.0
+        self._problem: str | None = None  # why the last read failed
         self._config_keys = {} if key is None else {key.encode(): ""}
         self._file = None if file is None else Path(file).expanduser()
         self._file_keys: dict[bytes, str] = {}
@@ -74,17 +79,28 @@ class Keys:
             return None
         return f"warning: other users of this machine may read {FLAG} {self._file}: chmod 600 {self._file}"
 
+    def has_problem(self) -> bool:
+        """Whether the file is wrong or cannot be read now, so that keys which it has no more are still valid."""
+        self._reload()
+        return self._problem is not None
+
     def _reload(self) -> None:
-        """Read the file if it has changed."""
+        """Read the file if it has changed, or could not be read."""
         if self._file is None:
             return
+        if (state := _state(self._file)) != self._file_state:
+            self._file_state, self._pause = state, _PAUSES[0]
+        elif self._problem is None or self._now() < self._next_read:
+            return
         try:
-            if (now := _state(self._file)) != self._file_state:
-                self._file_state = now
-                self._file_keys, self._limits = _read(self._file)
-                _LOG.warning("%s has changed, and has %s now", self._file, counted(len(self._file_keys), "valid key"))
+            self._file_keys, self._limits = _read(self._file)
+            self._problem = None
+            _LOG.warning("%s has changed, and has %s now", self._file, counted(len(self._file_keys), "valid key"))
         except FlagError as error:
-            _LOG.warning("%s; the keys that were read before stay valid", error)
+            if str(error) != self._problem:
+                _LOG.warning("%s; the keys that were read before stay valid", error)
+            self._problem, self._next_read = str(error), self._now() + self._pause
+            self._pause = min(2 * self._pause, _PAUSES[1])
 
 
 def _state(file: Path) -> tuple[int, ...]:
@@ -92,8 +108,8 @@ def _state(file: Path) -> tuple[int, ...]:
     try:
         status = file.stat()
     except OSError:
-        return (0, 0, 0)
-    return status.st_mtime_ns, status.st_size, status.st_ino
+        return (0, 0, 0, 0)
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino  # ctime: also of other permissions
 
 
 def _read(file: Path) -> tuple[dict[bytes, str], dict[str, dict[str, int]]]:

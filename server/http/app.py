@@ -49,6 +49,7 @@ from polarlm.server.running.listening import HEALTH_PATHS
 from polarlm.server.running.refusals import Refusal
 
 _ANTHROPIC = "anthropic-version"  # the header of Anthropic's clients
+_UNREAD_KEYS = {"api_key_file": "wrong or unreadable, as the log says: keys that were read before stay valid"}
 
 
 def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None = None) -> Starlette:
@@ -143,7 +144,7 @@ class Front(ABC):
     async def health(self, _request: Request) -> Response:
         """200 while the server accepts requests, 503 while it closes."""
         status, code = ("closing", 503) if self._closing() else ("ok", 200)
-        return JSONResponse({"status": status}, code)
+        return JSONResponse({"status": status, **(_UNREAD_KEYS if self._config.keys.has_problem() else {})}, code)
 
     async def version(self, _request: Request) -> Response:
         return JSONResponse({"version": release() or "0.0.0"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -93,6 +94,33 @@ def test_a_file_that_breaks_leaves_the_keys_and_is_told_once(
     assert caplog.messages[-1].endswith("has 1 valid key now")
 
 
+def test_a_file_that_could_not_be_read_is_read_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times, reads = [0.0], list[float]()
+
+    def fail(at: str, _file: Path) -> str:
+        reads.append(times[0])
+        raise FlagError(f"{at} cannot be read: Too many open files")
+
+    keys = Keys(None, str(file), now=lambda: times[0])
+    rewrite(file, f"ben {BEN}\n")
+    with monkeypatch.context() as patch:
+        patch.setattr("polarlm.server.keys.read_text", fail)
+        for time in range(400):
+            times[0] = float(time)
+            assert keys.has_problem()
+            assert keys.name_of(ANNA) == "anna"
+    pauses = [later - time for time, later in itertools.pairwise(reads)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] == 1
+    assert pauses[-1] == 60
+    assert len(caplog.messages) == 1
+    times[0] += 60
+    assert [keys.name_of(key) for key in (ANNA, BEN)] == [None, "ben"]
+    assert not keys.has_problem()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="modes of files")
 def test_a_file_that_others_can_read_is_warned_about(file: Path) -> None:
     for mode, warned in ((0o600, False), (0o640, True), (0o604, True)):
@@ -121,6 +149,16 @@ def test_the_name_is_in_the_log_and_counted_and_the_key_is_nowhere(
         assert f'polarlm_key_completion_tokens_total{{key="{name}"}} {3 * requests}.0' in page
     assert page.count("polarlm_key_requests_total{") == 2
     assert not any(key in text for key in (ANNA, BEN) for text in (page, json.dumps(lines)))
+
+
+def test_the_health_says_that_the_file_cannot_be_read(tiny: Engine, file: Path) -> None:
+    with serving(tiny, api_key_file=str(file)) as server:
+        assert server.http.get("/health").json() == {"status": "ok"}
+        file.unlink()
+        found = server.http.get("/health")
+        assert (found.status_code, found.json()["status"]) == (200, "ok")
+        assert "keys that were read before stay valid" in found.json()["api_key_file"]
+        assert str(file) not in found.text
 
 
 def test_a_withdrawn_key_ends_its_connection_to_the_socket(start, file: Path) -> None:
