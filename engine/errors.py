@@ -13,8 +13,8 @@ class EngineError(Exception):
     `code` is stable: "context_length_exceeded", "invalid_request", "device_unavailable", "out_of_memory", "closed",
     "forked" (the engine cannot be used in a child process), "busy" (too many constraints wait to be compiled),
     "cancelled" (nobody waits any more for the request, whose constraint is not compiled yet), "model_unavailable" (its
-    files are missing or cannot be used), "model_damaged", "session" (a session file is wrong), "storage" (a file cannot
-    be read or written).
+    files are missing or cannot be used), "model_damaged", "model_not_found" (its adapter was unloaded), "session" (a
+    session file is wrong), "storage" (a file cannot be read or written).
     `numbers` are for programs: with "context_length_exceeded", "n_ctx" is the context and "n_prompt_tokens" the number
     of prompt tokens, or a lower bound; where weights do not fit into memory, "lacking" is the number of missing bytes.
     """

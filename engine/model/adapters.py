@@ -14,7 +14,7 @@ import numpy as np
 from polarlm import model_loaders
 from polarlm.engine.backends.ops import Ops, Routing
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.errors import EngineError
+from polarlm.engine.errors import EngineError, shown
 from polarlm.engine.params import PromptOptions
 from polarlm.engine.state.prefix import join_salt
 from polarlm.engine.state.store import RowAdapter, Span
@@ -25,7 +25,7 @@ from polarlm.model_loaders.config import MOST_EXPERTS, Experts, ModelConfig
 from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.tensor_table import OF_EXPERTS
 
-_ADAPTER_NAME = re.compile(r"\w[\w.-]*")
+_ADAPTER_NAME = re.compile(r"\w[\w.-]{0,99}")
 _SCALE = re.compile(r"(?P<path>.+):(?P<scale>-?(\d+\.?\d*|\.\d+))")
 _RANKS = 8  # ranks are filled up to a multiple of this, for a GPU's rows of weights
 
@@ -104,7 +104,8 @@ class Adapters:
     def _check(self, name: str) -> None:
         if name not in self.by_name:
             there = ", ".join(self.by_name) or "none: give some with --lora NAME=PATH"
-            raise EngineError(f"lora is {name!r}, but there is no adapter of this name; there are {there}")
+            code = "model_not_found" if name in self.unloaded else "invalid_request"
+            raise EngineError(f"lora is {name!r}, but there is no adapter of this name; there are {there}", code)
 
     def knows(self, adapter: str) -> bool:
         """Whether an adapter in a salt is one of these."""
@@ -164,7 +165,8 @@ def check_adapters(lora: Mapping[str, str]) -> None:
     for name, path in lora.items():
         if not isinstance(name, str) or not _ADAPTER_NAME.fullmatch(name):
             raise EngineError(
-                f"lora={name}: give the adapter a name of letters, digits, dots and dashes, as in NAME=PATH",
+                f"lora={shown(name)}: give the adapter a name of letters, digits, dots and dashes, 100 at most, as in "
+                "NAME=PATH",
                 settings=("lora",),
             )
         if not isinstance(path, str) or not path:

@@ -33,6 +33,7 @@ _ENGINE_STATUS = {
     "closed": 503,
     "device_unavailable": 503,
     "model_damaged": 500,
+    "model_not_found": 404,
     "session": 422,
     "storage": 507,
 }

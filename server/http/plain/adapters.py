@@ -17,10 +17,12 @@ from polarlm.server.http.errors import ApiError
 from polarlm.server.http.guard import adapters_folder
 from polarlm.server.http.warnings import warn
 from polarlm.server.reading.fields import unknown_fields
+from polarlm.server.reading.prompts import adapter_name
 from polarlm.server.reading.values import BadRequest, text
 from polarlm.server.running import journal
 
 _FIELDS = ("lora_name", "lora_path", "model")
+_LATEST = "latest"  # which Ollama's clients put behind any model's name and a colon
 
 
 class AdapterChanges(Endpoints):
@@ -34,6 +36,9 @@ class AdapterChanges(Endpoints):
         """{"lora_name", "lora_path"} → a sentence, as of vLLM. lora_path: in the folder of --adapters-folder."""
         body, folder = await self._body(request), adapters_folder(request, self._driver.config)
         name = text("lora_name", body.get("lora_name"))
+        if name in (_LATEST, adapter_name({"model": self._driver.engine.model.name})):
+            sentence = f"lora_name is {name}, which names the model itself: give the adapter another name"
+            raise BadRequest("lora_name", sentence)
         path = _inside(folder, text("lora_path", body.get("lora_path")))
         try:
             await self._driver.run_on_disk("loaded", partial(self._driver.engine.load_adapter, name, path))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Engine, SamplingParams
+from polarlm.engine.requests.request import Ticket
 from tests.adapters import changed_model, random_changes, write_peft
 from tests.lazily import openai
 from tests.server.http_server import Serving, serving
@@ -113,6 +114,19 @@ def test_a_request_ends_as_it_would_when_its_adapter_is_unloaded(server: Serving
     assert first + "".join(chunk.choices[0].text for chunk in stream) == texts["sql"]
 
 
+def test_a_request_whose_adapter_is_unloaded_while_it_is_read_is_not_found(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(*args: Any, **more: Any) -> Ticket:
+        server.engine.unload_adapter("sql")
+        return Engine.submit(server.engine, *args, **more)
+
+    loaded(server, "sql")
+    monkeypatch.setattr(server.engine, "submit", submit)
+    body = {"model": "sql", "prompt": PROMPT}
+    assert server.refused("/v1/completions", body, 404)["code"] == "model_not_found"
+
+
 def test_what_is_wrong_is_said(server: Serving, place: Path) -> None:
     loaded(server, "sql")
     for path, body, status, sentence in (
@@ -120,6 +134,9 @@ def test_what_is_wrong_is_said(server: Serving, place: Path) -> None:
         (LOAD, {"lora_path": "tone"}, 400, "lora_name must be"),
         (LOAD, {"lora_name": "tone"}, 400, "lora_path must be"),
         (LOAD, {"lora_name": "a b", "lora_path": "tone"}, 400, "give the adapter a name of letters"),
+        (LOAD, {"lora_name": "a" * 101, "lora_path": "tone"}, 400, "100 at most"),
+        (LOAD, {"lora_name": "base", "lora_path": "tone"}, 400, "lora_name is base, which names the model itself"),
+        (LOAD, {"lora_name": "latest", "lora_path": "tone"}, 400, "lora_name is latest, which names the model itself"),
         (LOAD, {"lora_name": "tone", "lora_path": "missing"}, 404, "The folder of adapters has no missing"),
         (LOAD, {"lora_name": "tone", "lora_path": "sql/adapter_config.json"}, 400, "sql/adapter_config.json"),
         (UNLOAD, {"lora_name": "tone"}, 404, "There is no adapter called tone"),
