@@ -105,32 +105,33 @@ def _difference(found: Mapping[str, Any], given: Mapping[str, Any]) -> str | Non
     if len(found["choices"]) != len(given["choices"]):
         return f"it has {len(given['choices'])} choices, and here {len(found['choices'])}"
     for number, pair in enumerate(zip(found["choices"], given["choices"], strict=True)):
-        ours, theirs = map(_without_ids, pair)
-        if ours["replay_digest"] != theirs.get("replay_digest"):
-            said = ours.get("message", ours.get("text"))
+        choice, other = map(_without_ids, pair)
+        if choice["replay_digest"] != other.get("replay_digest"):
+            said = choice.get("message", choice.get("text"))
             return f"choice {number} is not the answer computed here, which is {said!r}"
-        for name in {**ours, **theirs}:
-            if ours.get(name) != theirs.get(name):
-                return f"choice {number} was changed: its digest is right, and its {name} is {ours.get(name)!r}"
+        for name in {**choice, **other}:
+            if choice.get(name) != other.get(name):
+                return f"choice {number} was changed: its digest is right, and its {name} is {choice.get(name)!r}"
     if (counts := _counts(found)) != _counts(given):
         return f"its usage was changed: it is {counts}"
     return None
 
 
-def _without_ids(choice: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_ids(choice: dict[str, Any]) -> dict[str, Any]:
     """A choice without the ids of its calls, which are made up each time."""
     message = choice.get("message")
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not isinstance(calls, list):
+    if not isinstance(message, dict) or not isinstance(message.get("tool_calls"), list):
         return choice
-    calls = [{**call, "id": None} if isinstance(call, dict) else call for call in calls]
+    calls = [{**call, "id": None} if isinstance(call, dict) else call for call in message["tool_calls"]]
     return {**choice, "message": {**message, "tool_calls": calls}}
 
 
 def _counts(answer: Mapping[str, Any]) -> dict[str, Any]:
     """The counts in an answer's usage, without those of cached and of drafted tokens, which depend on the server."""
     usage = answer.get("usage")
-    details = usage.get("completion_tokens_details") if isinstance(usage, dict) else None
-    fields = {**(usage if isinstance(usage, dict) else {}), **(details if isinstance(details, dict) else {})}
+    if not isinstance(usage, dict):
+        return {}
+    details = usage.get("completion_tokens_details")
+    fields = {**usage, **(details if isinstance(details, dict) else {})}
     names = ("prompt_tokens", "completion_tokens", "total_tokens", "reasoning_tokens")
     return {name: fields[name] for name in names if name in fields}
