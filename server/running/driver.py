@@ -96,7 +96,7 @@ class Driver:
             self._end_all(refusals.server_closing())
 
     async def stop(self) -> None:
-        """End all requests; return when the engine's thread has ended, even if a disk hangs."""
+        """End all requests; return when the engine's thread has ended, even if a disk or a collector of spans hangs."""
         self.is_closing = True
         self._end_all(refusals.server_closing())
         await self._loop.run_in_executor(None, self._thread.stop)
@@ -105,6 +105,7 @@ class Driver:
             _LOG.warning(
                 "a session was being saved or loaded when the server ended, and the disk did not finish in time"
             )
+        await self._loop.run_in_executor(None, tracing.close)
 
     def _on_failure(self, error: Exception) -> None:
         """End all requests with an error of the engine, and the server if the engine works no more. Called in the

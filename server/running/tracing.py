@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -18,24 +19,40 @@ from polarlm.engine.outputs import Usage
 
 HEADERS = ("traceparent", "tracestate")  # of W3C's Trace Context
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_STATE = re.compile(r"[\t -~]{1,512}")  # a state that is passed on: the standard asks for 512 characters
+_LAST_SECONDS = 2.0  # for the spans that are left when the server ends
 _LOG = logging.getLogger(__name__)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 
 def trace_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     """Those of HEADERS that a request has; none if traceparent is missing, malformed or there twice, as the standard
-    says. headers: of an ASGI scope."""
+    says, and no tracestate of other characters than printable ASCII or of more than 512. headers: of an ASGI scope."""
     pairs = [*headers]
     sent = {
         name: b",".join(value for key, value in pairs if key == name.encode()).decode("latin-1") for name in HEADERS
     }
     is_valid = _PARENT.fullmatch(sent["traceparent"]) is not None
-    return {name: value for name, value in sent.items() if is_valid and value}
+    return {name: value for name, value in sent.items() if is_valid and _STATE.fullmatch(value)}
+
+
+def tracer() -> Any | None:
+    """What makes spans; None if nobody collects them. The variables OTEL_* configure it."""
+    provider = _provider()
+    return None if provider is None else provider.get_tracer("polarlm")
+
+
+def close() -> None:
+    """Send the spans that are left, if their collector takes them soon. A later `tracer` begins anew."""
+    if (provider := _provider()) is not None:
+        thread = threading.Thread(target=provider.shutdown, daemon=True)  # it may wait for half a minute
+        thread.start()
+        thread.join(_LAST_SECONDS)
+    _provider.cache_clear()
 
 
 @cache
-def tracer() -> Any | None:
-    """What makes spans; None if nobody collects them. The variables OTEL_* configure it."""
+def _provider() -> Any | None:
     if not any(map(os.environ.get, _ENDPOINTS)):
         return None
     try:
@@ -48,11 +65,10 @@ def tracer() -> Any | None:
         return None
     if os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf") != "http/protobuf":
         _LOG.warning("OTEL_EXPORTER_OTLP_PROTOCOL has no effect: spans are sent as http/protobuf, usually to port 4318")
-    provider = TracerProvider(
-        resource=Resource.create({"service.name": "polarlm"}).merge(OTELResourceDetector().detect())
-    )
+    resource = Resource.create({"service.name": "polarlm"}).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return provider.get_tracer("polarlm")
+    return provider
 
 
 class RequestSpan:

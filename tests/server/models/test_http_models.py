@@ -127,6 +127,8 @@ def test_a_models_process_continues_the_trace(running: Front) -> None:
     assert parent.split("-")[1] == trace
     assert parent.split("-")[2] != span
     assert answer.headers.get_list("tracestate") == [state]
+    answer = running.http.post("/v1/completions", json=body, headers={**headers, "tracestate": b"rojo=\xe9"})
+    assert (answer.status_code, "tracestate" in answer.headers) == (200, False)
 
 
 @pytest.mark.parametrize("megabytes", [12, 20])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 
 from polarlm.server.running import journal, tracing
 from tests.server.http_server import Serving
-from tests.server.lines import eventually
+from tests.server.lines import PATIENCE, eventually
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -147,6 +148,13 @@ def test_headers_that_are_there_twice(shared: Serving) -> None:
         assert (headers.get("traceparent"), headers.get("tracestate")) == found
 
 
+@pytest.mark.parametrize(("state", "is_kept"), [(b"a=1,\tb=2", True), (b"a=\xe9", False), (b"a=" + b"1" * 511, False)])
+def test_a_state_that_others_may_not_take_is_dropped(shared: Serving, state: bytes, *, is_kept: bool) -> None:
+    sent = [(b"traceparent", PARENT.encode()), (b"tracestate", state)]
+    headers = shared.http.get("/health", headers=sent).headers
+    assert (headers["traceparent"], headers.get("tracestate")) == (PARENT, state.decode() if is_kept else None)
+
+
 def test_nothing_is_imported_without_a_collector() -> None:
     code = "import sys, polarlm.server.serving; print([name for name in sys.modules if 'opentelemetry' in name])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -156,12 +164,14 @@ def test_nothing_is_imported_without_a_collector() -> None:
 @pytest.fixture
 def new_tracer() -> Iterator[Callable[[], Any]]:
     """`tracing.tracer` as a process calls it first."""
-    make = tracing.tracer.__wrapped__
-    made = []
-    yield lambda: made.append(make()) or made[-1]
-    for tracer in made:
-        if tracer is not None:
-            tracer.span_processor.shutdown()
+    tracing.close()
+
+    def make() -> Any:
+        tracing._provider.cache_clear()
+        return tracing.tracer()
+
+    yield make
+    tracing.close()
 
 
 def test_a_missing_extra_is_said(
@@ -211,3 +221,18 @@ def test_a_collector_gets_spans(
     assert names["service.name"] == "ours"
     assert [span.name for one in resource.scope_spans for span in one.spans] == ["llm_request"]
     assert "OTEL_EXPORTER_OTLP_PROTOCOL has no effect" in caplog.text
+
+
+def test_a_collector_that_does_not_answer_is_not_waited_for(
+    new_tracer: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    monkeypatch.setattr(tracing, "_LAST_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.getsockname()[1]}")
+        tracing.RequestSpan(new_tracer(), {}, "tiny", is_chat=True).end(1, 2, None)
+        tracing.close()
+        connection, _ = collector.accept()
+        with connection:
+            connection.settimeout(PATIENCE)
+            assert b"POST /v1/traces" in connection.recv(1000)  # which still waits for its answer
