@@ -146,7 +146,7 @@ class _SeveralModels(Front):
 
     async def running(self, _request: Request) -> Response:
         entries = []
-        for one in self._supervisor.all():
+        for one in self._supervisor.known():
             if one.state in (READY, STOPPING):
                 expires, need = one.expires, one.need
                 size, device, tokens = (need.bytes, need.device, need.tokens) if need else (0, "cpu", 0)
@@ -227,7 +227,7 @@ class _SeveralModels(Front):
         """The models' states, and the metrics of loaded ones; with ?model=NAME, those of one of them."""
         if request.query_params.get("model"):
             return await self._proxy.serve(request)
-        pages, slots = await self._proxy.metrics(), {one.model.name: one for one in self._supervisor.all()}
+        pages, slots = await self._proxy.metrics(), {one.model.name: one for one in self._supervisor.known()}
         is_loaded = {name: one.state == READY for name, one in slots.items()}
         up = {name: text is not None for name, text in pages.items()}
         starts = {name: one.starts for name, one in slots.items()}

@@ -57,7 +57,7 @@ class Proxy:
 
     async def metrics(self) -> dict[str, str | None]:
         """/metrics of each loaded model, by its name; None of one that does not answer in time."""
-        slots = (one for one in self._supervisor.all() if one.state == READY)
+        slots = (one for one in self._supervisor.known() if one.state == READY)
         processes = {one.model.name: one.process for one in slots if one.process is not None}
         pages = await asyncio.gather(*map(self._metrics_of, processes.values()))
         return dict(zip(processes, pages, strict=True))

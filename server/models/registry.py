@@ -80,14 +80,19 @@ class Registry:
             self._pinned.add(model.name)
 
     def models(self) -> list[NamedModel]:
-        """All models: files of the folder, by name, then tables of the TOML file, then models of the hub."""
+        """All models: files of the folder, by name, then tables of the TOML file, then models of the hub. Raises
+        EngineError if the folder cannot be read."""
         if self._look is not None:
-            self._folder_models = {model.name: model for model in self._look(self._common)}
+            try:
+                self._folder_models = {model.name: model for model in self._look(self._common)}
+            except OSError as error:
+                raise EngineError(f"The folder of --models cannot be read: {error.strerror}", "storage") from None
         return self._known_models()
 
     def find(self, name: str) -> NamedModel | None:
         """The model of this name or alias, or else the only one whose name differs in case or Unicode normal form.
-        None if there is none. A name on the hub may lack its quantization."""
+        None if there is none. A name on the hub may lack its quantization. Raises EngineError if the folder cannot be
+        read and had none of this name before."""
         name = _without_hub_address(name.removesuffix(_LATEST))
         model = _find_named(name, self._known_models())
         if model is None:

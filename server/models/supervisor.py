@@ -51,10 +51,19 @@ class Supervisor:
         self.is_closing = False
 
     def all(self) -> list[ModelSlot]:
+        """Raises EngineError if the folder of models cannot be read."""
         return [self._slot(model) for model in self.registry.models()]
 
+    def known(self) -> list[ModelSlot]:
+        """All models, or those that clients have asked for, if the folder of models cannot be read."""
+        try:
+            return self.all()
+        except EngineError:
+            return [*self._slots.values()]
+
     def find(self, name: str) -> ModelSlot:
-        """The model of this name; for an empty one, the model that was used last, or else the first. Raises Refusal."""
+        """The model of this name; for an empty one, the model that was used last, or else the first. Raises Refusal, or
+        EngineError if the folder of models cannot be read."""
         if name == "":
             started_slots = [one for one in self._slots.values() if one.starts]
             if started_slots:

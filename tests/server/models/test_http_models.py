@@ -137,6 +137,24 @@ def test_a_request_that_is_too_large_for_its_model_is_told_so(running: Front, me
     assert running.ask("small", prompt="a" * (megabytes << 20)).status_code == 413
 
 
+def test_models_in_memory_answer_while_their_folder_is_gone(running: Front) -> None:
+    assert said(running.ask("small"))
+    folder = running.slot("small").model.path.parent
+    folder.rename(folder.with_suffix(".gone"))
+    try:
+        for path in ("/v1/models", "/v1/models/other", "/api/tags", "/props?model=other"):
+            answer = running.http.get(path)
+            assert (path, answer.status_code) == (path, 507)
+            assert "The folder of --models cannot be read: No such file or directory" in answer.text
+        assert running.ask("other").status_code == 507
+        for path in ("/health", "/props?model=small", "/v1/models/small", "/metrics"):
+            assert (path, running.http.get(path).status_code) == (path, 200)
+        assert "small" in running.http.get("/api/ps").text
+        assert said(running.ask("small"))
+    finally:
+        folder.with_suffix(".gone").rename(folder)
+
+
 def test_lists_tell_what_is_loaded(running: Front) -> None:
     for name in ("big", "small"):
         assert said(running.ask(name))
