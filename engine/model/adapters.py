@@ -104,8 +104,8 @@ class Adapters:
     def _check(self, name: str) -> None:
         if name not in self.by_name:
             there = ", ".join(self.by_name) or "none: give some with --lora NAME=PATH"
-            code = "model_not_found" if name in self.unloaded else "invalid_request"
-            raise EngineError(f"lora is {name!r}, but there is no adapter of this name; there are {there}", code)
+            sentence = f"lora is {name!r}, but there is no adapter of this name; there are {there}"
+            raise EngineError(sentence, "model_not_found") if name in self.unloaded else EngineError(sentence)
 
     def knows(self, adapter: str) -> bool:
         """Whether an adapter in a salt is one of these."""

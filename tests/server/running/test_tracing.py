@@ -236,3 +236,4 @@ def test_a_collector_that_does_not_answer_is_not_waited_for(
         with connection:
             connection.settimeout(PATIENCE)
             assert b"POST /v1/traces" in connection.recv(1000)  # which still waits for its answer
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
