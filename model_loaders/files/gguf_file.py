@@ -205,7 +205,7 @@ def _tensor(cursor: _Cursor, file: FileBytes) -> StoredTensor:
     rank = cursor.number("<u4")
     if rank > _MAX_DIMS:
         raise LoadError(f"{cursor.path} gives the tensor {name!r} {rank} dimensions; at most {_MAX_DIMS} are allowed.")
-    dims = tuple(cursor.number("<u8") for _ in range(rank))  # the fastest first
+    dims = tuple(cursor.number("<u8") for _ in range(rank)) or (1,)  # the fastest first; a number has none
     type_id, offset = cursor.number("<u4"), cursor.number("<u8")
     if type_id not in TYPES:
         raise LoadError(
@@ -213,7 +213,7 @@ def _tensor(cursor: _Cursor, file: FileBytes) -> StoredTensor:
             "quantized to Q4_K, Q6_K, Q8_0 or F16."
         )
     dtype, block, _ = TYPES[type_id]
-    if (dims[0] if dims else 1) % block:
+    if dims[0] % block:
         raise LoadError(
             f"{cursor.path}: rows of the tensor {name!r} have {dims[0]} values, not a multiple of the {block} in a "
             f"block of {dtype}."
