@@ -16,7 +16,6 @@ from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
 from polarlm.engine.loading.placement.request import fit_check
 from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 from polarlm.model_loaders import hub
-from polarlm.model_loaders.demo import demo_model
 
 _PLAIN = ":plain"
 
@@ -107,14 +106,12 @@ def model_named(weights: str | None, hf_repo: str | None) -> str | None:
 
 def model_files(path: str | None) -> tuple[str, str]:
     """The path of a model's files, which are downloaded if necessary, and its name. Raises LoadError."""
-    if path is None:
-        path = str(demo_model(note))
-    where = Path(path)
-    if (name := hub.hub_name(path)) is not None:
+    if path is not None and (name := hub.hub_name(path)) is not None:
         ops = select("auto", 0)[0]
         where = hub.fetch(name, fit_check(EngineConfig(), ops), note)
         return str(where), name.short if where.is_dir() else where.stem
-    return path, where.resolve().name if where.is_dir() else where.stem
+    where = model_loaders.locate(path, verbose=note)
+    return str(where), where.resolve().name if where.is_dir() else where.stem
 
 
 def weight_files(model: str | None) -> frozenset[Path]:

@@ -17,7 +17,7 @@ from polarlm.bench.pictures import Picture
 from polarlm.bench.result import Figures, Result, Row, load_in_words, origin
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note
-from polarlm.engine.state.plan import format_bytes
+from polarlm.engine.config import format_bytes
 
 NOTHING = "—"
 

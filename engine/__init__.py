@@ -6,17 +6,19 @@
 ...         print(chunk.text, end="", flush=True)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from polarlm.engine.config import EngineConfig
-from polarlm.engine.engine import Engine
-from polarlm.engine.errors import EngineError
-from polarlm.engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, TokenLogprob, Usage
-from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.engine.storage.sessions import Session
+import polarlm  # noqa: F401 - `engine` alone is an alias
 
 if TYPE_CHECKING:
     from polarlm.engine.async_engine import AsyncEngine
+    from polarlm.engine.config import EngineConfig
+    from polarlm.engine.engine import Engine
+    from polarlm.engine.errors import EngineError
+    from polarlm.engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, TokenLogprob, Usage
+    from polarlm.engine.params import PromptOptions, SamplingParams
+    from polarlm.engine.storage.sessions import Session
 
 __all__ = [
     "AsyncEngine",
@@ -36,10 +38,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """AsyncEngine is imported when it is first used: asyncio takes a tenth of the time of importing this package."""
-    if name != "AsyncEngine":
-        raise AttributeError(f"module 'polarlm.engine' has no attribute {name!r}")
-    from polarlm.engine.async_engine import AsyncEngine
+_MODULES = {
+    "AsyncEngine": "async_engine",
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "EngineError": "errors",
+    "PromptOptions": "params",
+    "SamplingParams": "params",
+    "Session": "storage.sessions",
+}
 
-    return AsyncEngine
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when they are first used: a command that loads no model starts without them."""
+    if name not in __all__:
+        raise AttributeError(f"module 'polarlm.engine' has no attribute {name!r}")
+    return getattr(import_module(f"polarlm.engine.{_MODULES.get(name, 'outputs')}"), name)

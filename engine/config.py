@@ -316,3 +316,31 @@ class EngineConfig(Settings):
     def drafts(self) -> bool:
         """Whether tokens are drafted for requests that do not say otherwise."""
         return self.spec_type != limits.DRAFTS[0] or self.model_draft is not None
+
+
+def parse_size(text: str, setting: str = "kv_memory") -> int:
+    """Return the bytes of "512M", "2G", "1.5GiB" or "800000". Raises an EngineError that names the setting."""
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+    scale = units.get(number[-1:], 1)
+    try:
+        size = float(number[:-1] if scale > 1 else number) * scale
+        if not 0 < size < 1 << 60:
+            raise ValueError
+    except ValueError:
+        sentence = f"{setting}={text}: this is not a size; write 512M, 2G or a number of bytes"
+        raise EngineError(sentence, settings=(setting,)) from None
+    return int(size)
+
+
+def format_bytes(size: float) -> str:
+    """Return a size as text, in binary units.
+
+    >>> format_bytes(1536), format_bytes(3 << 30)
+    ('1.5 KiB', '3.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1023.95:  # what would be shown as 1024.0 belongs to the next unit
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

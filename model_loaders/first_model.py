@@ -7,10 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from polarlm.model_loaders import hub
 from polarlm.model_loaders.demo import FILE_BYTES
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.hub.choice import size_text
 from polarlm.model_loaders.user_dirs import state_folder
 
 CHOICES = (
@@ -39,6 +37,8 @@ def forget(name: str) -> None:
 def choose(tell: Callable[[str], None], ask: Callable[[str], str]) -> str | None:
     """The model that was chosen, or is chosen now among three, if nobody was asked before; None for the demonstration
     model. The hub says how large models are; without it a later chat asks. Raises EOFError or KeyboardInterrupt."""
+    from polarlm.model_loaders.hub.choice import size_text
+
     if _read("model") is not None:
         return remembered_name()
     if (sizes := _sizes()) is None:
@@ -64,6 +64,8 @@ def better() -> str | None:
 
 def _sizes() -> list[int] | None:
     """Bytes of the choices; None if the hub does not say them in time."""
+    from polarlm.model_loaders import hub
+
     results: list[list[int]] = []
 
     def look() -> None:

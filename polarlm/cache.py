@@ -10,8 +10,7 @@ from pathlib import Path
 
 from polarlm.engine.cli.commands import columns, note, with_flags
 from polarlm.engine.cli.flags import FlagError
-from polarlm.engine.config import setting
-from polarlm.engine.state.plan import format_bytes
+from polarlm.engine.config import format_bytes, setting
 from polarlm.model_loaders.user_dirs import cache_folder
 
 _KINDS: Mapping[str, tuple[str, str]] = {

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polarlm import model_loaders
 from polarlm.engine.cli.commands import columns, note, with_flags
@@ -19,31 +19,17 @@ from polarlm.engine.config import (
     AS_STORED,
     DEFAULT_CACHE_TYPE,
     EngineConfig,
+    format_bytes,
     hub_setting,
     model_setting,
     setting,
 )
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.encoding_file import place_beside, write
-from polarlm.engine.loading.fit import (
-    Advice,
-    CacheFit,
-    DeviceFit,
-    WeightFit,
-    advise,
-    context_steps,
-    devices,
-    fit_device,
-    fit_files,
-)
-from polarlm.engine.loading.fitting import fit_all_types
-from polarlm.engine.loading.placement.request import companion_bytes
-from polarlm.engine.model.weights import describe_formats
-from polarlm.engine.state.plan import format_bytes
-from polarlm.model_loaders import ModelConfig, hub
-from polarlm.model_loaders.demo import demo_model
+
+if TYPE_CHECKING:
+    from polarlm.engine.loading.fit import Advice, CacheFit, DeviceFit, WeightFit
+    from polarlm.model_loaders import ModelConfig, hub
 
 
 @dataclass(frozen=True)
@@ -107,6 +93,10 @@ def main(options: FitConfig) -> None:
 
 def _report(options: FitConfig) -> str:
     """The text to print. Raises FlagError, EngineError or LoadError."""
+    from polarlm.engine.loading.fit import advise, context_steps, devices, fit_device
+    from polarlm.engine.loading.placement.request import companion_bytes
+    from polarlm.model_loaders import hub
+
     names = "weights", "hf_repo", "weight_type", "device", "lora", "tensor_split"
     settings = {name: getattr(options, name) for name in names}
     config = settle(None, None, settings)
@@ -117,13 +107,14 @@ def _report(options: FitConfig) -> str:
     numbers = None if options.contexts is None else sorted({int(word) for word in options.contexts.split(",")})
     if numbers is not None and len(numbers) == 1:
         config = replace(config, ctx_size=numbers[0])
-    path = str(demo_model(note)) if config.weights is None else config.weights
-    on_hub = hub.hub_name(path)
+    path = config.weights
+    on_hub = None if path is None else hub.hub_name(path)
     if on_hub is not None:
         if options.lora:
             raise FlagError("--lora: adapters are counted with a model that is here: give its path")
         model, dtype, fits = _fit_hub(on_hub, config, numbers)
     else:
+        path = str(model_loaders.locate(path, verbose=note))
         model, source, dtype = model_loaders.load_weights(path, mtp=config.mtp, head=config.head)
         try:
             contexts = numbers or context_steps(model.max_context)
@@ -136,10 +127,10 @@ def _report(options: FitConfig) -> str:
     advice = advise(fits, config, model)
     command = _command(advice, options, config.weights, "serve" if model.is_encoder else "chat")
     if options.json:
-        about = {"model": str(path), "family": model.family, "max_context": model.max_context, "weights": dtype}
+        about = {"model": path, "family": model.family, "max_context": model.max_context, "weights": dtype}
         result = {**about, "devices": [asdict(one) for one in fits], "advice": asdict(advice), "command": command}
         return json.dumps(result, indent=1, ensure_ascii=False)
-    name = str(on_hub or Path(path).name)
+    name = Path(str(path)).name if on_hub is None else str(on_hub)
     lines = [f"{name}: {model.depth} layers, {model.max_context:,} tokens of context, {dtype} weights"]
     for device in fits:
         lines += ["", *_device_lines(device, model)]
@@ -153,6 +144,9 @@ def _fit_hub(
     name: hub.HubName, config: EngineConfig, numbers: Sequence[int] | None
 ) -> tuple[ModelConfig, str, list[DeviceFit]]:
     """(configuration, format of the files, what fits) of a model on the hub, whose weights are not fetched."""
+    from polarlm.engine.loading.fit import context_steps, devices, fit_files
+    from polarlm.model_loaders import hub
+
     model, files = hub.sizes(name)
     contexts = numbers or context_steps(model.max_context)
     plain = str(replace(name, quantization=None))
@@ -163,6 +157,10 @@ def _fit_hub(
 
 def _write_encoding(config: EngineConfig, output: str | None) -> str:
     """Calibrate the model, or read its calibration, and write its encoding; what to print. Raises EngineError."""
+    from polarlm.engine.loading.assembly import assemble
+    from polarlm.engine.loading.encoding_file import place_beside, write
+    from polarlm.engine.loading.fitting import fit_all_types
+
     parts = assemble(config, note)
     try:
         source = parts.source
@@ -179,6 +177,8 @@ def _write_encoding(config: EngineConfig, output: str | None) -> str:
 
 def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
     """Two tables: cache types with the requested weights, and all types of weights."""
+    from polarlm.engine.model.weights import describe_formats
+
     weights = device.weights[0]
     what = "The weights" if weights.weight_type == AS_STORED else f"The weights as {weights.weight_type}"
     if weights.kept:
@@ -277,6 +277,8 @@ def _label(weights: WeightFit) -> str:
 
 def _command(advice: Advice, options: Any, model: str | None, program: str) -> str | None:
     """The command that starts `program` with the advised settings; None if the model does not fit."""
+    from polarlm.model_loaders.hub import hub_name
+
     if advice.settings is None:
         return None
     flags = {name: str(value) for name, value in advice.settings.items()}
@@ -284,7 +286,7 @@ def _command(advice: Advice, options: Any, model: str | None, program: str) -> s
         flags["device"] = options.device
     if options.tensor_split is not None:
         flags["tensor_split"] = options.tensor_split
-    if hub.hub_name(flags.get("weight_type", "")):  # one of the files of a repository
+    if hub_name(flags.get("weight_type", "")):  # one of the files of a repository
         model = flags.pop("weight_type")
     words = [] if model is None else [model]
     for name, adapter in options.lora.items():

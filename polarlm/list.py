@@ -9,13 +9,9 @@ from datetime import datetime
 from pathlib import Path
 
 from polarlm.engine.cli.commands import columns, note, with_flags
-from polarlm.engine.config import setting
-from polarlm.engine.state.plan import format_bytes
+from polarlm.engine.config import format_bytes, setting
 from polarlm.model_loaders import demo
-from polarlm.model_loaders.hub import local
 from polarlm.model_loaders.user_dirs import cache_folder
-
-DEMO = "SmolLM2-135M-Instruct"  # what the lists call the demonstration model, which is not on the hub under this name
 
 
 @dataclass(frozen=True)
@@ -45,9 +41,11 @@ def main(options: ListConfig) -> None:
 def local_models() -> list[tuple[str, int, Path, bool]]:
     """(name, bytes, path, whether it is damaged) of each model that commands take by its name, and of the demonstration
     model."""
+    from polarlm.model_loaders.hub import local
+
     models = [(one.name, one.bytes, one.path, one.is_damaged()) for one in local.models()]
     if (file := cache_folder() / demo.FILE_NAME).is_file():
-        models.append((DEMO, file.stat().st_size, file, False))
+        models.append((demo.NAME, file.stat().st_size, file, False))
     return models
 
 

@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.cli.commands import note, with_flags
 from polarlm.engine.cli.flags import FlagError, read_text
 from polarlm.engine.cli.progress import counting
-from polarlm.engine.config import EngineConfig, hub_setting, model_setting, setting
+from polarlm.engine.config import EngineConfig, format_bytes, hub_setting, model_setting, setting
+from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.state.plan import format_bytes
-from polarlm.engine.state.prefix import common_prefix
-from polarlm.engine.storage.packs import PackedText, note_of
-from polarlm.model_loaders import load
+
+if TYPE_CHECKING:
+    from polarlm.engine import Engine
+    from polarlm.engine.storage.packs import PackedText
 
 _ROOM = 8  # tokens of a context beyond the pack's
 
@@ -64,6 +64,8 @@ def main(options: PackConfig) -> None:
 
 def read_messages(paths: Sequence[str], system_prompt: str | None) -> tuple[list[dict[str, Any]], list[PackedText]]:
     """Return the messages of a pack of these files, and the texts in them. Raises FlagError."""
+    from polarlm.engine.storage.packs import PackedText
+
     files = [file for path in paths for file in _files(Path(path).expanduser())]
     contents = {file: read_text(str(file), file) for file in files}
     texts = [PackedText.from_text(file.name, content) for file, content in contents.items()]
@@ -111,6 +113,8 @@ def _conversation(file: Path, content: str) -> list[dict[str, Any]]:
 
 def _shared_ids(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the ids that conversations begin with which begin with these messages, whatever follows."""
+    from polarlm.engine.state.prefix import common_prefix
+
     role = "assistant" if messages[-1]["role"] == "user" else "user"
     one, other = (engine.prompt_ids([*messages, {"role": role, "content": text}], None, note) for text in ("A", "7"))
     return one[: common_prefix(one, other)]
@@ -120,6 +124,10 @@ def write_pack(
     config: EngineConfig, messages: Sequence[Mapping[str, Any]], texts: Sequence[PackedText], path: Path
 ) -> str:
     """Compute and write a pack; what to print. Raises EngineError or LoadError."""
+    from polarlm.engine import Engine, SamplingParams
+    from polarlm.engine.storage.packs import note_of
+    from polarlm.model_loaders import load
+
     begin = time.monotonic()
     with closing(load(config.weights, verbose=note)) as model:
         most = model.config.max_context

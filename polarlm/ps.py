@@ -15,7 +15,7 @@ from pathlib import PurePath
 import psutil
 
 from polarlm.engine.cli.commands import columns, note, with_flags
-from polarlm.engine.state.plan import format_bytes
+from polarlm.engine.config import format_bytes
 
 _SECONDS = 2.0  # until a server counts as silent
 _COMMANDS = ("chat", "run", "serve")

@@ -8,13 +8,9 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from polarlm.engine.cli.commands import note, with_flags
-from polarlm.engine.config import setting
+from polarlm.engine.config import format_bytes, setting
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.plan import format_bytes
-from polarlm.list import DEMO
-from polarlm.model_loaders import demo, first_model, hub
-from polarlm.model_loaders.hub import local
-from polarlm.model_loaders.hub.client import Client
+from polarlm.model_loaders import LoadError, demo, first_model
 from polarlm.model_loaders.user_dirs import cache_folder
 
 
@@ -23,6 +19,9 @@ class RemoveConfig:
     names: tuple[str, ...] = setting(
         MISSING, "MODEL", help="names as polarlm list shows them; user/repo removes all that is here of a repository"
     )
+
+
+_NOT_HERE = "{} is not on this machine: polarlm list shows what is"
 
 
 GROUPS: Mapping[str, type] = {"Remove": RemoveConfig}
@@ -41,14 +40,21 @@ def main(options: RemoveConfig) -> None:
 
 def _remove(name: str) -> int:
     """Removes a model, and returns its bytes. Raises EngineError, LoadError or OSError."""
-    if name == DEMO and (file := cache_folder() / demo.FILE_NAME).is_file():
+    if name == demo.NAME and (file := cache_folder() / demo.FILE_NAME).is_file():
         size = file.stat().st_size
         file.unlink()
         return size
-    hub_name = hub.parse(name)
+    from polarlm.model_loaders import hub
+    from polarlm.model_loaders.hub import local
+    from polarlm.model_loaders.hub.client import Client
+
+    try:
+        hub_name = hub.parse(name)
+    except LoadError:
+        raise EngineError(_NOT_HERE.format(name), "model_unavailable") from None
     folder = Client().repo_folder(hub_name.repo)
     if not folder.is_dir():
-        raise EngineError(f"{name} is not on this machine: polarlm list shows what is", "model_unavailable")
+        raise EngineError(_NOT_HERE.format(name), "model_unavailable")
     models = [one for one in local.models() if one.name.partition(":")[0] == hub_name.repo]
     models_to_remove = [one for one in models if hub_name.quantization is None or one.name == str(hub_name)]
     if not models_to_remove and hub_name.quantization is not None:

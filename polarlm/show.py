@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from polarlm import model_loaders
 from polarlm.engine.cli.commands import note, with_flags
-from polarlm.engine.config import EngineConfig, hub_setting, model_setting
+from polarlm.engine.config import EngineConfig, format_bytes, hub_setting, model_setting
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.state.plan import format_bytes
-from polarlm.model_loaders import Model
 
 
 @dataclass(frozen=True)
@@ -35,14 +33,14 @@ def main(options: ShowConfig) -> None:
     print("\n".join([model.name, *(f"  {name:{width}}{value}" for name, value in rows)]))
 
 
-def _image_rows(model: Model) -> list[tuple[str, str]]:
+def _image_rows(model: model_loaders.Model) -> list[tuple[str, str]]:
     if model.vision_weights is None:
         return []
     parameters = sum(math.prod(model.vision_weights.shape(name)) for name in model.vision_weights.names())
     return [("images", f"read, by {parameters:,} parameters more")]
 
 
-def _rows(model: Model) -> list[tuple[str, str]]:
+def _rows(model: model_loaders.Model) -> list[tuple[str, str]]:
     config, weights, template = model.config, model.weights, model.template
     attention = config.attention
     parameters = sum(math.prod(weights.shape(name)) for name in weights.names())

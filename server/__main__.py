@@ -21,15 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.engine.cli.commands import run
-from polarlm.engine.config import EngineConfig
+from polarlm.engine.config import EngineConfig, parse_size
 from polarlm.engine.errors import DeviceLost
-from polarlm.engine.state.plan import parse_size
 from polarlm.model_loaders import first_model
 from polarlm.server.config import CHECKS, GROUPS, HUB, KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.mcp.session import read_mcp_file
 from polarlm.server.running import journal, listening
-from polarlm.server.running.batches import BatchFolder
-from polarlm.server.running.conversations import ConversationStore
 from polarlm.server.running.journal import note
 
 __all__ = ["CHECKS", "GROUPS", "main"]
@@ -66,6 +63,9 @@ def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
 
 
 def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
+    from polarlm.server.running.batches import BatchFolder
+    from polarlm.server.running.conversations import ConversationStore
+
     serving = _need("serving")
     if model.weights is None:
         model = replace(model, weights=first_model.remembered_name())

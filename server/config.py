@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from polarlm.engine import EngineError
-from polarlm.engine.cli.flags import Check, FlagError, check_that, parse
+from polarlm.engine.cli.flags import Check, FlagError, check_that, no_file, parse
 from polarlm.engine.cli.sources import CONFIG_HELP, naming, with_sources
-from polarlm.engine.config import EngineConfig, setting
+from polarlm.engine.config import EngineConfig, parse_size, setting
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.state.plan import parse_size
 from polarlm.model_loaders.forks import cached_property
 from polarlm.server.keys import Keys, is_key
 
@@ -287,7 +286,6 @@ def _size(text: str) -> str | None:
 
 _PORT = check_that(lambda port: 0 <= port <= 65535, "a port is a number from 0 to 65535")
 _POSITIVE = check_that(lambda count: count >= 1, "this has to be 1 or more")
-_FILE = check_that(lambda text: Path(text).expanduser().is_file(), "there is no such file")
 _PATH = check_that(lambda text: text != "" and "\0" not in text, "this needs a path")
 
 _SINGLE_MODEL_SETTINGS = ("alias", "unix", "socket_port", "share_blocks", "kv_events", "adapters_folder")
@@ -298,7 +296,7 @@ CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("max_body", "max_connections", "max_tokens", "request_seconds"), _POSITIVE),
     "reasoning_budget": check_that(lambda number: number >= -1, "this needs a number from -1 up"),
     **dict.fromkeys(("unix", "sessions", "conversations", "batches", "api_key_file"), _PATH),
-    **dict.fromkeys(("mcp_config", "config_file"), _FILE),
+    **dict.fromkeys(("mcp_config", "config_file"), no_file),
     "adapters_folder": check_that(lambda text: Path(text).expanduser().is_dir(), "there is no such folder"),
     **dict.fromkeys(("max_sessions_size", "max_conversations_size", "max_batches_size", "models_memory"), _size),
     "kv_events": check_that(

@@ -16,8 +16,7 @@ from starlette.types import ASGIApp
 
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.cli.commands import note_in_flags
-from polarlm.engine.config import EngineConfig
-from polarlm.engine.state.plan import parse_size
+from polarlm.engine.config import EngineConfig, parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.http.openai.lines import LineFiles, answer_lines

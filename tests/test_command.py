@@ -19,6 +19,11 @@ from tests.pairs import mostly_slow
 from tests.random_model import random_model
 
 ROOT = Path(__file__).resolve().parents[1]
+FLAGS_OF_THE_ENGINE = (
+    "quality",
+    "speed",
+    "completion",
+)  # whose flags name cache types, which are found by importing them
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
@@ -128,6 +133,27 @@ def test_help_imports_nothing_that_takes_time() -> None:
     ours = {name for name in imported if name.split(".")[0] in ("polarlm", "engine", "model_loaders", "server")}
     assert ours <= {"polarlm", "polarlm.aliases", "polarlm.command"}
     assert not imported & {"numpy", "argparse", "dataclasses", "inspect", "importlib.metadata", "tokenizers"}
+
+
+WITHOUT_A_MODEL = ["--version", "ps", "list", *(f"help {name}" for name in COMMANDS if name not in FLAGS_OF_THE_ENGINE)]
+
+
+@mostly_slow("words", WITHOUT_A_MODEL, ["--version", "list", "help chat", "help fit"])
+def test_what_loads_no_model_imports_no_engine(words: str) -> None:
+    program = f"""
+import sys
+from polarlm.command import main
+try:
+    main({words.split()})
+except SystemExit:
+    pass
+print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    imported = {*done.stdout.splitlines()[-1].split()}
+    assert "polarlm.engine.cli.flags" in imported, done.stderr
+    heavy = {"polarlm.engine.engine", "polarlm.engine.codecs", "tokenizers", "llvmlite", "prompt_toolkit", "starlette"}
+    assert not imported & (heavy if words == "list" else {*heavy, "numpy"})  # which reads what files say
 
 
 @mostly_slow("words", ["polarlm --help", "polarlm.fit"], ["polarlm --help"])

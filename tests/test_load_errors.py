@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Engine, EngineError
+from polarlm.engine.config import format_bytes
 from polarlm.engine.loading import assembly
-from polarlm.engine.state.plan import format_bytes
 from tests.tiny import make_model
 
 

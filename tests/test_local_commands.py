@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -14,8 +15,10 @@ import pytest
 from polarlm import cache, ps, pull, show
 from polarlm import list as listing
 from polarlm import rm as removing
-from polarlm.engine.state.plan import format_bytes
-from polarlm.model_loaders import first_model
+from polarlm.command import main as command_line
+from polarlm.engine.config import format_bytes
+from polarlm.model_loaders import LoadError, demo, first_model
+from polarlm.model_loaders import model as model_files
 from tests.model_loaders.hub_server import Hub, Repository
 
 Run = Callable[..., tuple[int, str, str]]
@@ -70,7 +73,8 @@ def test_models_are_listed_and_removed_by_name(
     [
         ("user/none", "user/none is not on this machine: polarlm list shows what is"),
         ("user/tiny:F16", "user/tiny:F16 is not on this machine; of user/tiny there is user/tiny:Q8_0"),
-        ("/etc/passwd", "'/etc/passwd' does not name a model on the hub"),
+        ("/etc/passwd", "/etc/passwd is not on this machine: polarlm list shows what is"),
+        ("nothing", "nothing is not on this machine: polarlm list shows what is"),
     ],
 )
 def test_nothing_else_is_removed(run: Run, hub: Hub, small_ggufs: dict[str, bytes], name: str, sentence: str) -> None:
@@ -88,6 +92,51 @@ def test_the_demonstration_model_is_listed_and_removed(run: Run, tmp_path: Path)
     assert names(run) == ["SmolLM2-135M-Instruct"]
     assert run(removing.main, "SmolLM2-135M-Instruct")[0] == 0
     assert not file.exists()
+
+
+def test_each_name_that_is_listed_goes_to_every_command(
+    run: Run,
+    hub: Hub,
+    small_ggufs: dict[str, bytes],
+    small_folder: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to the place where a model's files are opened, which says which ones."""
+    hub.repositories = {"user/tiny": Repository(small_ggufs), "user/folder": Repository(small_folder)}
+    demo_content = small_ggufs["tiny-Q8_0.gguf"]
+    monkeypatch.setattr(demo, "FILE_BYTES", len(demo_content))
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / demo.FILE_NAME).write_bytes(demo_content)
+    for name in ("user/tiny:Q8_0", "user/folder", demo.NAME):
+        assert run(pull.main, name, "--device", "cpu")[0] == 0
+    models = json.loads(run(listing.main, "--json")[1])
+    assert len(models) == 3
+    (tmp_path / "text.json").write_text('{"messages": [{"role": "user", "content": "x"}]}')
+    (tmp_path / "line").write_text("{}\n")
+    (tmp_path / "answer").write_text('{"object": "chat.completion", "system_fingerprint": "x"}')
+    file, line, answer = (str(tmp_path / one) for one in ("text.json", "line", "answer"))
+    words = {
+        **{"chat": ["-st", "-p", "x"], "serve": ["--port", "0"], "batch": [line, "-o", f"{line}.out"]},
+        **{"pack": [file, "-o", f"{file}.pack"], "verify": [file, answer], "quality": [file, "--types", "f16"]},
+        **{"show": [], "fit": ["--device", "cpu"], "speed": ["--minutes", "1"]},
+    }
+
+    def found(where: Path, *_: object) -> None:
+        raise LoadError(f"found {where}")
+
+    monkeypatch.setattr(model_files, "_open", found)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    for model in models:
+        for name, others in words.items():
+            code, _, err = run(command_line, name, *others, "-m", model["name"])
+            if name == "fit" and model["name"] != demo.NAME:  # which asks the hub, and opens no weights
+                assert code == 0, err
+            else:
+                assert (code, err.splitlines()[-1:]) == (2, ["error: found " + model["path"]]), (name, model)
+        assert run(pull.main, model["name"], "--device", "cpu")[:2] == (0, f"{model['path']}\n")
+        assert run(removing.main, model["name"])[0] == 0
+    assert names(run) == []
 
 
 def test_a_model_is_shown_from_its_files(run: Run, demo_path: Path) -> None:

@@ -28,7 +28,7 @@ def run(program: str, folder: Path, *, module: str = "") -> str:
 def test_it_exports_what_the_engine_exports() -> None:
     assert polarlm.__all__ == package.__all__
     assert polarlm.Engine is package.Engine
-    assert set(polarlm.__all__) <= set(dir(polarlm))
+    assert {name for name in dir(polarlm) if not name.startswith("__")} == {*polarlm.__all__}
     with pytest.raises(AttributeError, match="no attribute 'Motor'"):
         polarlm.Motor  # noqa: B018
 

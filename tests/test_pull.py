@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from polarlm import pull
+from polarlm.model_loaders import model
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.random_model import random_model, write_in_parts
 
@@ -85,6 +86,6 @@ def test_ctrl_c_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     def stopped(*arguments: object, **settings: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pull.hub, "fetch", stopped)
+    monkeypatch.setattr(model, "fetch", stopped)
     assert pull.main(["user/tiny", "--device", "cpu"]) == 130
     assert capsys.readouterr().err == "Stopped\n"

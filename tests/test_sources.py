@@ -91,7 +91,7 @@ VARIABLES = {
     "POLARLM_PORT=65536": "POLARLM_PORT: a port is a number",
     "POLARLM_LOG_PROMPTS=maybe": "POLARLM_LOG_PROMPTS: takes true or false",
     "POLARLM_STATE_TYPE=q": "POLARLM_STATE_TYPE: invalid choice",
-    "POLARLM_CONFIG=/no/such": "POLARLM_CONFIG: there is no such file",
+    "POLARLM_CONFIG=/no/such": "POLARLM_CONFIG: there is no file /no/such",
     "POLARLM_CTX_SIZE=-1": r"--ctx-size -1: give a number.*\(POLARLM_CTX_SIZE\)",
     "POLARLM_MODEL=a POLARLM_HF_REPO=a/b": r"leave one .*\(POLARLM_HF_REPO\)",
 }

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from polarlm import fit, model_loaders
+from polarlm import fit
 from polarlm.bench.result import slug
 from polarlm.engine import EngineError
 from polarlm.engine.loading import kept_arrays
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.storage.files import is_device
 from polarlm.engine.storage.tiers import names
-from polarlm.model_loaders import hub
+from polarlm.model_loaders import hub, model
 from polarlm.server.config import ServerConfig
 from polarlm.server.models import process, registry, supervisor
 from polarlm.server.running.sessions import SessionFile, read_name
@@ -42,7 +42,7 @@ def test_a_path_stays_what_it_is_and_is_no_name_of_the_hub(monkeypatch: pytest.M
 
 def test_a_model_is_named_after_its_file_on_every_drive() -> None:
     for path in (MODEL, MODEL.replace("\\", "/"), r"\\server\share\SmolLM2-135M.Q4_1.gguf", "D:SmolLM2-135M.Q4_1.gguf"):
-        assert model_loaders._DTYPE_SUFFIX.sub("", PureWindowsPath(path).stem) == "SmolLM2-135M"
+        assert model._DTYPE_SUFFIX.sub("", PureWindowsPath(path).stem) == "SmolLM2-135M"
 
 
 def test_clients_see_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:

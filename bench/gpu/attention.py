@@ -20,10 +20,10 @@ from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import AttentionRule, CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.codecs import Codec
+from polarlm.engine.config import format_bytes
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
 from polarlm.engine.quantization.statistics import output_second
-from polarlm.engine.state.plan import format_bytes
 
 ENCODING = "encoding"  # a subject
 _MEAN_BITS = 8

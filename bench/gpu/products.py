@@ -14,8 +14,8 @@ from polarlm.bench.random_weights import RandomMatrix
 from polarlm.bench.result import Result
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.config import format_bytes
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import Linear, get
 from polarlm.model_loaders.config import ModelConfig
 

@@ -34,8 +34,8 @@ from polarlm.bench.speed.starts import ready_memory
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.config import parse_size
 from polarlm.engine.loading.calibration import TEXT_FILE
-from polarlm.engine.state.plan import parse_size
 
 _WRITTEN_SECONDS = 2.0  # seconds after which an idle server has written its blocks
 _MEMORY = 1 << 30  # bytes that a server may touch for the first time in a turn

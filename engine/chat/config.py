@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from polarlm.engine.cli.flags import Check, FlagError, check_that, close_to, parse, parser, read_text
+from polarlm.engine.cli.flags import Check, FlagError, check_that, close_to, no_file, parse, parser, read_text
 from polarlm.engine.cli.sources import CONFIG_HELP, naming, with_sources
 from polarlm.engine.config import EngineConfig, names_of, setting
 from polarlm.engine.limits import complaint
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.params import SAMPLING, SamplingParams
-from polarlm.engine.sampling.sample import most_tokens, resolve
 from polarlm.model_loaders.config import GenerationDefaults
 
 
@@ -142,6 +141,8 @@ def with_parameter(params: SamplingParams, name: str, value: str) -> SamplingPar
 def in_words(params: SamplingParams, defaults: GenerationDefaults) -> str:
     """The parameters as `/set` takes them, with the values in force: "temp 0, top-k 40". defaults: of the model's
     files."""
+    from polarlm.engine.sampling.sample import most_tokens, resolve
+
     values = vars(params) | vars(resolve(params, defaults))
     values |= {"max_tokens": most_tokens(params, defaults), "logit_bias": params.logit_bias}  # without the model's bans
     words = ((_FLAGS[name].removeprefix("--"), _in_word(values[name])) for name in _FLAGS)
@@ -178,7 +179,7 @@ _SOME_TEXT = check_that(lambda text: text != "", "this needs text that is not em
 
 CHECKS: Mapping[str, Check] = {
     **{name: partial(_sampling, name) for name in SAMPLING},
-    "config_file": check_that(lambda text: Path(text).expanduser().is_file(), "there is no such file"),
+    "config_file": no_file,
     "logit_bias": check_that(lambda pair: pair[1] != math.inf, "-inf bans a token, but +inf cannot force one"),
     "stop": _SOME_TEXT,
     "dry_sequence_breakers": _SOME_TEXT,

@@ -46,13 +46,18 @@ class Console:
         self._line_open = False
         self._wrapping = Wrapping(columns)
         self._bar: tqdm[None] | None = None
-        self._editor = LineEditor(self._paint(_GREEN, PROMPT), self._colored, completions) if self.interactive else None
+        self._completions = completions
+        self._editor: LineEditor | None = None  # made when a message is asked for, since it writes to the terminal
 
     def read(self) -> str:
-        """The next message; of piped input, the next line, with the one after it if it ends in a backslash, and so on.
-        Raises EOFError, KeyboardInterrupt for Ctrl-C at the empty prompt, and EngineError for input that is not
-        UTF-8."""
-        if self._editor is not None:
+        """The next message; of piped input, or of a terminal that takes text alone, the next line, with the one after
+        it if it ends in a backslash, and so on. Raises EOFError, KeyboardInterrupt for Ctrl-C at the empty prompt, and
+        EngineError for input that is not UTF-8."""
+        if self.interactive and _is_dumb():
+            print(f"\n{PROMPT}", end="", file=self._out if self.on_terminal else self._err, flush=True)
+        elif self.interactive:
+            prompt = self._paint(_GREEN, PROMPT)
+            self._editor = self._editor or LineEditor(prompt, self._colored, self._completions)
             return self._editor.read()
         lines: list[str] = []
         while line := self._read_pipe(self._in.readline):
@@ -214,4 +219,9 @@ def columns() -> int:
 
 
 def _colors_wanted() -> bool:
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return not os.environ.get("NO_COLOR") and not _is_dumb()
+
+
+def _is_dumb() -> bool:
+    """Whether the terminal says that it takes text alone."""
+    return os.environ.get("TERM") == "dumb"

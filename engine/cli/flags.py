@@ -45,11 +45,17 @@ IGNORED: Mapping[tuple[str, ...], tuple[str, str]] = {
 """llama.cpp's flags that have no effect here: names → the name of the value (empty for a switch), and why."""
 WITHOUT_EFFECT = {name: reason for names, (_, reason) in IGNORED.items() for name in names}
 _VALUED = {name for names, (value, _) in IGNORED.items() if value for name in names}
+_SHORT = 6  # letters: of a shorter word, more have to be alike, or --nope were meant to be --top-p
 _IGNORED_VALUE = re.compile(r"-?\d+|on|off|auto|all", re.IGNORECASE)
 
 
 def check_that(holds: Callable[[Any], bool], sentence: str) -> Check:
     return lambda value: None if holds(value) else sentence
+
+
+def no_file(text: str) -> str | None:
+    """A check of a flag whose value is a file."""
+    return None if Path(text).expanduser().is_file() else f"there is no file {text}"
 
 
 class FlagError(Exception):
@@ -161,7 +167,8 @@ def describe(cls: type) -> Iterator[tuple[str, str]]:
 
 
 def close_to(word: str, words: Iterable[str]) -> str | None:
-    return next(iter(get_close_matches(word, list(words), n=1)), None)
+    cutoff = 0.75 if len(word.strip("-")) < _SHORT else 0.6
+    return next(iter(get_close_matches(word, list(words), n=1, cutoff=cutoff)), None)
 
 
 def in_flags(error: EngineError) -> str:
@@ -227,7 +234,8 @@ def _hint(word: str, groups: Mapping[str, type]) -> str:
     flags = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in _names(field)]
     candidates = [flag for flag in flags if flag.startswith("--") or not name.startswith("--")]  # --nope is not -np
     asks = get_close_matches(name, ["--help", "--version"], cutoff=0.8)  # --temp is not meant to be --help
-    flag = close_to(name, [*asks, *candidates])
+    begun = (flag for flag in candidates if flag.startswith(f"{name}-"))
+    flag = next(begun, None) or close_to(name, [*asks, *candidates])
     return f" (did you mean {flag}?)" if flag else ""
 
 

@@ -1,31 +1,30 @@
-"""Checks the settings of an engine as far as that needs no model."""
+"""Checks the settings of an engine as far as that needs no model.
+
+What it asks is imported when it checks: `--help` of a command needs none of it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
-from polarlm.engine.backends.ops import Ops
-from polarlm.engine.backends.select import gpu_numbers
-from polarlm.engine.config import AUTO, EngineConfig
+from polarlm.engine.config import AUTO, EngineConfig, parse_size
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFT_MODEL, DRAFT_NAMES, MOST_DRAFTED
-from polarlm.engine.loading.placement.devices import split_shares
-from polarlm.engine.loading.sizes import weight_format
-from polarlm.engine.model.adapters import check_adapters
-from polarlm.engine.state import cache_types
-from polarlm.engine.state.plan import parse_size
-from polarlm.engine.state.store import KVStore
-from polarlm.engine.storage.tiers.opening import check_settings
-from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
+
+if TYPE_CHECKING:
+    from polarlm.engine.backends.ops import Ops
+    from polarlm.engine.state.store import KVStore
 
 
 def settle(
     path: str | os.PathLike[str] | None, config: EngineConfig | None, settings: Mapping[str, Any]
 ) -> EngineConfig:
     """Return the checked EngineConfig of `Engine.load`'s arguments. Raises EngineError for an invalid setting."""
+    from polarlm.model_loaders.hub import PREFIX
+
     config = replace(config or EngineConfig(), **settings)
     if path is not None:
         if not isinstance(path, (str, bytes, os.PathLike)):
@@ -45,11 +44,18 @@ def settle(
     if config.hf_repo is not None:
         if config.weights is not None:
             raise _wrong("hf_repo", config, "a path is given as well; leave one of the two out")
-        config = replace(config, weights=HUB_PREFIX + config.hf_repo.removeprefix(HUB_PREFIX), hf_repo=None)
+        config = replace(config, weights=PREFIX + config.hf_repo.removeprefix(PREFIX), hf_repo=None)
     return config
 
 
 def _check_values(config: EngineConfig) -> None:
+    from polarlm.engine.backends.select import gpu_numbers
+    from polarlm.engine.loading.placement.devices import split_shares
+    from polarlm.engine.loading.sizes import weight_format
+    from polarlm.engine.model.adapters import check_adapters
+    from polarlm.engine.state import cache_types
+    from polarlm.engine.storage.tiers.opening import check_settings
+
     for field in fields(EngineConfig):
         if (choices := field.metadata.get("choices")) is not None and getattr(config, field.name) not in choices:
             raise _wrong(field.name, config, f"choose from {', '.join(map(str, choices))}")
@@ -92,6 +98,8 @@ def _check_values(config: EngineConfig) -> None:
 
 def _replayable(config: EngineConfig) -> EngineConfig:
     """Return settings with which answers can be replayed. Raises EngineError for others that have been asked for."""
+    from polarlm.engine.state import cache_types
+
     if config.device not in ("auto", "cpu"):
         raise _wrong("device", config, "replayable=True needs a CPU, whose sums are added in one order; leave it out")
     if config.input_bits == "bf16":

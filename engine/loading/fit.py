@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from polarlm.engine import codecs, weight_formats
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select, with_host
-from polarlm.engine.config import AS_STORED, AUTO, DEFAULT_CACHE_TYPE, EngineConfig
+from polarlm.engine.config import AS_STORED, AUTO, DEFAULT_CACHE_TYPE, EngineConfig, format_bytes
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.placement.devices import ShareFit
 from polarlm.engine.loading.placement.experts import LEAST_CONTEXT, CpuExperts, ExpertPlan
@@ -31,7 +31,7 @@ from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import read_adapters
 from polarlm.engine.model.weights import FormatGroup, format_groups
 from polarlm.engine.state.cache_types import PRESETS
-from polarlm.engine.state.plan import format_bytes, reserved_text
+from polarlm.engine.state.plan import reserved_text
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.files.weights import WeightSource
 

@@ -41,13 +41,11 @@ def fetch_model(
     *,
     verify: bool = False,
 ) -> EngineConfig:
-    """Return `config` with the path of its model in place of a name on the hub, from which it is downloaded if need be:
-    of several GGUF files the best that fits in memory. verify: as for `hub.fetch`. Raises EngineError."""
+    """Return `config` with the path of its model in place of a name, which is downloaded if need be: of several GGUF
+    files on the hub the best that fits in memory. verify: as for `hub.fetch`. Raises EngineError."""
+    ops, _ = select(config.device, config.threads)
     try:
-        if config.weights is None or (name := hub.hub_name(config.weights)) is None:
-            return config
-        ops, _ = select(config.device, config.threads)
-        file = hub.fetch(name, fit_check(config, ops), verbose, progress, verify=verify)
+        file = model_loaders.locate(config.weights, fit_check(config, ops), verbose, progress, verify=verify)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     return replace(config, weights=str(file))

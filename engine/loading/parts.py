@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from polarlm import model_loaders
 from polarlm.engine import codecs
-from polarlm.engine.config import EngineConfig
+from polarlm.engine.config import EngineConfig, format_bytes
 from polarlm.engine.loading.placement.experts import CpuExperts, ExpertPlan
 from polarlm.engine.loading.placement.place import Placement
 from polarlm.engine.loading.sizes import weight_format
@@ -16,7 +16,7 @@ from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import describe_formats, format_groups
 from polarlm.engine.state import cache_types
-from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes, reserved_text
+from polarlm.engine.state.plan import StorePlan, f16_tokens, reserved_text
 from polarlm.engine.storage.tiers.tier_store import FolderTier, TierStore
 
 

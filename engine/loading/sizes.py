@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from polarlm.engine import codecs, weight_formats
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.config import AS_STORED, EngineConfig
+from polarlm.engine.config import AS_STORED, EngineConfig, format_bytes, parse_size
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.model.layers.kinds import MIXERS
@@ -19,7 +19,7 @@ from polarlm.engine.quantization import snapshot_codes
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.cache_types import Preset
 from polarlm.engine.state.layer_shapes import LayerShape, SharedShape, StateShape
-from polarlm.engine.state.plan import StorePlan, format_bytes, parse_size
+from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.weight_formats import WeightFormat

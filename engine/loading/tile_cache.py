@@ -25,9 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from polarlm.engine.backends.ops import KeptTiles, Ops
-from polarlm.engine.config import EngineConfig
+from polarlm.engine.config import EngineConfig, format_bytes, parse_size
 from polarlm.engine.loading.kept_arrays import digest_key
-from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.storage import files, objects
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.tiers.names import digest

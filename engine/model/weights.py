@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, ExpertCache, KeptTiles, Ops
+from polarlm.engine.config import format_bytes
 from polarlm.engine.model import vision_encoders
 from polarlm.engine.model.adapters import Loaded, deltas
 from polarlm.engine.model.forward import ModelWeights
@@ -19,7 +20,6 @@ from polarlm.engine.model.layers.encoder import EncoderInputs, PairHead
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, HeadWeights, LayerWeights, MtpWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
 from polarlm.engine.model.vision_encoders import ImageReader
-from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import Deltas, ExpertLinear, Linear, Matrix, WeightFormat, find, get
 from polarlm.model_loaders.config import Experts, ModelConfig
 from polarlm.model_loaders.families import tensors

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from polarlm.engine.codecs import FULL, get
+from polarlm.engine.config import format_bytes
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
@@ -186,31 +187,3 @@ def reserved_text(store: int, context: float) -> str:
     """Return the bytes of a store in words, with what it has beside the bytes that its whole context takes."""
     room = format_bytes(max(0, store - context))
     return f"{format_bytes(store)} reserved, with {room} of room for newest tokens and further conversations"
-
-
-def parse_size(text: str, setting: str = "kv_memory") -> int:
-    """Return the bytes of "512M", "2G", "1.5GiB" or "800000". Raises an EngineError that names the setting."""
-    number = text.strip().lower().removesuffix("b").removesuffix("i")
-    units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-    scale = units.get(number[-1:], 1)
-    try:
-        size = float(number[:-1] if scale > 1 else number) * scale
-        if not 0 < size < 1 << 60:
-            raise ValueError
-    except ValueError:
-        sentence = f"{setting}={text}: this is not a size; write 512M, 2G or a number of bytes"
-        raise EngineError(sentence, settings=(setting,)) from None
-    return int(size)
-
-
-def format_bytes(size: float) -> str:
-    """Return a size as text, in binary units.
-
-    >>> format_bytes(1536), format_bytes(3 << 30)
-    ('1.5 KiB', '3.0 GiB')
-    """
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1023.95:  # what would be shown as 1024.0 belongs to the next unit
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

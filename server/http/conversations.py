@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from polarlm.engine.state.plan import parse_size
+from polarlm.engine.config import parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import LARGER, read_body
 from polarlm.server.http.errors import ApiError

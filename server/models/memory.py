@@ -10,8 +10,8 @@ from contextlib import suppress
 import psutil
 
 from polarlm.engine import EngineError
+from polarlm.engine.config import format_bytes
 from polarlm.engine.loading.need import Need
-from polarlm.engine.state.plan import format_bytes
 from polarlm.server.models.process import LOADING, READY, STOPPING, WAITING_FOR_MEMORY, ModelSlot
 from polarlm.server.models.registry import in_words
 

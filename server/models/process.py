@@ -18,8 +18,8 @@ import psutil
 
 from polarlm.children import Child, how_ended, python
 from polarlm.engine import EngineError
+from polarlm.engine.config import format_bytes
 from polarlm.engine.loading.need import Need
-from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.storage import files
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.registry import NamedModel

@@ -16,7 +16,7 @@ from polarlm.engine.cli.flags import WITHOUT_EFFECT, FlagError, close_to, in_fla
 from polarlm.engine.cli.sources import QUOTES, read_toml
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
-from polarlm.model_loaders import LoadError, hub, load_weights
+from polarlm.model_loaders import LoadError, demo, hub, load_weights
 from polarlm.model_loaders.files.folder import is_model
 from polarlm.model_loaders.files.repository import files_of, models_in
 from polarlm.model_loaders.hub import local
@@ -170,7 +170,10 @@ def _models_of_folder(folder: Path, common: EngineConfig) -> list[NamedModel]:
 def _models_of_hub(common: EngineConfig) -> list[NamedModel]:
     """The models in the hub's cache that can be loaded, and those in this program's own cache folder."""
     folder = cache_folder()
-    own_models = _models_of_folder(folder, common) if folder.is_dir() else []
+    own_models = [
+        replace(one, aliases=(demo.NAME,)) if one.path == folder / demo.FILE_NAME else one
+        for one in (_models_of_folder(folder, common) if folder.is_dir() else ())
+    ]
     cached_models = [one for one in local.models() if _is_supported(one.path)]
     return [*(NamedModel(one.name, settle(one.path, common, {})) for one in cached_models), *own_models]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from polarlm.children import how_ended
 from polarlm.engine import EngineError
-from polarlm.engine.state.plan import format_bytes, parse_size
+from polarlm.engine.config import format_bytes, parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.memory import Memory
 from polarlm.server.models.process import (

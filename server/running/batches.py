@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from polarlm.engine import EngineError
-from polarlm.engine.state.plan import format_bytes
+from polarlm.engine.config import format_bytes
 from polarlm.engine.storage import files
 from polarlm.server.running.sessions import private_folder
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from polarlm.engine import EngineError
-from polarlm.engine.state.plan import format_bytes
+from polarlm.engine.config import format_bytes
 from polarlm.server.running.sessions import private_folder, unusable
 
 FILE = "conversations.sqlite3"

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from polarlm.engine import Chunk
-from polarlm.engine.requests.prompts import Prompt
-from polarlm.engine.requests.request import WARNINGS
 from polarlm.server.running.listening import HEALTH_PATHS
 from polarlm.server.running.tracing import RequestSpan, trace_headers
+
+if TYPE_CHECKING:
+    from polarlm.engine import Chunk
+    from polarlm.engine.requests.prompts import Prompt
 
 REQUESTS = logging.getLogger("server.requests")
 KEY = "polarlm.key"  # in an ASGI scope: the name of the key, where it was checked before
@@ -182,6 +183,8 @@ def _in_words(line: Mapping[str, Any]) -> str:
 
 def set_up(model: str | None = None) -> None:
     """Log requests, and warnings of libraries, to standard error. model: a name for each line."""
+    from polarlm.engine.requests.request import WARNINGS
+
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_ForPeople(model) if sys.stderr.isatty() else _Json(model))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.engine import EngineError, PromptOptions
-from polarlm.engine.state.plan import format_bytes
+from polarlm.engine.config import format_bytes
 from polarlm.engine.storage import files
 from polarlm.engine.storage.sessions import is_session
 from polarlm.server.config import ServerConfig

@@ -163,7 +163,8 @@ SENTENCES: list[tuple[list[str], str]] = [
     (["--temprature", "0.7"], UNRECOGNIZED + "--temprature (did you mean --temp?)"),
     (["--ctx_size", "100"], UNRECOGNIZED + "--ctx_size (did you mean --ctx-size?)"),
     (["--predic=4"], UNRECOGNIZED + "--predic=4 (did you mean --predict?)"),
-    (["--nope"], UNRECOGNIZED + "--nope (did you mean --top-p?)"),  # and not -np
+    (["--nope"], UNRECOGNIZED + "--nope"),
+    (["--ctx"], UNRECOGNIZED + "--ctx (did you mean --ctx-size?)"),
     (["--no-such-thing-at-all"], UNRECOGNIZED + "--no-such-thing-at-all"),
 ]
 

@@ -20,7 +20,7 @@ import pytest
 
 from polarlm.engine.chat.console import ctrl_c_pressed
 from polarlm.engine.chat.line_editor import _history_file
-from polarlm.model_loaders import first_model
+from polarlm.model_loaders import first_model, hub
 from polarlm.model_loaders.first_model import CHOICES
 from polarlm.model_loaders.user_dirs import state_folder
 from tests.model_loaders.hub_server import Repository
@@ -100,16 +100,16 @@ class Terminal:
 def open_chat(tmp_path, monkeypatch):
     for variable in ("NO_COLOR", "COLUMNS"):  # some runners of tests set a width, which would count as the terminal's
         monkeypatch.delenv(variable, raising=False)
-    settings = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(tmp_path), "PYTHONUTF8": "1"}
+    settings = {"PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(tmp_path), "PYTHONUTF8": "1"}
     opened = []
     (tmp_path / "polarlm").mkdir()
     (tmp_path / "polarlm" / "told").touch()
 
-    def start(*argv, asked=True, **streams):
+    def start(*argv, asked=True, term="xterm", **streams):
         """asked: whether an earlier chat has asked for a model."""
         if asked:
             (tmp_path / "polarlm" / "model").open("a").close()
-        opened.append(Terminal([sys.executable, FAKE_CHAT, *argv], settings, **streams))
+        opened.append(Terminal([sys.executable, FAKE_CHAT, *argv], {**settings, "TERM": term}, **streams))
         return opened[-1]
 
     yield start
@@ -121,6 +121,18 @@ def put_choices(hub):
     for name, _ in CHOICES:
         repo, _, label = name.partition(":")
         hub.repositories[repo] = Repository({f"{repo.partition('/')[2]}-{label}.gguf": bytes(3 << 19)})
+
+
+@mostly_slow("words", ["", "-st -p hi"], ["-st -p hi"])
+def test_a_dumb_terminal_gets_no_escape_codes(open_chat, words):
+    chat = open_chat(*words.split(), term="dumb")
+    if not words:
+        chat.say("hi")
+        chat.until("you said: hi")
+        assert chat.leave() == 0
+    assert chat.end() == 0
+    assert "you said: hi" in chat.shown
+    assert "\x1b" not in chat.shown
 
 
 @pytest.mark.slow
@@ -299,7 +311,7 @@ def test_a_first_chat_without_a_hub_asks_nothing_and_the_next_one_does(open_chat
 
 def test_a_hub_that_is_silent_holds_no_chat_up(monkeypatch):
     ended = threading.Event()
-    monkeypatch.setattr(first_model.hub, "size", lambda name: ended.wait(60))
+    monkeypatch.setattr(hub, "size", lambda name: ended.wait(60))
     monkeypatch.setattr(first_model, "_SECONDS", 0.01)
     assert first_model.choose(pytest.fail, pytest.fail) is None
     ended.set()

@@ -18,7 +18,7 @@ import pytest
 from polarlm.command import COMMANDS
 from polarlm.engine.cli.flags import parser
 from polarlm.engine.cli.sources import read_toml
-from polarlm.engine.state.plan import parse_size
+from polarlm.engine.config import parse_size
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from polarlm.server.config import GROUPS, ServerConfig, read_command_line
 from polarlm.server.http.bodies import LARGER

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.model_loaders import generation
+from polarlm.model_loaders.chat import generation
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.model_loaders.fields import describe
 from polarlm.model_loaders.files.gguf_file import Strings

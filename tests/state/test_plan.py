@@ -12,18 +12,11 @@ from hypothesis import strategies as st
 
 from polarlm.engine import EngineError, codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.config import format_bytes, parse_size
 from polarlm.engine.loading.assembly import fit_line
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.state.layer_shapes import LayerShape
-from polarlm.engine.state.plan import (
-    StorePlan,
-    add_kept,
-    f16_tokens,
-    format_bytes,
-    parse_size,
-    plan_for_memory,
-    plan_for_tokens,
-)
+from polarlm.engine.state.plan import StorePlan, add_kept, f16_tokens, plan_for_memory, plan_for_tokens
 from polarlm.engine.state.recurrent.conv_inputs import ConvShape
 from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.engine.state.shapes import CacheShape

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.config import AUTO
+from polarlm.engine.config import AUTO, format_bytes, parse_size
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.placement.request import PlacementRequest
 from polarlm.engine.loading.sizes import is_calibrated
-from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import Experts, ModelConfig
 

@@ -11,20 +11,14 @@ from typing import Any, NamedTuple
 from polarlm import model_loaders
 from polarlm.engine import codecs
 from polarlm.engine.backends.ops import Load, Ops
-from polarlm.engine.config import AS_STORED, EngineConfig
+from polarlm.engine.config import AS_STORED, EngineConfig, parse_size
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFT_MODEL, MOST_DRAFTED
 from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
 from polarlm.engine.loading.sizes import cache_shape, check_layers, loaded_bytes, weight_format
 from polarlm.engine.model.adapters import Loaded, delta_bytes
 from polarlm.engine.model.weights import bytes_of_layers, expert_bytes, weight_bytes
-from polarlm.engine.state.plan import (
-    StorePlan,
-    add_kept,
-    parse_size,
-    plan_for_memory,
-    plan_for_tokens,
-)
+from polarlm.engine.state.plan import StorePlan, add_kept, plan_for_memory, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import tensors

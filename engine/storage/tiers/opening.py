@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polarlm.engine.config import EngineConfig
+from polarlm.engine.config import EngineConfig, format_bytes, parse_size
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.patience import Patience

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from polarlm.engine import EngineError
-from polarlm.engine.state.plan import parse_size
+from polarlm.engine.config import parse_size
 from polarlm.engine.storage.files import lock
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import announced_bytes, read_body, too_large

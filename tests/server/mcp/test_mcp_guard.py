@@ -117,7 +117,7 @@ def test_a_wrong_file_or_a_missing_package_is_told_before_a_model_is_loaded(
     assert main(["--mcp-config", str(path)]) == 2
     assert "names no servers" in capsys.readouterr().err
     assert main(["--mcp-config", str(tmp_path / "missing")]) == 2
-    assert "there is no such file" in capsys.readouterr().err
+    assert "there is no file" in capsys.readouterr().err
 
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)

@@ -10,6 +10,7 @@ from huggingface_hub import constants
 
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import EngineConfig
+from polarlm.model_loaders import demo
 from polarlm.server.config import HUB, ServerConfig, read_command_line
 from polarlm.server.models.process import _child_config
 from polarlm.server.models.registry import Registry
@@ -85,8 +86,9 @@ def test_what_has_been_downloaded_is_served(tmp_path: Path, monkeypatch: pytest.
     assert names(registry) == ["user/tiny"]
     assert registry.find("user/tiny").path == tmp_path / "hub" / "models--user--tiny" / "snapshots" / "1"
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "demo.gguf").touch()
-    assert names(registry) == ["user/tiny", "demo"]
+    (tmp_path / "own" / demo.FILE_NAME).touch()
+    assert names(registry) == ["user/tiny", "SmolLM2-135M-Instruct.Q4_1"]
+    assert registry.find(demo.NAME).path == tmp_path / "own" / demo.FILE_NAME
 
 
 def test_models_of_the_hub_are_found_without_their_quantization_if_there_is_one_alone() -> None:
