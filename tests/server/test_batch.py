@@ -45,7 +45,9 @@ def test_a_file_is_answered_as_a_server_answers(
             assert lines[name]["response"]["body"]["choices"] == server.post(url, BODIES[url]).json()["choices"]
 
 
-def test_it_goes_on_after_the_last_line_and_takes_lines_that_were_added(tiny_path: Path, tmp_path: Path) -> None:
+def test_it_goes_on_after_the_last_line_and_takes_lines_that_were_added(
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     requests, output = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
     lines = [line(str(n)) for n in range(6)]
     requests.write_bytes(written(lines))
@@ -53,7 +55,9 @@ def test_it_goes_on_after_the_last_line_and_takes_lines_that_were_added(tiny_pat
     whole = output.read_bytes().splitlines(keepends=True)
     output.write_bytes(b"".join(whole[:3]) + whole[3][:50])
     requests.write_bytes(written([line("new"), *lines]))
+    capsys.readouterr()
     assert run(tiny_path, requests, output) == 0
+    assert f"{output}: 3 lines of an earlier call; 4 requests to answer" in capsys.readouterr().err
     assert output.read_bytes().startswith(b"".join(whole[:3]))
     assert sorted(map(str, answers_in(output))) == ["0", "1", "2", "3", "4", "5", "new"]
     before = output.read_bytes()
@@ -64,10 +68,17 @@ def test_it_goes_on_after_the_last_line_and_takes_lines_that_were_added(tiny_pat
     assert len(answers_in(output)) == 14
 
 
+def test_it_fails_if_every_request_did(tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (requests := tmp_path / "requests.jsonl").write_bytes(b"{")
+    assert run(tiny_path, requests, output := tmp_path / "answers.jsonl") == 1
+    assert capsys.readouterr().out == f"{output}: 0 answers, and 1 request that failed\n"
+
+
 @pytest.mark.parametrize(
     ("requests", "output", "sentence"),
     [
-        ("none.jsonl", "out.jsonl", "none.jsonl: No such file or directory"),
+        ("none.jsonl", "out.jsonl", "none.jsonl: there is no such file"),
+        ("none.jsonl", None, "none.jsonl: there is no such file"),
         ("in.jsonl", "in.jsonl", "in.jsonl has lines that answer no batch: name another file"),
         ("in.jsonl", "none/out.jsonl", "none/out.jsonl: No such file or directory"),
         ("in.jsonl", "notes.txt", "notes.txt has lines that answer no batch"),
