@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -55,6 +56,10 @@ def _run(words: Sequence[str]) -> int:
         name, rest = rest[0], ["--help"]
     name = _SAME.get(name, name)
     if name in COMMANDS:
+        from polarlm.engine.cli.sources import WITH_VARIABLES, note_unknown
+
+        if name not in WITH_VARIABLES:  # which tell it themselves
+            note_unknown(os.environ)
         return int(importlib.import_module(COMMANDS[name][0]).main(rest))
     if name in ("-h", "--help"):
         print(_help())

@@ -84,6 +84,17 @@ def test_an_unknown_word_is_answered_with_a_sentence(
     assert capsys.readouterr().err == f"error: {sentence}; polarlm --help lists the commands\n"
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_variable_that_is_no_flag_gets_a_note_from_every_command(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLARLM_CTX_SZIE", "many")
+    main([name, "--no-such-flag"])
+    told = capsys.readouterr().err
+    assert told.startswith("note: POLARLM_CTX_SZIE has no effect; did you mean POLARLM_CTX_SIZE?\n"), told
+    assert told.count("POLARLM_CTX_SZIE") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "shown"),
     [

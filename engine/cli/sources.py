@@ -24,7 +24,7 @@ else:
 
 CONFIG_HELP = "take flags that are neither typed nor variables (POLARLM_CTX_SIZE) from the table [{}] of this TOML file"
 PREFIX = "POLARLM_"
-_COMMANDS = ("chat", "serve")  # the subcommands that take variables
+WITH_VARIABLES = ("chat", "serve")  # the subcommands that take variables
 # Variables that are no flags.
 NO_FLAGS = {PREFIX + name for name in ("CACHE", "CACHE_KEY", "CPU_LEVEL", "OVERLAP_LAUNCHES")}
 _PLACES = ("FILE", "PLACE")  # values of flags that may be there when another command looks, from another folder
@@ -120,25 +120,45 @@ def _check_words(flag_parser: argparse.ArgumentParser, key: str, value: Any, pla
     return words
 
 
+def note_unknown(environment: Mapping[str, str]) -> None:
+    """Writes a note about each variable that no command has; for a command that takes none itself."""
+    names = [name for name in environment if name.startswith(PREFIX) and name not in NO_FLAGS]
+    if unknown := [name for name in names if environment[name].strip()]:
+        known = _flags_of_variables()
+        for name in unknown:
+            if name not in known:
+                _note_no_effect(name, known)
+
+
 def _check_unknown(unknown: Mapping[str, str], own: Sequence[str]) -> None:
     """Check variables that may be those of another command. Writes a note about each that is not. own: the variables of
     the command that runs, and those that are no flags. Raises FlagError for a wrong value."""
-    from polarlm.command import COMMANDS  # whose modules are imported by name
-
-    others: dict[str, tuple[argparse.ArgumentParser, str]] = {}
-    for name in _COMMANDS:
-        module = importlib.import_module(COMMANDS[name][0])
-        flag_parser = parser(module.GROUPS, prog="", description="", checks=module.CHECKS)
-        others |= {variable: (flag_parser, key) for variable, key in _variables(_keys(flag_parser)).items()}
+    others = _flags_of_variables()
     for variable, value in unknown.items():
         if variable in others:
             flag_parser, key = others[variable]
             if (action := _keys(flag_parser)[key]).metavar not in _PLACES:
                 _check_words(flag_parser, key, _switch_value(action, value), variable)
         else:
-            close = close_to(variable[len(PREFIX) :], [name[len(PREFIX) :] for name in own])
-            hint = f"; did you mean {PREFIX}{close}?" if close else ": no flag has this name"
-            print(f"note: {variable} has no effect{hint}", file=sys.stderr)
+            _note_no_effect(variable, own)
+
+
+def _flags_of_variables() -> dict[str, tuple[argparse.ArgumentParser, str]]:
+    """Variables of the commands that take them → the flag, as a parser and its key there."""
+    from polarlm.command import COMMANDS  # whose modules are imported by name
+
+    flags: dict[str, tuple[argparse.ArgumentParser, str]] = {}
+    for name in WITH_VARIABLES:
+        module = importlib.import_module(COMMANDS[name][0])
+        flag_parser = parser(module.GROUPS, prog="", description="", checks=module.CHECKS)
+        flags |= {variable: (flag_parser, key) for variable, key in _variables(_keys(flag_parser)).items()}
+    return flags
+
+
+def _note_no_effect(variable: str, known: Iterable[str]) -> None:
+    close = close_to(variable[len(PREFIX) :], [name[len(PREFIX) :] for name in known])
+    hint = f"; did you mean {PREFIX}{close}?" if close else ": no flag has this name"
+    print(f"note: {variable} has no effect{hint}", file=sys.stderr)
 
 
 def _words(key: str, action: argparse.Action, value: Any) -> Iterator[str]:
