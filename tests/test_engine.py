@@ -33,6 +33,11 @@ def refused(call, *words: str, code: str = "invalid_request") -> None:
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
+def test_a_context_beyond_the_models_is_warned_of_without_verbose(tiny_path: Path) -> None:
+    with pytest.warns(UserWarning, match=f"goes beyond the {CONTEXT} that this model was trained on"):
+        Engine.load(tiny_path, device="cpu", ctx_size=2 * CONTEXT, calibration=False).close()
+
+
 @pytest.mark.parametrize("prompt", ["the end", [{"role": "user", "content": "the end"}], PROMPT, np.array(PROMPT)])
 def test_a_stream_folds_to_the_same_answer(tiny: Engine, prompt) -> None:
     chunks = list(tiny.stream(prompt, GREEDY))

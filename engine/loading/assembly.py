@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -62,9 +63,9 @@ def assemble(config: EngineConfig, verbose: Say | None, ops: Ops | None = None) 
         if ops is not None:
             return _assemble(config, ops, verbose)
         try:
-            return _assemble(config, _device(config, verbose or _silent), verbose)
+            return _assemble(config, _device(config, verbose or _say_warning), verbose)
         except KernelError as error:
-            (verbose or _silent)(without_kernels(str(error)))
+            (verbose or _say_warning)(without_kernels(str(error)))
         return _assemble(config, select("cpu", config.threads, compiled=False)[0], verbose)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
@@ -72,8 +73,10 @@ def assemble(config: EngineConfig, verbose: Say | None, ops: Ops | None = None) 
         raise no_memory("the model" if config.weights is None else Path(config.weights).name, None) from None
 
 
-def _silent(sentence: str) -> None:
-    """Say nothing."""
+def _say_warning(sentence: str) -> None:
+    """Tell a caller who wants no sentences of warnings alone, as Python does."""
+    if (text := sentence.removeprefix("warning: ")) != sentence:
+        warnings.warn(text, stacklevel=2)
 
 
 def _device(config: EngineConfig, say: Say) -> Ops:
@@ -91,7 +94,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None) -> Parts:
     try:
         parts = _Loader(config, ops, verbose).run()
     except _DamagedTiles as error:
-        (verbose or _silent)(f"{error.reason}: weights are packed again.")
+        (verbose or _say_warning)(f"{error.reason}: weights are packed again.")
         parts = _Loader(config, ops, verbose).run()
     if config.small_model is not None:
         with close_on_error(parts):
@@ -130,7 +133,7 @@ class _Loader:
 
     def __init__(self, config: EngineConfig, ops: Ops, verbose: Say | None) -> None:
         self._config, self._ops, self._verbose = config, ops, verbose
-        self._say = verbose or _silent
+        self._say = verbose or _say_warning
         self._weight_format = weight_format(config)
         self._adapters = Adapters()
         self._mapped_tiles: MappedTiles | None = None
