@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -56,9 +57,20 @@ class Vectors:
         A cross-encoder (BERT or XLM-R with one label) reads query and document as a pair; the number is σ of its
         logit. A generative model is asked whether a document is relevant; the number is the probability of yes beside
         no (Qwen3-Reranker, 2506.05176, section 2). instruction: what makes a document relevant, for a generative model.
-        Raises EngineError.
+        A generative model that does not call itself a reranker gives a Python warning, too. Raises EngineError.
         """
+        if (note := self.ranking_note()) is not None:
+            warnings.warn(note, stacklevel=2)
         return _embeddings(self, self.rank_jobs(query, documents, instruction))
+
+    def ranking_note(self) -> str | None:
+        """A sentence about scores of a generative model that does not call itself a reranker; None for others."""
+        if self.model.config.scores_pairs or "rerank" in self.model.name.lower():
+            return None
+        return (
+            f"{self.model.name} is no reranker by its name, and its scores may mean nothing: load a model such as "
+            "bge-reranker or Qwen3-Reranker"
+        )
 
     def rank_jobs(
         self,

@@ -77,7 +77,8 @@ def probability(engine: Engine, document: str) -> float:
 
 
 def test_a_document_is_as_relevant_as_yes_is_likely(engine: Engine) -> None:
-    found = engine.rerank(QUERY, DOCUMENTS)
+    with pytest.warns(UserWarning, match="tiny-qwen3 is no reranker by its name"):
+        found = engine.rerank(QUERY, DOCUMENTS)
     assert [one.vector.shape for one in found] == [(1,)] * 3
     for one, document in zip(found, DOCUMENTS, strict=True):
         # Scores read keys and values as halves.
@@ -104,9 +105,12 @@ def test_a_server_ranks_with_it(engine: Engine) -> None:
     with serving(engine) as server:
         answer = server.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS}).json()
         assert server.post("/api/show", {"model": "any"}).json()["capabilities"] == ["embedding"]
+        scored = server.post("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS[0]}).json()
     order = sorted(range(3), key=lambda index: -scores[index])
     assert [one["index"] for one in answer["results"]] == order
     assert [one["relevance_score"] for one in answer["results"]] == pytest.approx([scores[at] for at in order])
+    assert answer["warnings"] == [engine.ranking_note()]  # by its name, it is no reranker
+    assert "warnings" not in scored  # which compares vectors, since its files say how
 
 
 def test_the_beginning_is_read_of_a_document_that_is_too_long(engine: Engine) -> None:

@@ -77,7 +77,7 @@ class Rerank(Endpoints):
 
         rank = partial(engine.rank_jobs, query, documents, instruction, **_cuts(body), warn=cuts.__setitem__)
         rank_jobs = await asyncio.to_thread(rank)
-        warnings += warnings_of_items(name, cuts)
+        warnings += [*warnings_of_items(name, cuts), *filter(None, [engine.ranking_note()])]
         jobs = [(prompt, params, replace(options, cache_salt=salt)) for prompt, params, options in rank_jobs]
         scores = await while_connected(request.receive, self._driver.embed_all(jobs, score, "ranked", field=name))
         best = sorted(range(len(scores)), key=lambda index: -scores[index][0])[:most]
@@ -140,6 +140,7 @@ class Scores(Endpoints):
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         answer = {**head, "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
         warnings = [*(sentence for _, sentence in fields), *unknown_fields(fields_sent, _SCORE_FIELDS)]
+        warnings += filter(None, [self._driver.engine.ranking_note() if ranks else None])
         return warn(JSONResponse(answer), [*warnings, *chain.from_iterable(map(warnings_of_items, names, cuts))])
 
     def _pairs(self, body: Mapping[str, Any], ones: list[str], others: list[str], cuts: dict[int, str]) -> list[Job]:

@@ -59,6 +59,7 @@ def test_a_salt_separates(filling: Serving, monkeypatch: pytest.MonkeyPatch) -> 
     one = (TEXT, SamplingParams(max_tokens=0), PromptOptions(pooling="mean"))  # this model cannot rank
     monkeypatch.setattr(engine, "submit", noted)
     monkeypatch.setattr(engine, "rank_jobs", lambda *_, **__: [one])
+    monkeypatch.setattr(engine, "ranking_note", lambda: None)
 
     def cached(**more: Any) -> int:
         before = filling.driver.snapshot().cached_tokens

@@ -97,6 +97,7 @@ CHANGING = (*REPEATED, "id", "created", "created_at", "usage", "timings", "token
 def server(filling: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     one = (TEXT, SamplingParams(max_tokens=0), PromptOptions(pooling="mean"))  # this model cannot rank
     monkeypatch.setattr(filling.engine, "rank_jobs", lambda *_, **__: [one])
+    monkeypatch.setattr(filling.engine, "ranking_note", lambda: None)
     with serving(filling.engine, max_tokens=3) as running:
         yield running
 
