@@ -167,7 +167,7 @@ def _ask_peer(name: str, subject: Subject, caches: Sequence[str]) -> tuple[dict[
         except Failed as reason:
             version = str(reason)
     if not built_with:
-        note(f"Without {name}: {version}")
+        note(f"{name} is not compared: {version}")
         contestants = []
     return {"name": name, "version_or_absence": version, "built_with": built_with}, contestants
 

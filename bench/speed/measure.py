@@ -190,7 +190,9 @@ class Measurement:
         if medians:
             self._runner.work_seconds = 1 / (_STEP_WORK * max(max(cell.runs) for cell in cells if cell.runs))
             seconds = sum(part.work for part in parts) * self._runner.work_seconds
-            note(f"All of it takes about {duration(seconds)}, and what loading takes")
+            left = self._runner.seconds_left()
+            late = "" if seconds <= left else f"; --minutes leaves {duration(left)}: what takes longer is left out"
+            note(f"All of it takes about {duration(seconds)}, and what loading takes{late}")
 
     # -- sections --------------------------------------------------------------------------------------------------
 

@@ -288,6 +288,7 @@ def test_what_does_not_fit_into_the_minutes_is_left_out(measure_with: Measure, s
     assert subjects(whole) == ["generation, depth ≤ 64", "prompt of 40", "prompt of 100"]
     assert whole["complete"] is False
     assert "All of it takes about " in err
+    assert ": what takes longer is left out\n" in err
     for name in ("generation at 100", "sequences", "starts"):
         assert f"There was no time for {name}: give more --minutes" in out
 
