@@ -26,6 +26,7 @@ from polarlm.server.http.app import create_app
 from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
 from scripts import docs, readme_tables, result_tables
 from scripts.docs import ROOT
+from tests.examples.test_deploy import PROJECT
 from tests.test_snippets import PAGES
 
 EMBEDDING, SERVER = (ROOT / "docs" / name for name in ("embedding.md", "server.md"))
@@ -78,6 +79,11 @@ def test_every_endpoint_is_explained():
     routes = cast(list[Route], create_app(driver, config).routes)
     there = {shared(next(iter({*route.methods} - {"HEAD"})), re.sub(r"{.*?}", "NAME", route.path)) for route in routes}
     assert told == there
+
+
+def test_every_extra_is_explained():
+    rows = re.findall(r"^\| (`[\w, `-]+`) \|", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {*re.findall(r"[\w-]+", " ".join(rows))} == {*PROJECT["project"]["optional-dependencies"]} - {"dev"}
 
 
 def test_every_room_of_the_engine_is_explained():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from polarlm.engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.params import SamplingParams
-from polarlm.engine.sampling.sample import Mirostat, Penalties, Sampled, SamplerInput, resolve
+from polarlm.engine.sampling.sample import Mirostat, Penalties, Sampled, SamplerInput, Sampling, resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda.emulated import DeviceArray, EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import model_of
@@ -72,6 +72,24 @@ class Row:
         cuts = {name: value for name, value in self.values.items() if name in OF_THE_DRAW}
         plain = resolve(SamplingParams(**{**OFF, **cuts}), GenerationDefaults())
         return {i: p for i, p in distribution(x, plain, [], slack).items() if x[i] > -math.inf}
+
+
+# What the host works out: `SamplerInput.dry` and `SamplerInput.mirostat`, and tokens of `SamplerInput.allowed`.
+ON_HOST = re.compile(r"(dry|mirostat|banned)(_|$)")
+
+
+def test_every_field_reaches_the_device_or_is_worked_out_on_the_host() -> None:
+    """A sampling option that the table lacks would have no effect on a GPU."""
+    shaped = {"top_n_sigma": 1.0, "typical_p": 0.9, "xtc_probability": 0.5, "dynatemp_range": 0.5}
+    chain = Sampling(0.8, 40, 0.95, 0.05, 1.1, 0.1, 0.1, {3: 1.0}, **shaped)
+
+    def packed(one: Sampling) -> bytes:
+        return pack_sampler_inputs([SamplerInput(one, [5], 0.2, V)]).table.tobytes()
+
+    for field in fields(Sampling):
+        if ON_HOST.match(field.name) is None:
+            value = {3: 2.0} if field.name == "logit_bias" else getattr(chain, field.name) / 2
+            assert packed(replace(chain, **{field.name: value})) != packed(chain), field.name
 
 
 SAMPLERS: dict[str, Callable[[np.random.Generator], float]] = {
