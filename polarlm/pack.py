@@ -16,6 +16,7 @@ from polarlm.engine.cli.progress import counting
 from polarlm.engine.config import EngineConfig, format_bytes, hub_setting, model_setting, setting
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.checks import settle
+from polarlm.model_loaders import first_model
 
 if TYPE_CHECKING:
     from polarlm.engine import Engine
@@ -59,6 +60,7 @@ def main(options: PackConfig) -> None:
     messages, texts = read_messages(options.texts, options.system_prompt)
     names = "weights", "hf_repo", "cache_type", "encoding", "device", "threads"
     config = settle(None, None, {name: getattr(options, name) for name in names})
+    config = replace(config, weights=config.weights or first_model.remembered_name())
     print(write_pack(config, messages, texts, Path(options.output).expanduser()))
 
 

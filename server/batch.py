@@ -39,7 +39,7 @@ def main(batch: BatchConfig, model: EngineConfig) -> int:
         raise FlagError(f"{batch.file}: there is no such file")
     if batch.output is None:
         raise FlagError("-o: say where the answers are written, such as -o answers.jsonl")
-    settle(None, model, {})
+    model = settle(None, model, {})
     output = Path(batch.output).expanduser()
     serving = import_serving()
     files = serving.LineFiles(Path(batch.file).expanduser(), output, output)

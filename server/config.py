@@ -219,7 +219,7 @@ def read_command_line(
     )
     server = replace(server, hub_models=hub_models)
     with naming(places):
-        settle(None, engine, {})  # here already, before a model is downloaded and read
+        engine = settle(None, engine, {})  # here already, before a model is downloaded and read
     _check_models(engine, server)
     if server.socket_port is not None and server.unix is not None:
         raise FlagError("--socket-port and --unix both say where the socket is; leave one of them out")

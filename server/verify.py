@@ -54,6 +54,7 @@ def main(verify: VerifyConfig, model: EngineConfig) -> int:
     choices = response.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise FlagError(f"{verify.response}: its choices are no array of objects, as answers have")
+    model = settle(None, model, {})
     model = replace(model, weights=model.weights or first_model.remembered_name(), replayable=True)
     found = _answer(settle(None, model, {}), path, {**request, "stream": False})
     if why := _difference(found, response):

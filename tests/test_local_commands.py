@@ -126,10 +126,12 @@ def test_each_name_that_is_listed_goes_to_every_command(
         raise LoadError(f"found {where}")
 
     monkeypatch.setattr(model_files, "_open", found)
+    monkeypatch.setattr(first_model, "remembered_name", lambda: "user/another")  # takes no place of one that is named
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     for model in models:
         for name, others in words.items():
-            code, _, err = run(command_line, name, *others, "-m", model["name"])
+            flag = "-m" if model["name"] == demo.NAME else "-hf"
+            code, _, err = run(command_line, name, *others, flag, model["name"])
             if name == "fit" and model["name"] != demo.NAME:  # which asks the hub, and opens no weights
                 assert code == 0, err
             else:

@@ -98,7 +98,7 @@ def read_command_line(
         checks=CHECKS,
     )
     with naming(places):
-        settle(None, engine, {})  # here already, before a model is downloaded and read
+        engine = settle(None, engine, {})  # here already, before a model is downloaded and read
     if chat.json_schema is not None:
         sampling = replace(sampling, schema=_read_schema(chat.json_schema))
     return engine, sampling, chat

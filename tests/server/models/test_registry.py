@@ -155,7 +155,7 @@ def test_the_flags_of_several_models(tmp_path: Path) -> None:
     engine, server = read_command_line(["-hf", "a/b", "--hf-repo=c/d", "-c", "64"], {})
     assert (server.several, server.hub_models, engine) == (True, ("a/b", "c/d"), EngineConfig(ctx_size=64))
     engine, server = read_command_line(["-hf", "a/b"], {})
-    assert (server.several, engine.hf_repo) == (False, "a/b")
+    assert (server.several, engine.weights) == (False, "hf:a/b")
 
 
 def test_flags_that_contradict_each_other() -> None:
