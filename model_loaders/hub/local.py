@@ -28,6 +28,7 @@ class Local:
     bytes: int  # of all files
     revision: str  # the commit
     files: tuple[Path, ...]  # links to the files' contents; a folder's are all but GGUF files
+    times: tuple[int, ...]  # when these files were changed: damaged ones may be mended; nanoseconds
 
     def is_damaged(self) -> bool:
         """Whether a file is empty, or ends before its header says. Reads headers."""
@@ -85,7 +86,8 @@ def _in_snapshot(repo: str, snapshot: Path) -> Iterator[Local]:
 
     def model(name: str, path: Path, parts: list[RepositoryFile]) -> Local:
         paths = tuple(snapshot / file.path for file in parts)
-        return Local(name, path, sum(file.size for file in parts), snapshot.name, paths)
+        times = tuple(file.stat().st_mtime_ns for file in paths)
+        return Local(name, path, sum(file.size for file in parts), snapshot.name, paths, times)
 
     if _is_whole(snapshot, files):
         yield model(repo, snapshot, [file for path, file in sorted(files.items()) if not path.endswith(".gguf")])

@@ -174,15 +174,15 @@ def _models_of_hub(common: EngineConfig) -> list[NamedModel]:
         replace(one, aliases=(demo.NAME,)) if one.path == folder / demo.FILE_NAME else one
         for one in (_models_of_folder(folder, common) if folder.is_dir() else ())
     ]
-    cached_models = [one for one in local.models() if _is_supported(one.path)]
+    cached_models = [one for one in local.models() if _is_supported(one)]
     return [*(NamedModel(one.name, settle(one.path, common, {})) for one in cached_models), *own_models]
 
 
 @cache
-def _is_supported(path: Path) -> bool:
-    """Whether a model in the hub's cache, whose files do not change, is of a family that is supported."""
+def _is_supported(model: local.Local) -> bool:
+    """Whether a model in the hub's cache is of a family that is supported."""
     try:
-        load_weights(path)[1].close()
+        load_weights(model.path)[1].close()
     except LoadError:
         return False
     return True

@@ -84,7 +84,12 @@ def test_what_has_been_downloaded_is_served(tmp_path: Path, monkeypatch: pytest.
     (folder / "config.json").write_text('{"model_type": "whisper"}')
     registry = Registry(common(), HUB, (), ())
     assert names(registry) == ["user/tiny"]
-    assert registry.find("user/tiny").path == tmp_path / "hub" / "models--user--tiny" / "snapshots" / "1"
+    where = tmp_path / "hub" / "models--user--tiny" / "snapshots" / "1"
+    assert registry.find("user/tiny").path == where
+    weights = (where / "model.safetensors").read_bytes()
+    for content, there in ((weights[:99], []), (weights, ["user/tiny"])):  # damaged and mended meanwhile
+        (where / "model.safetensors").write_bytes(content)
+        assert names(registry) == there
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / demo.FILE_NAME).touch()
     assert names(registry) == ["user/tiny", "SmolLM2-135M-Instruct.Q4_1"]
