@@ -143,17 +143,15 @@ def locate(
     fits: Fits | None = None,
     verbose: Callable[[str], None] | None = None,
     progress: Progress | None = None,
-    *,
-    verify: bool = False,
 ) -> Path:
-    """The folder or file of what `load` takes, which is downloaded if need be. progress, verify: as of `hub.fetch`.
-    Raises LoadError."""
+    """The folder or file of what `load` takes, which is downloaded if need be. progress: as of `hub.fetch`. Raises
+    LoadError."""
     from polarlm.model_loaders import demo
 
     if path is None or (path == demo.NAME and not os.path.exists(path)):
         return demo.demo_model(verbose)
     name = hub_name(path)
-    return _existing_path(path) if name is None else fetch(name, fits, verbose, progress, verify=verify)
+    return _existing_path(path) if name is None else fetch(name, fits, verbose, progress)
 
 
 def load_vision_encoder(

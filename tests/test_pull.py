@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from polarlm import pull
-from polarlm.model_loaders import model
+from polarlm.model_loaders import hub as hub_package
 from tests.model_loaders.hub_server import Hub, Repository
+from tests.model_loaders.test_vision_encoders import write_gguf
 from tests.random_model import random_model, write_in_parts
 
 
@@ -67,6 +68,80 @@ def test_a_context_that_does_not_fit(
     assert "error: Of user/tiny, no file fits in memory here" in capsys.readouterr().err
 
 
+ADAPTER = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"an adapter"}
+KINDS = {  # what a repository has, and what is said of it
+    "a folder of weights": "To talk to it: polarlm chat user/it\n",
+    "GGUF files": "To talk to it: polarlm chat user/it:Q8_0\n",
+    "what reads images": "To talk to it: polarlm chat user/it:Q8_0\n",
+    "a folder of an adapter": "polarlm chat MODEL --lora hf:user/it\n",
+    "an adapter's GGUF file": "polarlm chat MODEL --lora hf:user/it:F16\n",
+    "a folder of a head": "--model-draft hf:user/it\n",
+    "a head's GGUF file": "--model-draft hf:user/it:Q8_0\n",
+    "a pack": "polarlm chat MODEL --pack hf:user/it\n",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_file_of_any_kind_is_mended(
+    hub: Hub,
+    small_ggufs: dict[str, bytes],
+    small_folder: dict[str, bytes],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    """One that is cut off by all who load it; one of other bytes by `polarlm pull`."""
+    images = write_gguf(tmp_path / "m.gguf", "qwen3_vl_deepstack_tied").read_bytes()
+    files, damaged, part = {
+        "a folder of weights": (small_folder, "model.safetensors", None),
+        "GGUF files": (small_ggufs, "tiny-Q8_0.gguf", None),
+        "what reads images": ({"m-Q8_0.gguf": images, "mmproj-F16.gguf": b"GGUF of images"}, "mmproj-F16.gguf", None),
+        "a folder of an adapter": ({**ADAPTER, "tokenizer.json": b"{}"}, "adapter_model.safetensors", "adapter"),
+        "an adapter's GGUF file": ({"adapter-F16.gguf": b"GGUF of one"}, "adapter-F16.gguf", "adapter"),
+        "a folder of a head": (
+            {**small_folder, "config.json": b'{"model_type": "llama", "draft_vocab_size": 8}'},
+            "config.json",
+            "head",
+        ),
+        "a head's GGUF file": ({"eagle3-m-Q8_0.gguf": b"GGUF of a head"}, "eagle3-m-Q8_0.gguf", "head"),
+        "a pack": ({"a.pack": b"tokens", "README.md": b""}, "a.pack", "pack"),
+    }[kind]
+    hub.repositories["user/it"] = Repository(files)
+
+    def load() -> Path:
+        name = hub_package.parse("user/it")
+        return hub_package.fetch(name) if part is None else hub_package.fetch_part(name, part)
+
+    where, wanted = load(), files[damaged]
+    file = (where if where.is_dir() else where.parent) / damaged
+    for mend, content in ((load, wanted[:5]), (None, wanted[:5]), (None, wanted[::-1])):
+        file.resolve().write_bytes(content)
+        if mend is not None:
+            mend()
+        else:
+            assert pull.main(["user/it", "--device", "cpu"]) == 0
+            said = capsys.readouterr()
+            assert said.out == f"{where}\n"
+            assert said.err.endswith(KINDS[kind]), said.err
+            assert ("is damaged in the cache" in said.err) == (content == wanted[::-1])
+        assert file.read_bytes() == wanted
+
+
+def test_what_lies_there_of_another_commit_is_checked(hub: Hub, small_folder: dict[str, bytes]) -> None:
+    hub.repositories["user/it"] = Repository(small_folder)
+    where = hub_package.fetch(hub_package.parse("user/it"))
+    (where / "model.safetensors").resolve().write_bytes(small_folder["model.safetensors"][::-1])
+    hub.repositories["user/it"].commit = "b" * 40
+    assert pull.main(["user/it", "--device", "cpu"]) == 0
+    assert (where.with_name("b" * 40) / "model.safetensors").read_bytes() == small_folder["model.safetensors"]
+
+
+def test_only_a_model_is_prepared(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.repositories["user/it"] = Repository(ADAPTER)
+    assert pull.main(["user/it", "--prepare", "--device", "cpu"]) == 2
+    assert "error: --prepare is for models, and user/it is of the kind adapter" in capsys.readouterr().err
+
+
 WRONG = [
     ([], "MODEL is missing"),
     (["tiny"], "'tiny' does not name a model on the hub: write user/repo"),
@@ -83,9 +158,9 @@ def test_what_cannot_be_fetched_is_a_sentence(hub: Hub, capsys: pytest.CaptureFi
 
 
 def test_ctrl_c_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def stopped(*arguments: object, **settings: object) -> None:
+    def stopped(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model, "fetch", stopped)
+    monkeypatch.setattr(hub_package, "pull", stopped)
     assert pull.main(["user/tiny", "--device", "cpu"]) == 130
     assert capsys.readouterr().err == "Stopped\n"

@@ -35,17 +35,13 @@ class Need:
 
 
 def fetch_model(
-    config: EngineConfig,
-    verbose: Callable[[str], None],
-    progress: hub.Progress | None = None,
-    *,
-    verify: bool = False,
+    config: EngineConfig, verbose: Callable[[str], None], progress: hub.Progress | None = None
 ) -> EngineConfig:
     """Return `config` with the path of its model in place of a name, which is downloaded if need be: of several GGUF
-    files on the hub the best that fits in memory. verify: as for `hub.fetch`. Raises EngineError."""
+    files on the hub the best that fits in memory. Raises EngineError."""
     ops, _ = select(config.device, config.threads)
     try:
-        file = model_loaders.locate(config.weights, fit_check(config, ops), verbose, progress, verify=verify)
+        file = model_loaders.locate(config.weights, fit_check(config, ops), verbose, progress)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     return replace(config, weights=str(file))

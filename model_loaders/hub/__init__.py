@@ -1,4 +1,4 @@
-"""Downloads models from the Hugging Face hub into the cache that its own programs use."""
+"""Downloads models and what belongs to them from the Hugging Face hub into the cache that its programs use."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeVar
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.draft_heads import HEADS
 from polarlm.model_loaders.files.folder import read_configuration
 from polarlm.model_loaders.files.repository import (
     COMPANIONS,
@@ -49,6 +51,7 @@ __all__ = [
     "fetch_part",
     "hub_name",
     "parse",
+    "pull",
     "quantization_of",
     "search_for",
     "size",
@@ -57,12 +60,14 @@ __all__ = [
 
 T = TypeVar("T")
 Part = Literal["adapter", "head", "pack"]
+Kind = Part | Literal["model"]
 Progress = Callable[[int, int], None]
 """Gets the bytes that have arrived, and the bytes of all files."""
 
 Fits = Callable[[ModelConfig | None, int], bool]
 """Whether a model with this configuration (None: unknown) and this many bytes of files fits in memory here."""
 
+_ADAPTER_FILES = {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
 _WORTH_SAYING = 1 << 20  # bytes; smaller downloads, such as configurations, are not announced
 
 
@@ -71,22 +76,25 @@ def fetch(
     fits: Fits | None = None,
     verbose: Callable[[str], None] | None = None,
     progress: Progress | None = None,
-    *,
-    verify: bool = False,
 ) -> Path:
     """The path of the model in the hub's cache, a folder or a .gguf file; the model is downloaded if need be.
 
     fits: chooses among GGUF files if `name` does not; None takes the best. verbose: gets lines of progress; with it, a
-    terminal also shows a progress bar. progress: gets what has arrived of weights. verify: compare the checksums of
-    files that are there, too, and download damaged ones again. Raises LoadError.
+    terminal also shows a progress bar. progress: gets what has arrived of weights. Raises LoadError.
     """
-    return _Fetch(name, fits, verbose, progress, verify=verify).run_with_load_errors(_Fetch.run)
+    return _Fetch(name, fits, verbose, progress).run_with_load_errors(_Fetch.run)
 
 
 def fetch_part(name: HubName, what: Part, verbose: Callable[[str], None] | None = None) -> Path:
     """The path of what belongs to a model in the hub's cache, downloaded if need be: of an adapter (LoRA) or a draft
     head, a folder or a .gguf file; of a pack, the one .pack file of the repository. Raises LoadError."""
     return _Fetch(name, verbose=verbose, what=what).run_with_load_errors(_Fetch.run)
+
+
+def pull(name: HubName, fits: Fits | None = None, verbose: Callable[[str], None] | None = None) -> tuple[Path, Kind]:
+    """The path of what a name on the hub means, as of `fetch` or `fetch_part`, and what it is. The checksums of files
+    that are there are compared, too, and damaged ones are downloaded again. Raises LoadError."""
+    return _Fetch(name, fits, verbose, what=None).run_with_load_errors(lambda one: (one.run(), one.what or "model"))
 
 
 def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
@@ -108,12 +116,12 @@ class _Fetch:
         verbose: Callable[[str], None] | None = None,
         progress: Progress | None = None,
         *,
-        what: Part | Literal["model"] = "model",
-        verify: bool = False,
+        what: Kind | None = "model",
     ) -> None:
+        """what: None to find it out, and to compare checksums of files that are there."""
         self._client, self._name, self._fits = Client(), name, fits or (lambda config, size: True)
         self._say, self._is_silent = verbose or (lambda text: None), verbose is None
-        self._progress, self._what, self._verify = progress, what, verify
+        self._progress, self.what, self._verifies = progress, what, what is None
         self._listing, self._is_cut_off = Listing(name.repo, "", {}), False
 
     def run_with_load_errors(self, work: Callable[[_Fetch], T]) -> T:
@@ -193,12 +201,26 @@ class _Fetch:
             "that holds one."
         )
 
+    def _find_what(self) -> Kind:
+        """What the name means, by the list of files, a configuration, and the beginnings of GGUF files."""
+        files, is_whole = self._listing.files, self._name.quantization is None
+        if is_whole and has_safetensors(files):
+            fields = Fields.read(self._fetch([files[CONFIG]])[0])
+            return "head" if any(is_head(fields) for _, is_head, _ in HEADS.values()) else "model"
+        role = self._ggufs().role()
+        if role is Role.ADAPTER or (is_whole and role is not Role.MODEL and files.keys() >= _ADAPTER_FILES):
+            return "adapter"
+        if role is None and is_whole and any(path.endswith(".pack") for path in files):
+            return "pack"
+        return "head" if role is Role.HEAD else "model"
+
     def _model(self) -> Path:
-        if self._what == "adapter":
+        self.what = self.what or self._find_what()
+        if self.what == "adapter":
             return self._part((ADAPTER_CONFIG, ADAPTER_WEIGHTS), Role.ADAPTER)
-        if self._what == "pack":
+        if self.what == "pack":
             return self._pack()
-        if self._what == "head":
+        if self.what == "head":
             return self._part((CONFIG, SINGLE), Role.HEAD)
         if self._name.quantization is None and has_safetensors(self._listing.files):
             return self._folder()
@@ -207,7 +229,8 @@ class _Fetch:
         raise LoadError(self._no_model())
 
     def _ggufs(self) -> GgufChoice:
-        return GgufChoice(self._client, self._name, self._listing, self._say)
+        reads_cache = self._is_cut_off or not self._verifies  # a damaged file may say anything of itself
+        return GgufChoice(self._client, self._name, self._listing, self._say, reads_cache=reads_cache)
 
     def _no_model(self) -> str:
         files, name = self._listing.files, self._name
@@ -286,7 +309,7 @@ class _Fetch:
     def _fetch(self, files: Sequence[RepositoryFile]) -> list[Path]:
         """The paths of these files, in order; missing ones are downloaded. Raises LoadError if the disk is too full."""
         client, repo, commit = self._client, self._name.repo, self._listing.commit
-        if self._verify:
+        if self._verifies:
             self._drop_damaged(files)
         missing_files = [file for file in files if not self._is_here(file)]
         total, begun_bytes = 0, 0
@@ -306,20 +329,30 @@ class _Fetch:
             if self._progress is not None and total > _WORTH_SAYING:
                 self._progress(bytes_done, total)
 
-        with self._bar(files, total, begun_bytes) as bar:
+        if total > _WORTH_SAYING:
+            rest = f", {size_text(begun_bytes)} of them already there" if begun_bytes else ""
+            self._say(f"Downloading {self._name} ({size_text(total)}{rest}) to {client.repo_folder(repo)}")
+        with self._bar("Downloading", files, total, begun_bytes) as bar:
             return [fetch_file(client, repo, commit, file, add_bytes, self._say) for file in files]
 
     def _drop_damaged(self, files: Sequence[RepositoryFile]) -> None:
         """Remove what the cache has with another checksum than the hub names. Raises LoadError without a connection."""
-        for file in files:
-            path = self._client.cached_file(self._name.repo, self._listing.commit, file)
-            if path is None or not is_damaged(path, file):
-                continue
+        client, repo, commit = self._client, self._name.repo, self._listing.commit
+        # The content may be there of another commit.
+        paths = {file: client.cached_file(repo, commit, file) or client.blob(repo, file) for file in files}
+        here = [file for file, path in paths.items() if has_size(path, file)]
+        total = sum(paths[file].stat().st_size for file in here)
+        if total > _WORTH_SAYING:
+            what = here[0].name if len(here) == 1 else f"{len(here)} files"
+            self._say(f"Checking {what} of {repo} ({size_text(total)})")
+        with self._bar("Checking", here, total) as bar:
+            damaged = [file for file in here if is_damaged(paths[file], file, bar.update)]
+        for file in damaged:
             if self._is_cut_off:
-                raise LoadError(f"{file.name} of {self._name.repo} is damaged in the cache.")
-            self._say(f"{file.name} of {self._name.repo} is damaged in the cache, and is downloaded again.")
-            path.resolve().unlink()
-            path.unlink(missing_ok=True)
+                raise LoadError(f"{file.name} of {repo} is damaged in the cache.")
+            self._say(f"{file.name} of {repo} is damaged in the cache, and is downloaded again.")
+            paths[file].resolve().unlink(missing_ok=True)  # files of one content share it
+            paths[file].unlink(missing_ok=True)
 
     def _check_disk(self, size: int) -> None:
         cache = self._client.cache
@@ -330,19 +363,14 @@ class _Fetch:
                 f"{size_text(free)}: free some space, set HF_HOME to a folder elsewhere, or choose a smaller model."
             )
 
-    def _bar(self, files: Sequence[RepositoryFile], total: int, begun_bytes: int) -> Any:
+    def _bar(self, verb: str, files: Sequence[RepositoryFile], total: int, begun_bytes: int = 0) -> Any:
         """A progress bar over `total` bytes, `begun_bytes` of them already there; it is shown on a terminal."""
         from tqdm import tqdm  # imported only to download: it takes 2 MB
 
-        if total > _WORTH_SAYING:
-            rest = f", {size_text(begun_bytes)} of them already there" if begun_bytes else ""
-            self._say(
-                f"Downloading {self._name} ({size_text(total)}{rest}) to {self._client.repo_folder(self._name.repo)}"
-            )
         return tqdm(
             total=total,
             initial=begun_bytes,
-            desc=f"Downloading {files[-1].name}" if len(files) == 1 else f"Downloading {self._name.short}",
+            desc=f"{verb} {files[-1].name if len(files) == 1 else self._name.short}",
             unit="B",
             unit_scale=True,
             unit_divisor=1024,

@@ -30,8 +30,12 @@ from polarlm.model_loaders.vision_encoders import may_belong, outputs_of, reads_
 class GgufChoice:
     """The GGUF files of a repository. Methods raise LoadError, and the client's errors where a file is read."""
 
-    def __init__(self, client: Client, name: HubName, listing: Listing, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, client: Client, name: HubName, listing: Listing, say: Callable[[str], None], *, reads_cache: bool = True
+    ) -> None:
+        """reads_cache: whether beginnings of files are read from the cache, where they are there."""
         self._client, self._name, self._listing, self._say = client, name, listing, say
+        self._reads_cache = reads_cache
         self._all = gguf_contents(listing.files.values())
         self._read: dict[str, Beginning] = {}  # by `GgufContent.kind`
         self._unreadable: dict[str, LoadError] = {}  # by path: files of another format
@@ -80,10 +84,15 @@ class GgufChoice:
             raise self._problem or self._refusal()
         return models_found
 
+    def role(self) -> Role | None:
+        """What the name asks for: a model, if there is one, else a draft head, else an adapter; None for another."""
+        candidates = sorted(self._candidates(), key=lambda one: not one.is_model)
+        roles = (Role.MODEL, Role.HEAD, Role.ADAPTER)
+        return next((role for role in roles if any(self._role(one) is role for one in candidates)), None)
+
     def file_with_role(self, role: Role) -> GgufContent | None:
         """What the name asks for among the files of a role, or the only one; None if there is none."""
-        contents = self._matches() if self._name.quantization is not None else self._all
-        found = [one for one in contents if one.is_whole and self._role(one) is role]
+        found = [one for one in self._candidates() if self._role(one) is role]
         return self._one_of(found) if found else None
 
     def projector(self, model: GgufContent, config: ModelConfig | None) -> tuple[RepositoryFile, ...]:
@@ -126,6 +135,11 @@ class GgufChoice:
         """Whether these files are in the cache."""
         repo, commit = self._name.repo, self._listing.commit
         return all(self._client.cached_file(repo, commit, file) is not None for file in files)
+
+    def _candidates(self) -> list[GgufContent]:
+        """What the name may ask for, without what lacks parts."""
+        contents = self._matches() if self._name.quantization is not None else self._all
+        return [one for one in contents if one.is_whole]
 
     def _matches(self) -> list[GgufContent]:
         return [one for one in self._all if one.is_called(self._name.quantization or "")]
@@ -207,7 +221,7 @@ class GgufChoice:
 
     def _first_bytes(self, file: RepositoryFile) -> bytes:
         repo, commit = self._name.repo, self._listing.commit
-        if (cached := self._client.cached_file(repo, commit, file)) is not None:
+        if self._reads_cache and (cached := self._client.cached_file(repo, commit, file)) is not None:
             with cached.open("rb") as here:
                 return here.read(BEGINNING_BYTES)
         head = bytearray()

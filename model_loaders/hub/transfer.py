@@ -53,12 +53,13 @@ def fetch_file(
     return client.place_file(repo, commit, file.path)
 
 
-def is_damaged(path: Path, file: RepositoryFile) -> bool:
-    """Whether what lies at `path` has another hash than `file`, if that is known."""
+def is_damaged(path: Path, file: RepositoryFile, add_bytes: AddBytes) -> bool:
+    """Whether what lies at `path` has another hash than `file`, if that is known. add_bytes: gets the number of bytes
+    that were read."""
     if not file.digest:
         return False
     with path.open("rb") as content:
-        return _Content(content, "", file, lambda count: None).digest != file.digest
+        return str(_hash_of(content, file, add_bytes).hexdigest()) != file.digest
 
 
 def partial_file(blob: Path) -> Path:
@@ -72,18 +73,11 @@ class _Content:
     def __init__(self, sink: BinaryIO, repo: str, file: RepositoryFile, add_bytes: AddBytes) -> None:
         """sink: a file open for appending and reading; the bytes of an earlier attempt are kept."""
         self.file, self._repo, self._sink, self._add_bytes = file, repo, sink, add_bytes
-        self.size = 0
-        self._hash = self._new_hash()
         sink.seek(0)
-        while part := sink.read(_PART_BYTES):
-            self._hash.update(part)
-            self.size += len(part)
+        self._hash = _hash_of(sink, file, lambda count: None)
+        self.size = sink.tell()
         if self.size > file.size:
             self.restart()
-
-    @property
-    def digest(self) -> str:
-        return str(self._hash.hexdigest())
 
     def append(self, part: bytes) -> None:
         """Append bytes. Raises LoadError for more bytes than the file has, OSError if the disk is full."""
@@ -98,11 +92,11 @@ class _Content:
         """Drop all bytes."""
         self._add_bytes(-self.size)
         self._sink.truncate(0)
-        self.size, self._hash = 0, self._new_hash()
+        self.size, self._hash = 0, _new_hash(self.file)
 
     def check(self) -> None:
         """Raises LoadError if the hash is not the file's hash."""
-        if self.digest != self.file.digest:
+        if self._hash.hexdigest() != self.file.digest:
             raise self._wrong()
 
     def _wrong(self) -> LoadError:
@@ -112,10 +106,20 @@ class _Content:
             "again, and if that does not help, look whether a proxy changes downloads."
         )
 
-    def _new_hash(self) -> Any:
-        if self.file.lfs:
-            return hashlib.sha256()
-        return hashlib.sha1(b"blob %d\0" % self.file.size, usedforsecurity=False)  # Git's hash of a file
+
+def _new_hash(file: RepositoryFile) -> Any:
+    if file.lfs:
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)  # Git's hash of a file
+
+
+def _hash_of(content: BinaryIO, file: RepositoryFile, add_bytes: AddBytes) -> Any:
+    """A hash of the kind that `file` has, which has read `content`."""
+    content_hash = _new_hash(file)
+    while part := content.read(_PART_BYTES):
+        content_hash.update(part)
+        add_bytes(len(part))
+    return content_hash
 
 
 def _fill(client: Client, url: str, content: _Content) -> None:

@@ -432,10 +432,12 @@ def test_files_of_another_checksum_are_fetched_again_if_asked_for(large: Hub, mo
     file.resolve().write_bytes(CONTENT[::-1])
     said: list[str] = []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "model.safetensors of user/large is damaged in the cache." in refusal("user/large", verify=True)
+    with pytest.raises(LoadError, match="safetensors of user/large is damaged in the cache"):
+        hub_package.pull(parse("user/large"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    fetch("user/large", verify=True, verbose=said.append)
-    assert said[0] == "model.safetensors of user/large is damaged in the cache, and is downloaded again."
+    hub_package.pull(parse("user/large"), verbose=said.append)
+    assert said[0] == "Checking 4 files of user/large (3.0 MiB)"
+    assert said[1] == "model.safetensors of user/large is damaged in the cache, and is downloaded again."
     assert file.read_bytes() == CONTENT
 
 
