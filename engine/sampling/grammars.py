@@ -45,6 +45,7 @@ _WORDS = {
 _PLACE = re.compile(r"at (\d+)\(\d+\): ")  # line and column that begin a reason
 _SCHEMA_AT = r"^at \d+\(\d+\): failed to compile JSON schema: "
 _KEPT_SECONDS = 2.0  # that the kept grammars took to compile, if there are several: a measure of their memory
+_WHO_ENDS = "ignore_eos does not hold: the constraint, or the grammar of calls, decides where the answer ends"
 _WORKER = Path(__file__).with_name("grammar_worker.py")
 
 
@@ -91,6 +92,8 @@ class Grammars:
         compiled_constraint = self._find_known(key) or self._compilations.result(key, gone or (lambda: False))
         if warnings is not None:
             warnings += [f"the constraint holds in part: {why}" for why in compiled_constraint.unheld]
+            if params.ignore_eos:
+                warnings.append(_WHO_ENDS)
         return _MatcherConstraint(compiled_constraint.matcher.deep_copy())
 
     def _find_known(self, key: Key) -> _CompiledConstraint | None:

@@ -136,7 +136,7 @@ def _plan(engine: Engine, request: ParsedRequest, params: SamplingParams, warn: 
     if request.tools is not None and format is not None:
         functions = functions_of(request.tools.callable)
         names = {function.name: function.schema for function in functions}
-        if not params.is_constrained:
+        if not params.is_constrained and not _goes_on(request):
             initial_tags = reasoning if place == "before" else None  # a constraint begins after open reasoning
             calls, several = request.tools.calls, request.tools.several
             text = Grammar(format, functions, control, calls, several, initial_tags, schema, warn).text()
@@ -145,6 +145,11 @@ def _plan(engine: Engine, request: ParsedRequest, params: SamplingParams, warn: 
             format = None
     parser = AnswerParser(format, names, control, tags, thinks=tags is not None and place == "inside")
     return _Plan(replace(params, shown_tokens=tokens), parser)
+
+
+def _goes_on(request: ParsedRequest) -> bool:
+    """Whether an answer that calls nothing goes on after the model's end, where a grammar would end it."""
+    return request.tools is not None and request.tools.calls == "none" and request.params.ignore_eos
 
 
 def _text_schema(request: ParsedRequest, params: SamplingParams, warn: Callable[[str], None]) -> dict[str, Any] | None:
@@ -172,7 +177,7 @@ def _plan_channels(
     format, control = engine.model.template.calls, engine.model.tokenizer.control_tokens()
     is_begun = params.is_constrained or request.options.continue_final_message
     names: Sequence[str] = ()
-    if request.tools is not None and not is_begun:
+    if request.tools is not None and not is_begun and not _goes_on(request):
         functions = functions_of(request.tools.callable)
         text = channel_grammar(
             channels, format, functions, control, calls=request.tools.calls, schema=schema, warn=warn

@@ -253,6 +253,16 @@ def test_no_call_where_none_is_wanted(hermes: Serving) -> None:
 # -- reasoning ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("choice", ["none", "auto"])
+def test_ignore_eos_holds_without_calls_and_is_else_said_not_to(family: Serving, choice: str) -> None:
+    ends = dict.fromkeys(map(str, family.engine.model.tokenizer.eos_ids), 100)
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 9, "ignore_eos": True}
+    answer = family.post("/v1/chat/completions", {**body, "logit_bias": ends}).json()
+    told = [sentence for sentence in answer.get("warnings", ()) if "ignore_eos does not hold" in sentence]
+    assert len(told) == (choice == "auto")
+    assert choice == "auto" or answer["choices"][0]["finish_reason"] == "length"
+
+
 def test_reasoning_may_stay_in_the_text_or_be_left_out(thinking: Serving) -> None:
     text = "<think>\nso\n</think>\n\nHello."
     for more, shown in (({"reasoning_format": "none"}, text), ({"include_reasoning": False}, "Hello.")):
