@@ -18,6 +18,7 @@ from polarlm.engine.model import score
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.outputs import CacheStats, Chunk, Score, Status
 from polarlm.engine.params import PromptOptions, SamplingParams
+from polarlm.engine.parsing.tool_answer import stops_of
 from polarlm.engine.requests.adapters import AdapterLoading
 from polarlm.engine.requests.answers import Answers
 from polarlm.engine.requests.drafts import Drafting
@@ -375,6 +376,7 @@ class Engine(Completions, AdapterLoading):
             drafting=self._drafting,
             adapters=self.adapters,
             outbox=outbox,
+            stops=stops_of(prompt, params, options, self.model),
             wants_progress=progress,
             constraint=limit_reasoning(prompt, params, options, self.model, constraint, warnings.append),
             warnings=warnings,

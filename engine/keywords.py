@@ -76,6 +76,7 @@ class SamplingKeywords(TypedDict, total=False):
     logit_bias: dict[int, float]
     seed: int
     stop: tuple[str, ...]
+    stop_anywhere: bool
     ignore_eos: bool
     logprobs: int | None
     prompt_logprobs: int | None

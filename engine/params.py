@@ -235,6 +235,9 @@ class SamplingParams(Settings):
         help="end the answer where TEXT appears; may be repeated",
         elsewhere=("stop_sequences", "stop_strings"),
     )
+    stop_anywhere: bool = option(
+        False, (limits.is_flag, "True or False"), help="look for stop texts in reasoning and calls, too, and in tags"
+    )
     ignore_eos: bool = option(
         False, (limits.is_flag, "True or False"), "--ignore-eos", help="continue after an end-of-sequence token"
     )
@@ -255,7 +258,7 @@ class SamplingParams(Settings):
         (), (limits.is_id_list, "a tuple of token ids"), help="end the answer at these tokens, as at EOS tokens"
     )
     min_tokens: int = option(
-        0, _WHOLE, help="fewest tokens to generate before EOS or one of stop_token_ids may be drawn"
+        0, _WHOLE, help="fewest tokens to generate before EOS, one of stop_token_ids or a stop text may end the answer"
     )
     schema: dict[str, Any] | str | None = option(
         None,

@@ -169,6 +169,7 @@ ROOMS["engine"] = {
     "loading.checks",
     "state",
     "model",
+    "parsing",
     "requests",
     "sampling",
     "storage.identity",

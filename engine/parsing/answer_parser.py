@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from polarlm.engine.parsing.argument_readers import FieldArguments, JsonArguments, QuotedArguments
@@ -54,6 +54,7 @@ class AnswerParser:
         with the schemas of their parameters, which tell strings from other values. control: as for `CallFormat.marker`.
         tags: the tags around reasoning. thinks: whether the prompt ends with the opening tag.
         """
+        self.hear: Callable[[str], None] = lambda text: None  # see `sampling.detokenizer.Parser`
         self._format, self._tags = format, tags
         self._functions: Mapping[str, Any] = names if isinstance(names, Mapping) else dict.fromkeys(names)
         self._marker = "" if format is None else format.marker(control)
@@ -74,6 +75,11 @@ class AnswerParser:
         self._reader: JsonArguments | QuotedArguments | FieldArguments = JsonArguments()
         self.calls = 0  # calls that have begun
         self.is_cut_off = False  # at the end of the answer: whether it ends inside a call
+
+    @property
+    def held(self) -> int:
+        """How many characters are not known to be text, reasoning or a call."""
+        return len(self._call_start) + len(self._pending)
 
     def push(self, text: str) -> list[Piece]:
         self._pending += text
@@ -226,9 +232,10 @@ class AnswerParser:
 
     def _text_pieces(self, text: str) -> Iterator[Piece]:
         """A piece of `text` without the white space at its end, which is kept until more text follows."""
-        text = self._space + text
         if self._trims:
             text = text.lstrip()
+        self.hear(text)
+        text = self._space + text
         body = text.rstrip()
         self._space = text[len(body) :]
         if body:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from polarlm.engine.parsing.answer_parser import new_id
 from polarlm.engine.parsing.pieces import CallStart, Piece
@@ -27,9 +27,15 @@ class ChannelParser:
         with the header of the text. inline: whether reasoning is text, with its header and its end."""
         self._inline = Inline(channels) if inline else None
         self._reader = ChannelReader(channels, to=format.opening, names=names, is_begun=is_begun)
+        self.hear: Callable[[str], None] = lambda text: None  # see `sampling.detokenizer.Parser`
+        self._reader.hear = lambda text: self.hear(text)
         self._arguments = ""  # arguments of the last call
         self.calls = 0  # calls that have begun
         self.is_cut_off = False  # at the end of the answer: whether it ends inside a call, or before a message's text
+
+    @property
+    def held(self) -> int:
+        return self._reader.held
 
     def push(self, text: str) -> list[Piece]:
         return [piece for part in self._reader.push(text) for piece in self._pieces(part)]

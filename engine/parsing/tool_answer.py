@@ -1,4 +1,4 @@
-"""How the answer to messages with tools is parsed as a whole."""
+"""How the answer to messages is parsed: one with tools as a whole, and where stop strings are looked for in one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from polarlm.engine.parsing.answer_parser import AnswerParser, shown_tokens
 from polarlm.engine.parsing.channel_parser import ChannelParser, channel_tokens
 from polarlm.engine.parsing.pieces import Piece
 from polarlm.engine.requests.answers import Conversation
-from polarlm.engine.requests.prompts import place_of_answer
+from polarlm.engine.requests.prompts import Prompt, is_chat, place_of_answer
+from polarlm.engine.sampling.detokenizer import AnswerStops
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.errors import LoadError
 
@@ -31,20 +32,7 @@ class ToolAnswer:
         cls, prompt: Sequence[Mapping[str, Any]], params: SamplingParams, options: PromptOptions, model: Model
     ) -> ToolAnswer:
         """The answer to messages, of which nothing is parsed yet. Raises EngineError."""
-        template, control = model.template, model.tokenizer.control_tokens()
-        names = {_name(tool): tool["function"].get("parameters") for tool in options.tools}
-        parser: AnswerParser | ChannelParser
-        try:
-            if template.channels is not None:
-                is_begun, tokens = options.continue_final_message, channel_tokens(template.channels, control)
-                parser = ChannelParser(template.channels, template.calls, names, is_begun=is_begun, inline=False)
-            else:
-                place = place_of_answer(prompt, model, options)
-                tags = None if place == "after" else template.tags
-                tokens = shown_tokens(control, tags, template.calls)
-                parser = AnswerParser(template.calls, names, control, tags, thinks=place == "inside")
-        except LoadError as error:
-            raise EngineError(str(error)) from None
+        parser, tokens = _parser(prompt, options, model)
         return cls(replace(params, shown_tokens=(*params.shown_tokens, *tokens)), parser)
 
     def fold(self, chunks: Sequence[Chunk], conversation: Conversation | None = None) -> Completion:
@@ -60,6 +48,35 @@ class ToolAnswer:
         calls = tuple(call.to_json() for call in answer.calls)
         reason = "tool_calls" if calls and is_whole else whole.finish_reason
         return replace(whole, text=answer.text, reasoning=answer.reasoning, tool_calls=calls, finish_reason=reason)
+
+
+def stops_of(prompt: Prompt, params: SamplingParams, options: PromptOptions, model: Model) -> AnswerStops:
+    """What ends the answer at stop strings. Raises EngineError."""
+    stops = (*params.stop, *model.template.stops) if is_chat(prompt) else params.stop
+    if not stops or params.stop_anywhere or not is_chat(prompt):
+        return AnswerStops(stops, AnswerParser(), {})
+    parser, tokens = _parser(prompt, options, model)
+    names = {token: name for name, token in model.tokenizer.control_tokens().items()}
+    return AnswerStops(stops, parser, {token: names[token] for token in {*tokens}.difference(params.shown_tokens)})
+
+
+def _parser(
+    prompt: Sequence[Mapping[str, Any]], options: PromptOptions, model: Model
+) -> tuple[AnswerParser | ChannelParser, tuple[int, ...]]:
+    """The parser of an answer to messages, and the control tokens that it has to see. Raises EngineError."""
+    template, control = model.template, model.tokenizer.control_tokens()
+    names = {_name(tool): tool["function"].get("parameters") for tool in options.tools}
+    try:
+        if template.channels is not None:
+            is_begun, tokens = options.continue_final_message, channel_tokens(template.channels, control)
+            parser = ChannelParser(template.channels, template.calls, names, is_begun=is_begun, inline=False)
+            return parser, tokens
+        place = place_of_answer(prompt, model, options)
+        tags = None if place == "after" else template.tags
+        format = template.calls if options.tools else None
+        return AnswerParser(format, names, control, tags, thinks=place == "inside"), shown_tokens(control, tags, format)
+    except LoadError as error:
+        raise EngineError(str(error)) from None
 
 
 def _name(tool: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ from polarlm.engine.requests.prompts import (
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
-from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
+from polarlm.engine.sampling.detokenizer import AnswerStops, Detokenizer
 from polarlm.engine.sampling.sample import Sampled, Sampling, most_tokens, resolve
 from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.store import RowAdapter, SequenceKV
@@ -101,6 +101,7 @@ class Request:
     detokenizer: Detokenizer
     vocabulary: range
     outbox: Outbox
+    stops: AnswerStops
     options: PromptOptions = PromptOptions()  # noqa: RUF009 - frozen
     wants_progress: bool = False
     conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
@@ -133,6 +134,7 @@ class Request:
         drafting: Drafting,
         adapters: Adapters,
         outbox: Outbox,
+        stops: AnswerStops,
         wants_progress: bool,
         constraint: Constraint | None = None,
         warnings: list[str],
@@ -151,8 +153,6 @@ class Request:
         ids = first_ids(ids, limit, warnings.append) if options.truncate else ids
         ids = checked_ids(ids, model, context, room, read.ids)
         image_positions, images_of_rows = read.place_images(ids, sections=model.config.has_sections)
-        if is_chat(prompt):
-            params = replace(params, stop=(*params.stop, *model.template.stops))
         is_answer = is_chat(prompt) and not options.continue_final_message
         room = context - len(ids)
         max_tokens = most_tokens(params, model.generation)
@@ -170,6 +170,7 @@ class Request:
             Detokenizer(model.tokenizer, at_start=is_answer, shown_tokens=params.shown_tokens),
             model.vocabulary,
             outbox,
+            stops,
             options,
             wants_progress,
             conversation if is_answer else None,
@@ -187,7 +188,6 @@ class Request:
         return request
 
     def __post_init__(self) -> None:
-        self._stop_filter = StopFilter(self.params.stop)
         self._end_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
             self._end_ids |= self.tokenizer.eos_ids
@@ -243,6 +243,11 @@ class Request:
         return PromptLogprobs(self.sequence.prompt, self.params.prompt_logprobs, self.vocabulary.stop)
 
     @property
+    def _may_stop(self) -> bool:
+        """Whether a stop string that the newest token completes ends the answer."""
+        return self.sequence.generated >= self.params.min_tokens
+
+    @property
     def expects_more(self) -> bool:
         """Whether more tokens may follow the next one."""
         return self.sequence.finish_reason is None and len(self.sequence.ids) + 1 < self._last_length
@@ -296,8 +301,9 @@ class Request:
             except Exception as error:
                 self.fail(error)  # the other requests of the step continue
                 return
-        chunk = Chunk(self._stop_filter.push(self.detokenizer.push([token])), (token,), logprobs=logprobs)
-        is_stopped = complete or self._stop_filter.stopped_by is not None
+        text = self.stops.push(self.detokenizer.push([token]), token, counts=self._may_stop)
+        chunk = Chunk(text, (token,), logprobs=logprobs)
+        is_stopped = complete or self.stops.stopped_by is not None
         if is_stopped or len(sequence.ids) == self._last_length:
             self.clock.lap()  # usage counts the time of the last step only if the step gives a token
             self.finish("stop" if is_stopped else "length", chunk)
@@ -307,15 +313,16 @@ class Request:
     def finish(self, reason: str, last: Chunk = _EMPTY) -> None:
         """Emit the last chunk: `last` with the held-back text, the finish reason and the usage."""
         text = last.text
-        if not self._stop_filter.has_stopped:
-            text += self._stop_filter.push(self.detokenizer.finish()) + self._stop_filter.finish()
-        if self.conversation and not self._stop_filter.has_stopped:  # the ids have text that a stop string has cut off
+        if self.stops.stopped_by is None:
+            text += self.stops.push(self.detokenizer.finish(), counts=self._may_stop)
+            text += self.stops.finish(cut=reason != "stop")
+            reason = reason if self.stops.stopped_by is None else "stop"
+        if self.conversation and self.stops.stopped_by is None:  # the ids have text that a stop string has cut off
             with suppress(MemoryError):  # an answer must not fail because it cannot be remembered
                 self.conversation.keep(self.sequence.ids[len(self.sequence.prompt) :])
         self.sequence.finish_reason = reason
-        stopped_by = self._stop_filter.stopped_by
         ended = replace(last, finish_reason=reason, usage=self.usage(), warnings=tuple(self.warnings))
-        self.outbox.append(replace(ended, text=text, stopped_by=stopped_by))
+        self.outbox.append(replace(ended, text=text, stopped_by=self.stops.stopped_by))
 
     def fail(self, error: Exception) -> None:
         """Fail the request: its outbox gets the exception instead of a last chunk."""

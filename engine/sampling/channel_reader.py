@@ -33,12 +33,18 @@ class ChannelReader:
         self, channels: Channels, *, to: str = "", names: Collection[str] = (), is_begun: bool = False
     ) -> None:
         """to: what precedes the name of a function in a header. is_begun: whether the prompt has the first header."""
+        self.hear: Callable[[str], None] = lambda text: None  # see `detokenizer.Parser`
         self._channels, self._to, self._names = channels, to.strip(), frozenset(names)
         self._state: Callable[[], list[Part] | None] = self._message if is_begun else self._header
         self._kind: Kind = "text"
         self._pending = ""
         self._last: Kind | None = None  # kind of the last part
         self._is_new = False  # whether the message has no text so far
+
+    @property
+    def held(self) -> int:
+        """How many characters may be a header or the end of a message."""
+        return len(self._pending)
 
     @property
     def is_in_header(self) -> bool:
@@ -86,10 +92,11 @@ class ChannelReader:
         ends = (self._channels.end, self._channels.start)
         places = [at for end in ends if (at := self._pending.find(end)) >= 0]
         if places:
-            text, rest = self._pending[: min(places)], self._pending[min(places) :]
-            self._pending = rest.removeprefix(self._channels.end)
+            text, self._pending = self._pending[: min(places)], self._pending[min(places) :]
+            parts = self._text_parts(text)
+            self._pending = self._pending.removeprefix(self._channels.end)
             self._state = self._header
-            return self._text_parts(text)
+            return parts
         keep = max(overlap(self._pending, end) for end in ends)
         text, self._pending = self._pending[: len(self._pending) - keep], self._pending[len(self._pending) - keep :]
         return self._text_parts(text) if text else None
@@ -97,6 +104,8 @@ class ChannelReader:
     def _text_parts(self, text: str) -> list[Part]:
         if not text:
             return []
+        if self._kind == "text":
+            self.hear(text)
         gap = "\n\n" if self._is_new and self._last == self._kind else ""
         self._is_new, self._last = False, self._kind
         return [Part(self._kind, gap + text)]

@@ -110,6 +110,7 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "dry_sequence_breakers": _texts,
     "stop_token_ids": _ids,
     "spec_type": text,
+    "stop_anywhere": flag,
     "ignore_eos": flag,
 }
 """Parameter → how its value is read, if it is not a number that must be within the limits."""

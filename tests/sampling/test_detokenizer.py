@@ -73,9 +73,9 @@ def test_control_tokens_have_no_text_and_do_not_end_the_start() -> None:
     assert detokenizer.push(tokenizer.tokenize("he")) == "he"
 
 
-def until_first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The text before the stop string that is complete first, read character by character."""
-    for end in range(1, len(text) + 1):
+def until_first_stop(text: str, stops: list[str], free: int) -> tuple[str, bool]:
+    """The text before the stop string that is complete first after `free` characters, read one by one."""
+    for end in range(free + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             return text[: end - max(map(len, found))], True
@@ -85,14 +85,15 @@ def until_first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
 letters = st.text("ab", max_size=16)
 
 
-@given(letters.flatmap(cut), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_text_ends_where_the_first_stop_begins_however_it_is_cut(pieces, stops) -> None:
+@given(letters.flatmap(cut), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.integers(0, 3))
+def test_text_ends_where_the_first_stop_that_counts_begins_however_it_is_cut(pieces, stops, free) -> None:
+    """It counts in the pieces after the first `free` ones, where it is complete."""
     stop, out = StopFilter(stops), ""
-    expected, stopped = until_first_stop("".join(pieces), stops)
-    for piece in pieces:
-        out += stop.push(piece)
+    expected, stopped = until_first_stop("".join(pieces), stops, len("".join(pieces[:free])))
+    for number, piece in enumerate(pieces):
+        out += stop.push(piece, counts=number >= free)
         assert expected.startswith(out)  # nothing that is part of a stop has leaked
-        if stop.has_stopped:
+        if stop.stopped_by is not None:
             break
-    assert stop.has_stopped == stopped
-    assert out + stop.finish() == expected
+    assert (stop.stopped_by is not None) == stopped
+    assert out == expected[: len(expected) - stop.held]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from polarlm.engine.parsing.answer_parser import AnswerParser
 from polarlm.engine.parsing.pieces import Piece
+from polarlm.engine.sampling.detokenizer import AnswerStops
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.reasoning import Tags
 from tests.pairs import in_turn
@@ -165,3 +166,36 @@ def test_the_parts_do_not_depend_on_how_the_text_comes(
     whole = parsed(parser(format, tags, thinks=tagged and thinks), text)
     assert parsed(parser(format, tags, thinks=tagged and thinks), *pieces) == whole
     assert parsed(parser(format, tags, thinks=tagged and thinks), *text) == whole
+
+
+CALL = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+WHOLE = f"<think>\n\nI <b> it\n\n</think>\n\nNow <b> so.\n\n{CALL}\nIt is"
+STOPS: dict[str, tuple[str, str | None]] = {  # a stop string → what of an answer passes before it; None: all of it
+    "<b>": (WHOLE, "</think>\n\nNow "),
+    "<": (WHOLE, "</think>\n\nNow "),
+    "\n\n": (WHOLE, "so."),
+    "I": (WHOLE, "</tool_call>\n"),
+    "w <b> so.\n": (WHOLE, "No"),
+    "think": (WHOLE, None),
+    "tool": (WHOLE, None),
+    "time": (WHOLE, None),
+    "\n\nNow": (WHOLE, None),
+    ".\n\n<": (WHOLE, None),  # into a call
+    "<tool_call>x": ("Hm <tool_call>x", "Hm "),
+    "ol_call>\n{": (f"Hm <tool_call>\n{{{CALL}", "Hm <to"),
+    "x": ('{"name": "time", "x": 1}', '{"name": "time", "'),  # what may be another family's call is held to its end
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_stop_string_is_one_of_the_text_however_it_comes(stop: str) -> None:
+    text, before = STOPS[stop]
+    end = len(text) if before is None else text.index(before) + len(before)
+    for length in (1, 3, len(text)):
+        stops = AnswerStops([stop], parser(template_of("HERMES").calls, THINK), {})
+        passed, pieces = "", [text[at : at + length] for at in range(0, len(text), length)]
+        while pieces and stops.stopped_by is None:
+            passed += stops.push(pieces.pop(0))
+            assert text[:end].startswith(passed)
+        passed += stops.finish(cut=False)
+        assert (passed, stops.stopped_by) == (text[:end], None if before is None else stop), length

@@ -150,8 +150,9 @@ def test_a_conversation_goes_on_after_a_call_that_is_cut_off(hermes: Serving) ->
 
 
 @pytest.mark.parametrize("stop", ['"city"', '{"city": "', '"name"', "weather"])
-def test_a_stop_string_ends_a_call_as_it_ends_text(hermes: Serving, stop: str) -> None:
-    choice = chat(hermes, max_tokens=200, stop=[stop])
+def test_a_stop_string_ends_a_call_if_it_is_looked_for_anywhere(hermes: Serving, stop: str) -> None:
+    assert chat(hermes, max_tokens=400, stop=[stop], logit_bias={'"': 30})["finish_reason"] == "tool_calls"
+    choice = chat(hermes, max_tokens=200, stop=[stop], stop_anywhere=True)
     assert choice["finish_reason"] == "stop"
     assert not choice["message"]["content"]
     for call in choice["message"].get("tool_calls", ()):
@@ -159,7 +160,7 @@ def test_a_stop_string_ends_a_call_as_it_ends_text(hermes: Serving, stop: str) -
 
 
 def test_a_stop_string_after_the_arguments_leaves_the_call_whole(hermes: Serving) -> None:
-    choice = chat(hermes, max_tokens=400, stop=["\n</tool_call>"], logit_bias={'"': 30})
+    choice = chat(hermes, max_tokens=400, stop=["\n</tool_call>"], stop_anywhere=True, logit_bias={'"': 30})
     (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls"
     json.loads(call["function"]["arguments"])

@@ -4,7 +4,7 @@ quotes of their own."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,16 +72,22 @@ def rule_of(engine: Engine, answer: str) -> str:
     return "%llguidance {}\nstart: " + " ".join(f"<[{token}]>" for token in ids)
 
 
-@pytest.fixture
-def answers(engine: Engine, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every answer is the family's, with a call at its end if it is Gemma's."""
-    submit, written = engine.submit, family.written + (CALL if family.template is GEMMA else "")
+def force(monkeypatch: pytest.MonkeyPatch, engine: Engine, written: str) -> Callable[[], Any]:
+    """Let every request that is submitted have the answer `written`; returns what makes the constraint for that."""
+    submit, form = engine.submit, SamplingParams(grammar=rule_of(engine, written))
 
     def forced(prompt: Any, params: SamplingParams, *more: Any, **named: Any) -> Any:
-        constraint = engine.grammars.constraint(SamplingParams(grammar=rule_of(engine, written)))
+        constraint = engine.grammars.constraint(form)
         return submit(prompt, replace(params, grammar=None), *more, **named | {"constraint": constraint})
 
     monkeypatch.setattr(engine, "submit", forced)
+    return lambda: engine.grammars.constraint(form)
+
+
+@pytest.fixture
+def answers(engine: Engine, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer is the family's, with a call at its end if it is Gemma's."""
+    force(monkeypatch, engine, family.written + (CALL if family.template is GEMMA else ""))
 
 
 @EVERY
@@ -98,6 +104,16 @@ def test_reasoning_text_and_calls_are_told_apart_or_reasoning_stays_in_the_text(
         calls = [(one.function.name, json.loads(one.function.arguments)) for one in choice.message.tool_calls or ()]
         assert calls == ([("weather", ARGUMENTS)] if family.template is GEMMA else [])
         assert choice.finish_reason == ("tool_calls" if calls else "stop")
+
+
+@EVERY
+@pytest.mark.usefixtures("answers")
+def test_a_stop_string_is_one_of_the_text(server: Serving, family: Family) -> None:
+    body: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "stop": ["hm", "final", "thought", "Rome", "."]}
+    choice = server.chat(**body)
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("So", "hm")
+    assert choice["finish_reason"] == "stop"
+    assert not server.chat(**body, stop_anywhere=True)["message"]["content"]
 
 
 @EVERY

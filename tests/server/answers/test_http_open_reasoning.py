@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
+from polarlm.engine.params import OPTIONS
+from polarlm.server.running.listening import tcp_socket
+from tests.server.answers.test_http_channels import force
 from tests.server.apis import APIS
 from tests.server.http_server import Serving, serving
+from tests.server.lines import Client
 from tests.tool_model import tool_engine
 
 OPENS = (
@@ -40,7 +44,7 @@ def engine(close: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
 
 @pytest.fixture(scope="module")
 def server(engine: Engine) -> Iterator[Serving]:
-    with serving(engine) as server:
+    with tcp_socket("127.0.0.1", 0) as lines, serving(engine, lines=lines) as server:
         yield server
 
 
@@ -173,3 +177,42 @@ def test_a_server_has_a_budget_for_requests_that_name_none(engine: Engine) -> No
         given = free.chat(**body, reasoning_budget_tokens=7)["message"]
         assert limited.chat(**body)["message"] == given
         assert limited.chat(**body, reasoning_budget_tokens=3)["message"] != given
+
+
+GOES = "so it goes on"
+STOPPED: dict[str, tuple[str, str]] = {  # how an answer with a stop string in its reasoning ends, with messages and raw
+    "by default": ("so it goes ", "go "),
+    "min_tokens": (f"{GOES} and ", f"{GOES} and "),
+    "stop_anywhere": ("go ", "go "),
+}
+
+
+@pytest.mark.parametrize("way", STOPPED)
+def test_a_stop_string_is_one_of_the_text_in_every_api(
+    server: Serving, engine: Engine, close: str, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    written = f"go on{close}\n\n{GOES} and on!"
+    constraint = force(monkeypatch, engine, written)
+    to_first = len(engine.tokenize(written[: written.index(" and")], control=True))
+    settings: Any = {"min_tokens": to_first + 1} if way == "min_tokens" else {way: True} if way in OPTIONS else {}
+    ends = [written[: written.index(end) + len(end)] for end in STOPPED[way]]
+    (tokens, shown), raw = [
+        (len(engine.tokenize(f"{end}on", control=True)), engine.detokenize(engine.tokenize(end, control=True)))
+        for end in ends
+    ]
+    reasoning, _, text = ends[0].partition(close)
+    for name, api in APIS.items():
+        for stream in (False, True):
+            reply = api.ask(server, "How many?", max_tokens=60, stop=["on"], stream=stream, **settings)
+            assert reply.reason == "stop", name
+            if api.is_raw:
+                assert (reply.completion_tokens, reply.text) == raw, name
+            else:
+                assert (reply.completion_tokens, reply.text) == (tokens, text.lstrip()), name
+                assert reply.reasoning in ("", reasoning.strip()), name  # which some APIs leave out
+    asked: Any = {"messages": ASKED, "max_tokens": 60, "stop": ["on"], **settings}
+    with Client(server.address) as client:
+        assert client.ask(id=1, **asked)[0] == shown
+    params = SamplingParams(max_tokens=60, stop=("on",), **settings)
+    answer = engine.chat(ASKED, params, constraint=constraint())
+    assert (len(answer.token_ids), answer.text, answer.finish_reason) == (tokens, shown, "stop")

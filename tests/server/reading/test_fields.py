@@ -41,7 +41,7 @@ SAME_NAME: dict[str, tuple[Any, ...]] = {  # as the parameter of sampling
     "seed": (0, 2**63 - 1),
     "dry_base": (2,),
     "dry_penalty_last_n": (5, -2),
-    "ignore_eos": (True,),
+    **dict.fromkeys(("ignore_eos", "stop_anywhere"), (True,)),
 }
 HONOURED: dict[str, tuple[Any, Any]] = {  # the other fields: a value, and what it becomes
     "parse_special": (False, PromptOptions(parse_special=False)),
