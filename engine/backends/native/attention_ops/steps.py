@@ -28,7 +28,7 @@ class AttentionOps(PromptOps):
     """The ops `attention` and `spans`. Layers whose cache is not a `TileCache` are computed by NumPy."""
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> StepTable | Sequence[SpanView]:
-        is_step = all(span.current.buffer is None for span in spans)
+        is_step = len(spans) > 0 and all(span.current.buffer is None for span in spans)
         return StepTable(spans, block_size) if is_step else spans
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
