@@ -20,6 +20,7 @@ from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.jit.compile import library as library_module
 from polarlm.engine.jit.compile.compiler import compile_object
 from polarlm.engine.jit.compile.library import Library
+from polarlm.engine.jit.compile.object_cache import object_cache
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.loading import warm_up
@@ -36,28 +37,28 @@ object_code = functools.cache(compile_object)
 
 
 class Watch:
-    """The kernels of a process-wide library that were announced, and those that were needed, in order.
+    """The kernels that engines loaded from now on have announced, and those that they have needed, in order.
 
-    Those that earlier tests have loaded count as not loaded until they are announced, as in a new process.
+    Their library is a new one, as in a new process: engines of earlier tests may still warm up, in threads.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.announced: list[str] = []
         self.needed: list[str] = []
-        expect, address, has = Library.expect, Library.address, Library.has
+        expect, address = Library.expect, Library.address
+        self.library = Library(best(), object_cache(best(), launch_module._SOURCES))
 
         def watched_expect(library: Library, kernels: Any, **more: bool) -> None:
-            self.announced += [kernel.name for kernel in kernels]
+            if library is self.library:
+                self.announced += [kernel.name for kernel in kernels]
             expect(library, kernels, **more)
 
         def watched_address(library: Library, kernel: Kernel) -> int:
-            self.needed.append(kernel.name)
+            if library is self.library:
+                self.needed.append(kernel.name)
             return address(library, kernel)
 
-        def watched_has(library: Library, kernel: Kernel) -> bool:
-            return kernel.name in self.announced and has(library, kernel)
-
-        monkeypatch.setattr(Library, "has", watched_has)
+        monkeypatch.setattr(launch_module, "library", lambda level, sources: self.library)
         monkeypatch.setattr(Library, "expect", watched_expect)
         monkeypatch.setattr(Library, "address", watched_address)
 
@@ -141,8 +142,7 @@ def test_requests_at_once_need_no_other_kernels(tmp_path: Path, monkeypatch: pyt
     watch = Watch(monkeypatch)
     settings = {**SETTINGS, "cache_type": "f16", "parallel": 3}
     with load_tiny(make_model(tmp_path, name), ops=NativeOps(1), **settings) as engine:
-        library = engine._model.ops._launch.library  # type: ignore[attr-defined]
-        library.wait([*library._futures])
+        watch.library.wait([*watch.library._futures])
         watch.needed.clear()
         announced = [*watch.announced]
         for number in range(3):
