@@ -1,12 +1,15 @@
 """Times after which engines give something up, as tests have them: a busy machine may stop any thread for seconds.
 
-Tests of what is given up set their own times.
+Tests of what is given up set their own times. No engine warms up for later turns a while after it was loaded: the
+thread may outlive the test, and compile while others watch what is compiled.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
+from polarlm.engine.loading import warm_up
 from polarlm.engine.storage.tiers import patience, remote, remote_prefill, tiers
 from polarlm.model_loaders import limited_process
 
@@ -21,6 +24,7 @@ TIMES: list[tuple[Any, str, Any]] = [  # modules, names in them, and their value
     (remote, "_SECONDS", SECONDS),
     *((remote_prefill, name, SECONDS) for name in ("_CONNECT_SECONDS", "_SILENT_SECONDS", "_LEAST_SECONDS")),
     (limited_process, "_ANSWER_SECONDS", SECONDS),
+    (warm_up, "_SECONDS", threading.TIMEOUT_MAX),
 ]
 
 

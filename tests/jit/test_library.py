@@ -29,6 +29,7 @@ from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.lang import I64, Emitter, Kernel, Level, Value
 from polarlm.engine.storage import files as stored
 from polarlm.model_loaders.errors import LoadError
+from tests.compiled import end_of_compilation
 from tests.jit.levels import Function, declared
 from tests.jit.test_workers import PATIENCE, until
 from tests.test_bare_python import ROOT
@@ -50,6 +51,12 @@ def stored_by(address: int) -> int:
     arguments = kernel.pack(kernel.arguments(out=out))
     Function(address)(arguments.ctypes.data, 0, 1, None)
     return int(out[0])
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> None:
+    """What these tests put in the compiler's place compiles nothing for libraries of earlier tests."""
+    end_of_compilation()
 
 
 @pytest.fixture
@@ -75,15 +82,8 @@ def loaded(number: int = 7) -> Library:
     """A new library that has loaded a kernel, and whose thread has ended."""
     library = Library(LEVEL, object_cache(LEVEL))
     assert stored_by(library.address(number_kernel(number))) == number
-    end_of_thread()
+    end_of_compilation()
     return library
-
-
-def end_of_thread() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "compiler":
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
 
 
 def files(folder: Path) -> list[Path]:
@@ -113,7 +113,7 @@ def test_the_process_waits_for_a_kernel_that_a_daemon_asked_for(monkeypatch: pyt
     asks.start()
     asks.join()
     library.wait([number_kernel(3)])
-    end_of_thread()
+    end_of_compilation()
     assert found == [False]
 
 

@@ -22,6 +22,7 @@ from polarlm.engine.jit.compile import library, target
 from polarlm.engine.jit.compile.compiler import Kernel, compile_object
 from polarlm.engine.jit.compile.target import VARIABLE, host_features, levels
 from polarlm.engine.jit.isa.levels import LEVELS, Level
+from tests.compiled import end_of_compilation
 from tests.jit.levels import Narrow
 from tests.ops.attending import Sequence_, Shape, case_of
 from tests.ops.backends import native
@@ -30,7 +31,8 @@ from tests.test_bare_python import ROOT
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch):
-    """Choices are made again, and the kernels of these tests are forgotten."""
+    """Choices are made again, and the kernels of these tests are forgotten. None of an earlier test is compiled."""
+    end_of_compilation()
     monkeypatch.delenv(VARIABLE, raising=False)
     self_test._first_that_works.cache_clear()
     yield

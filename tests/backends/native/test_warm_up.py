@@ -26,6 +26,7 @@ from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.loading import warm_up
 from polarlm.engine.model.weights import FileMatrix
 from polarlm.engine.requests.drafts import StepSeconds
+from tests.compiled import end_of_compilation
 from tests.tiny import VOCABULARY, by_count, load_tiny, make_model, matrices_read
 
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 72).tolist()
@@ -66,6 +67,7 @@ class Watch:
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]], None]:
     """Gives the kernels of engines that are loaded from now on to a new library, which compiles names that pass."""
+    end_of_compilation()  # of kernels for other libraries
 
     def only(passes: Callable[[str], bool]) -> None:
         def planted(kernel: Kernel, level: Any) -> bytes:
