@@ -71,6 +71,9 @@ def test_rotated_types_are_ggmls_after_a_hadamard_matrix(name: str, inner: str, 
     np.testing.assert_allclose(np.abs(matrix), 1 / 8)
     assert (matrix[0] > 0).all()
     np.testing.assert_array_equal(decoded(name, blocks), decoded(inner, blocks))
+    keys, values = codecs.get(name).rotation(3 * 128), codecs.get(f"{name}-v").rotation(3 * 128)
+    np.testing.assert_array_equal(keys, np.kron(np.eye(3), hadamard(128)))
+    np.testing.assert_array_equal(values, np.kron(np.eye(6), matrix))
 
 
 @pytest.mark.parametrize(("name", "axis"), [("kvarn-k4", 1), ("kvarn-v4", 2), ("kvarn-v2", 2)])
@@ -91,8 +94,7 @@ def test_bits_of_every_type() -> None:
         "fp8-token-head": 8.5,
         "nvfp4": 4.5 + 32 / (N * D),
         "int4-token-head": 4.5,
-        "q4_0-rotated": 4.5,
-        "q8_0-rotated": 8.5,
+        **{"q4_0-rotated": 4.5, "q4_0-rotated-v": 4.5, "q8_0-rotated": 8.5, "q8_0-rotated-v": 8.5},
         **{"kvarn-k4": 4.75, "kvarn-v4": 4.75, "kvarn-v2": 2.75},
     }
     assert {name: codecs.bits_per_value(codecs.get(name), N, D) for name in peers.NAMES} == expected

@@ -1,8 +1,8 @@
-"""llama.cpp's q4_0 and q8_0 as its KV cache has them: after a rotation of 64 channels at a time.
+"""llama.cpp's q4_0 and q8_0 as its KV cache has them: after a rotation by Hadamard matrices without signs.
 
-Source: llama.cpp, pull request 21038, `llama_kv_cache`: a Hadamard matrix of order 64 without signs, for queries and
-keys and for values. Heads of more channels have larger matrices for keys there, and these for values; so the types are
-for heads of 64 channels. The codes are of `engine.codecs.ggml`: 4.5 and 8.5 bits.
+Source: llama.cpp, pull request 21038, `llama_kv_cache`. Queries and keys have the largest matrices that divide the
+channels of a head, values matrices of order 64: `q4_0-rotated/q4_0-rotated-v`. With heads of 64 channels, both are
+`q4_0-rotated`. The codes are of `engine.codecs.ggml`: 4.5 and 8.5 bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from polarlm.engine.codecs.ggml import Q4, Q8
 from polarlm.engine.codecs.parts.checks import check_no_options
 from polarlm.engine.codecs.parts.rotation import signed_hadamard
 
-NAMES = ("q4_0-rotated", "q8_0-rotated")
+NAMES = ("q4_0-rotated", "q4_0-rotated-v", "q8_0-rotated", "q8_0-rotated-v")
 
 _CHANNELS = 64
 
@@ -29,11 +29,14 @@ class _Rotated:
     name: str
 
     def check(self, head_dim: int, block_size: int) -> None:
-        if head_dim != _CHANNELS:
-            raise ValueError(f"Cache type {self.name} is for heads of {_CHANNELS} channels, and these have {head_dim}.")
+        if head_dim % _CHANNELS:
+            raise ValueError(
+                f"Cache type {self.name} is for heads of a multiple of {_CHANNELS} channels, and these have {head_dim}."
+            )
 
     def rotation(self, head_dim: int) -> np.ndarray:
-        return hadamard(head_dim)
+        order = _CHANNELS if self.name.endswith("-v") else head_dim & -head_dim
+        return np.kron(np.eye(head_dim // order, dtype=np.float32), hadamard(order))
 
 
 class RotatedQ4(_Rotated, Q4):
