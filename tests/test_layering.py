@@ -52,7 +52,8 @@ ROOMS: dict[str, set[str]] = {
     "weight_formats": set(),
     "quantization": {"codecs"},
     "records": {"codecs"},
-    "sampling": TOLD,
+    "schemas": {"errors"},
+    "sampling": {"schemas"} | TOLD,
     "jit": {"errors", "storage.files"},
     "backends": {"codecs", "jit", "quantization", "records", "sampling", "weight_formats"} | TOLD,
     "storage.payloads": {"backends.transfer", "state", "storage.objects"},
@@ -159,7 +160,7 @@ ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "storage.tiers",
 }
 ROOMS["vectors"] = {"requests"} | TOLD
-ROOMS["parsing"] = {"requests", "sampling"} | TOLD
+ROOMS["parsing"] = {"requests", "sampling", "schemas"} | TOLD
 ROOMS["completions"] = {"parsing", "requests", "vectors"} | TOLD
 ROOMS["replay"] = {"model", "requests", "version"} | TOLD
 ROOMS["engine"] = {

@@ -114,7 +114,7 @@ def test_each_name_that_is_listed_goes_to_every_command(
     assert len(models) == 3
     (tmp_path / "text.json").write_text('{"messages": [{"role": "user", "content": "x"}]}')
     (tmp_path / "line").write_text("{}\n")
-    (tmp_path / "answer").write_text('{"object": "chat.completion", "system_fingerprint": "x"}')
+    (tmp_path / "answer").write_text('{"object": "chat.completion", "system_fingerprint": "x", "choices": []}')
     file, line, answer = (str(tmp_path / one) for one in ("text.json", "line", "answer"))
     words = {
         **{"chat": ["-st", "-p", "x"], "serve": ["--port", "0"], "batch": [line, "-o", f"{line}.out"]},

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from polarlm.engine.sampling.detokenizer import overlap
-from polarlm.engine.sampling.schema_form import kinds_of_property, normal_form
-from polarlm.engine.sampling.schema_keywords import KINDS, kind_of
+from polarlm.engine.schemas.keywords import KINDS, kind_of
+from polarlm.engine.schemas.normal_form import kinds_of_property, normal_form
 from polarlm.model_loaders.chat.call_arguments import Fields
 
 _CONSTANTS = {"None": "null", "True": "true", "False": "false"}  # as templates in Python's language may write them

@@ -50,10 +50,12 @@ class ToolAnswer:
         return replace(whole, text=answer.text, reasoning=answer.reasoning, tool_calls=calls, finish_reason=reason)
 
 
-def stops_of(prompt: Prompt, params: SamplingParams, options: PromptOptions, model: Model) -> AnswerStops:
-    """What ends the answer at stop strings. Raises EngineError."""
+def stops_of(prompt: Prompt, params: SamplingParams, options: PromptOptions, model: Model) -> AnswerStops | None:
+    """What ends the answer at stop strings; None without any. Raises EngineError."""
     stops = (*params.stop, *model.template.stops) if is_chat(prompt) else params.stop
-    if not stops or params.stop_anywhere or not is_chat(prompt):
+    if not stops:
+        return None
+    if params.stop_anywhere or not is_chat(prompt):
         return AnswerStops(stops, AnswerParser(), {})
     parser, tokens = _parser(prompt, options, model)
     names = {token: name for name, token in model.tokenizer.control_tokens().items()}

@@ -101,7 +101,7 @@ class Request:
     detokenizer: Detokenizer
     vocabulary: range
     outbox: Outbox
-    stops: AnswerStops
+    stops: AnswerStops | None  # None without stop strings
     options: PromptOptions = PromptOptions()  # noqa: RUF009 - frozen
     wants_progress: bool = False
     conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
@@ -134,7 +134,7 @@ class Request:
         drafting: Drafting,
         adapters: Adapters,
         outbox: Outbox,
-        stops: AnswerStops,
+        stops: AnswerStops | None,
         wants_progress: bool,
         constraint: Constraint | None = None,
         warnings: list[str],
@@ -243,6 +243,11 @@ class Request:
         return PromptLogprobs(self.sequence.prompt, self.params.prompt_logprobs, self.vocabulary.stop)
 
     @property
+    def _stopped_by(self) -> str | None:
+        """The stop string that ended the answer."""
+        return None if self.stops is None else self.stops.stopped_by
+
+    @property
     def _may_stop(self) -> bool:
         """Whether a stop string that the newest token completes ends the answer."""
         return self.sequence.generated >= self.params.min_tokens
@@ -301,28 +306,32 @@ class Request:
             except Exception as error:
                 self.fail(error)  # the other requests of the step continue
                 return
-        text = self.stops.push(self.detokenizer.push([token]), token, counts=self._may_stop)
+        text = self.detokenizer.push([token])
+        if self.stops is not None:
+            text = self.stops.push(text, token, counts=self._may_stop)
+            complete = complete or self.stops.stopped_by is not None
         chunk = Chunk(text, (token,), logprobs=logprobs)
-        is_stopped = complete or self.stops.stopped_by is not None
-        if is_stopped or len(sequence.ids) == self._last_length:
+        if complete or len(sequence.ids) == self._last_length:
             self.clock.lap()  # usage counts the time of the last step only if the step gives a token
-            self.finish("stop" if is_stopped else "length", chunk)
+            self.finish("stop" if complete else "length", chunk)
         else:
             self.outbox.append(chunk)
 
     def finish(self, reason: str, last: Chunk = _EMPTY) -> None:
         """Emit the last chunk: `last` with the held-back text, the finish reason and the usage."""
         text = last.text
-        if self.stops.stopped_by is None:
-            text += self.stops.push(self.detokenizer.finish(), counts=self._may_stop)
-            text += self.stops.finish(cut=reason != "stop")
-            reason = reason if self.stops.stopped_by is None else "stop"
-        if self.conversation and self.stops.stopped_by is None:  # the ids have text that a stop string has cut off
+        if self._stopped_by is None:
+            rest = self.detokenizer.finish()
+            if self.stops is not None:
+                rest = self.stops.push(rest, counts=self._may_stop) + self.stops.finish(cut=reason != "stop")
+            text += rest
+            reason = reason if self._stopped_by is None else "stop"
+        if self.conversation and self._stopped_by is None:  # the ids have text that a stop string has cut off
             with suppress(MemoryError):  # an answer must not fail because it cannot be remembered
                 self.conversation.keep(self.sequence.ids[len(self.sequence.prompt) :])
         self.sequence.finish_reason = reason
         ended = replace(last, finish_reason=reason, usage=self.usage(), warnings=tuple(self.warnings))
-        self.outbox.append(replace(ended, text=text, stopped_by=self.stops.stopped_by))
+        self.outbox.append(replace(ended, text=text, stopped_by=self._stopped_by))
 
     def fail(self, error: Exception) -> None:
         """Fail the request: its outbox gets the exception instead of a last chunk."""

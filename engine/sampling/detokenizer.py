@@ -111,8 +111,6 @@ class AnswerStops:
 
     def push(self, text: str, token: int | None = None, *, counts: bool = True) -> str:
         """The text that passes. token: whose text it is. counts: as for `StopFilter.push`."""
-        if not self._stops:
-            return text
         name = "" if token is None else self._hidden.get(token, "")
         self._waiting += [*text, *[""] * len(name)]
         self._end += len(text) + len(name)

@@ -20,9 +20,10 @@ import numpy as np
 from polarlm.engine.errors import ConstraintError, EngineError, shown
 from polarlm.engine.outputs import CompilationCounts
 from polarlm.engine.params import SamplingParams
-from polarlm.engine.sampling import gbnf, schemas
+from polarlm.engine.sampling import gbnf
 from polarlm.engine.sampling.compilations import TURNS, Compilations, Key, NeedsLonger
 from polarlm.engine.sampling.constraints import Constraint
+from polarlm.engine.schemas.preparation import prepare_for_text
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.limited_process import TOO_LONG, LimitedProcess, ProcessFailed, wanted_until, why_ended
 from polarlm.model_loaders.recent import Recent
@@ -250,7 +251,7 @@ def _source(field: str, text: str, warn: Callable[[str], None]) -> str:
     """The grammar as llguidance compiles it. warn: called with what does not hold. Raises ValueError."""
     library = _library()
     if field == "schema":
-        schema = schemas.prepare_for_text(json.loads(text), warn)
+        schema = prepare_for_text(json.loads(text), warn)
         return str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     if field == "regex":
         return str(library.LLMatcher.grammar_from_regex(text))

@@ -15,7 +15,7 @@ from polarlm.engine.parsing.channel_parser import ChannelParser, channel_tokens
 from polarlm.engine.parsing.pieces import Piece, Progress, fold, keep
 from polarlm.engine.requests.prompts import Prompt, is_chat, place_of_answer
 from polarlm.engine.requests.request import Ticket
-from polarlm.engine.sampling.schemas import prepare_for_text
+from polarlm.engine.schemas.preparation import prepare_for_text
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.errors import LoadError
 from polarlm.server.answers.call_grammar import Grammar, channel_grammar, functions_of, refusal_of_calls

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from polarlm.engine.errors import ConstraintError
 from polarlm.engine.parsing.channel_parser import CONSTRAIN
-from polarlm.engine.sampling.schemas import OPTIONS, prepare
+from polarlm.engine.schemas.preparation import OPTIONS, prepare
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.chat.reasoning import Tags

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from polarlm.engine.sampling.schemas import OPTIONS
+from polarlm.engine.schemas.preparation import OPTIONS
 from polarlm.model_loaders.chat.call_arguments import Fields, dictsort_key, quote_value
 
 _SCALARS = ("number", "integer", "boolean", "null")

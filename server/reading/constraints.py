@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from polarlm.engine.sampling.schemas import STRICT
+from polarlm.engine.schemas.preparation import STRICT
 from polarlm.server.reading.values import BadRequest, array, check_at_most, flag, mapping, text, wrong_value
 
 MAX_CHOICES = 1024

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from polarlm.engine.sampling.schema_keywords import without_nulls
+from polarlm.engine.schemas.keywords import without_nulls
 from polarlm.server.reading.parts import list_kinds
 from polarlm.server.reading.values import (
     BadRequest,

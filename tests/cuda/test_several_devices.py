@@ -20,6 +20,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading import assembly
+from polarlm.engine.loading import fit as loading_fit
 from polarlm.engine.loading.calibration import calibrate
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.fit import fit_device
@@ -240,7 +241,7 @@ def test_fit_says_what_every_gpu_has(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert fit.weights[0].cache("f16").tokens == plan.tokens
     assert sum(device.weights for device in devices) == fit.weights[0].bytes == parts.model.weights.bytes
     parts.close()
-    monkeypatch.setattr(command, "devices", lambda device, threads=0: [("cuda", ops)])
+    monkeypatch.setattr(loading_fit, "devices", lambda device, threads=0: [("cuda", ops)])
     assert command.main(["--device", "cuda:0,1", "--tensor-split", "2,1", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = lines[lines.index("The GPUs share the layers:") + 1 :][:3]

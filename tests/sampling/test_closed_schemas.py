@@ -11,7 +11,7 @@ import pytest
 from polarlm.engine import EngineError, SamplingParams
 from polarlm.engine.sampling.constraints import allowed_bits
 from polarlm.engine.sampling.grammars import Grammars
-from polarlm.engine.sampling.schemas import STRICT, prepare
+from polarlm.engine.schemas.preparation import STRICT, prepare
 
 NUMBER = {"type": "integer"}
 A = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}

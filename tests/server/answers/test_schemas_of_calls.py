@@ -12,7 +12,7 @@ import pytest
 
 from polarlm.engine.errors import ConstraintError
 from polarlm.engine.parsing.answer_parser import AnswerParser
-from polarlm.engine.sampling.schemas import prepare_for_text
+from polarlm.engine.schemas.preparation import prepare_for_text
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.server.answers.call_grammar import Grammar, functions_of
 from tests.pairs import mostly_slow

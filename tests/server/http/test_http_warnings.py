@@ -127,7 +127,7 @@ def test_a_header_is_shorter_than_the_field_and_an_array_has_the_header_alone() 
         assert len(response.headers[HEADER]) < 1300
 
 
-_HELD_IN_PART = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!a)b"}}, "not": {}}
+_HELD_IN_PART = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!a)b"}}, "not": {"const": 3}}
 
 
 @pytest.mark.parametrize("name", [*CALLING, "ollama"])

@@ -54,9 +54,22 @@ def test_several_answers_of_one_form(server: Serving) -> None:
     "more reason",
     [
         ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 1}}, "Unsatisfiable schema: minimum (3)"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "strict": True}}}, '"not"'),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": '{"not": {}}', "strict": True}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"not": {"const": 3}}, "strict": True},
+                }
+            },
+            '"not"',
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": '{"not": {"const": 3}}', "strict": True},
+                }
+            },
             '"not"',
         ),
         ({"guided_regex": "(a"}, "unclosed group"),

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polarlm.engine.errors import shown
-from polarlm.engine.sampling.schema_form import normal_form
-from polarlm.engine.sampling.schema_keywords import nodes_of
+from polarlm.engine.schemas.keywords import nodes_of
+from polarlm.engine.schemas.normal_form import normal_form
 
 OPTIONS = "x-guidance"  # llguidance's options, at the top of a schema
 STRICT = {OPTIONS: {"lenient": False}}  # at the top of a schema whose keywords must all be known

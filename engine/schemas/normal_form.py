@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 from polarlm.engine.errors import shown
-from polarlm.engine.sampling.schema_keywords import (
+from polarlm.engine.schemas.keywords import (
     BY_NAME,
     CHOICES,
     KIND_OF_KEYWORD,
