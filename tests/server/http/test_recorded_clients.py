@@ -80,7 +80,8 @@ def test_a_client_reads_what_it_is_answered(server: Serving, run: Path) -> None:
             part_type.validate_python(part)
         if path in READERS:
             reply = READERS[path].streamed(parts) if streams else READERS[path].whole(*parts)
-            assert (reply.reason == "tool_calls") == bool(reply.calls) or path == "/api/chat"
+            is_cut = reply.reason == "length"  # inside a call, by chance
+            assert (reply.reason == "tool_calls") == bool(reply.calls) or is_cut or path == "/api/chat"
             if wanted := request.get("forced"):
                 ((called, arguments),) = reply.calls
                 assert called == wanted
