@@ -100,7 +100,7 @@ class Serving:
 
     def anthropic(self, key: str = "any") -> anthropic.Anthropic:
         """Anthropic's own client, for a `with` block."""
-        return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0, timeout=60)
+        return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0, timeout=PATIENCE)
 
     def post(self, path: str, body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -123,7 +123,7 @@ class Serving:
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection = socket.socket()
-        connection.settimeout(60)
+        connection.settimeout(PATIENCE)
         if receive_buffer is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         connection.connect(("127.0.0.1", self.port))
@@ -144,7 +144,7 @@ class Serving:
 
     def run(self, coroutine: Any) -> Any:
         """The result of a coroutine in the server's event loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE)
 
 
 @contextmanager
@@ -188,13 +188,13 @@ def serving(
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), name="http", daemon=True)
     thread.start()
-    assert started.wait(60)
+    assert started.wait(PATIENCE)
     url, key = f"http://127.0.0.1:{port}", config.api_key or "any"
     bearer = {"Authorization": f"Bearer {key}"}
     try:
         with (
-            httpx.Client(base_url=url, headers=bearer, timeout=60) as http,
-            openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60) as client,
+            httpx.Client(base_url=url, headers=bearer, timeout=PATIENCE) as http,
+            openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=PATIENCE) as client,
         ):
             address = None if lines is None else lines.getsockname()
             yield Serving(engine, ready[0][0], gate, ready[0][1], port, http, client, address)
