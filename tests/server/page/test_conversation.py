@@ -124,7 +124,8 @@ def test_the_page_recognises_loops(page: Page) -> None:
 def test_the_meters_fill(page: Page, server: Process) -> None:
     now = stats(server, 0)
     assert page.text("#model") == now["model"]
-    assert page.text("#bits") == f"{now['bits_per_value']:.2f} bits/value"
+    bits, full = (f"{one['bits_per_value']:.2f}" for one in (now, now["whole_context"]))
+    assert page.text("#bits") == f"{full if bits == full else f'now {bits}, full {full}'} bits/value"
     assert page.text("#types") == f"Stored as {now['cache_types']}"
     assert (page.text("#speed"), page.text("#memory")) == ("–", "–")
     page.choose(temperature=0, max_tokens=100)
