@@ -194,7 +194,7 @@ class _NormalForm:
             stack += ((self._target(node, node[key]), False) for key in REFERENCES if key in node)
         return list(found.values())
 
-    def _both(self, *schemas: Any) -> Any:
+    def _combine(self, *schemas: Any) -> Any:
         """The schema that a value fulfils which fulfils each of these."""
         schemas = tuple(one for one in schemas if one is not True)
         if any(one is False for one in schemas):
@@ -230,11 +230,11 @@ class _NormalForm:
             choices += ({key: one[key]} for key in CHOICES if key in one)
             self._add(node, {key: value for key, value in one.items() if key not in CHOICES})
         if not choices:
-            return self._of_types(node)
+            return self._split_types(node)
         ((key, alternatives),) = choices[0].items()
-        alternatives = _of_one_name(alternatives) if key == "oneOf" else alternatives
+        alternatives = _exclude_each_other(alternatives) if key == "oneOf" else alternatives
         self._kept += (node, alternatives, choices)
-        forms = [self._part(self._both(node or True, one, *choices[1:])) for one in alternatives]
+        forms = [self._part(self._combine(node or True, one, *choices[1:])) for one in alternatives]
         return {key: forms}
 
     def _add(self, node: dict[str, Any], other: dict[str, Any]) -> None:
@@ -267,17 +267,17 @@ class _NormalForm:
     def _join_objects(self, ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         sides = [(one.get("properties", {}), one.get("additionalProperties", True)) for one in (ours, theirs)]
         names = dict.fromkeys(name for properties, _ in sides for name in properties)
-        listed = {name: self._both(*(properties.get(name, rest) for properties, rest in sides)) for name in names}
-        joined = {"properties": listed, "additionalProperties": self._both(*(rest for _, rest in sides))}
+        listed = {name: self._combine(*(properties.get(name, rest) for properties, rest in sides)) for name in names}
+        joined = {"properties": listed, "additionalProperties": self._combine(*(rest for _, rest in sides))}
         return {key: value for key, value in joined.items() if key in ours | theirs}
 
     def _join_arrays(self, ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         sides = [(one.get("prefixItems", []), one.get("items", True)) for one in (ours, theirs)]
         length = max(len(first) for first, _ in sides)
-        first = [self._both(*(one[i] if i < len(one) else rest for one, rest in sides)) for i in range(length)]
-        return ({"prefixItems": first} if first else {}) | {"items": self._both(*(rest for _, rest in sides))}
+        first = [self._combine(*(one[i] if i < len(one) else rest for one, rest in sides)) for i in range(length)]
+        return ({"prefixItems": first} if first else {}) | {"items": self._combine(*(rest for _, rest in sides))}
 
-    def _of_types(self, node: dict[str, Any]) -> Any:
+    def _split_types(self, node: dict[str, Any]) -> Any:
         """A schema without choices in normal form: of one type, a choice of several, or of values."""
         types = node.pop("type", None)
         if "unevaluatedProperties" in node and "allOf" not in node:
@@ -343,12 +343,12 @@ class _NormalForm:
     def _excludes(self, whole: Any, one: Any, other: Any, level: int = 0) -> bool:
         """Whether no value fulfils both of two schemas in normal form, as far as types, values and properties tell."""
         return level < _MOST_LEVELS and all(
-            self._excludes_alone(whole, a, b, level + 1)
+            self._excludes_single(whole, a, b, level + 1)
             for a in _alternatives(whole, one)
             for b in _alternatives(whole, other)
         )
 
-    def _excludes_alone(self, whole: Any, one: Any, other: Any, level: int) -> bool:
+    def _excludes_single(self, whole: Any, one: Any, other: Any, level: int) -> bool:
         """The same of schemas that are no choices. Objects have no other properties than the listed ones."""
         self._look()
         if not _kinds(whole, one) & _kinds(whole, other):
@@ -371,7 +371,7 @@ def _all_of(schema: Mapping[str, Any]) -> list[Any]:
     return schema["allOf"] if isinstance(schema.get("allOf"), list) else []
 
 
-def _of_one_name(alternatives: list[Any]) -> list[Any]:
+def _exclude_each_other(alternatives: list[Any]) -> list[Any]:
     """Alternatives of `oneOf` which each require one property: none has another one's."""
     own = [own_keywords(one) if isinstance(one, dict) else {} for one in alternatives]
     names = [one["required"][0] for one in own if set(one) == {"required"} and len(one["required"]) == 1]
