@@ -11,13 +11,16 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from polarlm.engine.schemas.keywords import KIND_OF_KEYWORD
 from polarlm.engine.schemas.preparation import OPTIONS
 from polarlm.model_loaders.chat.call_arguments import Fields, dictsort_key, quote_value
 
 _SCALARS = ("number", "integer", "boolean", "null")
-_HELD_KEYWORDS = (
-    *("type", "enum", "anyOf", "properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
-    *("$defs", OPTIONS),
+_HELD_KEYWORDS = frozenset(
+    (
+        *("type", "enum", "anyOf", "properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
+        *("$defs", OPTIONS),
+    )
 )
 _STRING = r"""/'([^'\\]|\\[^xuUN0-9])*'|"([^"\\]|\\[^xuUN0-9])*"/"""  # of Python; some templates escape nothing
 _NAME = r"/[^\s:,{}\[\]<>\"]+/"  # name of a field that the schema does not list
@@ -112,9 +115,14 @@ class QuotedRules:
             return self.any_value
         if "$ref" in schema:
             return self._reference(schema["$ref"])
+        kinds = {KIND_OF_KEYWORD[key] for key in schema if key in KIND_OF_KEYWORD}
+        is_untyped = not schema.keys() & {"type", "enum"}
+        if is_untyped and len(kinds) == 1:
+            (kind,) = kinds
+            schema = {**schema, "type": kind}  # the type that is meant, of all that the keywords let pass
         kind = schema.get("type")
-        holds = kind is not None and self._holds(kind)
-        unheld = [key for key in schema if key not in _HELD_KEYWORDS and not holds]
+        held = _HELD_KEYWORDS.difference(KIND_OF_KEYWORD if is_untyped and len(kinds) > 1 else ())
+        unheld = [] if kind is not None and self._holds(kind) else [key for key in schema if key not in held]
         if unheld and self._strict:
             raise ValueError(f"{unheld[0]} does not hold for this model, so the function cannot be strict")
         if unheld:

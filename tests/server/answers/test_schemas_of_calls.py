@@ -77,6 +77,8 @@ def test_a_schema_means_the_same_in_every_form(case: Any) -> None:
         told = list[str]()
         rules = grammar(format, schema, told)
         assert taken(rules, format.write_calls([("f", format.write(value), "")])), form
+        if "wrong" in case:
+            assert not taken(rules, format.write_calls([("f", format.write(case["wrong"]), "")])), form
         if told:
             with pytest.raises(ConstraintError, match="function f"):
                 grammar(format, schema, [], strict=True)
