@@ -3,7 +3,7 @@
     python -m scripts.docs
 
 A part lies between `<!-- name -->` and `<!-- /name -->`; PARTS says what writes it. `tests/test_documents.py` fails if
-a document is not what this writes.
+a document is not what this writes. Then it prints how many lines the house has, room by room, beside its ceilings.
 """
 
 from __future__ import annotations
@@ -195,6 +195,36 @@ def prices() -> str:
     return table("A file of | lines at most | files in the folder | within it | median | longest", rows)
 
 
+# -- the lines of the house ------------------------------------------------------------------------------------------
+
+CEILINGS = ROOT / "scripts" / "ceilings.json"
+"""The most lines that product and tests may have."""
+PRODUCT = ("engine", "cuda", "model_loaders", "server", "bench", "scripts")
+SOURCES = {".py", ".cu", ".cuh", ".js", ".css", ".html"}
+
+
+def lines_of_rooms() -> dict[str, dict[str, int]]:
+    """ "product" and "tests" → room → its lines: of sources, without what is vendored."""
+    lines: dict[str, dict[str, int]] = {"product": {}, "tests": {}}
+    for folder in (*PRODUCT, "tests"):
+        rooms = lines["tests" if folder == "tests" else "product"]
+        for path in sorted((ROOT / folder).rglob("*")):
+            inside = path.relative_to(ROOT).parts
+            if path.suffix in SOURCES and "vendor" not in inside:
+                room = "/".join(inside[:-1][:2])
+                rooms[room] = rooms.get(room, 0) + path.read_text(encoding="utf-8").count("\n")
+    return lines
+
+
+def report_lines() -> str:
+    """A line for each room, and for product and tests their sum and their ceiling."""
+    ceilings, text = json.loads(CEILINGS.read_text(encoding="utf-8")), []
+    for half, rooms in lines_of_rooms().items():
+        text += [f"{room:32}{count:8,}" for room, count in rooms.items()]
+        text.append(f"{half:32}{sum(rooms.values()):8,} of at most {ceilings[half]:,}")
+    return "\n".join(text)
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "prices": prices,
     "flags": flags,
@@ -225,3 +255,4 @@ def written(text: str) -> str:
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+    print(report_lines())
