@@ -54,11 +54,12 @@ def flags() -> str:
     return table("Flag | Meaning", rows)
 
 
-def settings(config: type, *left_out: str) -> str:
-    """A row for each field of a dataclass: its name in Python, its default, its meaning."""
+def settings(config: type) -> str:
+    """A row for each field of a dataclass that is no flag by its name: the name, its default, its meaning."""
+    flags = {name.strip() for names, _ in describe(config) for name in re.split("[, ]", names)}
     rows = []
     for field in fields(config):
-        if field.name in left_out:
+        if f"--{field.name.replace('_', '-')}" in flags:
             continue
         default = field.default if field.default_factory is MISSING else field.default_factory()
         prefix = "`False`: " if default is True else ""  # the help describes a flag that switches the field off
@@ -228,7 +229,7 @@ def report_lines() -> str:
 PARTS: Mapping[str, Callable[[], str]] = {
     "prices": prices,
     "flags": flags,
-    "settings": lambda: settings(EngineConfig, "weights"),
+    "settings": lambda: settings(EngineConfig),
     "sampling": lambda: settings(SamplingParams),
     "honoured": lambda: request_fields("honoured", "What it does, and its default"),
     "harmless": lambda: request_fields("harmless", "Why it changes nothing"),
