@@ -35,23 +35,8 @@ if [Path(program).stem for program in sys.argv[:1]] in (["-m"], ["polarlm"]):  #
 
 if TYPE_CHECKING:
     from polarlm.engine import *
-
-__all__ = [
-    "AsyncEngine",
-    "CacheStats",
-    "Chunk",
-    "Completion",
-    "Embedding",
-    "Engine",
-    "EngineConfig",
-    "EngineError",
-    "PromptOptions",
-    "SamplingParams",
-    "Score",
-    "Session",
-    "TokenLogprob",
-    "Usage",
-]
+else:
+    from polarlm.engine import __all__
 
 
 def __getattr__(name: str) -> Any:
