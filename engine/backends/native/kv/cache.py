@@ -73,11 +73,13 @@ def _arrays(metric: Metric) -> dict[str, np.ndarray]:
     if metric.tilt_mean is not None:
         arrays["mean_query"] = metric.tilt_mean
         arrays["matrix"], arrays["costs"] = residue_costs(metric)
-    if (token_feedback := metric.token_feedback) is not None and token_feedback.shape[
-        2
-    ] > 1:  # rounds of several tokens
+    token_feedback = metric.token_feedback
+    if token_feedback is None:
+        return arrays
+    _, _, tokens, _ = token_feedback.shape  # of a round
+    if tokens > 1:
         arrays["token_feedback"] = np.ascontiguousarray(token_feedback.swapaxes(2, 3))
-    elif token_feedback is not None:
+    else:
         width = metric.feedback.shape[1] // metric.weights.shape[1]
         arrays["feedback"] = diagonals(metric.feedback, width)
         arrays["token_feedback"] = diagonals_of_tokens(token_feedback)
