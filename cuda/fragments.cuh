@@ -32,7 +32,7 @@
 // lookup is a row number in one byte and 4 · lane in the byte below: one byte permute makes it, and no banks conflict.
 // A codec has ROWS rows of 128 bytes; both codecs together take SharedTables<KeyCodec, ValueCodec>::BYTES.
 //
-// Members of template <class L> struct <codec>, in cuda/codecs/<codec>.cuh:
+// Members of template <class L> struct <codec>, in cuda/codecs/<codec>.cuh, or of PairTable:
 //   ROWS            rows of its tables; 0 for a codec without tables
 //   QUANTIZED       false for full precision, which needs no decoding
 //   NORMED          whether decoded values are still to be multiplied by the token's norm

@@ -1,5 +1,5 @@
-// Codecs whose codes are indices into one table of pairs of values, with a norm for each token: the base of ring,
-// turbo, trellis and, with 16 bits and without a table, linear. Twin of engine/records/pair_table.py.
+// Codecs whose codes are indices into one table of pairs of values, with a norm for each token: ring and turbo;
+// the base of trellis and, with 16 bits and without a table, linear. Twin of engine/records/pair_table.py.
 //
 // L has, besides the geometry: BITS of a pair's code, WORDS of a lane and part; NORMS (an offset), NORM_BYTES (1 or 2),
 // LARGEST_NORM (the bits of a float); WIDTH, CODE_BITS and POINTS of the codes that are chosen, of one value or a pair;

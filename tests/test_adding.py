@@ -19,6 +19,9 @@ from polarlm.engine.weight_formats import Linear
 from tests.bare import bare_model, prefill_logits, read_model, spread
 from tests.codecs import test_contract
 from tests.conftest import FIXTURES
+from tests.ops.backends import CUDA
+from tests.ops.encoding import case_of, vectors
+from tests.ops.test_encoding import one_sided
 from tests.pairs import each
 from tests.tiny import make_model
 from tests.weights import StoredBytes
@@ -107,6 +110,14 @@ def test_the_pairs_of_the_document_are_rounded_exactly_and_served_by_compiled_ke
     cache = NativeOps(1).cache(test_cache.format_of(("hex3", "hex3")), 1, 1)
     why = "no kernel rounds to the table of hex3"
     assert NativeOps(1).numpy_fallbacks(cache) == {"the encoding of keys": why, "the encoding of values": why}
+
+
+@pytest.mark.usefixtures("_in_place")
+def test_a_gpu_has_kernels_for_the_pairs_of_the_document() -> None:
+    """They encode as NumPy does, without a file of the codec's own."""
+    for values in (False, True):
+        shape = one_sided("hex3", values, 64, 16, heads=1)
+        case_of(CUDA.open(), shape, vectors(np.random.default_rng(0), shape, 2)).check_same()
 
 
 @pytest.fixture

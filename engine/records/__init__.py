@@ -16,8 +16,10 @@ import numpy as np
 
 from polarlm.engine import codecs
 from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs.parts.pair_codec import PairCodec
 from polarlm.engine.codecs.schema.sections import Section, Sections, numbered
 from polarlm.engine.codecs.schema.streams import Schema, numbers, pack, unpack
+from polarlm.engine.records import pair_table
 from polarlm.engine.records.fragments import ALIGNMENT, Geometry, Record
 
 VERSION = 2  # version of the byte layout, since session files contain records
@@ -120,13 +122,14 @@ Layouts = tuple[Layout, Layout]  # keys, values
 
 
 def record_of(codec: Codec, geometry: Geometry) -> Record | None:
-    """The record of a codec, from the module here with the name of the codec's module in `engine.codecs`.
+    """The record of a codec, from the module here with the name of the codec's module in `engine.codecs`, or else a
+    `PairRecord`.
 
     None if no kernel reads the codec.
     """
     name = codecs.file_of(codec)
     if name not in _names():
-        return None
+        return pair_table.record(codec, geometry) if isinstance(codec, PairCodec) else None
     record: Record | None = importlib.import_module(f"{__name__}.{name}").record(codec, geometry)
     return record
 

@@ -28,7 +28,8 @@ _CHUNK = 4  # words of 4 bytes that a lane loads at a time
 
 
 class Record(ABC):
-    """The sections of one codec's record. Its twin is the struct template `codec` in `cuda/codecs/<codec>.cuh`.
+    """The sections of one codec's record. Its twin is the struct template `codec` in `cuda/codecs/<codec>.cuh`; of
+    a codec of pairs without that file, `PairTable`.
 
     codec: the name of the file and of the struct. geometry: side, N and D of the block. points (P, 1 or 2) float32: the
     value or pair of each code, if the kernel encodes by a search among them; else None. takes_metric: whether a metric

@@ -1,6 +1,7 @@
 """Records of codecs whose codes index a table of pairs, with a norm for every token.
 
-Sections: codes, then norms in the order of `Geometry.tokens`, uint8 or float16. Twin: `cuda/pair_table.cuh`.
+Sections: codes, then norms in the order of `Geometry.tokens`, uint8 or float16. Twin: `cuda/pair_table.cuh`, with
+`cuda/codecs/linear.cuh` for codes of 16 bits.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class PairRecord(Record):
 
 
 def record(codec: PairCodec, geometry: Geometry) -> PairRecord | None:
-    """The codec's record; None if it has no points."""
-    if codec.points is None:
+    """The codec's record; None if it has no points, or if its points depend on other codes."""
+    if codec.points is None or codec.flips:
         return None
     pairs = pair_points(codec)[:256] if codec.store.bits <= 10 else np.empty((0, 2), np.float32)
     return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pairs, codec.takes_metric)

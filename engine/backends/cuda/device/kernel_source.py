@@ -91,6 +91,7 @@ def _constants(defines: Mapping[str, int | float | str]) -> str:
 
 _PLAIN = {"f16": "__half", "bf16": "__nv_bfloat16"}  # formats of numbers → their type
 _VALUES = (32, 256)  # of a block of codes that kernels read
+_PAIRS = "PairTable"  # the struct of `pair_table.cuh`
 
 
 @cache
@@ -133,10 +134,16 @@ def _weight_struct(name: str) -> str:
 
 def _structs(layouts: Iterable[Layout | None]) -> str:
     """The text of the structs that read records of these layouts."""
-    codecs = {layout.record.codec for layout in layouts if layout}
-    names = sorted({FULL} | codecs) if codecs else []
+    structs = {_struct_of(layout) for layout in layouts if layout}
+    names = sorted({FULL} | structs - {_PAIRS})
     texts = ("fragments.cuh", "pair_table.cuh", *(f"codecs/{name}.cuh" for name in names))
-    return "".join(map(_text, texts)) if codecs else ""
+    return "".join(map(_text, texts)) if structs else ""
+
+
+def _struct_of(layout: Layout) -> str:
+    """The name of the struct template that reads records of a layout: that of the codec's file, or any pair codec's."""
+    codec = layout.record.codec
+    return codec if f"codecs/{codec}.cuh" in _files() else _PAIRS
 
 
 def _layouts(sides: Mapping[str, Layout | None]) -> str:
@@ -145,7 +152,7 @@ def _layouts(sides: Mapping[str, Layout | None]) -> str:
     texts = ['#line 1 "cuda/layouts.cuh"\n'] if layouts else []  # a name for compiler messages: no such file exists
     for side, layout in layouts.items():
         texts += [layout.text(f"{side}Layout"), layout.full.text(f"Full{side}Layout")]
-        texts.append(f"using {side}Codec = {layout.record.codec}<{side}Layout>;\n")
+        texts.append(f"using {side}Codec = {_struct_of(layout)}<{side}Layout>;\n")
         texts.append(f"using Full{side}s = f16<Full{side}Layout>;\n")
     return "".join(texts)
 
