@@ -42,6 +42,15 @@ def hub_setting(more: str = "") -> Any:
     return setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=_HUB_HELP + more)
 
 
+FORMER_SETTINGS = {
+    **dict.fromkeys(
+        ("kv_events", "kv_events_topic"),
+        "there are no messages for routers; one that hashes a header, as nginx does, keeps a conversation on a server",
+    ),
+}
+"""Settings that have been removed, by their names in Python → what to do instead."""
+
+
 class Settings:
     """A dataclass of settings. An unknown name raises EngineError with the field that it means: the field's name on the
     command line, in JSON or in another program, or one that resembles it."""
@@ -52,6 +61,7 @@ class Settings:
             if name not in names:
                 meant = names_of(cls).get(name) or next(iter(get_close_matches(name, names, n=1)), None)
                 advice = f"did you mean {meant}?" if meant else f"there are {', '.join(sorted(names))}"
+                advice = FORMER_SETTINGS.get(name, advice)
                 raise EngineError(f"{cls.__name__} has no setting {name!r}; {advice}")
         return super().__new__(cls)
 

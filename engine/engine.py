@@ -40,7 +40,7 @@ from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.cache_types import describe_types
-from polarlm.engine.state.prefix import PrefixCache, Watch, join_salt
+from polarlm.engine.state.prefix import PrefixCache, join_salt
 from polarlm.engine.storage import identity, packs, sessions
 from polarlm.engine.storage.packs import Pack
 from polarlm.engine.storage.sessions import KnownAnswers, Progress, Session, SessionPath
@@ -302,10 +302,6 @@ class Engine(Completions, AdapterLoading):
             self._submit(request)
         cancel, cached = lambda: self._cancel(request.sequence), lambda: request.cached or 0
         return Ticket(len(request.sequence.prompt), cancel, cached, request.conversation, request.warnings)
-
-    def watch_blocks(self, watch: Watch) -> None:
-        """Let `watch` be told which blocks can be found from now on. Servers call it before the first request."""
-        self._prefixes.watch(watch)
 
     def encoding(self) -> bytes:
         """Return the divisors of keys and values, as an object that `encoding` of another engine's settings takes."""

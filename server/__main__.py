@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-import re
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -82,11 +81,8 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
             ConversationStore(config.conversations, parse_size(config.max_conversations_size)).close()
         if config.batches is not None:
             BatchFolder(config.batches, "", 0)
-        events = None if config.kv_events is None else stack.enter_context(_kv_events(config))
         early_clients = stack.enter_context(listening.EarlyClients(http))
         with serving.load_driver(model, config) as driver:
-            if events is not None:
-                events.watch(driver.engine)
             asyncio.run(serving.serve_engine(driver, http, lines, early_clients, lambda: _tell(http, lines)))
 
 
@@ -106,20 +102,12 @@ def _tell(http: socket.socket, lines: socket.socket | None) -> None:
     print(where if lines is None else f"{where} and, for JSON lines, at {listening.address_of(lines)}", flush=True)
 
 
-def _need(room: str, what: str = "the server", extra: str = "serve") -> Any:
-    """A module of the server, which `what` needs. Raises _MissingPackages; `_run` calls it before it loads a model."""
+def _need(room: str) -> Any:
+    """A module of the server. Raises _MissingPackages; `_run` calls it before it loads a model."""
     try:
         return importlib.import_module(f"polarlm.server.{room}")
     except ImportError as error:
-        raise _MissingPackages(f"{error}: {what} needs more packages: pip install 'polarlm[{extra}]'") from None
-
-
-def _kv_events(config: ServerConfig) -> Any:
-    """A context with the publisher of --kv-events. Raises _MissingPackages and ListenError."""
-    module = _need("running.kv_events", "--kv-events", "kv-events")
-    if re.match(r"tcp://(127\.|localhost:|\[::1\])|ipc://", str(config.kv_events)) is None:
-        note(f"warning: --kv-events {config.kv_events} sends tokens of prompts to any program that connects to it")
-    return closing(module.KVEvents(str(config.kv_events), config.kv_events_topic))
+        raise _MissingPackages(f"{error}: the server needs more packages: pip install 'polarlm[serve]'") from None
 
 
 def _check_mcp(path: str) -> None:

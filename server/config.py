@@ -133,17 +133,6 @@ class ServerConfig:
         "--share-blocks",
         help="let clients read and write the blocks of --cache-disk at /blocks, as engines with --cache-remote do",
     )
-    kv_events: str | None = setting(
-        None,
-        "--kv-events",
-        metavar="ADDRESS",
-        help="publish which blocks are in the cache, for routers, over ZeroMQ in vLLM's format; such as "
-        "tcp://127.0.0.1:5557. Messages have the tokens of prompts, and any program that reaches the address can read "
-        "them. Needs the extra kv-events",
-    )
-    kv_events_topic: str = setting(
-        "", "--kv-events-topic", metavar="TOPIC", help="topic of the messages of --kv-events"
-    )
     max_sessions_size: str = setting(
         "10G", "--max-sessions-size", metavar="SIZE", help="what all sessions together may take on the disk"
     )
@@ -225,8 +214,6 @@ def read_command_line(
         raise FlagError("--socket-port and --unix both say where the socket is; leave one of them out")
     if server.share_blocks and engine.cache_disk is None:
         raise FlagError("--share-blocks shares what --cache-disk keeps: give that as well")
-    if server.kv_events is None and server.kv_events_topic:
-        raise FlagError("--kv-events-topic is of messages that only --kv-events publishes: give that as well")
     _ = server.keys  # here already, before a model is downloaded and read
     return engine, server
 
@@ -288,7 +275,7 @@ _PORT = check_that(lambda port: 0 <= port <= 65535, "a port is a number from 0 t
 _POSITIVE = check_that(lambda count: count >= 1, "this has to be 1 or more")
 _PATH = check_that(lambda text: text != "" and "\0" not in text, "this needs a path")
 
-_SINGLE_MODEL_SETTINGS = ("alias", "unix", "socket_port", "share_blocks", "kv_events", "adapters_folder")
+_SINGLE_MODEL_SETTINGS = ("alias", "unix", "socket_port", "share_blocks", "adapters_folder")
 _MODELS_SETTINGS = ("models_memory", "idle_unload", "pin", "allow_pull")
 
 CHECKS: Mapping[str, Check] = {
@@ -299,10 +286,6 @@ CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("mcp_config", "config_file"), no_file),
     "adapters_folder": check_that(lambda text: Path(text).expanduser().is_dir(), "there is no such folder"),
     **dict.fromkeys(("max_sessions_size", "max_conversations_size", "max_batches_size", "models_memory"), _size),
-    "kv_events": check_that(
-        lambda text: re.fullmatch(r"tcp://[^\s/]+:([0-9]{1,5})|ipc://[^\s\0]+", text) is not None,
-        "an address is tcp://HOST:PORT, as in tcp://127.0.0.1:5557, or ipc://PATH",
-    ),
     "host": check_that(lambda text: text.strip() == text != "", "this needs an address or a host name"),
     "models": check_that(
         lambda text: text == HUB or Path(text).expanduser().exists(),

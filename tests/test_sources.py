@@ -100,6 +100,7 @@ FILES = {
     "server = 1": r"\[server\]: there is no such table",
     "[server": "is not a TOML file",
     "[server]\nprot = 1": r"\[server\]: there is no flag prot; did you mean port\?",
+    '[server]\nkv-events = "ipc://x"': "there is no flag kv-events: there are no messages for routers",
     '[server]\nconfig = "x"': "there is no flag config",
     "[server]\nport = true": r"\[server\] port: takes a value, not true or false",
     "[server]\nport = [1, 2]": r"\[server\] port: takes one value",
@@ -130,6 +131,8 @@ def test_an_unknown_variable_gets_a_note_and_no_other(capsys: pytest.CaptureFixt
             "note: POLARLM_FOO has no effect: no flag has this name",
             "note: POLARLM_CACHE_KEYS has no effect; did you mean POLARLM_CACHE_KEY?",
         ]
+        read([], {"POLARLM_KV_EVENTS": "ipc://x"})
+        assert "POLARLM_KV_EVENTS has no effect: there are no messages for routers" in capsys.readouterr().err
         read([], {"POLARLM_PORT": "1", "POLARLM_MAX_SESSIONS_SIZE": "1G", "POLARLM_TEMP": "1", "POLARLM_LINES": "on"})
     chat.read_command_line([], {"POLARLM_MODELS": "/no/such", "POLARLM_MCP_CONFIG": "/no/such"})
     files = [file for room in ("engine", "model_loaders", "server") for file in (ROOT / room).rglob("*.py")]

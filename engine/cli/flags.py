@@ -21,7 +21,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from polarlm.engine.config import EngineConfig
+from polarlm.engine.config import FORMER_SETTINGS, EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.version import release
 
@@ -166,6 +166,21 @@ def describe(cls: type) -> Iterator[tuple[str, str]]:
         yield names, _explain(field)
 
 
+def advise(name: str, names: Iterable[str]) -> str:
+    """What ends a sentence about an unknown flag: what to do in place of a former one, or which of `names` it is like;
+    empty if there is neither."""
+    if sentence := replacement(name):
+        return f": {sentence}"
+    close = close_to(name, names)
+    return f"; did you mean {close}?" if close else ""
+
+
+def replacement(name: str) -> str | None:
+    """What to do in place of a former setting, by its name as a flag, a key of a file or a variable without its prefix;
+    None for other names."""
+    return FORMER_SETTINGS.get(name.lstrip("-").replace("-", "_").lower())
+
+
 def close_to(word: str, words: Iterable[str]) -> str | None:
     cutoff = 0.75 if len(word.strip("-")) < _SHORT else 0.6
     return next(iter(get_close_matches(word, list(words), n=1, cutoff=cutoff)), None)
@@ -227,10 +242,13 @@ def _explain(field: Field[Any]) -> str:
 
 
 def _hint(word: str, groups: Mapping[str, type]) -> str:
-    """A hint at the flag that an unknown one resembles; empty if there is none."""
+    """A hint at what to do in place of a former flag, or at the flag that an unknown one resembles; empty if there is
+    neither."""
     if not word.startswith("-"):
         return ""
     name = word.partition("=")[0]
+    if sentence := replacement(name):
+        return f" ({sentence})"
     flags = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in _names(field)]
     candidates = [flag for flag in flags if flag.startswith("--") or not name.startswith("--")]  # --nope is not -np
     asks = get_close_matches(name, ["--help", "--version"], cutoff=0.8)  # --temp is not meant to be --help

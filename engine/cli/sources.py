@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from polarlm.engine.cli.flags import Check, FlagError, close_to, join_values, parser, read_text
+from polarlm.engine.cli.flags import Check, FlagError, advise, close_to, join_values, parser, read_text, replacement
 from polarlm.engine.errors import EngineError
 
 if sys.version_info >= (3, 11):
@@ -90,8 +90,7 @@ def with_sources(
         for key, value in settings.items():
             key = key.replace("_", "-")
             if key not in keys:
-                close = close_to(key, keys)
-                raise FlagError(f"{at}: there is no flag {key}" + (f"; did you mean {close}?" if close else ""))
+                raise FlagError(f"{at}: there is no flag {key}{advise(key, keys)}")
             give(key, value, f"{at} {key}")
     return [*words, *argv], places
 
@@ -156,8 +155,11 @@ def _flags_of_variables() -> dict[str, tuple[argparse.ArgumentParser, str]]:
 
 
 def _note_no_effect(variable: str, known: Iterable[str]) -> None:
-    close = close_to(variable[len(PREFIX) :], [name[len(PREFIX) :] for name in known])
+    name = variable[len(PREFIX) :]
+    close = close_to(name, [name[len(PREFIX) :] for name in known])
     hint = f"; did you mean {PREFIX}{close}?" if close else ": no flag has this name"
+    if sentence := replacement(name):
+        hint = f": {sentence}"
     print(f"note: {variable} has no effect{hint}", file=sys.stderr)
 
 

@@ -15,7 +15,7 @@ precision and match in part as well: the tokens in common with a prompt are copi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -48,11 +48,6 @@ class ReuseObserver(Protocol):
         """A slot of the full-precision block with `ids` after the hash `parent` is about to be allocated again."""
 
 
-Watch = Callable[[int, bytes, bytes | None, Sequence[int] | None], None]
-"""Is called with the group and the hash of a complete block that becomes findable, the hash before it (None: it is the
-first), and its token ids; or of one that is not findable any more, and None twice."""
-
-
 class PrefixCache:
     """Finds the blocks of earlier and of running sequences. Unless `enabled`, it finds none."""
 
@@ -67,12 +62,6 @@ class PrefixCache:
         self._quantized_blocks: dict[bytes, Blocks] = {}  # by the hash at the block's end
         self._full_blocks: dict[bytes, list[_FullBlock]] = {}  # by the hash before the block
         self._observer: ReuseObserver | None = None
-        self._watch: Watch | None = None
-
-    def watch(self, watch: Watch) -> None:
-        """Let `watch` be called under the engine's lock; it must neither wait nor raise. Of blocks with a salt it is
-        told only that they are removed."""
-        self._watch = watch
 
     def observe_reuse(self, observer: ReuseObserver | None) -> None:
         """Let `observer` read blocks before they are allocated again. It is called under the engine's lock."""
@@ -103,15 +92,11 @@ class PrefixCache:
     def add(self, root: bytes, parent: bytes, ids: Sequence[int], blocks: Blocks) -> bytes:
         """Make a complete block that the caller holds findable, and return its hash. root: the hash that its chain
         starts from. parent: the hash before it, `root` for the first block."""
-        key, is_first = _hash(parent, ids), parent == root
-        known_blocks = self.find_full(parent, ids) if is_first else self.find_quantized(key)
-        if is_first:
+        key = _hash(parent, ids)
+        if parent == root:
             self.add_full(parent, ids, blocks)
         else:
             self._add_quantized(key, blocks)
-        for group, (known, block) in enumerate(zip(known_blocks, blocks, strict=True)):
-            if known is None and block is not None and root == self._root:
-                self._tell(group, key, None if is_first else parent, ids)
         return key
 
     def release(self, kv: SequenceKV, ids: Sequence[int]) -> None:
@@ -141,19 +126,10 @@ class PrefixCache:
             for index, block in enumerate(self._quantized_blocks.pop(key, ())):
                 if block is not None:
                     self._store.groups[index].quantized.drop(block)
-                    self._tell(index, key)
         self._store.release(kv)
 
     def _last_hash(self, root: bytes, hashes: Sequence[bytes]) -> bytes:
         return hashes[-1] if hashes else root or self._root
-
-    def _tell(self, group: int, key: bytes, parent: bytes | None = None, ids: Sequence[int] | None = None) -> None:
-        if self._watch is not None and not self._store.groups[group].is_sparse:
-            self._watch(group, key, parent, ids)
-
-    def _tell_full_removed(self, group: int, entry: _FullBlock) -> None:
-        if self._watch is not None and len(entry.ids) == self._store.shape.block_size:
-            self._tell(group, _hash(entry.parent, entry.ids))
 
     def _add_quantized(self, key: bytes, blocks: Blocks) -> None:
         allocators = [group.quantized for group in self._store.groups]
@@ -184,7 +160,6 @@ class PrefixCache:
             self._observer.copy_before_reuse(key, index)
         blocks = self._quantized_blocks[key]
         blocks[index] = None
-        self._tell(index, key)
         if blocks == [None] * len(blocks):
             del self._quantized_blocks[key]
 
@@ -192,7 +167,6 @@ class PrefixCache:
         if self._observer is not None:
             self._observer.copy_full_before_reuse(entry.parent, entry.ids)
         entry.slots[index] = None
-        self._tell_full_removed(index, entry)
         self._remove_if_empty(entry)
 
     def _drop(self, entry: _FullBlock) -> None:
@@ -201,7 +175,6 @@ class PrefixCache:
             if slot is not None:
                 group.full.drop(slot)
                 entry.slots[index] = None
-                self._tell_full_removed(index, entry)
         self._remove_if_empty(entry)
 
     def _remove_if_empty(self, entry: _FullBlock) -> None:

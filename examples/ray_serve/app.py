@@ -22,7 +22,6 @@ _NOT_HERE = {
     "port": "Ray listens, where http_options says",
     "socket_port": "a replica has no socket for JSON lines",
     "unix": "a replica has no socket for JSON lines",
-    "kv_events": "Ray chooses a replica without them",
     "sessions": "only the replica that loads a session has it",
 }
 

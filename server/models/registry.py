@@ -12,7 +12,7 @@ from typing import Any
 from unicodedata import normalize
 
 from polarlm.engine import EngineError
-from polarlm.engine.cli.flags import WITHOUT_EFFECT, FlagError, close_to, in_flags
+from polarlm.engine.cli.flags import WITHOUT_EFFECT, FlagError, advise, in_flags
 from polarlm.engine.cli.sources import QUOTES, read_toml
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
@@ -208,8 +208,7 @@ def _model(at: str, folder: Path, name: str, table: Any, common: EngineConfig) -
         if (why := WITHOUT_EFFECT.get(f"--{key}")) is not None:
             note(f"note: {at}: {key} has no effect: {why}")
         elif key not in keys:
-            guess = close_to(key, keys)
-            raise FlagError(f"{at}: there is no setting {key}" + (f"; did you mean {guess}?" if guess else ""))
+            raise FlagError(f"{at}: there is no setting {key}{advise(key, keys)}")
     path, hub_name = _value(at, table, "path", str), _value(at, table, "hf", str)
     if (path is None) == (hub_name is None):
         raise FlagError(f"{at}: needs either path, a file or folder, or hf, a name on the hub")

@@ -22,7 +22,6 @@ from hypothesis.stateful import (
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.state.prefix import _hash as chained
 from polarlm.engine.state.store import KVStore
 from tests.pairs import mostly_slow
 from tests.state.fed import KV_HEADS, D, Fed, N, assert_held_by, held, make_store, overwrite
@@ -80,13 +79,6 @@ class CachedSequence(Fed):
 
     def end(self) -> None:
         self.prefixes.release(self.kv, self.ids)
-
-
-def findable(prefixes: PrefixCache) -> set[tuple[int, bytes]]:
-    """(group, hash) of every complete block in the cache."""
-    first = [entry for entries in prefixes._full_blocks.values() for entry in entries if len(entry.ids) == N]
-    blocks = {chained(entry.parent, entry.ids): entry.slots for entry in first} | prefixes._quantized_blocks
-    return {(index, key) for key, held in blocks.items() for index, block in enumerate(held) if block is not None}
 
 
 class CachedStore:
@@ -196,7 +188,6 @@ class Schedules(RuleBasedStateMachine):
     @initialize(windows=st.sampled_from([(None,), (12,), (None, 12)]))
     def start(self, windows) -> None:
         self.cached = CachedStore("polarquant", windows, tokens=64, sequences=3, step_rows=N)
-        self.listen()
         self.live: list[CachedSequence] = []
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=4), count=st.integers(1, 40))
@@ -243,19 +234,6 @@ class Schedules(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.live))
         self.live.remove(sequence)
         self.cached.prefixes.discard(sequence.kv)
-
-    def listen(self) -> None:
-        self.told: set[tuple[int, bytes]] = set()
-        self.cached.prefixes.watch(self._hear)
-
-    def _hear(self, group: int, key: bytes, _parent: bytes | None, ids: Sequence[int] | None) -> None:
-        assert ((group, key) in self.told) == (ids is None)
-        self.told ^= {(group, key)}
-
-    @invariant()
-    def blocks_that_are_told_are_those_that_can_be_found(self) -> None:
-        if hasattr(self, "cached"):
-            assert self.told == findable(self.cached.prefixes)
 
     @invariant()
     def nothing_else_holds_blocks(self) -> None:

@@ -134,7 +134,6 @@ class Schedules(test_prefix.Schedules):
     )
     def start(self, windows, size: int, codec: str) -> None:
         self.cached = Kept(codec, windows, size=size, tokens=64, sequences=3, step_rows=N)
-        self.listen()
         self.is_exact = windows == (None,) and size > 1 << 20
         self.blocks: set[tuple[int, ...]] = set()
         self.tails: dict[tuple[int, ...], tuple[int, ...]] = {}

@@ -1,6 +1,6 @@
 """/metrics: counters, times and the load of the server, in Prometheus' text format. docs/server.md lists them all.
-Besides our own names, there are names of vLLM that routers read (the model server protocol of the Gateway API's
-inference extension): queued and running requests, the used part of the KV store, and the size of its blocks."""
+Besides our own names, there are names of vLLM: queued and running requests, the used part of the KV store, and the size
+of its blocks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def exposition(engine: Engine, totals: Totals, status: Status, *, without_cached
         _experts(status.experts or ExpertStatus(0, 0, 0, 0)),
         _build(engine, status),
         _constraints(engine.grammars.counts()),
-        _router_metrics(engine, status),
+        _vllm_metrics(engine, status),
     )
 
 
@@ -158,7 +158,7 @@ def _constraints(counts: CompilationCounts) -> Iterator[Metric]:
     yield HistogramMetricFamily("polarlm_constraints_seconds", meaning, counts.took.buckets(), counts.took.seconds)
 
 
-def _router_metrics(engine: Engine, status: Status) -> Iterator[Metric]:
+def _vllm_metrics(engine: Engine, status: Status) -> Iterator[Metric]:
     running, used_part = status.running + status.prefilling, status.blocks_used / max(1, status.blocks)
     for name, meaning, value in (
         ("num_requests_waiting", "Requests in the queue", status.waiting - status.prefilling),

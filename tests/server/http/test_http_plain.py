@@ -236,14 +236,14 @@ def test_drafted_tokens_are_counted(server: Serving) -> None:
     assert "draft_n" not in server.post("/completion", body | {"speculative.n_max": 0}).json()["timings"]
 
 
-def test_routers_learn_the_blocks_of_the_whole_store(tiny_path: Path) -> None:
+def test_metrics_have_the_blocks_of_the_whole_store(tiny_path: Path) -> None:
     with load_tiny(tiny_path, **PLAIN, kv_memory="1M") as engine, serving(engine) as server:
         (group,) = engine._store.groups
         assert group.quantized.size > 2 * engine.context // 8
         assert f'num_gpu_blocks="{group.quantized.size}"' in server.http.get("/metrics").text
 
 
-def test_routers_find_the_gauges_that_they_read_of_vllm(server: Serving) -> None:
+def test_metrics_have_gauges_by_the_names_of_vllm(server: Serving) -> None:
     idle = metrics(server)
     gauges = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
     names = [f"vllm:{gauge}{{{server.engine.model.name}}}" for gauge in gauges]
