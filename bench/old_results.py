@@ -74,11 +74,9 @@ def _speed(file: Old, result: Result) -> None:
     _add(result, file["memory"], "memory", _CONTESTANT, sizes)
     for row in file["starts"]:
         who = {name: row[name] for name in ("engine", "cache")}
-        for subject, start in (("start", row), ("start with mapped weights", row.get("mapped"))):
-            if start:
-                parts = {**start.get("parts", {}), **start.get("memory", {})}
-                names = {"seconds": "runs", **{name: name for name in parts}}
-                _add(result, [{**start, **parts, **who}], subject, _CONTESTANT, names)
+        parts = {**row.get("parts", {}), **row.get("memory", {})}
+        names = {"seconds": "runs", **{name: name for name in parts}}
+        _add(result, [{**row, **parts, **who}], "start", _CONTESTANT, names)
         if "first" in row:
             names = _same("seconds fit kernels compiling")
             _add(result, [{**row["first"], **who}], "the first start ever", _CONTESTANT, names)

@@ -47,6 +47,7 @@ FORMER_SETTINGS = {
         ("kv_events", "kv_events_topic"),
         "there are no messages for routers; one that hashes a header, as nginx does, keeps a conversation on a server",
     ),
+    "tile_cache": "weights are packed at each start; leave it out",
 }
 """Settings that have been removed, by their names in Python → what to do instead."""
 
@@ -222,13 +223,6 @@ class EngineConfig(Settings):
         "--threads",
         metavar="N",
         help="CPU threads; 0 follows OMP_NUM_THREADS, or else uses one for each core that the process may use",
-    )
-    tile_cache: str | None = setting(
-        None,
-        "--tile-cache",
-        metavar="SIZE",
-        help="on a CPU, keep packed weights in files of the cache folder, of this total size, such as 20G, and map "
-        "them: later starts pack nothing, processes share their memory, and weights may exceed it",
     )
     expert_cache: str | None = setting(
         None,

@@ -31,7 +31,6 @@ class EngineKeywords(TypedDict, total=False):
     calibration: bool
     encoding: str | None
     threads: int
-    tile_cache: str | None
     expert_cache: str | None
     cpu_moe: str | None
     replayable: bool

@@ -15,7 +15,6 @@ from polarlm.model_loaders.user_dirs import cache_folder
 
 _KINDS: Mapping[str, tuple[str, str]] = {
     "kernels": ("kernels", "compiled kernels; compiled again when they are needed"),
-    "tiles": ("tiles", "packed weights of --tile-cache; packed again at the next start"),
     "fits": ("[ce]*-" + "[0-9a-f]" * 32, "how KV caches are fitted to models; fitted again at the next start"),
     "digests": ("weights-*.json", "digests of weights; computed again at the next start"),
     "blocks": ("blocks", "KV blocks of --cache-disk; prompts that they hold are read again"),

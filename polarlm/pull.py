@@ -25,8 +25,8 @@ class PullConfig:
     prepare: bool = setting(
         False,
         "--prepare",
-        help="also load the model once, with these flags: its KV cache is fitted, its kernels are compiled and, with "
-        "--tile-cache, its weights packed, so that the first start takes no longer than later ones",
+        help="also load the model once, with these flags: its KV cache is fitted and its kernels are compiled, so that "
+        "the first start takes no longer than later ones",
     )
 
 

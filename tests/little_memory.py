@@ -31,6 +31,6 @@ except EngineError as error:
 def answer_in(room: int, path: Path, first: dict[str, Any], **settings: Any) -> str:
     """The ids of an answer, or an error's sentence, of a model that is loaded where `room` MiB of private memory are
     left to what a process has that has loaded it before with the settings `first`, which `settings` replace."""
-    with_first = json.dumps({"tile_cache": None, **first}), json.dumps({**first, **settings})
+    with_first = json.dumps(first), json.dumps({**first, **settings})
     command = [sys.executable, "-c", _PROGRAM, str(path), str(room), *with_first]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

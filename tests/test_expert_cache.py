@@ -198,8 +198,6 @@ def test_a_size_for_less_than_a_token_says_what_is_needed(tmp_path: Path) -> Non
         load(path, expert_cache=str(sizes_of(path).experts * 3 // 8 + 10))
     with pytest.raises(EngineError, match=r"expert_cache=some: this is not a size"):
         load(path, expert_cache="some")
-    with pytest.raises(EngineError, match=r"expert_cache=1G: leave it out, since tile_cache maps"):
-        load(path, expert_cache="1G", tile_cache="1G")
 
 
 @pytest.mark.parametrize("ops", [NumpyOps(1), CudaOps(EmulatedDevice())], ids=["numpy", "cuda"])

@@ -27,7 +27,6 @@ BEHIND_THE_ENGINE = {
     "loading.fitting",
     "loading.placement",
     "loading.warm_up",
-    "loading.tile_cache",
     "model",
     "quantization",
     "records",
@@ -137,13 +136,6 @@ ROOMS["loading.checks"] = {
 ROOMS["loading.fit"] = ROOMS["loading.placement"] | {"loading.placement"}
 ROOMS["loading.need"] = ROOMS["loading.placement"] | {"loading.placement"}
 ROOMS["loading.warm_up"] = ROOMS["loading.sizes"] | {"loading.sizes"}
-ROOMS["loading.tile_cache"] = ROOMS["model"] | {
-    "loading.kept_arrays",
-    "model",
-    "storage.files",
-    "storage.objects",
-    "storage.tiers",
-}
 ROOMS["loading.parts"] = ROOMS["loading.placement"] | {"loading.placement", "storage.tiers"}
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "loading.checks",
@@ -155,7 +147,6 @@ ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "cli.progress",
     "loading.warm_up",
     "loading.sizes",
-    "loading.tile_cache",
     "storage.packs",
     "storage.tiers",
 }

@@ -21,6 +21,7 @@ def refusal(path: Path | None, **settings) -> tuple[EngineError, list[str]]:
 
 THE_MODEL_CASES = [
     ({"cache_types": "f16"}, ["no setting 'cache_types'", "did you mean cache_type?"]),
+    ({"tile_cache": "1G"}, ["no setting 'tile_cache'", "weights are packed at each start"]),
     ({"ctx_size": -1}, ["ctx_size=-1"]),
     ({"ctx_size": 1}, ["ctx_size=1", "a prompt and its answer take two tokens at least"]),
     ({"ctx_size": True}, ["ctx_size", "True", "int"]),

@@ -95,7 +95,7 @@ from polarlm import Engine, SamplingParams
 from polarlm.engine.jit.compile import images
 folder, model = pathlib.Path(sys.argv[1]), sys.argv[2]
 settings = {"device": "cpu", "threads": 1, "cache_disk": "1G", "cache_disk_folder": str(folder / "kept blocks")}
-engine = Engine.load(model, tile_cache="1G", **settings)
+engine = Engine.load(model, **settings)
 assert engine.status().threads.kernels, "NumPy computes"
 print(images.sys.platform, "images" if images.AVAILABLE else "LLVM")
 ids = [3 + number % 90 for number in range(200)]
@@ -103,7 +103,7 @@ greedy = SamplingParams(temperature=0, max_tokens=12)
 print(*engine.generate(ids, greedy).token_ids)
 saved = engine.save_session(folder / "a session")
 engine.close()
-again = Engine.load(model, tile_cache="1G", **settings)
+again = Engine.load(model, **settings)
 print(again.generate(ids, greedy).usage.cached_from.get("disk", 0) > 0)
 again.close()
 third = Engine.load(model, **{**settings, "cache_disk": None, "cache_disk_folder": None})

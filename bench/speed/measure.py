@@ -312,7 +312,7 @@ class Measurement:
                 self._runner.advance(0, FIRST)
                 try:
                     warm = self._result.value(START, str(contestant), "seconds") or 0.0
-                    starter.add_first_ever(self._result, contestant, warm, self._plan.repeat)
+                    starter.add_first_ever(self._result, contestant, warm)
                 except Failed as error:
                     note(f"The first start ever cannot be measured: {error}")
         self._runner.write(False)

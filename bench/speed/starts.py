@@ -19,13 +19,12 @@ from polarlm.bench.speed.child import memory
 from polarlm.bench.speed.contestants import Contestant, Subject, new_child, start
 from polarlm.engine.backends.numpy import host_memory
 
-START, FIRST, MAPPED = "start", "the first start ever", "start with mapped weights"
+START, FIRST = "start", "the first start ever"
 START_TOKENS = 8  # tokens of the prompt of a start
-_TILE_CACHE = {"tile_cache": "1000G"}
 _KERNELS = "kernels"  # the folder of the user's cache folder that has compiled kernels
 _WRITE = "import sys, numpy; numpy.ones(int(sys.argv[1]), numpy.uint8)"  # in huge pages
 _MIB, _GIB = 1 << 20, 1 << 30
-WITH_EMPTY_FOLDER = 14  # `Starter.add_first_ever` takes about as long as this number of other starts
+WITH_EMPTY_FOLDER = 10  # `Starter.add_first_ever` takes about as long as this number of other starts
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,7 @@ class Starter:
     context: int
     ids: Sequence[int]
 
-    def run(
-        self,
-        contestant: Contestant,
-        variables: Mapping[str, str] | None = None,
-        settings: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
+    def run(self, contestant: Contestant, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
         """The "seconds" to a new process's first token, their "parts" and its "memory"; of our engine also the compiled
         "kernels" and their "compiling" seconds. variables: of its environment. Raises Failed."""
         ready_memory(memory_of_a_start(self.subject.file_bytes))
@@ -53,7 +47,7 @@ class Starter:
                 return {"parts": {}, **child.call("first_token", self.ids)}
             child.call("imported")
             imported = time.perf_counter()
-            start(child, contestant, self.subject, self.threads, self.context, settings)
+            start(child, contestant, self.subject, self.threads, self.context)
             loaded = time.perf_counter()
             child.call("prompt_rate", self.ids)
             ended = time.perf_counter()
@@ -66,9 +60,9 @@ class Starter:
         parts = {"imports": imported - began, "loading": loaded - imported, "first token": ended - loaded}
         return {"seconds": ended - began, "parts": parts, "memory": sizes, **compiled}
 
-    def add_first_ever(self, result: Result, contestant: Contestant, warm: float, repeat: int) -> None:
+    def add_first_ever(self, result: Result, contestant: Contestant, warm: float) -> None:
         """Add the first start, with an empty cache folder: its seconds, the fit of the cache among them, its compiled
-        kernels and their compiling seconds; on a CPU also `repeat` starts with mapped weights.
+        kernels and their compiling seconds.
 
         warm: seconds of a start that finds fit and kernels. Raises Failed.
         """
@@ -79,10 +73,6 @@ class Starter:
                 if path.name != _KERNELS:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             fitted = self.run(contestant, variables)["seconds"]
-            if self.subject.device == "cpu":
-                self.run(contestant, variables, _TILE_CACHE)  # writes the file
-                mapped = [self.run(contestant, variables, _TILE_CACHE) for _ in range(repeat)]
-                add_medians(result, MAPPED, str(contestant), mapped)
         fit = max(0.0, min(fitted, first["seconds"]) - warm)  # the machine may slow one of the two down
         figures = {name: first[name] for name in ("seconds", "kernels", "compiling")}
         result.add_all(FIRST, str(contestant), figures | {"fit": fit})

@@ -13,7 +13,7 @@ from polarlm.bench.result import provenance as provenance_of
 from polarlm.bench.speed import peers
 from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE, SEQUENCES
 from polarlm.bench.speed.measure import MEMORY
-from polarlm.bench.speed.starts import FIRST, MAPPED, START
+from polarlm.bench.speed.starts import FIRST, START
 from polarlm.engine.config import EngineConfig
 
 STARTS = "Starts"  # a heading
@@ -187,22 +187,18 @@ def starts_in_parts(result: Result) -> str:
                 f"cache {_seconds(_figure(figures, 'fit'))}; compiling {_figure(figures, 'kernels'):.0f} kernels took "
                 f"{_seconds(_figure(figures, 'compiling'))} of one core"
             )
-        elif subject == MAPPED:
-            lines.append(f"With --tile-cache, {name(who)}: {_seconds(_figure(figures, 'seconds'))}")
     return "\n\n".join(lines)
 
 
 def starts_of_models(results: Sequence[Result]) -> Table:
     """A table with a line for each measurement, the smallest file first: starts of both engines, and our first ever."""
     other, ours, theirs = label(peers.DEFAULT), f"{START} {OURS} ", f"{START} {peers.DEFAULT} "
-    mapped, first, tenths = f"{MAPPED} {OURS} ", f"{FIRST} {OURS} ", "{:.1f} s".format
+    first, tenths = f"{FIRST} {OURS} ", "{:.1f} s".format
     columns = [
         Column.of("file", "file", size_text),
         Column.of("here", f"{ours}seconds", _seconds),
         Column.of(other, f"{theirs}seconds", _seconds),
         _times("times", f"{ours}seconds", f"{theirs}seconds"),
-        Column.of("mapped", f"{mapped}seconds", _seconds),
-        _times("times", f"{mapped}seconds", f"{theirs}seconds"),
         Column.of("peak", f"{ours}peak", size_text),
         Column.of(f"{other}'s peak", f"{theirs}peak", size_text),
         Column.of("weights", f"{ours}weights", size_text),

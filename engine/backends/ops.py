@@ -7,7 +7,7 @@ K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -100,16 +100,6 @@ class WarmUp(NamedTuple):
     # are warmed up after the model is loaded.
     rows: Sequence[int]
     short: Sequence[int] = ()  # row counts of short prompts with special kernels, which a first request waits for
-
-
-class KeptTiles(Protocol):
-    """Tiles of matrices that outlive a process."""
-
-    def take(self, nbytes: int, packed: Callable[[], Iterator[np.ndarray]]) -> np.ndarray | None:
-        """Return the tiles of the next matrix to load, uint8 (nbytes,), read-only; None if they are not kept.
-
-        packed: packs them, and returns their parts in order, each uint8 (bytes,) and valid until the next one.
-        """
 
 
 @dataclass
@@ -210,7 +200,6 @@ class MachineOps(Protocol):
     backend: str  # "numpy", "native" or "cuda"
     forkable: bool  # whether arrays on the device stay usable in a forked child process
     stored_as: str  # what `read_blocks` returns: `FIELDS`, `TILES` or `RECORDS` of `engine.backends.transfer`
-    keeps_tiles: bool  # whether `load` takes matrices from `KeptTiles`
     # Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations.
     prefill_rows: int
     batches_take_steps: bool  # whether batches of prompts have a step of the running requests, too, and are recorded
@@ -309,16 +298,13 @@ class MachineOps(Protocol):
     def warm_up(self) -> WarmUp | None:
         """Ops for a warm-up, and a function that waits for the kernels they need; None if nothing is compiled."""
 
-    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         """One or more matrices with the same inputs, on the device; consecutive ones may be joined into one.
 
-        kept_tiles: for a backend that `keeps_tiles`; what is not in it is read from `matrices`.
         Raises EngineError for a matrix that the device cannot read, MemoryError if they do not fit.
         """
 
-    def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
-    ) -> tuple[Matrix, ...]:
+    def load_experts(self, matrices: Sequence[Sequence[StoredMatrix]]) -> tuple[Matrix, ...]:
         """The parts of an `ExpertLinear`. matrices: those to stack, for each expert; otherwise as `load`.
 
         CUDA: the same matrix of all experts has one format on the device, and rows of whole tiles of 16 if that is

@@ -34,7 +34,6 @@ from polarlm.engine.loading.sizes import (
     warn_of_context,
     weight_format,
 )
-from polarlm.engine.loading.tile_cache import MappedTiles, open_tile_cache
 from polarlm.engine.loading.warm_up import warm_up_first, warm_up_later
 from polarlm.engine.model.adapters import Adapters, read_adapters
 from polarlm.engine.model.encoder import Encoder
@@ -91,11 +90,7 @@ def _device(config: EngineConfig, say: Say) -> Ops:
 
 
 def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None) -> Parts:
-    try:
-        parts = _Loader(config, ops, verbose).run()
-    except _DamagedTiles as error:
-        (verbose or _say_warning)(f"{error.reason}: weights are packed again.")
-        parts = _Loader(config, ops, verbose).run()
+    parts = _Loader(config, ops, verbose).run()
     if config.small_model is not None:
         with close_on_error(parts):
             parts.draft = _draft(parts, verbose)
@@ -120,14 +115,6 @@ def _draft(parts: Parts, verbose: Say | None) -> Parts:
     )
 
 
-class _DamagedTiles(EngineError):
-    """Packed weights that were mapped are damaged, and their file is removed. reason: a clause about it."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(NOT_FINITE, "model_damaged")
-        self.reason = reason
-
-
 class _Loader:
     """A model on its way from files to the parts of an engine."""
 
@@ -136,7 +123,6 @@ class _Loader:
         self._say = verbose or _say_warning
         self._weight_format = weight_format(config)
         self._adapters = Adapters()
-        self._mapped_tiles: MappedTiles | None = None
         self._placement: Placement | None = None
         self._bar: tqdm[Any] | None = None
 
@@ -188,7 +174,6 @@ class _Loader:
         config, source = self._config, self._source
         check_layers(self._ops, source.config, config.block_size)
         self._adapters = read_adapters(config, source.config, source.weights, self._say)
-        self._mapped_tiles = self._tiles()
         placement = self._placement = self._place()
         ops, plan = placement.ops, placement.store_plan
         if source.config.eagle3 is not None and placement.split is not None:
@@ -220,21 +205,13 @@ class _Loader:
                 warm.wait(amounts(bar))
         model = (Encoder if source.config.is_encoder else Transformer)(ops, source.config, weights, store)
         timer = None if warm is None else warm_up_later(later, partial(warm.wait, lambda done, count: None))
-        is_mapped = self._mapped_tiles is not None
-        return Parts(config, source, placement, model, self._adapters, tiers, None, is_mapped, timer)
-
-    def _tiles(self) -> MappedTiles | None:
-        """Map the packed weights, if there is a tile cache; what it lacks is packed and written first."""
-        cache = open_tile_cache(self._config, self._ops, self._source.weights, self._say)
-        return None if cache is None else cache.tiles(lambda kept: self._load(self._ops, kept=kept))
+        return Parts(config, source, placement, model, self._adapters, tiers, None, timer)
 
     def _place(self) -> Placement:
         config, source = self._config, self._source
         request = request_from_source(config, self._ops, source.config, source.weights, self._adapters.all)
         other_bytes = companion_bytes(config, self._ops, source.config, source.path)
-        return place(
-            replace(request, other_bytes=other_bytes, is_mapped=self._mapped_tiles is not None), self._ops, self._say
-        )
+        return place(replace(request, other_bytes=other_bytes), self._ops, self._say)
 
     def _warn(self, placement: Placement) -> None:
         config, source = self._config, self._source
@@ -245,17 +222,17 @@ class _Loader:
             self._say(warning)
 
     def _weights(self, placement: Placement, host_layers: int) -> ModelWeights:
-        if self._mapped_tiles is not None:
-            weights = self._load(placement.ops, kept=self._mapped_tiles, is_shown=False)
-            return replace(weights, why_damaged=self._mapped_tiles.remove_if_damaged)
-        cache = None if placement.experts is None else ExpertCache(placement.experts.experts)
-        return self._load(placement.ops, cache=cache, on_host=host_layers)
-
-    def _load(self, ops: Ops, *, is_shown: bool = True, **options: Any) -> ModelWeights:
-        """Load the weights to a device. options: of `load_weights`."""
-        progress, source = self._bar.update if self._bar is not None and is_shown else None, self._source
+        ops, source = placement.ops, self._source
+        progress = None if self._bar is None else self._bar.update
         weights = load_weights(
-            ops, source.config, source.weights, progress, self._weight_format, adapters=self._adapters.all, **options
+            ops,
+            source.config,
+            source.weights,
+            progress,
+            self._weight_format,
+            cache=None if placement.experts is None else ExpertCache(placement.experts.experts),
+            on_host=host_layers,
+            adapters=self._adapters.all,
         )
         if source.vision_encoder is None or source.vision_weights is None:
             return weights
@@ -273,8 +250,6 @@ class _Loader:
         is_damaged = isinstance(error, EngineError) and error.code == "model_damaged"
         if not is_damaged and not isinstance(error, np.linalg.LinAlgError):  # squares of damaged weights, or of K/V
             return error
-        if self._mapped_tiles is not None and (reason := self._mapped_tiles.remove_if_damaged()) is not None:
-            return _DamagedTiles(reason)
         return EngineError(NOT_FINITE, "model_damaged")
 
 

@@ -80,13 +80,11 @@ def _check_values(config: EngineConfig) -> None:
         raise _wrong("encoding", config, "leave it out, or calibration=False and key_conditioning=False")
     if config.kept_sequences < 0:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
-    for setting in ("kv_memory", "state_cache", "cache_disk", "cache_ram", "tile_cache", "expert_cache"):
+    for setting in ("kv_memory", "state_cache", "cache_disk", "cache_ram", "expert_cache"):
         if (size := getattr(config, setting)) is not None:
             parse_size(size, setting)
     if config.cpu_moe not in (None, AUTO) and not str(config.cpu_moe).isdecimal():
         raise _wrong("cpu_moe", config, f"give a number of layers, or {AUTO}")
-    if config.tile_cache is not None and config.expert_cache is not None:
-        raise _wrong("expert_cache", config, "leave it out, since tile_cache maps the experts from the disk already")
     gpu_numbers(config.device)
     if config.tensor_split not in (None, AUTO):
         split_shares(config)

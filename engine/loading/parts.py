@@ -31,7 +31,6 @@ class Parts:
     adapters: Adapters = field(default_factory=Adapters)
     tiers: Sequence[TierStore] = ()
     draft: Parts | None = None  # the parts of the draft model
-    is_mapped: bool = False  # whether the weights are mapped from the tile cache
     warm_up_timer: threading.Timer | None = None  # warms up for later turns and for several requests
 
     @property
@@ -94,7 +93,6 @@ def fit_line(parts: Parts) -> str:
     weights = describe_formats(format_groups(ops, model.weights, weight_format(parts.config)))
     name = f"{model.name} ({model.config.family}, {model.config.depth} layers)"
     where = f", {ops.inputs}" if ops.inputs else ""
-    where += ", mapped from the tile cache" if parts.is_mapped else ""
     if parts.experts is not None:
         where += f" ({parts.experts})"
     if model.config.is_encoder:

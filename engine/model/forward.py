@@ -66,7 +66,6 @@ class ModelWeights:
     encoder_inputs: EncoderInputs | None = None  # None for a model that adds nothing to its embeddings
     dense: Sequence[Linear] = ()  # see `ModelConfig.dense`
     pair_head: PairHead | None = None  # see `ModelConfig.scores_pairs`
-    why_damaged: Callable[[], str | None] | None = None  # says what else than the model's files may be damaged
     images: ImageReader | None = None  # None for a model that reads no images
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from polarlm.engine.backends.ops import Array, ExpertCache, KeptTiles, Ops
+from polarlm.engine.backends.ops import Array, ExpertCache, Ops
 from polarlm.engine.config import format_bytes
 from polarlm.engine.model import vision_encoders
 from polarlm.engine.model.adapters import Loaded, deltas
@@ -120,11 +120,10 @@ class TensorReader:
         source: WeightSource,
         progress: Callable[[int], None] | None,
         weight_type: WeightFormat | None = None,
-        kept: KeptTiles | None = None,
         cache: ExpertCache | None = None,
     ):
         self._ops, self._source, self._progress = ops, source, progress or (lambda nbytes: None)
-        self._weight_type, self._kept, self._cache = weight_type, kept, cache
+        self._weight_type, self._cache = weight_type, cache
         self.bytes = 0
 
     def vector(self, names: Sequence[str], scale: float = 1.0) -> Array:
@@ -141,7 +140,7 @@ class TensorReader:
 
     def matrices(self, names: Sequence[str]) -> tuple[Matrix, ...]:
         """Load tensors (rows_i, columns) as the parts of one matrix."""
-        matrices = self._ops.load(self._matrices(names), self._kept)
+        matrices = self._ops.load(self._matrices(names))
         self._count(matrices)
         return matrices
 
@@ -168,7 +167,7 @@ class TensorReader:
         each, matrices = len(weights) // count, self._matrices(weights)
         stored = [matrices[first : first + each] for first in range(0, len(weights), each)]
         if self._cache is None:
-            parts = self._ops.load_experts(stored, self._kept)
+            parts = self._ops.load_experts(stored)
             self._count(parts)
         else:
             assert self._ops.cache_experts is not None
@@ -186,7 +185,7 @@ class TensorReader:
 
     def heads(self, weights: Sequence[str]) -> ExpertLinear:
         """Load a matrix of each head."""
-        parts = self._ops.load_experts([[one] for one in self._matrices(weights)], self._kept)
+        parts = self._ops.load_experts([[one] for one in self._matrices(weights)])
         self._count(parts)
         return ExpertLinear(len(weights), parts)
 
@@ -203,7 +202,6 @@ def load_weights(
     progress: Callable[[int], None] | None = None,
     weight_type: WeightFormat | None = None,
     numbers: Sequence[int] | None = None,
-    kept: KeptTiles | None = None,
     cache: ExpertCache | None = None,
     on_host: int = 0,
     adapters: Loaded = (),
@@ -211,7 +209,7 @@ def load_weights(
     """Load all weights to the device. Matrices are converted to `weight_type`; None keeps the file's format.
 
     progress: called with the bytes of the file that are done since its last call. numbers: the layers to load; None:
-    all. kept, cache: see `Ops.load`, `Ops.cache_experts`. on_host: the experts of this many layers, the first ones,
+    all. cache: see `Ops.cache_experts`. on_host: the experts of this many layers, the first ones,
     stay on `Ops.host`. adapters: the adapters that requests choose from.
     """
     readers: dict[Ops, TensorReader] = {}  # one for each GPU
@@ -219,7 +217,7 @@ def load_weights(
     def reader(layer: int) -> TensorReader:
         layer_ops = ops.layer_ops(layer)
         if layer_ops not in readers:
-            readers[layer_ops] = TensorReader(layer_ops, source, progress, weight_type, kept, cache)
+            readers[layer_ops] = TensorReader(layer_ops, source, progress, weight_type, cache)
         return readers[layer_ops]
 
     read, last = reader(0), len(config.layers) - 1

@@ -118,7 +118,6 @@ class Request:
     images: Sequence[PlacedImage] = ()
     warnings: Sequence[str] = ()  # see `Ticket`
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
-    why_damaged: Callable[[], str | None] | None = None  # as in `ModelWeights`
     fingerprint: str = ""  # of an engine whose answers can be replayed
 
     @classmethod
@@ -338,8 +337,6 @@ class Request:
         if isinstance(error, MemoryError):
             error = EngineError("There is not enough memory to continue this request", "out_of_memory")
         self.damaged = isinstance(error, EngineError) and error.code == "model_damaged"
-        if self.damaged and self.why_damaged is not None and (reason := self.why_damaged()) is not None:
-            error = EngineError(f"{reason}: load the model again", "model_damaged")
         self.sequence.finish_reason = "error"
         self.outbox.append(error)
 

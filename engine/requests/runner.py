@@ -62,7 +62,6 @@ class Runner:
         self._prefills = Prefills(model, prefixes, scheduler, self._batches, self._requantizer, replayable)
 
     def submit(self, request: Request) -> None:
-        request.why_damaged = self._model.weights.why_damaged
         self.requests[request.sequence] = request
         self._scheduler.submit(request.sequence)
 

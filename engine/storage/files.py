@@ -55,9 +55,8 @@ def sha256(file: Path) -> str:
 
 
 def lock(file: BinaryIO | int, *, is_shared: bool = False, waits: bool = True) -> bool:
-    """Lock an open file until it is neither open nor mapped: a mapping has a copy of the descriptor. Returns False
-    where there are no locks: on Windows, and on some file systems. Raises BlockingIOError if another process has locked
-    it, unless `waits`."""
+    """Lock an open file until it is closed. Returns False where there are no locks: on Windows, and on some file
+    systems. Raises BlockingIOError if another process has locked it, unless `waits`."""
     if fcntl is None:
         return False
     try:
@@ -92,8 +91,7 @@ def write(
                 _write_part(file, part, progress, is_durable)
             _flush(file, is_durable)
             if fcntl is not None:
-                lock(file, is_shared=True)  # for `remove_unfinished` it is being written, and readers share it
-                os.replace(name, path)
+                os.replace(name, path)  # while it is locked: for `remove_unfinished` it is being written
         if fcntl is None:  # Windows, where an open file keeps its name
             os.replace(name, path)
     except BaseException:
@@ -119,9 +117,9 @@ def remove_unfinished(folder: Path) -> None:
                     file.unlink()
 
 
-def remove_oldest(folder: Path, name: re.Pattern[str], limit: int, kept: Path) -> int:
-    """Remove the least recently used files with such names, that no process has mapped, until all but `kept` take
-    `limit` bytes; return what they take. Files of other users, and other names, stay and do not count."""
+def remove_oldest(folder: Path, name: re.Pattern[str], limit: int, kept: Path) -> None:
+    """Remove the least recently used files with such names until all but `kept` take `limit` bytes. Files of other
+    users, and other names, stay and do not count."""
     candidates = []
     for file in folder.iterdir():
         with suppress(OSError):
@@ -132,11 +130,9 @@ def remove_oldest(folder: Path, name: re.Pattern[str], limit: int, kept: Path) -
     for _, size, file in sorted(candidates):
         if total <= limit:
             break
-        with suppress(OSError), file.open("rb") as opened:
-            lock(opened, waits=False)  # Windows does not remove files that are mapped
+        with suppress(OSError):
             file.unlink()
             total -= size
-    return total
 
 
 def _new_file(folder: Path) -> tuple[int, str]:

@@ -22,7 +22,7 @@ from polarlm.bench.speed.contestants import Cell, Contestant
 from polarlm.bench.speed.measure import Memory
 from polarlm.bench.speed.ours import Ours
 from polarlm.bench.speed.peers import NoPeer
-from polarlm.bench.speed.starts import FIRST, MAPPED, START, START_TOKENS
+from polarlm.bench.speed.starts import FIRST, START, START_TOKENS
 from polarlm.engine import EngineError
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from tests.random_model import TINY, random_model
@@ -204,21 +204,18 @@ def test_starts_alone_are_new_processes_of_the_first_caches_in_turn(measure_with
     whole, out, _ = measure_with(*FOUR, "--only", "starts")
     one = [(label, 2, call, tokens) for label in ("ours balanced", "peer f16") for call, tokens in CALLS]
     first_ever = [("ours balanced", 2, call, tokens) for call, tokens in 2 * CALLS]
-    mapped = [("ours balanced", 2, call, tokens) for call, tokens in 3 * CALLS]
     asked = [("peer f16", 1, "start", measure.SHORT_DEPTH)]
-    assert stands.calls == asked + 3 * one + first_ever + mapped, "one run before those that count, and two that do"
+    assert stands.calls == asked + 3 * one + first_ever, "one run before those that count, and two that do"
     assert not rows_of(whole, *subjects(whole))
     rows = {(subject, who): figures for subject, who, figures in whole.parts()}
     ours, theirs = rows["start", "polarlm balanced"], rows["start", f"{PEER} f16"]
-    assert set(rows) == {(name, "polarlm balanced") for name in (START, FIRST, MAPPED)} | {(START, f"{PEER} f16")}
+    assert set(rows) == {(name, "polarlm balanced") for name in (START, FIRST)} | {(START, f"{PEER} f16")}
     for figures in (ours, theirs):
         assert figures["seconds"].value == pytest.approx(sum(figures["seconds"].runs) / 2)
         assert list(figures)[1:4] == ["imports", "loading", "first token"]
     first = rows["the first start ever", "polarlm balanced"]
     assert first.keys() == {"seconds", "fit", "kernels", "compiling"}
     assert (first["kernels"].value, first["compiling"].value) == (26, 2.5)
-    mapped = rows["start with mapped weights", "polarlm balanced"]
-    assert len(mapped["seconds"].runs) == 2, "the first of three writes the file"
     assert ours["weights"].value == 1_000_000
     (table,) = tables(out)
     assert [row[0] for row in table[1:]] == ["here balanced", "llama.cpp f16"]
@@ -264,7 +261,7 @@ def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure,
     expected += 3 * [("ours balanced", 2, "together", count) for count in (1, 8, 16)]
     expected += [(label, 2, "steps", 100) for label in [*ours, *theirs]]
     starts = ["ours balanced", "peer f16"] * 3
-    starts += ["ours balanced"] * 5  # two with an empty cache folder, three with mapped weights
+    starts += ["ours balanced"] * 2  # with an empty cache folder
     expected += [(label, 2, "prompt", START_TOKENS) for label in starts]
     assert calls[6:] == expected
     assert "polarlm, backend native: 24 MiB\nllama-cpp-python: 1.2.3 (AVX2 = 1)\n" in out

@@ -164,6 +164,7 @@ SENTENCES: list[tuple[list[str], str]] = [
     (["--ctx_size", "100"], UNRECOGNIZED + "--ctx_size (did you mean --ctx-size?)"),
     (["--predic=4"], UNRECOGNIZED + "--predic=4 (did you mean --predict?)"),
     (["--nope"], UNRECOGNIZED + "--nope"),
+    (["--tile-cache=1G"], UNRECOGNIZED + "--tile-cache=1G (weights are packed at each start; leave it out)"),
     (["--ctx"], UNRECOGNIZED + "--ctx (did you mean --ctx-size?)"),
     (["--no-such-thing-at-all"], UNRECOGNIZED + "--no-such-thing-at-all"),
 ]

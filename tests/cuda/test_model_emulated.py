@@ -15,7 +15,7 @@ from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.numpy.rows import rms_norm
-from polarlm.engine.backends.ops import PLAIN, Fusion, KeptTiles, Ops
+from polarlm.engine.backends.ops import PLAIN, Fusion, Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.model import prompt_readers
 from polarlm.engine.model.forward import Transformer
@@ -47,14 +47,12 @@ class SameWeights(NumpyOps):
         self._device = device
         self.kind = "__half"
 
-    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         held = self._device.load(matrices)
         self.kind = {"f16": "__half", "bf16": "__nv_bfloat16"}.get(held[0].format.name, self.kind)
         return (matrix(np.concatenate([self._device.rows(part) for part in held])),)
 
-    def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
-    ) -> tuple[Matrix, ...]:
+    def load_experts(self, matrices: Sequence[Sequence[StoredMatrix]]) -> tuple[Matrix, ...]:
         return tuple(matrix(self._device.rows(part)) for part in self._device.load_experts(matrices))
 
 

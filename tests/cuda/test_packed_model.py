@@ -16,7 +16,6 @@ from polarlm.engine import EngineConfig
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.placement.place import place
 from polarlm.engine.loading.placement.request import PlacementRequest, Sizes
@@ -37,14 +36,14 @@ GB = 10**9
 class Exact(NumpyOps):
     """NumPy with the file's weights."""
 
-    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         return super().load([read_all(stored) for stored in matrices])
 
 
 class Halves(Rounded):
     """NumPy with the file's weights, and with what the kernels round: every other factor of a product, too."""
 
-    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         return NumpyOps.load(self, [read_all(stored) for stored in matrices])
 
 

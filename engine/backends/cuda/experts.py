@@ -19,7 +19,7 @@ from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, Product, threads_for
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
 from polarlm.engine.backends.cuda.linear import LinearOps, gates, input_type
-from polarlm.engine.backends.ops import PLAIN, ExpertNetwork, Fusion, KeptTiles, Ops, Routing
+from polarlm.engine.backends.ops import PLAIN, ExpertNetwork, Fusion, Ops, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, StoredMatrix, WeightFormat
 from polarlm.model_loaders.config import Experts, is_gated
@@ -45,9 +45,7 @@ class ExpertOps(LinearOps):
         self._norms: dict[int, tuple[Array, np.ndarray]] = {}  # by identity; and on the host
         self._heads: dict[int, tuple[Array, Array]] = {}  # by H: the number of the head of each pair, and weights of 1
 
-    def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
-    ) -> tuple[Matrix, ...]:
+    def load_experts(self, matrices: Sequence[Sequence[StoredMatrix]]) -> tuple[Matrix, ...]:
         runs = itertools.groupby(zip(*matrices, strict=True), key=self._format)
         return tuple(self._stack_experts(format, list(zip(*group, strict=True))) for format, group in runs)
 

@@ -17,7 +17,7 @@ from polarlm.engine.backends.cuda.device import Array, kernel_source, row_stride
 from polarlm.engine.backends.cuda.launch import DeviceOps, LaunchConfig, Product, result_type, threads_for, type_of
 from polarlm.engine.backends.cuda.launch_configs import DEQUANTIZED_BYTES, GEMV_ROWS
 from polarlm.engine.backends.kv import Norm
-from polarlm.engine.backends.ops import PLAIN, Fusion, KeptTiles
+from polarlm.engine.backends.ops import PLAIN, Fusion
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 from polarlm.model_loaders.config import is_gated
@@ -38,7 +38,7 @@ class LinearOps(DeviceOps):
     def stored_format(self, format: WeightFormat) -> WeightFormat:
         return format if kernel_source.can_read(format.name) else get("f16")
 
-    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         runs = itertools.groupby(matrices, key=lambda matrix: self.stored_format(matrix.format))
         return tuple(self.stack(format, list(parts)) for format, parts in runs)
 

@@ -28,7 +28,7 @@ from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.recurrent import RecurrentOps
 from polarlm.engine.backends.cuda.sampling import pack_sampler_inputs
 from polarlm.engine.backends.cuda.wide import GROUP_ROWS
-from polarlm.engine.backends.ops import KeptTiles, Load, Ops, PeerArray, Result, WarmUp
+from polarlm.engine.backends.ops import Load, Ops, PeerArray, Result, WarmUp
 from polarlm.engine.errors import DeviceLost, EngineError
 from polarlm.engine.outputs import Threads
 from polarlm.engine.weight_formats import Matrix, StoredMatrix, WeightFormat
@@ -96,7 +96,6 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
 
     backend = "cuda"
     forkable = False
-    keeps_tiles = False
     batches_take_steps = True
     stream: Callable[[], AbstractContextManager[None]] | None = None  # nothing is waited for
     cache_experts = None
@@ -252,16 +251,14 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
 class _FirstRows(CudaOps):
     """The ops of a warm-up, which load one row of each matrix."""
 
-    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
-        loaded = super().load([FirstRow(matrix) for matrix in matrices], kept_tiles)
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+        loaded = super().load([FirstRow(matrix) for matrix in matrices])
         for matrix in loaded:
             self.rows(matrix, slice(0, 1))  # loading reads rows, for the KV store's scales and the fingerprint
         return loaded
 
-    def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
-    ) -> tuple[Matrix, ...]:
-        return super().load_experts([[FirstRow(matrix) for matrix in expert] for expert in matrices], kept_tiles)
+    def load_experts(self, matrices: Sequence[Sequence[StoredMatrix]]) -> tuple[Matrix, ...]:
+        return super().load_experts([[FirstRow(matrix) for matrix in expert] for expert in matrices])
 
     def _group_rows(self, pairs: int, count: int) -> Sequence[int]:
         return GROUP_ROWS  # a longer prompt takes another one

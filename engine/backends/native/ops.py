@@ -41,7 +41,6 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, Ex
 
     backend = "native"
     stored_as = transfer.TILES
-    keeps_tiles = True
 
     def __init__(self, threads: int = 0) -> None:
         """Raises KernelError if kernels do not work here, EngineError if POLARLM_CPU_LEVEL names no level of this CPU.

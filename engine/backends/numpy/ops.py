@@ -47,7 +47,6 @@ from polarlm.engine.backends.ops import (
     ExpansionOps,
     ExpertCache,
     Fusion,
-    KeptTiles,
     LatentOps,
     Load,
     Result,
@@ -68,7 +67,6 @@ class NumpyOps(ExpertOps, RecurrentOps):
     host = None
     forkable = True
     stored_as = transfer.FIELDS
-    keeps_tiles = False
     cache_experts: Callable[[Sequence[Sequence[RereadMatrix]], ExpertCache], tuple[Matrix, ...]] | None = None
     prefill_rows = 512  # the feed-forward activations about fit the cache
     batch_rows = 64  # more would make no row faster, and the first prompt wait
@@ -156,7 +154,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def stored_format(self, format: WeightFormat) -> WeightFormat:
         return get("f32")
 
-    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         """All matrices, converted to float32 and joined into one for BLAS."""
         shape = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         whole, end = np.empty(shape, np.float32), 0
@@ -166,9 +164,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
             matrix.dequantize(part)
         return (Matrix(get("f32"), whole, shape),)
 
-    def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
-    ) -> tuple[Matrix, ...]:
+    def load_experts(self, matrices: Sequence[Sequence[StoredMatrix]]) -> tuple[Matrix, ...]:
         """All matrices, converted to float32 and joined into one."""
         return self.load([matrix for expert in matrices for matrix in expert])
 

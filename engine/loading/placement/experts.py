@@ -116,7 +116,7 @@ def expert_plan(
                 why = f"with {ops.backend}: the compiled kernels of a CPU read experts when they are chosen"
             say(f"expert_cache has no effect {why}.")
         return None
-    if request.is_mapped or not sizes.experts:  # the system reads them, or their sizes are not known
+    if not sizes.experts:  # their sizes are not known
         return None
     count, chosen = max(ffn.count for ffn in mixtures), max(ffn.top_k for ffn in mixtures)
     other, least = sizes.weights - sizes.experts, sizes.experts * chosen // count

@@ -74,7 +74,7 @@ class Placement:
     def after_loading(self, config: EngineConfig, encoding: Encoding) -> Placement:
         """Return the placement of the same weights, which are there already, with a KV store for other settings. Raises
         EngineError."""
-        request = replace(self.request, config=config, encoding=encoding, other_bytes=no_bytes, is_mapped=False)
+        request = replace(self.request, config=config, encoding=encoding, other_bytes=no_bytes)
         split, shape = None if self.split is None else self.split.without_weights(), request.shape(self.ops)
         placement = replace(self, request=request, shape=shape, room=self.ops.memory_left(0), split=split, error=None)
         return replace(placement, plan=placement.store(config))

@@ -79,7 +79,6 @@ class PlacementRequest:
     layer_sizes: Callable[[Ops], LayerSizes] | None = None  # None: unknown, so that one device has all layers
     other_bytes: ContextBytes = no_bytes  # bytes to leave to something else, such as a draft model
     encoding: Encoding = FULL_ENCODING
-    is_mapped: bool = False  # the system can drop the weights, and reads them again
     caches_experts: bool = True  # whether experts that do not fit may be read from the file when they are chosen
     reserved_bytes: int = 0  # bytes of the device's memory that other models will still take
     memory_limit: int | None = None  # bytes that weights and KV store may have; None for all that is free
@@ -98,8 +97,6 @@ class PlacementRequest:
     def room(self, ops: Ops, weights: int) -> int:
         """Return the bytes that `weights` bytes leave for the KV store and activations. Raises EngineError
         ("out_of_memory")."""
-        if self.is_mapped:  # half of the memory stays free of weights
-            weights = min(weights, ops.free_memory() // 2)
         room = ops.memory_left(weights + self.reserved_bytes)
         return room if self.memory_limit is None else min(room, self.memory_limit - weights)
 

@@ -7,7 +7,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from polarlm.engine.backends.native import tiles
 from polarlm.engine.backends.native.kernels.linear.packing import PackArguments, pack
 from polarlm.engine.backends.native.launch import KernelOps
-from polarlm.engine.backends.ops import ExpertCache, KeptTiles
+from polarlm.engine.backends.ops import ExpertCache
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Matrix, RereadMatrix, StoredMatrix, WeightFormat
 from polarlm.model_loaders.errors import LoadError
@@ -114,15 +113,13 @@ class LoadOps(KernelOps):
             return count * format.nbytes
         return count // format.values * tiles.block_bytes(format) // tiles.ROWS
 
-    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         """Consecutive matrices of the same format become one."""
-        return self.load_experts([matrices], kept_tiles)
+        return self.load_experts([matrices])
 
-    def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
-    ) -> tuple[Matrix, ...]:
+    def load_experts(self, matrices: Sequence[Sequence[StoredMatrix]]) -> tuple[Matrix, ...]:
         """As `load`; an expert's matrices begin with a tile."""
-        return tuple(self._load(groups, kept_tiles) for groups in _groups(matrices))
+        return tuple(self._load(groups) for groups in _groups(matrices))
 
     def cache_experts(self, matrices: Sequence[Sequence[RereadMatrix]], cache: ExpertCache) -> tuple[Matrix, ...]:
         """As `load_experts`, but reads an expert when it is chosen; the data is `CachedTiles`."""
@@ -135,35 +132,23 @@ class LoadOps(KernelOps):
             parts.append(Matrix(format, data, (len(groups) * rows, columns)))
         return tuple(parts)
 
-    def _load(self, groups: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None) -> Matrix:
+    def _load(self, groups: Sequence[Sequence[StoredMatrix]]) -> Matrix:
         """Groups of equal sizes, one after another."""
         format, rows, columns = _size(groups[0])
         group_tiles, tile_bytes = -(-rows // tiles.ROWS), _tile_bytes(groups[0])
         shape = len(groups) * group_tiles, tile_bytes
-        memory: np.ndarray | None = None
         if not self._launch.computes:
             self._launch.library.expect([pack(format)])
             memory = np.broadcast_to(np.uint8(0), shape)
-        elif kept_tiles is not None:
-            memory = kept_tiles.take(math.prod(shape), partial(self._pack_slabs, groups))
-        if memory is None:
+        else:
             memory = self._launch.arena.take(math.prod(shape)).reshape(shape)
             for number, group in enumerate(groups):
                 self._pack_group(group, memory[number * group_tiles :])
-        return Matrix(format, Tiles(memory.reshape(shape)), (len(groups) * rows, columns))
+        return Matrix(format, Tiles(memory), (len(groups) * rows, columns))
 
     def _pack_group(self, group: Sequence[StoredMatrix], target: np.ndarray) -> None:
         for first, raw in _slabs(group):
             self._pack(raw, group[0].format, target[first:])
-
-    def _pack_slabs(self, groups: Sequence[Sequence[StoredMatrix]]) -> Iterator[np.ndarray]:
-        """The tiles of groups of equal sizes, slab by slab."""
-        format, tile_bytes = groups[0][0].format, _tile_bytes(groups[0])
-        for group in groups:
-            for _, raw in _slabs(group):
-                memory = self._launch.empty((-(-len(raw) // tiles.ROWS), tile_bytes), np.uint8)
-                self._pack(raw, format, memory)
-                yield memory.reshape(-1)
 
     def _pack(self, raw: np.ndarray, format: WeightFormat, target: np.ndarray) -> None:
         """Pack raw (rows, bytes of a row) uint8, as in the file, into the first tiles of `target`."""
