@@ -1,8 +1,6 @@
 """The result of a measurement: rows of subject, contestant, quantity and runs, and where they are from, as JSON.
 
     {"subject": "generation at 2,048", "contestant": "polarlm balanced", "quantity": "tokens/s", "runs": [98.1, 97.4]}
-
-`old_results` reads what older versions have written.
 """
 
 from __future__ import annotations
@@ -179,16 +177,11 @@ class Result:
 
 
 def read(path: Path) -> Result:
-    """The result of a file, of this version or an older one. Raises OSError, ValueError or KeyError."""
-    from polarlm.bench.old_results import rows_of
-
+    """The result of a file. Raises OSError, ValueError, KeyError or TypeError."""
     measured: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     result = Result({name: value for name, value in measured.items() if name != "rows"})
-    for row in measured.get("rows", ()):
-        if "quantity" in row:
-            result.add(**row)
-    if not any(True for _ in result.rows()):
-        rows_of(measured, result)
+    for row in measured["rows"]:
+        result.add(**row)
     return result
 
 
