@@ -13,6 +13,7 @@ struct DeltaHeads {
     }
     __device__ __forceinline__ bool is_first(int head) const { return member(key_of(head), 0) == head; }
 
+    __device__ __forceinline__ int first_channel() const { return 0; }  // of a row
     __device__ __forceinline__ int channels() const { return 2 * keys * KEY_DIM + values * VALUE_DIM; }
     __device__ __forceinline__ int query(int key) const { return key * KEY_DIM; }
     __device__ __forceinline__ int key(int key) const { return (keys + key) * KEY_DIM; }
@@ -30,7 +31,7 @@ struct Mamba2Heads : DeltaHeads {
     __device__ __forceinline__ int query(int key) const { return values * VALUE_DIM + (keys + key) * KEY_DIM; }
 
     __device__ __forceinline__ int first_channel() const { return values * VALUE_DIM; }  // after z
-    __device__ __forceinline__ int step(int head) const { return first_channel() + channels() + head; }
+    __device__ __forceinline__ int decay(int head) const { return first_channel() + channels() + head; }
 };
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }

@@ -42,7 +42,7 @@ mamba2_blocks_kernel(float *y, float *queries, float *largest, float *decayed_ke
         const int head = heads.member(key_head, first_member + i);
         const float own_decay = decay[head], own_bias = dt_bias[head];
         const auto step = [&](int token) {
-            return softplus(steps[(token - low) * pitch + heads.step(head)] + own_bias);
+            return softplus(steps[(token - low) * pitch + heads.decay(head)] + own_bias);
         };
         add_decays(
             kept_decays + head * BLOCK, low, high, [&](int token) { return own_decay * step(token); },

@@ -117,7 +117,7 @@ class RecurrentOps(Protocol):
             u = β (v − exp(g) Sᵀk),   S ← exp(g) S + k uᵀ,   y = A^-½ Sᵀq
 
         and the result is RMSNorm(y) · silu(z).
-        CUDA: gated_delta for a step; delta_blocks, delta_scan, delta_results and delta_inputs for a prompt.
+        CUDA: delta_step for a step; delta_blocks, delta_scan, delta_results and delta_inputs for a prompt.
         """
 
     def channel_delta(self, projected: Array, decays: Array, gates: Array, w: DeltaWeights, rows: SlotRows) -> Array:
@@ -141,7 +141,7 @@ class RecurrentOps(Protocol):
             S ← exp(w.decay Δ) S + B (Δ x)ᵀ,   y = SᵀC + w.skip x
 
         and the result is RMSNorm(y · silu(z)), normalized in Q parts.
-        CUDA: mamba2 for a step; mamba2_blocks, delta_scan and delta_inputs for a prompt; mamba2_results for both.
+        CUDA: delta_step for a step; mamba2_blocks, delta_scan and delta_inputs for a prompt; mamba2_results for both.
         """
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:

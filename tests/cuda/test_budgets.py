@@ -161,16 +161,16 @@ def _moves(instruction: Instruction) -> bool:
 DELTA, MAMBA2 = DeltaSizes(128, 128, 64, 4), Mamba2Sizes(128, 64, 64, 4)
 MAMBA2_56B = Mamba2Sizes(256, 64, 64, 4)
 RECURRENT_BUDGETS = [
-    ("gated_delta", DELTA.step(1), 63, None),
-    ("gated_delta", DELTA.step(16), 62, None),
+    ("delta_step", DELTA.step(1), 63, None),
+    ("delta_step", DELTA.step(16), 62, None),
     ("advance_delta", DELTA.advance(), 115, None),
     ("delta_blocks", DELTA.blocks(), 131, 1.43),
     ("delta_scan", DELTA.scan(16, 132, 228 << 10), 150, 6.0),
     ("delta_scan", DELTA.scan(48, 132, 228 << 10), 173, 4.222),
-    ("mamba2", MAMBA2.step(1), 64, None),
+    ("delta_step", MAMBA2.step(1), 64, None),
     ("mamba2_blocks", MAMBA2.blocks(), 108, 1.203),
     ("delta_scan", MAMBA2.scan(128, 132, 228 << 10), 193, 3.944),
-    ("mamba2", MAMBA2_56B.step(16), 64, None),
+    ("delta_step", MAMBA2_56B.step(16), 64, None),
     ("mamba2_blocks", MAMBA2_56B.blocks(), 104, 1.2),
     ("delta_scan", MAMBA2_56B.scan(256, 132, 228 << 10), 152, 6.0),
 ]

@@ -114,10 +114,10 @@ def test_a_conversation_launches_nothing_unexpected(
 @pytest.mark.parametrize(
     ("fixture", "kernels"),
     [
-        ("qwen3_5_tied", "gated_delta delta_scan"),
+        ("qwen3_5_tied", "delta_step delta_scan"),
         ("kimi_linear_nope", "channel_delta"),
-        ("granite_hybrid_tied", "mamba2 delta_scan"),
-        ("nemotron_h_experts", "mamba2 delta_scan"),
+        ("granite_hybrid_tied", "delta_step delta_scan"),
+        ("nemotron_h_experts", "delta_step delta_scan"),
     ],
 )
 def test_a_conversation_of_a_hybrid_launches_nothing_unexpected(tmp_path: Path, fixture: str, kernels: str) -> None:

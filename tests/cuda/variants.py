@@ -379,7 +379,7 @@ def _delta() -> dict[str, list[Variant]]:
         sizes.check()
         is_mamba2 = isinstance(sizes, Mamba2Sizes)
         configs = [
-            *(("mamba2" if is_mamba2 else "gated_delta", sizes.step(rows)) for rows in (1, STEP_ROWS)),
+            *(("delta_step", sizes.step(rows)) for rows in (1, STEP_ROWS)),
             ("advance_delta", sizes.advance()),
             ("mamba2_blocks" if is_mamba2 else "delta_blocks", sizes.blocks()),
             *(("delta_scan", sizes.scan(heads, 132, 228 << 10)) for heads in ((48, 128) if is_mamba2 else (16, 48))),

@@ -95,7 +95,7 @@ class DeltaSizes:
         return threads_for(max(columns * -(-self.key_dim // _THREAD_ROWS), self.block // 4), _STEP_THREADS)
 
     def step(self, most_rows: int) -> LaunchConfig:
-        """The launch of gated_delta, or of mamba2, for at most `most_rows` rows of a sequence."""
+        """The launch of delta_step for at most `most_rows` rows of a sequence."""
         rows, threads = step_rows(most_rows), self._matrix_threads()
         columns, tokens = self.value_dim // 4, self.block // 4
         groups, key_groups = (min(threads // width, self.key_dim) for width in (columns, tokens))
@@ -103,7 +103,8 @@ class DeltaSizes:
         sums = products * max(groups * self.value_dim, key_groups * self.block)
         row_floats = 2 * self.key_dim + 2 * self.value_dim + 1
         shared = _FLOAT * (sums + rows * row_floats + (products + 1) * self.block)
-        return LaunchConfig({**self.defines, "MOST_ROWS": rows, "THREADS": threads, "SHARED": shared}, threads, shared)
+        own = {"READS": int(self.reads), "MOST_ROWS": rows, "THREADS": threads, "SHARED": shared}
+        return LaunchConfig({**self.defines, **own}, threads, shared)
 
     def advance(self) -> LaunchConfig:
         threads, by_channel = self._matrix_threads(), int(isinstance(self, ChannelSizes))
@@ -258,9 +259,9 @@ class RecurrentOps(DeviceOps):
             for part in _parts(y, projected, rows):
                 self._add_delta_rows(part, w)
             return y
-        weights, numbers = (w.conv, w.decay, w.dt_bias, w.norm), (key_heads, int(w.tiled), float(w.eps))
+        weights, numbers = (w.conv, None, w.decay, w.dt_bias, w.norm, None), (key_heads, int(w.tiled), float(w.eps))
         args = y, *_step_state(slots), projected, *weights, spans, row_stride(projected), *numbers
-        self._launch("gated_delta", (heads, len(spans)), DeltaSizes.from_slots(slots).step(_span_rows(spans, y)), *args)
+        self._launch("delta_step", (heads, len(spans)), DeltaSizes.from_slots(slots).step(_span_rows(spans, y)), *args)
         return y
 
     def channel_delta(self, projected: Array, decays: Array, gates: Array, w: DeltaWeights, rows: SlotRows) -> Array:
@@ -291,9 +292,9 @@ class RecurrentOps(DeviceOps):
         pitch, size = row_stride(projected), inner // groups
         if ends is None:
             config = Mamba2Sizes.from_slots(slots).step(_span_rows(spans, y))
-            weights = w.conv, w.bias, w.decay, w.dt_bias, w.skip
-            args = y, *_step_state(slots), projected, *weights, spans, pitch, groups
-            self._launch("mamba2", (len(w.skip), len(spans)), config, *args)
+            weights = w.conv, w.bias, w.decay, w.dt_bias, None, w.skip
+            args = y, *_step_state(slots), projected, *weights, spans, pitch, groups, 0, 0.0
+            self._launch("delta_step", (len(w.skip), len(spans)), config, *args)
         else:
             for part in _parts(y, projected, rows):
                 self._add_mamba2_rows(part, w)
