@@ -47,6 +47,10 @@ FORMER_SETTINGS = {
         ("kv_events", "kv_events_topic"),
         "there are no messages for routers; one that hashes a header, as nginx does, keeps a conversation on a server",
     ),
+    **dict.fromkeys(
+        ("typical_p", "dynatemp_range", "dynatemp_exponent", "mirostat", "mirostat_tau", "mirostat_eta"),
+        "there is no such sampler; top_n_sigma, min_p and XTC are there",
+    ),
     "tile_cache": "weights are packed at each start; leave it out",
 }
 """Settings that have been removed, by their names in Python → what to do instead."""

@@ -55,14 +55,8 @@ class SamplingKeywords(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     top_n_sigma: float
-    typical_p: float
     xtc_probability: float
     xtc_threshold: float
-    dynatemp_range: float
-    dynatemp_exponent: float
-    mirostat: int
-    mirostat_tau: float
-    mirostat_eta: float
     repeat_penalty: float | None
     presence_penalty: float
     frequency_penalty: float

@@ -19,7 +19,7 @@ _LOGPROBS = (
     f"None, or a whole number from 0 to {limits.MOST_LOGPROBS}",
 )
 _PENALTY = Numbers(-1e3, 1e3), "a number from -1000 to 1000"
-_SHARE, _AMOUNT = (Numbers(0, 1), "a number from 0 to 1"), (Numbers(0, 1e3), "a number from 0 to 1000")
+_SHARE = Numbers(0, 1), "a number from 0 to 1"
 _WHOLE = Numbers(0, whole=True), "a whole number from 0 up"
 
 
@@ -104,15 +104,6 @@ class SamplingParams(Settings):
         metavar="N",
         help="drop tokens more than N standard deviations of the logits below the best; 0 and less are off",
     )
-    typical_p: float = option(
-        1.0,
-        (Numbers(1e-9, 1), "a number above 0 and at most 1"),
-        "--typical",
-        "--typical-p",
-        json=("typical", "typ_p", "typical_p"),
-        metavar="P",
-        help="keep the tokens of probability P together that surprise as much as the average; 1 is off",
-    )
     xtc_probability: float = option(
         0.0,
         _SHARE,
@@ -123,24 +114,6 @@ class SamplingParams(Settings):
     xtc_threshold: float = option(
         0.1, _SHARE, "--xtc-threshold", metavar="P", help="least probability of tokens for XTC; above 0.5 is off"
     )
-    dynatemp_range: float = option(
-        0.0, _AMOUNT, "--dynatemp-range", metavar="R", help="temperatures from T - R to T + R, by entropy; 0 is off"
-    )
-    dynatemp_exponent: float = option(
-        1.0, _AMOUNT, "--dynatemp-exp", metavar="X", help="the power of the entropy by which the temperature grows"
-    )
-    mirostat: int = option(
-        0,
-        (lambda value: Numbers(whole=True)(value) and value in (0, 2), "0 (off) or 2: of Mirostat, this is version 2"),
-        "--mirostat",
-        json=("mirostat_mode", "mirostat"),
-        metavar="N",
-        help="2: Mirostat 2 in place of the samplers from top-n-sigma to XTC; 0 is off",
-    )
-    mirostat_tau: float = option(
-        5.0, _AMOUNT, "--mirostat-ent", metavar="N", help="the surprise of a token that Mirostat aims at, in bits"
-    )
-    mirostat_eta: float = option(0.1, _AMOUNT, "--mirostat-lr", metavar="N", help="how fast Mirostat learns")
     repeat_penalty: float | None = option(
         None,
         (Numbers(1e-3, 1e3, optional=True), "a positive number; 1 is off"),

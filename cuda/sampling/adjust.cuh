@@ -13,9 +13,9 @@ struct __align__(16) Params {
     double presence, frequency;
 };
 
-// Samplers besides top-k, top-p, min-p and temperature; off: 0, 1, above 0.5 and 0. xtc is the threshold.
+// Samplers besides top-k, top-p, min-p and temperature; off: 0 and above 0.5. xtc is the threshold.
 struct __align__(16) Shape {
-    float sigma, typical, xtc, range, exponent, unused[3];
+    float sigma, xtc, unused[2];
 };
 
 struct Lists {

@@ -241,7 +241,7 @@ __device__ __forceinline__ int draw(Row &row, const Part *parts, const Params &p
         sum_before(counts ? Mass(double(own_mass) * double(exp2_fast(difference * masses.rate))) : 0, total);
     }
     const int id = draw_from_list(row, p, top_k, least, gather(row, parts, least), total);
-    return id < 0 ? draw_from_row(row, p, top_k) : id;
+    return id < 0 ? draw_from_row(row, p, nullptr, top_k) : id;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -279,6 +279,6 @@ sample_shaped_kernel(int *ids, const float *logits, const int *draws, int V, lon
     const Lists lists = lists_of(draws, p);
     logits += blockIdx.x * stride;
     const Row row = {logits, lists.mask, V, id_bits(V), logits[greedy], key(logits[greedy])};
-    const int id = draw_shaped(row, p, *lists.shape, top_k);
+    const int id = draw_from_row(row, p, lists.shape, top_k);
     if (threadIdx.x == 0) ids[blockIdx.x] = id;
 }

@@ -1,5 +1,4 @@
-// The draw by one block that reads the whole row, several times: for rows whose last rank is not among the best tokens.
-// Part of sample.cu.
+// What one block finds by reading a whole row, several times. Part of sample.cu.
 //
 // The last rank is found by radix selection: for one digit after the other, a histogram of the digit, then the bin in
 // which the count (top-k) or the mass (top-p, the draw) is reached.
@@ -10,7 +9,7 @@ static_assert(1 << DIGIT == THREADS && 3 * THREADS <= BINS, "a thread has a bin,
 struct Kept {
     Rank last;
     float floor;  // least logit - best
-    Rank first;   // 0 without typical-p and XTC
+    Rank first;   // 0 without XTC
 
     __device__ __forceinline__ bool holds(float difference, Rank rank) const {
         return rank <= last && difference >= floor && rank >= first;
@@ -92,15 +91,4 @@ __device__ __noinline__ Rank descend(Kept keeps, float rate, Mass target) {
 
 __device__ __forceinline__ Rank cut_row(Kept keeps, float rate, float share, bool more) {
     return descend(keeps, rate, target_of(measure(keeps, rate), share, more));
-}
-
-__device__ __forceinline__ int draw_from_row(const Row &row, const Params &p, int top_k) {
-    __syncthreads();
-    if (threadIdx.x == 0) s.row = row;
-    __syncthreads();
-    Kept keeps = {NONE, NEGATIVE_INFINITY, 0};
-    if (top_k) keeps.last = descend(keeps, 0.0f, top_k - 1);
-    if (p.top_p < 1.0f) keeps.last = cut_row(keeps, LOG2_E, p.top_p, false);
-    if (p.min_p > 0.0f) keeps.floor = logf(p.min_p);
-    return row.id(cut_row(keeps, rate_of(p.temperature), p.uniform, true));
 }

@@ -41,12 +41,15 @@ IGNORED: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("--embedding", "--embeddings", "--reranking", "--rerank"): ("", "the server does what its model is for"),
     ("--draft-min", "--draft-n-min"): ("N", "a draft is as long as pays most"),
     ("--spec-ngram-size-n",): ("N", "ngram-simple looks for the newest 4 tokens"),
+    ("--typical", "--typical-p"): ("N", "there is no typical-p"),
+    ("--dynatemp-range", "--dynatemp-exp"): ("N", "there is no dynamic temperature"),
+    ("--mirostat", "--mirostat-lr", "--mirostat-ent"): ("N", "there is no Mirostat"),
 }
 """llama.cpp's flags that have no effect here: names → the name of the value (empty for a switch), and why."""
 WITHOUT_EFFECT = {name: reason for names, (_, reason) in IGNORED.items() for name in names}
 _VALUED = {name for names, (value, _) in IGNORED.items() if value for name in names}
 _SHORT = 6  # letters: of a shorter word, more have to be alike, or --nope were meant to be --top-p
-_IGNORED_VALUE = re.compile(r"-?\d+|on|off|auto|all", re.IGNORECASE)
+_IGNORED_VALUE = re.compile(r"-?\d+(\.\d*)?|\.\d+|on|off|auto|all", re.IGNORECASE)
 
 
 def check_that(holds: Callable[[Any], bool], sentence: str) -> Check:

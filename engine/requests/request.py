@@ -192,9 +192,8 @@ class Request:
             self._end_ids |= self.tokenizer.eos_ids
         limits = self._end_ids, self.tokenizer, self.vocabulary, self.constraint
         self.sampler = Sampler(self.sequence, self.params, self.sampling, *limits)
-        self.begins_ahead = self.params.logprobs is None and not self.sampling.mirostat
-        """Whether the next step may start before this token is known: not with logprobs or Mirostat, whose logits it
-        overwrites."""
+        self.begins_ahead = self.params.logprobs is None
+        """Whether the next step may start before this token is known: not with logprobs, whose logits it overwrites."""
         self._last_length = len(self.sequence.prompt) + self.sequence.max_tokens  # of the ids
         self._logprobs: list[TokenLogprob] = []  # of the answer's tokens, if it can be replayed
 

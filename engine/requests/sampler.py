@@ -13,7 +13,7 @@ from polarlm.engine.params import SamplingParams
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint, checked_mask, only_token
 from polarlm.engine.sampling.dry import Dry
-from polarlm.engine.sampling.sample import Mirostat, SamplerInput, Sampling, greedy
+from polarlm.engine.sampling.sample import SamplerInput, Sampling, greedy
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import Tokenizer
 
@@ -51,15 +51,11 @@ class Sampler:
 
             self._dry = Dry(sampling, text_of, len(sequence.prompt), sequence.text_from)
             self._dry.read(sequence.ids)  # here, outside the engine's lock
-        self._mirostat: Mirostat | None = None
-        if sampling.mirostat:
-            self._mirostat = Mirostat(sampling.mirostat_tau, sampling.mirostat_eta, 2 * sampling.mirostat_tau)
         self.none = greedy(self._vocabulary)
         """The sampler input of a row whose next token is known: the result only says if the row's logits are finite."""
-        is_free = constraint is None and self._dry is None and not sampling.banned_sequences
-        self.reach_ahead = is_free and self._mirostat is None
-        """Whether tokens can be sampled after others that are not in `sequence` yet: not with a constraint, DRY,
-        Mirostat or sequences that the model must not write."""
+        self.reach_ahead = constraint is None and self._dry is None and not sampling.banned_sequences
+        """Whether tokens can be sampled after others that are not in `sequence` yet: not with a constraint, DRY or
+        sequences that the model must not write."""
 
     @cached_property
     def _rng(self) -> np.random.Generator:
@@ -80,7 +76,7 @@ class Sampler:
         sampling = self._sampling if self._is_constant else self._sampling_after(after)
         allowed = self._mask if self._has_mask else self._allowed_tokens()
         numbers, logprobs = self._numbers, self._params.logprobs
-        return SamplerInput(sampling, recent, numbers[count], self._vocabulary, logprobs, dry, allowed, self._mirostat)
+        return SamplerInput(sampling, recent, numbers[count], self._vocabulary, logprobs, dry, allowed)
 
     def only_token(self) -> int | None:
         """Return the next token if the constraint allows only one; None if it must be sampled or none is allowed."""
@@ -97,8 +93,6 @@ class Sampler:
         else:
             self._rng.random()
         self._has_mask = self._constraint is None
-        if self._mirostat is not None:
-            self._mirostat.advance()
 
     def _sampling_after(self, after: Sequence[int] = ()) -> Sampling:
         generated = self._sequence.generated + len(after)

@@ -1,7 +1,6 @@
-"""Sampling of the next token: functions of logits (V,) float32, pure but for Mirostat's state.
+"""Sampling of the next token: pure functions of logits (V,) float32.
 
-The order is llama.cpp's: bias, penalties, DRY, mask, top-n-sigma, top-k, typical-p, top-p, min-p, XTC, temperature,
-draw. With Mirostat: bias, penalties, DRY, mask, temperature, Mirostat, draw.
+A bias is added before the samplers of `CHAIN`, and a constraint's mask follows DRY.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ from polarlm.engine.params import FALLBACKS, SamplingParams
 from polarlm.engine.sampling.constraints import allowed_bits
 from polarlm.model_loaders import elementary
 from polarlm.model_loaders.config import GenerationDefaults
-from polarlm.model_loaders.forks import cached_property
 
 NEWEST = -1  # in `SamplerInput.recent`: the input token of the row that the draw is from
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
 
-CHAIN = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
-"""The samplers in order, under llama-server's names."""
+CHAIN = ("penalties", "dry", "top_n_sigma", "top_k", "top_p", "min_p", "xtc", "temperature")
+"""The samplers in order, which is llama.cpp's, under llama-server's names."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,8 @@ class Sampling:
     dry_penalty_last_n: int = -1
     dry_sequence_breakers: Sequence[str] = ()
     top_n_sigma: float = 0.0
-    typical_p: float = 1.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-    dynatemp_range: float = 0.0
-    dynatemp_exponent: float = 1.0
-    mirostat: int = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
     banned_first: tuple[int, ...] = ()
     banned_sequences: tuple[tuple[int, ...], ...] = ()
 
@@ -67,11 +59,10 @@ class Sampling:
         """Whether repetitions are penalised."""
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
-    @cached_property
+    @property
     def is_shaped(self) -> bool:
-        """Whether a sampler besides top-k, top-p, min-p, temperature and Mirostat is on."""
-        is_cut = self.top_n_sigma > 0 or self.typical_p < 1 or self.dynatemp_range > 0
-        return is_cut or (self.xtc_probability > 0 and self.xtc_threshold <= 0.5)
+        """Whether top-n-sigma or XTC is on."""
+        return self.top_n_sigma > 0 or (self.xtc_probability > 0 and self.xtc_threshold <= 0.5)
 
     def xtc(self, uniform: float) -> tuple[float, bool]:
         """The random number of the draw, and whether XTC drops tokens: one number decides both. Within the numbers that
@@ -80,11 +71,6 @@ class Sampling:
         if uniform < chance:
             return uniform / chance, True
         return (uniform - chance) / (1 - chance), False
-
-
-WITHOUT_CUTS = {"top_n_sigma": 0.0, "top_k": 0, "typical_p": 1.0, "top_p": 1.0, "min_p": 0.0}
-WITHOUT_CUTS |= {"xtc_probability": 0.0, "dynatemp_range": 0.0}
-"""The options that Mirostat is in the place of, and the values that turn them off."""
 
 
 def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: int | None = None) -> Sampling:
@@ -101,8 +87,6 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: in
     for name, fallback in FALLBACKS.items():
         value = getattr(params, name)
         values[name] = model_values.get(name, fallback) if value is None else value
-    if params.mirostat:
-        values |= WITHOUT_CUTS
     others = (field.name for field in fields(Sampling) if field.name not in values)
     return Sampling(**{name: getattr(params, name) for name in others}, **values)
 
@@ -137,30 +121,6 @@ class SamplerInput:
     )
     dry: Penalties | None = None  # on tokens that would continue a repetition
     allowed: np.ndarray | None = None  # (ceil(vocabulary / 32),) uint32: bit v % 32 of word v // 32 allows token v
-    mirostat: Mirostat | None = None  # learns how much the drawn token surprises; None if it is off
-
-
-@dataclass
-class Mirostat:
-    """Mirostat 2 of one request: tokens that surprise by more than `limit` bits are dropped, and each token moves the
-    limit, so that the surprise stays near a target.
-
-    Basu et al., https://arxiv.org/abs/2007.14966, as llama.cpp has it.
-    """
-
-    target: float  # tau
-    rate: float  # eta
-    limit: float  # mu
-    surprise: float = 0.0  # of the token that was drawn last, in bits, among those kept; 0 for one that was not drawn
-
-    def cut(self, probabilities: np.ndarray) -> int:
-        """How many tokens are kept: one at least. probabilities: (n,), largest first."""
-        with np.errstate(divide="ignore"):
-            return max(1, int(np.count_nonzero(-elementary.log(probabilities) <= self.limit * math.log(2))))
-
-    def advance(self) -> None:
-        self.limit -= self.rate * (self.surprise - self.target)
-        self.surprise = 0.0
 
 
 _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
@@ -228,19 +188,17 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
             raise nothing_left(sampler_input)
     if params.top_k == 1 or (params.temperature == 0 and not params.is_shaped):
         return best if tokens is None else int(tokens[best])
-    ids = _best(logits, params.top_k)
+    ids = _best(logits, params.top_k)  # sorted, so that each sampler but XTC keeps the first ones: in any order
     candidates = logits[ids].astype(np.float64)
     uniform, is_xtc = params.xtc(sampler_input.uniform)
     if params.is_shaped:
-        kept = candidates > -math.inf
-        if params.top_n_sigma > 0:
-            kept &= candidates >= candidates[0] - params.top_n_sigma * logits[logits > -math.inf].std(dtype=np.float64)
-        if params.typical_p < 1:
-            kept[kept] = _typical(candidates[kept], params.typical_p)
-        ids, candidates = ids[kept], candidates[kept]
+        candidates = candidates[candidates > -math.inf]  # XTC may leave the last one alone
+    if params.top_n_sigma > 0:
+        deviation = logits[logits > -math.inf].std(dtype=np.float64)
+        candidates = candidates[candidates >= candidates[0] - params.top_n_sigma * deviation]
     probabilities = elementary.exp(candidates - candidates[0])
     probabilities /= probabilities.sum()
-    count, first = len(ids), 0
+    count, first = len(candidates), 0
     if params.top_p < 1:
         count = int(np.searchsorted(np.cumsum(probabilities), params.top_p)) + 1
     count = min(count, int(np.count_nonzero(probabilities >= params.min_p * probabilities[0])))
@@ -248,17 +206,12 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
         least = params.xtc_threshold * probabilities[:count].sum()
         first = max(0, int(np.count_nonzero(probabilities[:count] >= least)) - 1)
     candidates = candidates[first:count]
-    temperature = _dynamic_temperature(candidates, params) if params.dynatemp_range > 0 else params.temperature
     drawn = 0
-    if temperature > 0:
+    if params.temperature > 0:
         with np.errstate(over="ignore"):  # a temperature close to 0 makes all but the best tokens −inf
-            weights = elementary.exp((candidates - candidates[0]) / temperature)
-        if sampler_input.mirostat is not None:
-            weights = weights[: sampler_input.mirostat.cut(weights / weights.sum())]
+            weights = elementary.exp((candidates - candidates[0]) / params.temperature)
         sums = np.cumsum(weights)
         drawn = int(np.searchsorted(sums, uniform * sums[-1], side="right").clip(max=len(sums) - 1))
-        if sampler_input.mirostat is not None:
-            sampler_input.mirostat.surprise = float(elementary.log(sums[-1] / weights[drawn])) / math.log(2)
     token = ids[first + drawn]
     return int(token if tokens is None else tokens[token])
 
@@ -297,28 +250,6 @@ def _best(logits: np.ndarray, count: int) -> np.ndarray:
         larger = np.flatnonzero(logits > least)
         ids = np.sort(np.concatenate([larger, np.flatnonzero(logits == least)[: count - len(larger)]]))
     return ids[np.argsort(-logits[ids], kind="stable")]
-
-
-def _typical(logits: np.ndarray, share: float) -> np.ndarray:
-    """Of logits (n,) float64, which are kept: those whose surprise is nearest to the entropy, of more probability than
-    `share` together. Equally near ones are kept together."""
-    logprobs = log_softmax(logits)
-    probabilities = elementary.exp(logprobs)
-    distances = np.abs(logprobs - (probabilities * logprobs).sum())
-    order = np.argsort(distances, kind="stable")
-    last = int(np.searchsorted(np.cumsum(probabilities[order]), share, side="right").clip(max=len(order) - 1))
-    kept: np.ndarray = distances <= distances[order[last]]
-    return kept
-
-
-def _dynamic_temperature(logits: np.ndarray, params: Sampling) -> float:
-    """The temperature for logits (n,) float64: it grows with their entropy, relative to the largest of n tokens."""
-    if len(logits) == 1:
-        return params.temperature
-    logprobs = log_softmax(logits)
-    entropy = max(0.0, float(-(elementary.exp(logprobs) * logprobs).sum())) / float(elementary.log(len(logits)))
-    low, high = max(0.0, params.temperature - params.dynatemp_range), params.temperature + params.dynatemp_range
-    return low + (high - low) * float(entropy**params.dynatemp_exponent)
 
 
 # -- log-probabilities -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from polarlm.engine.limits import MOST_DRAFTED, PENALTY_WINDOW
 from polarlm.engine.params import OPTIONS
-from polarlm.engine.sampling.sample import CHAIN, WITHOUT_CUTS
+from polarlm.engine.sampling.sample import CHAIN
 from polarlm.server.reading.values import Body, describe, is_empty, is_number, unquote
 
 MODEL_FIELDS = ("model", "name", "verbose", "system", "template", "options")  # of a body that names a model
@@ -69,9 +69,6 @@ def field_warnings(body: Body) -> list[tuple[str, str]]:
     """The fields, of `requested_fields`, that are not done as they ask, each with a sentence that names it."""
     ignored = [FIELDS[name] for name in body if name in FIELDS and FIELDS[name].treatment == "ignored"]
     sentences = [(field.name, f"{field.name} is ignored: {field.sentence}") for field in ignored]
-    if unquote(body.get("mirostat", body.get("mirostat_mode"))) == 2:
-        replaced = [field for name in WITHOUT_CUTS for field in OPTIONS[name]["json"] or (name,) if field in body]
-        sentences += [(field, f"{field} is ignored: mirostat is in its place") for field in replaced]
     for name, most in CAPS.items():
         if name in body and cap(name, body[name]) != body[name]:
             sentences.append(
@@ -124,9 +121,8 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 _ALIASES = {"temp": "temperature", "nucleus": "top_p", **{name.replace("_", "-"): name for name in CHAIN}}
-_ALIASES |= {"typical": "typ_p", "typical_p": "typ_p"}
 _INACTIVE_SAMPLERS = ("infill", "adaptive_p")
-_OPTIONAL = {"top_n_sigma": "top_n_sigma", "typ_p": "typical_p", "xtc": "xtc_probability"}
+_OPTIONAL = {"top_n_sigma": "top_n_sigma", "xtc": "xtc_probability"}
 """Samplers that are off unless a field asks for them."""
 
 
@@ -148,7 +144,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "top_n_sigma": Rule("0 or less", lambda value, _: is_number(value) and value <= 0),
     "adaptive_target": Rule("below 0", lambda value, _: is_number(value) and value < 0),
-    "samplers": Rule("llama-server's own order", _is_default_order),
+    "samplers": Rule("this server's own order", _is_default_order),
     "add_special_tokens": Rule(
         "`true` for a prompt, `false` for messages", lambda value, body: value is ("prompt" in body)
     ),
@@ -175,3 +171,6 @@ FIELDS: Mapping[str, Field] = {
     for standing, rows in json.loads(Path(__file__).with_name("fields.json").read_text(encoding="utf-8")).items()
     for name, (apis, says, *neutral) in rows.items()
 }
+
+ABSENT_SAMPLERS = tuple(name for name, field in FIELDS.items() if field.sentence == "this server has no such sampler")
+"""Fields of samplers that other programs have; every API warns of them."""

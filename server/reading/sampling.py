@@ -11,7 +11,7 @@ from polarlm.engine import SamplingParams
 from polarlm.engine.limits import MOST_LOGPROBS, Numbers, complaint
 from polarlm.engine.params import OPTIONS, SAMPLING
 from polarlm.server.reading.constraints import read_constraint
-from polarlm.server.reading.fields import cap
+from polarlm.server.reading.fields import ABSENT_SAMPLERS, cap
 from polarlm.server.reading.values import (
     LARGEST,
     BadRequest,
@@ -105,7 +105,6 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "min_tokens": _at_least(0),
     "reasoning_budget": _at_least(-1),
     "seed": _seed,
-    "mirostat": _whole,
     "stop": _texts,
     "dry_sequence_breakers": _texts,
     "stop_token_ids": _ids,
@@ -131,6 +130,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
 EXTENSIONS = (
     *(field for field, (name, _) in _FIELDS.items() if field == name),
     *("reasoning_budget_tokens", "cache_prompt", "cache_salt", "pack", "priority", "replayable"),
+    *ABSENT_SAMPLERS,
 )
 """Fields that every API takes under these names, unless it has a name of its own for them."""
 

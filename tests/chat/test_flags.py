@@ -177,6 +177,7 @@ def test_words_are_the_model_and_the_prompt_wherever_they_stand():
         "x.gguf -n 3 Hi",
         "-n 3 -fa x.gguf Hi",
         "-fa on --jinja x.gguf -n 3 Hi",
+        "--mirostat-lr 0.1 x.gguf -n 3 Hi",
     ):
         words = text.split()
         engine, sampling, chat = read_command_line(words)

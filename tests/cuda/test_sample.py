@@ -75,7 +75,7 @@ WIDE = [
     (replace(PLAIN, temperature=0.0), 3.0),
     (replace(PLAIN, top_k=3000, top_p=near(0.99)), 1.0),  # the list of the best tokens does not suffice
     (replace(PLAIN, top_p=near(0.95)), 0.1),
-    (replace(PLAIN, top_n_sigma=near(1.1), typical_p=near(0.6), dynatemp_range=0.5), 3.0),
+    (replace(PLAIN, top_n_sigma=near(1.1), top_p=near(0.9)), 3.0),
     (replace(PLAIN, xtc_probability=near(0.5), xtc_threshold=near(0.01), min_p=near(0.001)), 5.0),
 ]
 

@@ -23,7 +23,7 @@ from polarlm.engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.params import SamplingParams
-from polarlm.engine.sampling.sample import Mirostat, Penalties, Sampled, SamplerInput, Sampling, resolve
+from polarlm.engine.sampling.sample import Penalties, Sampled, SamplerInput, Sampling, resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda.emulated import DeviceArray, EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import model_of
@@ -74,14 +74,13 @@ class Row:
         return {i: p for i, p in distribution(x, plain, [], slack).items() if x[i] > -math.inf}
 
 
-# What the host works out: `SamplerInput.dry` and `SamplerInput.mirostat`, and tokens of `SamplerInput.allowed`.
-ON_HOST = re.compile(r"(dry|mirostat|banned)(_|$)")
+# What the host works out: `SamplerInput.dry`, and tokens of `SamplerInput.allowed`.
+ON_HOST = re.compile(r"(dry|banned)(_|$)")
 
 
 def test_every_field_reaches_the_device_or_is_worked_out_on_the_host() -> None:
     """A sampling option that the table lacks would have no effect on a GPU."""
-    shaped = {"top_n_sigma": 1.0, "typical_p": 0.9, "xtc_probability": 0.5, "dynatemp_range": 0.5}
-    chain = Sampling(0.8, 40, 0.95, 0.05, 1.1, 0.1, 0.1, {3: 1.0}, **shaped)
+    chain = Sampling(0.8, 40, 0.95, 0.05, 1.1, 0.1, 0.1, {3: 1.0}, top_n_sigma=1.0, xtc_probability=0.5)
 
     def packed(one: Sampling) -> bytes:
         return pack_sampler_inputs([SamplerInput(one, [5], 0.2, V)]).table.tobytes()
@@ -98,11 +97,8 @@ SAMPLERS: dict[str, Callable[[np.random.Generator], float]] = {
     "top_p": lambda rng: near(rng.uniform(0.01, 1)),
     "min_p": lambda rng: near(rng.uniform(0.01, 1)),
     "top_n_sigma": lambda rng: near(rng.uniform(0.1, 2.5)),
-    "typical_p": lambda rng: near(rng.uniform(0.01, 1)),
     "xtc_probability": lambda rng: 1.0,
     "xtc_threshold": lambda rng: near(rng.uniform(0, 0.4)),
-    "dynatemp_range": lambda rng: float(rng.choice([0.25, 2.0])),
-    "dynatemp_exponent": lambda rng: float(rng.choice([0.5, 2.0])),
     "repeat_penalty": lambda rng: float(rng.choice([0.5, 2.0, 4.0])),
     "presence_penalty": lambda rng: float(rng.choice([-1.0, 0.5])),
     "frequency_penalty": lambda rng: float(rng.choice([-0.25, 0.5])),
@@ -178,27 +174,6 @@ def test_tokens_equal_those_of_the_reference_sampler(backend: str, batch: list[R
         places = [row.uniform * edges[-1] + off for off in (-NEAR, 0, NEAR)]
         among = np.searchsorted(edges, places, side="right").clip(0, len(edges) - 1)
         assert token in [list(expected)[i] for i in among]
-
-
-def test_mirostats_state_follows_its_own_row(ops: Ops, rng: np.random.Generator) -> None:
-    """The row between them has none, and the last one is broken."""
-    chain = resolve(SamplingParams(mirostat=2, mirostat_tau=3.0, temperature=1), GenerationDefaults())
-    logits = rng.normal(0, 1, (4, V)).astype(np.float32)
-    logits[3, 5] = np.nan
-    states = [Mirostat(3.0, 0.5, 6.0) for _ in range(3)]
-    one, two, three = (SamplerInput(chain, [], 0.7, V, mirostat=state) for state in states)
-    first, plain, second, broken = sampled(
-        ops, logits, [one, asking(temperature=0, repeat_penalty=1), replace(two, logprobs=0), three]
-    )
-    assert isinstance(broken, EngineError)
-    assert isinstance(second, TokenLogprob)
-    assert plain == logits[1].argmax()
-    for token, row, state in ((first, logits[0], states[0]), (second.id, logits[2], states[1])):
-        weights = np.exp(row.astype(np.float64))
-        p = np.sort(weights / weights.sum())[::-1]
-        kept = p[: max(1, (-np.log2(p) <= 6.0).sum())].sum() * weights.sum()
-        assert 0 < weights[token] < kept
-        assert state.surprise == pytest.approx(math.log2(kept / weights[token]))
 
 
 @pytest.mark.parametrize("asked", ["logit_bias", "dry", "all"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,23 +94,6 @@ def test_preemption_does_not_change_answers(tiny_path: Path, monkeypatch, type: 
         assert any(preempted)
         assert None not in preempted
         assert_idle(engine)
-
-
-def test_preemption_keeps_what_mirostat_has_learnt(engine: Engine) -> None:
-    """The state follows 12 tokens, several of which a preempted request computes again. The same seed does it again."""
-    prompt, anew = [*range(5, 45)], PromptOptions(cache_prompt=False)
-    params = SamplingParams(
-        temperature=2, seed=4, max_tokens=24, ignore_eos=True, mirostat=2, mirostat_tau=3, mirostat_eta=0.9
-    )
-    alone = engine.generate(prompt, params, anew)
-    assert engine.generate(prompt, params, anew).token_ids == alone.token_ids
-    for other in ({"mirostat": 0}, {"mirostat_eta": 0.0}):
-        assert engine.generate(prompt, replace(params, **other), anew).token_ids != alone.token_ids
-    chunks = engine.stream(prompt, params, anew)
-    seen = [next(chunks) for _ in range(12)]
-    preempt(engine)
-    seen += chunks
-    assert [token for chunk in seen for token in chunk.token_ids] == list(alone.token_ids)
 
 
 def test_a_preempted_request_does_not_report_progress_again(engine: Engine) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import PENALTY_WINDOW
 from polarlm.engine.params import SamplingParams
-from polarlm.engine.sampling.sample import Mirostat, SamplerInput, Sampling, resolve, sample
+from polarlm.engine.sampling.sample import SamplerInput, Sampling, resolve, sample
 from polarlm.model_loaders.config import GenerationDefaults
 
 V = 12
@@ -45,17 +45,6 @@ def distribution(logits: Sequence[float], s: Sampling, recent: Sequence[int], sl
     if s.top_k:
         order = order[: s.top_k]
     p = softmax([x[i] for i in order])
-    if s.typical_p < 1:
-        entropy = -math.fsum(value * math.log(value) for value in p if value)
-        nearest = sorted((abs(-math.log(max(value, 1e-300)) - entropy), value) for value in p)
-        total, last = 0.0, 0.0
-        for distance, value in nearest:
-            total, last = total + value, distance
-            if total > s.typical_p + slack:
-                break
-        edge = last + abs(slack) + 1e-13
-        order = [i for i, value in zip(order, p, strict=True) if abs(-math.log(max(value, 1e-300)) - entropy) <= edge]
-        p = softmax([x[i] for i in order])
     if s.top_p < 1:
         total, count = 0.0, 0
         while count < len(p) and total < s.top_p + slack:
@@ -67,15 +56,9 @@ def distribution(logits: Sequence[float], s: Sampling, recent: Sequence[int], sl
         p = softmax([x[i] for i in order])
         reached = [i for i, value in zip(order, p, strict=True) if value >= s.xtc_threshold * (1 + slack)]
         order = order[max(len(reached) - 1, 0) :]
-    temperature = s.temperature
-    if s.dynatemp_range > 0 and len(order) > 1:
-        p = softmax([x[i] for i in order])
-        entropy = -math.fsum(value * math.log(value) for value in p if value) / math.log(len(order))
-        low, high = max(0.0, s.temperature - s.dynatemp_range), s.temperature + s.dynatemp_range
-        temperature = low + (high - low) * max(entropy, 0.0) ** s.dynatemp_exponent
-    if temperature == 0:
+    if s.temperature == 0:
         return {order[0]: 1.0}
-    return dict(zip(order, softmax([(x[i] - x[order[0]]) / temperature for i in order]), strict=True))
+    return dict(zip(order, softmax([(x[i] - x[order[0]]) / s.temperature for i in order]), strict=True))
 
 
 def softmax(x: Sequence[float]) -> list[float]:
@@ -92,11 +75,8 @@ settings_of_the_chain = st.fixed_dictionaries(
         "top_p": st.one_of(st.just(1.0), st.floats(0.01, 1)),
         "min_p": st.one_of(st.just(0.0), st.floats(0, 1)),
         "top_n_sigma": st.one_of(st.sampled_from([-1.0, 0.0]), st.floats(0.01, 3)),
-        "typical_p": st.one_of(st.just(1.0), st.floats(0.01, 1)),
         "xtc_probability": st.sampled_from([0.0, 1.0]),
         "xtc_threshold": st.floats(0, 0.6),
-        "dynatemp_range": st.sampled_from([0.0, 0.25, 2.0]),
-        "dynatemp_exponent": st.sampled_from([0.5, 1.0, 2.0]),
         "repeat_penalty": st.sampled_from([1.0, 0.5, 2.0, 4.0]),
         "presence_penalty": st.sampled_from([0.0, -1.0, 0.5]),
         "frequency_penalty": st.sampled_from([0.0, -0.25, 0.5]),
@@ -143,7 +123,7 @@ def test_top_p_is_applied_after_top_k() -> None:
     assert support(even, {"top_k": 0, "top_p": 0.5}) == {0, 1, 2}
 
 
-# Logits of one half, a quarter, and so on. The entropy is 1.37 nats, next to the surprise of the second token.
+# Logits of one half, a quarter, and so on.
 HALVES = [-math.log(2) * i for i in range(1, 9)]
 
 
@@ -152,17 +132,10 @@ HALVES = [-math.log(2) * i for i in range(1, 9)]
     [
         ({"top_n_sigma": 0.5}, {0, 1}),  # of 1.59
         ({"top_n_sigma": 0.5, "top_k": 1}, {0}),
-        ({"typical_p": 0.2}, {1}),
-        ({"typical_p": 0.3}, {0, 1}),
-        ({"typical_p": 0.3, "top_k": 1}, {0}),  # top-k is before it: the entropy is that of one token
-        ({"typical_p": 0.2, "top_p": 0.1}, {1}),  # and top-p behind it
-        ({"typical_p": 0.2, "temperature": 0}, {1}),  # so that the most likely token may be gone
         ({"xtc_probability": 1, "xtc_threshold": 0.2}, {*range(1, 8)}),
         ({"xtc_probability": 1, "xtc_threshold": 0.2, "temperature": 0}, {1}),
         ({"xtc_probability": 1, "xtc_threshold": 0.51}, {*range(8)}),
         ({"xtc_probability": 1, "xtc_threshold": 0.3, "min_p": 0.4}, {1}),  # min-p is before it: ⅔ and ⅓ are left
-        ({"dynatemp_range": 0.5, "temperature": 0, "top_k": 2}, {0, 1}),
-        ({"dynatemp_range": 0.5, "temperature": 0, "top_k": 1}, {0}),
     ],
 )
 def test_the_order_of_the_chain(values, expected: set[int]) -> None:
@@ -177,32 +150,6 @@ def test_xtc_drops_tokens_as_often_as_it_says() -> None:
     tokens = [drawn_with(np.float32(HALVES), chain, [], i / 5000) for i in range(5000)]
     shares = np.bincount(tokens, minlength=8) / 5000
     np.testing.assert_allclose(shares, 0.7 * plain + 0.3 * dropped / dropped.sum(), atol=8e-4)
-
-
-@settings(max_examples=100)
-@given(
-    st.lists(st.tuples(st.lists(quarters, min_size=V, max_size=V), st.floats(0, 0.999)), min_size=1, max_size=12),
-    st.sampled_from([0.5, 1.0, 3.0]),
-    st.floats(0.1, 6),
-    st.floats(0, 2),
-)
-def test_mirostat_aims_at_a_surprise(rows, temperature: float, tau: float, eta: float) -> None:
-    """Tokens are drawn from those that surprise by at most μ bits, and μ follows what was drawn."""
-    chain = sampling(temperature=temperature, mirostat=2, mirostat_tau=tau, mirostat_eta=eta, top_k=1, min_p=1.0)
-    state, mu = Mirostat(tau, eta, 2 * tau), 2 * tau
-    for logits, uniform in rows:
-        order = sorted(range(V), key=lambda i: (-logits[i], i))
-        p = softmax([logits[i] / temperature for i in order])
-        assume(all(abs(-math.log2(value) - mu) > 1e-9 for value in p))
-        kept = [value for value in p if -math.log2(value) <= mu] or p[:1]
-        edges = np.cumsum(kept) / sum(kept)
-        assume(np.abs(edges[:-1] - uniform).min(initial=1) > 1e-9)
-        place = int(np.searchsorted(edges, uniform, side="right"))
-        token = sample(np.float32(logits), SamplerInput(chain, [], uniform, V, mirostat=state))
-        assert token == order[place]
-        mu -= eta * (-math.log2(kept[place] / sum(kept)) - tau)
-        state.advance()
-        assert state.limit == pytest.approx(mu)
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e4])
@@ -224,14 +171,8 @@ WRONG = [
     ("top_p", [0, 0.0, 1.01, math.nan, "0.9", False]),
     ("min_p", [-0.1, 1.1, math.nan, "0", True]),
     ("top_n_sigma", [math.nan, 1001, "1", None]),
-    ("typical_p", [0, 1.01, math.nan, "1", None]),
     ("xtc_probability", [-0.1, 1.1, math.nan, None]),
     ("xtc_threshold", [-0.1, 1.1, math.nan, None]),
-    ("dynatemp_range", [-0.1, math.nan, math.inf, None]),
-    ("dynatemp_exponent", [-0.1, math.nan, math.inf, None]),
-    ("mirostat", [1, 3, -2, 2.0, True, None]),
-    ("mirostat_tau", [-0.1, math.nan, math.inf, None]),
-    ("mirostat_eta", [-0.1, math.nan, math.inf, None]),
     ("repeat_penalty", [0, -1, math.nan, math.inf, "1", True]),
     ("presence_penalty", [math.nan, math.inf, None, "0", True]),
     ("frequency_penalty", [math.nan, -math.inf, None, "0", True]),

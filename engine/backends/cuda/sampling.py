@@ -15,7 +15,7 @@ from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.sampling.constraints import mask_words
-from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput, nothing_left, sample_all
+from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput, nothing_left
 
 ROW_WORDS = 16  # int32 of `Params` in `cuda/sampling/adjust.cuh`
 _UNIFORM, _LISTS = 4, 6  # indices in a row of the random number and of the offset of its lists
@@ -31,7 +31,7 @@ class SamplerInputs(HostTable):
     of all rows. `cuda/sampling/adjust.cuh` defines the parameters. The room for lists is a power of two, so that steps
     are recorded for few lengths of lists. rows: B. vocabulary: V.
 
-    Bytes uploaded per row: 64, and for lists 32 for a shape, 8 per token with a bias, 4 per recent token if penalties
+    Bytes uploaded per row: 64, and for lists 16 for a shape, 8 per token with a bias, 4 per recent token if penalties
     are on, 12 per token that DRY penalises, V / 8 for a mask.
     """
 
@@ -67,7 +67,7 @@ def pack_sampler_inputs(sampler_inputs: Sequence[SamplerInput]) -> SamplerInputs
         if one.dry is None and one.allowed is None and not (chain.logit_bias or one.recent or chain.is_shaped):
             continue
         if chain.is_shaped:  # at a temperature of 0 the first of equal tokens
-            uniform = chain.xtc(one.uniform)[0] if chain.temperature or chain.dynatemp_range else 0.0
+            uniform = chain.xtc(one.uniform)[0] if chain.temperature else 0.0
             row[_UNIFORM] = min(np.float32(uniform), _BELOW_ONE).view(np.int32)
         lists, lengths = _lists(one)
         if lists:
@@ -100,8 +100,7 @@ def _lists(sampler_input: SamplerInput) -> tuple[list[np.ndarray], tuple[int, in
     recent = 0 if chain.is_plain else len(sampler_input.recent)
     if chain.is_shaped:
         xtc = chain.xtc_threshold if chain.xtc(sampler_input.uniform)[1] else 1.0
-        shape = chain.top_n_sigma, chain.typical_p, xtc, chain.dynatemp_range, chain.dynatemp_exponent, 0, 0, 0
-        lists.append(np.array(shape, np.float32).view(np.int32))
+        lists.append(np.array((chain.top_n_sigma, xtc, 0, 0), np.float32).view(np.int32))
     if sampler_input.dry is not None:
         lists += [sampler_input.dry.amounts.astype(np.float64).view(np.int32), sampler_input.dry.ids.astype(np.int32)]
     if biases:
@@ -155,8 +154,7 @@ def scratch_words(vocabulary: int) -> int:
 def fetch_tokens(
     device: Device, launch: Launcher, ids: Array, logits: Array, sampler_inputs: Sequence[SamplerInput]
 ) -> list[Sampled]:
-    """The tokens that `sample` chose, on the host. Copies 4·B bytes, and the logits of rows with Mirostat: its state
-    is on the host, which draws their tokens.
+    """The tokens that `sample` chose, on the host. Copies 4·B bytes.
 
     Rows that ask for log-probabilities share one more launch, and copy 16 + 8·n bytes each; n is the largest count of
     any row, rounded up to an even number.
@@ -165,14 +163,11 @@ def fetch_tokens(
     requested = [
         (row, token, sampler_input.logprobs)
         for row, (token, sampler_input) in enumerate(zip(chosen, sampler_inputs, strict=True))
-        if token >= 0 and sampler_input.logprobs is not None and sampler_input.mirostat is None
+        if token >= 0 and sampler_input.logprobs is not None
     ]
     logprobs = _logprobs(device, launch, logits, requested, sampler_inputs[0].vocabulary) if requested else {}
-    told: dict[int, Sampled] = {**logprobs}
-    for row in [row for row, one in enumerate(sampler_inputs) if one.mirostat is not None]:
-        told[row] = sample_all(device.to_host(logits[row : row + 1]), sampler_inputs[row : row + 1])[0]
     rows = enumerate(zip(chosen, sampler_inputs, strict=True))
-    return [told[row] if row in told else token if token >= 0 else _error(token, one) for row, (token, one) in rows]
+    return [logprobs.get(row, token) if token >= 0 else _error(token, one) for row, (token, one) in rows]
 
 
 def fetch_later(device: Device, ids: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:

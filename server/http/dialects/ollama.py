@@ -34,7 +34,7 @@ from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import HEADERS, LINES, Event
 from polarlm.server.http.warnings import warn
-from polarlm.server.reading.fields import MODEL_FIELDS, requested_fields, unknown_fields
+from polarlm.server.reading.fields import ABSENT_SAMPLERS, MODEL_FIELDS, requested_fields, unknown_fields
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
 from polarlm.server.reading.sampling import EXTENSIONS
@@ -161,7 +161,7 @@ def _read_thinking(field: str, value: Any) -> dict[str, Any] | None:
 
 OPTION_ROWS = (
     *(Row(f"options.{name}", name) for name in EXTENSIONS if name in OPTIONS and name != "max_tokens"),
-    *(Row(f"options.{name}", name) for name in ("tfs_z", "logit_bias", "reasoning_budget_tokens")),
+    *(Row(f"options.{name}", name) for name in ("tfs_z", "logit_bias", "reasoning_budget_tokens", *ABSENT_SAMPLERS)),
     Row("options.penalize_newline", "penalize_nl"),
     Row("options.num_predict", "max_tokens"),
 )

@@ -53,6 +53,15 @@ def test_an_unknown_field_is_told_with_the_nearest_one(server: Serving, path: st
         assert warning(server, path, stream=stream, nothing_like_it=None) is None, stream
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_a_sampler_of_other_programs_is_told_by_its_name(server: Serving, path: str) -> None:
+    place, told = "options." if path.startswith("/api/") else "", []
+    for name in ("mirostat", "typical_p", "dynatemp_range"):
+        more: dict[str, Any] = {"options": {"num_predict": 2, name: 0.5}} if place else {name: 0.5}
+        told.append(warning(server, path, **more))
+        assert told[-1] == f"{place}{name} is ignored: this server has no such sampler"
+
+
 _CHAT = {"messages": [QUESTION]}
 OF_NO_ANSWERS: list[tuple[str, dict[str, Any]]] = [
     *(("/tokenize", body) for body in ({"content": "a"}, {"prompt": "a"}, _CHAT)),

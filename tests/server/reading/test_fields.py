@@ -12,6 +12,7 @@ import pytest
 from packaging.version import Version
 
 from polarlm.engine import PromptOptions, SamplingParams
+from polarlm.engine.sampling.sample import CHAIN
 from polarlm.server.reading import fields, parameters
 from polarlm.server.reading.fields import FIELDS, RULES, SPELLINGS, Field
 from polarlm.server.reading.values import BadRequest
@@ -32,9 +33,7 @@ REFUSED = [field for field in FIELDS.values() if field.treatment == "refused"]
 SAME_NAME: dict[str, tuple[Any, ...]] = {  # as the parameter of sampling
     "temperature": (0, 1.5),
     **dict.fromkeys(("top_p", "min_p", "repeat_penalty", "dry_multiplier"), (0.5,)),
-    **dict.fromkeys(("top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold"), (0.5,)),
-    **dict.fromkeys(("dynatemp_range", "dynatemp_exponent", "mirostat_tau", "mirostat_eta"), (0.5, 2)),
-    "mirostat": (2,),
+    **dict.fromkeys(("top_n_sigma", "xtc_probability", "xtc_threshold"), (0.5,)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0.5, -2)),
     **dict.fromkeys(("min_tokens", "repeat_last_n", "dry_allowed_length"), (5,)),
     **dict.fromkeys(("max_tokens", "top_k"), (0, 5)),
@@ -57,9 +56,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # the other fields: a value, and what 
     "replayable": (True, PromptOptions(parse_special=True, replayable=True)),
     "priority": (-3, PromptOptions(parse_special=True, priority=-3)),
     **dict.fromkeys(("max_completion_tokens", "n_predict"), (5, SamplingParams(max_tokens=5))),
-    **dict.fromkeys(("typ_p", "typical"), (0.5, SamplingParams(typical_p=0.5))),
     "nsigma": (1.5, SamplingParams(top_n_sigma=1.5)),
-    "mirostat_mode": (2, SamplingParams(mirostat=2)),
     "repetition_penalty": (1.5, SamplingParams(repeat_penalty=1.5)),
     "dry_sequence_breakers": (["x"], SamplingParams(dry_sequence_breakers=("x",))),
     "logit_bias": ({"5": 1}, SamplingParams(logit_bias={5: 1})),
@@ -158,7 +155,7 @@ def test_add_special_tokens_is_refused_unless_it_is_the_default_of_the_prompt() 
 def test_harmless_fields_are_ignored() -> None:
     plain = read()
     for name in (name for name, field in FIELDS.items() if field.treatment in ("harmless", "ignored")):
-        for value in (None, True, 5, "x", ["x"], {"x": 1}):
+        for value in (None, True, 7, "x", ["x"], {"x": 1}):
             asked = read(**{name: value})
             for part in ("prompt", "options", "params", "n"):
                 assert getattr(asked, part) == getattr(plain, part), (name, value)
@@ -166,26 +163,17 @@ def test_harmless_fields_are_ignored() -> None:
                 [(name, f"{name} is ignored: {FIELDS[name].sentence}")] if FIELDS[name].treatment == "ignored" else []
             )
             assert list(asked.warnings) == (told if value else []), (name, value)
-    usual = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
-    assert read(samplers=usual).warnings == ()
-    off = {"top_n_sigma": -1, "typical_p": 1, "xtc_probability": 0}
-    older = [name for name in usual if name != "top_n_sigma"]
+
+
+def test_the_order_of_samplers_is_told_if_a_request_has_another_one() -> None:
+    assert read(samplers=[*CHAIN]).warnings == ()
+    off = {"top_n_sigma": -1, "xtc_probability": 0}
+    older = [name for name in CHAIN if name != "top_n_sigma"]
     assert read(samplers=older, **off).warnings == ()
-    assert [name for name, _ in read(samplers=older, top_n_sigma=1).warnings] == ["samplers"]
-
-
-def test_mirostat_1_is_refused_and_2_says_what_it_replaces() -> None:
-    """Penalties and DRY go with it, as does the temperature."""
-    refused = refusal(mirostat=1)
-    assert refused is not None
-    assert refused.message == "mirostat is 1, but must be 0 (off) or 2: of Mirostat, this is version 2"
-    kept = {"temperature": 0.9, "repeat_penalty": 1.1, "dry_multiplier": 0.8, "xtc_threshold": 0.2}
-    assert read(mirostat=2, **kept).warnings == ()
-    told = read(mirostat=2, **kept, top_k=20, typ_p=0.5, xtc_probability=0.5, top_p=None)
-    assert dict(told.warnings) == {
-        name: f"{name} is ignored: mirostat is in its place" for name in ("top_k", "typ_p", "xtc_probability")
-    }
-    assert read(mirostat=0, top_k=20).warnings == ()
+    ((_, told),) = read(samplers=older, top_n_sigma=1).warnings
+    assert told == f"samplers is ignored: the order of samplers is {', '.join(CHAIN)} here"
+    for absent in ("typ_p", "mirostat"):
+        assert read(samplers=[*CHAIN[:4], absent, *CHAIN[4:]]).warnings == (("samplers", told),)
 
 
 def test_of_several_spellings_the_first_counts_and_another_value_is_told() -> None:
@@ -193,8 +181,6 @@ def test_of_several_spellings_the_first_counts_and_another_value_is_told() -> No
     values: dict[str, list[Any]] = {
         "tools": [[{"type": "function", "function": tool}], [tool]],
         "tool_choice": ["none", {"name": "look"}],
-        "typical_p": [0.5, 0.6],
-        "mirostat": [2, 0],
     }
     for first, *others in SPELLINGS:
         for other in others:
