@@ -97,7 +97,7 @@ gpu-test: $(READY)  ## run the kernels' tests on the GPU that is there (ARGS="�
 	@$(PY) -m scripts.gpu_test $(ARGS)
 
 gpu-bench: $(READY)  ## a model's requests and the kernels on the GPU that is there (WEIGHTS=…, ARGS="--llama-cpp FOLDER …")
-	@$(PY) -m polarlm.bench.gpu $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
+	@$(PY) -m polarlm.bench.lab.gpu $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
 
 gpu-first: $(READY)  ## tests, families and speed of a GPU that is new to this code, within nine minutes, from nothing
 	@$(PY) -m scripts.gpu_first $(ARGS)
@@ -110,6 +110,7 @@ soak: $(VENV)/.installed-dev  ## a server of several models with all clients, un
 
 readme: $(VENV)/.installed  ## write the generated parts of the documents anew
 	@$(PY) -m scripts.docs
+	@$(PY) -m polarlm.bench.lab.tables
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,3 +1,3 @@
-"""Measurements, such as `python -m polarlm.bench.speed`, `….quality`, `….serving` and `….gpu`."""
+"""Measurements, `polarlm speed` and `polarlm quality`; in a checkout also those of `bench.lab`."""
 
 import polarlm  # noqa: F401 - `bench` alone is an alias

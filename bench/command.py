@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,23 @@ def weight_files(model: str | None) -> frozenset[Path]:
         return source.files()
     finally:
         source.close()
+
+
+_MOVED = {"--tools": "tool_cost", "--kld-base": "kld", "--parts": "parts", "compare": "compare"}
+
+
+def refuse_what_moved(argv: Sequence[str]) -> None:
+    """Raises FlagError for a measurement that `bench.lab` has, and says how it is called there."""
+    for name in (*argv[:1], *(word.partition("=")[0] for word in argv if word.startswith("--"))):
+        if name in _MOVED:
+            raise FlagError(
+                f"{name} has a command of its own, in a checkout: python -m polarlm.bench.lab.{_MOVED[name]}"
+            )
+
+
+def file_names(weights: str | None) -> str:
+    """The names of model files without their endings, for the name of a result; "demo" without a model."""
+    return "demo" if weights is None else Path(weights).name.removesuffix(".gguf")
 
 
 def at_least(least: int) -> Check:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from polarlm.bench import pictures
@@ -54,8 +54,11 @@ def cell_of(row: Row | None, text: Callable[[float], str]) -> str:
 
 @dataclass(frozen=True)
 class Table:
+    """left: how many columns are of words, aligned to the left."""
+
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+    left: int = 1
 
     @classmethod
     def of(cls, first: str, columns: Sequence[Column], lines: Iterable[tuple[str, Figures]]) -> Table:
@@ -74,11 +77,10 @@ class Table:
     def without_empty_columns(self) -> Table:
         """The table without columns in which nothing was measured."""
         kept = [0, *(i for i in range(1, len(self.header)) if any(row[i] not in ("", NOTHING) for row in self.rows))]
-        return Table([self.header[i] for i in kept], [[row[i] for i in kept] for row in self.rows])
+        return replace(self, header=[self.header[i] for i in kept], rows=[[row[i] for i in kept] for row in self.rows])
 
     def markdown(self, width: int = sys.maxsize) -> str:
-        """Markdown with aligned columns: the first to the left, the others to the right; without the last columns where
-        they take more than `width` characters.
+        """Markdown with aligned columns, without the last ones where they take more than `width` characters.
 
         >>> print(Table(["type", "KL"], [["f16", "0.1"]]).markdown())
         | type |  KL |
@@ -90,11 +92,12 @@ class Table:
             widths.pop()
 
         def line(cells: Sequence[str]) -> str:
-            first, *others = zip(cells[: len(widths)], widths, strict=True)
-            aligned = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-            return f"| {' | '.join(aligned)} |"
+            words = [cell.ljust(width) for cell, width in zip(cells[: self.left], widths, strict=False)]
+            numbers = (cell.rjust(width) for cell, width in zip(cells[self.left :], widths[self.left :], strict=False))
+            return f"| {' | '.join([*words, *numbers])} |"
 
-        rule = "|".join([f":{'-' * (widths[0] + 1)}", *(f"{'-' * (width + 1)}:" for width in widths[1:])])
+        rules = [f":{'-' * (width + 1)}" for width in widths[: self.left]]
+        rule = "|".join([*rules, *(f"{'-' * (width + 1)}:" for width in widths[self.left :])])
         return "\n".join([line(self.header), f"|{rule}|", *map(line, self.rows)])
 
 
@@ -115,8 +118,8 @@ class Section:
 class Report:
     """What is said of a result.
 
-    about: what was measured, and how: name and text. notes: sentences, such as what is missing. cards: statements under
-    names. columns: what columns mean. bold: first cells of lines in bold type. brief: how many sections a terminal has.
+    about: what was measured, and how: name and text. notes: sentences, such as what is missing. columns: what columns
+    mean. bold: first cells of lines in bold type. brief: how many sections a terminal has.
     """
 
     title: str
@@ -125,7 +128,6 @@ class Report:
     about: Sequence[tuple[str, str]]
     notes: Sequence[str] = ()
     partial: str = ""  # what is missing; empty if the measurement has ended
-    cards: Sequence[tuple[str, Sequence[str]]] = ()
     columns: Mapping[str, str] = field(default_factory=dict)
     bold: frozenset[str] = frozenset()
     pictures: Sequence[Picture] = ()

@@ -1,6 +1,6 @@
 """The result of a measurement: rows of subject, contestant, quantity and runs, and where they are from, as JSON.
 
-    {"subject": "generation at 2,048", "contestant": "polarlm balanced", "quantity": "tokens/s", "runs": [98.1, 97.4]}
+{"subject": "generation at 2,048", "contestant": "polarlm balanced", "quantity": "tokens/s", "runs": [98.1, 97.4]}
 """
 
 from __future__ import annotations
@@ -283,6 +283,37 @@ def digest_of_model(files: Iterable[Path]) -> dict[str, str]:
     return {"model_sha256": digest.hexdigest()} if paths else {}
 
 
+def about_gpu() -> dict[str, str]:
+    """The GPU's name and the versions of driver and CUDA, as a result has them."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(runtime.getDevice())
+    return {
+        "name": properties["name"].decode(),
+        "driver": _driver(),
+        "driver_cuda": _cuda_version(runtime.driverGetVersion()),
+        "runtime_cuda": _cuda_version(runtime.runtimeGetVersion()),
+        "cupy": cupy.__version__,
+    }
+
+
+def _cuda_version(number: int) -> str:
+    """13020 → "13.2"."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _driver() -> str:
+    """The driver's version, maximum clocks and power limit."""
+    fields = "driver_version,clocks.max.sm,clocks.max.memory,power.limit"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
+
+
 @cache
 def _program() -> dict[str, str]:
     """The "version" of an installed package, and the "commit" of a checkout, "modified" if its files are."""
@@ -310,12 +341,6 @@ def origin(measured: Mapping[str, Any]) -> str:
         parts.append(f"polarlm {measured.get('version', '')}".rstrip() + commit)
     line = "; ".join(parts)
     return f"{line[0].upper()}{line[1:]}." if parts else ""
-
-
-def provenance(result: Result) -> str:
-    """When and with which command a result was measured, and its origin: Markdown for the documents."""
-    line = origin(result.about)
-    return f"measured on {result['date']} with\n`{result['command']}`." + (f"\n{line}" if line else "")
 
 
 # -- words -----------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Writes every generated part of the documents, between its marks, from the code and from bench/results.
+"""Writes the generated parts of the documents, between their marks, from the code.
 
     python -m scripts.docs
 
-A part lies between `<!-- name -->` and `<!-- /name -->`; PARTS says what writes it. `tests/test_documents.py` fails if
-a document is not what this writes. Then it prints how many lines the house has, room by room, beside its ceilings.
+A part lies between `<!-- name -->` and `<!-- /name -->`; PARTS says what writes it. `bench.lab.tables` writes tables of
+measurements. `tests/test_documents.py` fails if a document is not what both write. Then it prints how many lines the
+house has, room by room, beside its ceilings.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.families import families
 from polarlm.server.config import ServerConfig
 from polarlm.server.reading.fields import FIELDS, RULES, Field
-from scripts import readme_tables, result_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -239,21 +239,24 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "families": model_families,
     "bits": bits,
     "presets": presets,
-    **result_tables.PARTS,
-    **readme_tables.PARTS,
 }
 """Name of a mark → what writes the text between it and its end."""
 
 
-def written(text: str) -> str:
-    """`text` with every part that PARTS names as it is now."""
+def written(text: str, parts: Mapping[str, Callable[[], str]] = PARTS) -> str:
+    """`text` with every part that `parts` names as it is now."""
     return MARK.sub(
-        lambda mark: f"<!-- {mark[1]} -->\n{PARTS[mark[1]]()}\n<!-- /{mark[1]} -->" if mark[1] in PARTS else mark[0],
+        lambda mark: f"<!-- {mark[1]} -->\n{parts[mark[1]]()}\n<!-- /{mark[1]} -->" if mark[1] in parts else mark[0],
         text,
     )
 
 
-if __name__ == "__main__":
+def write(parts: Mapping[str, Callable[[], str]] = PARTS) -> None:
+    """Write these parts of all documents anew."""
     for page in PAGES:
-        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(written(page.read_text(encoding="utf-8"), parts), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
     print(report_lines())

@@ -23,7 +23,7 @@ from polarlm.engine.errors import EngineError
 from scripts.gpu_test import end, python, start, wait
 
 SHAPE, TYPE = "llama-8b", "q4_k"
-_CACHES = "balanced,f16,ring4/ring3.5"
+_CACHES = "balanced,f16,ring3"
 _UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 AFTER = 20.0  # seconds that a part may take after its own budget: the last measurement comes to its end
 
@@ -44,7 +44,9 @@ def parts(results: Path, model: Path) -> list[Part]:
 
     def bench_part(name: str, seconds: int, *flags: str) -> Part:
         output = "--output", str(results / f"{name}.json")
-        return Part(name, seconds, ("polarlm.bench.gpu", "--budget", str(seconds), *flags, *output), name != "kernels")
+        return Part(
+            name, seconds, ("polarlm.bench.lab.gpu", "--budget", str(seconds), *flags, *output), name != "kernels"
+        )
 
     tests = "scripts.gpu_test", "--budget", "160", "--results", str(results / "tests.jsonl")
     return [

@@ -19,8 +19,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from tqdm import tqdm
 
-from polarlm.bench.gpu.shapes import SHAPES
 from polarlm.bench.random_weights import KINDS, RandomMatrix, matrix_types, vector
+from polarlm.bench.shapes import SHAPES
 from polarlm.engine.weight_formats import get
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import (

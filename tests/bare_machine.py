@@ -81,7 +81,8 @@ def prepare() -> None:
     socket.getaddrinfo = socket.create_connection = _refuse  # type: ignore[assignment]
     socket.socket.connect = socket.socket.connect_ex = _refuse  # type: ignore[assignment, method-assign]
 
-    from polarlm.bench.gpu import setup, shapes
+    from polarlm.bench import shapes
+    from polarlm.bench.lab.gpu import setup
     from polarlm.engine.backends import select
     from tests.cuda import gpu_sizes
 

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 from tokenizers import pre_tokenizers
 
-from polarlm.bench.gpu.shapes import llama
+from polarlm.bench.shapes import llama
 from scripts.make_random_model import write
 from tests.model_loaders.checkpoints import finish
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from polarlm.bench import result
-from polarlm.bench.gpu import __main__ as gpu_bench
-from polarlm.bench.gpu import peer
+from polarlm.bench.lab.gpu import __main__ as gpu_bench
+from polarlm.bench.lab.gpu import peer
 from polarlm.engine import EngineError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from scripts import gpu_first, gpu_test

@@ -93,7 +93,7 @@ print([name for name in ("gguf", "http.client", "jinja2", "sentencepiece", "tqdm
 def test_everything_else_imports_without_them() -> None:
     run_without(
         ["gguf", "platformdirs"],
-        "import polarlm.bench.gpu, polarlm.bench.speed, tests.conftest, polarlm.engine.backends.cuda.ops",
+        "import polarlm.bench.lab.gpu, polarlm.bench.speed, tests.conftest, polarlm.engine.backends.cuda.ops",
     )
 
 
@@ -121,11 +121,3 @@ for package in (engine, model_loaders, server):
     assert count == "5"
     assert len(said) == 1
     assert "NumPy" in said[0]
-
-
-def test_a_measurement_over_http_names_the_extra_that_brings_its_client(tiny_path: Path) -> None:
-    program = "from polarlm.bench.serving.__main__ import main; sys.stderr = sys.stdout; print(main(sys.argv[1:]))"
-    said = run_without(["httpx"], program, "--weights", tiny_path).splitlines()
-    assert said[-1] == "2"
-    assert "httpx" in said[-2]
-    assert "pip install 'polarlm[bench]'" in said[-2]

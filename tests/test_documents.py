@@ -8,15 +8,18 @@ import re
 import shutil
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from starlette.routing import Route
 
+from polarlm.bench import result
+from polarlm.bench.lab import tables
+from polarlm.bench.lab.client import Answer
+from polarlm.bench.lab.load import LoadRecord, add_load
 from polarlm.bench.result import Result
-from polarlm.bench.serving.client import Answer
-from polarlm.bench.serving.load import LoadRecord, add_load
 from polarlm.engine import codecs
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.layer_shapes import LayerShape
@@ -24,7 +27,7 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
-from scripts import docs, readme_tables, result_tables
+from scripts import docs
 from scripts.docs import ROOT
 from tests.examples.test_deploy import PROJECT
 from tests.test_snippets import PAGES
@@ -36,7 +39,7 @@ NUMBERS = {"n_ctx", "n_prompt_tokens", "lacking"}  # attributes of an EngineErro
 @pytest.mark.parametrize("page", docs.PAGES, ids=lambda page: page.name)
 def test_the_parts_of_a_document_are_current(page):
     text = page.read_text(encoding="utf-8")
-    assert text == docs.written(text), "run `make readme`"
+    assert text == docs.written(text, {**docs.PARTS, **tables.PARTS}), "run `make readme`"
 
 
 def rows(document, header):
@@ -153,47 +156,40 @@ def test_names_in_code_spans_are_those_of_the_code(page):
 # -- tables of results ---------------------------------------------------------------------------------------------
 
 
-def written_result(folder, name, measured):
-    (folder / f"{name}.json").write_text(json.dumps(measured), encoding="utf-8")
+def copied_results(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    for name in names:
+        for file in result.RESULTS.glob(name):
+            shutil.copy(file, folder)
+    monkeypatch.setattr(result, "RESULTS", folder)
 
 
 def test_a_new_measurement_of_a_gpu_replaces_the_rows_of_an_older_version(tmp_path, monkeypatch):
-    (file,) = result_tables.RESULTS.glob("gpu-nvidia-h200-8b-q4-k-m-2026-11-26.json")
-    older = json.loads(file.read_text(encoding="utf-8"))
-    ours = [{**row, "runs": [1000.0]} for row in older["rates"] if row["engine"] == "polarlm"]
-    attention = [
-        {**row, "cache_type": row["cache_type"].replace("ring4/ring3.5", "balanced")} for row in older["attention"]
-    ]
-    written_result(tmp_path, "gpu-nvidia-h200-8b-q4-k-m-2026-11-26", older)
-    monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
-    assert "| NVIDIA H200, older version (2026-11-26) | 8B, Q4_K_M |" in readme_tables.gpu()
-
-    newer = {**older, "date": "2026-12-01", "rates": ours, "attention": attention}
-    written_result(tmp_path, "gpu-nvidia-h200-8b-2026-12-01", newer)
-    part = readme_tables.gpu()
-    assert "| NVIDIA H200 | 8B, Q4_K_M | generation, depth ≤ 64 | 1,000 | 3.70 | 1.00 |" in part
-    assert "× llama.cpp of 2026-11-26 |" in part
+    copied_results(tmp_path, monkeypatch, "gpu-nvidia-h200-8b-*")
+    assert "| NVIDIA H200, older version (2026-11-28) | 8B, Q4_K_M |" in tables.gpu_in_short()
+    newest = max(tmp_path.glob("*.json"))
+    newer = json.loads(newest.read_text(encoding="utf-8"))
+    for row in newer["rows"]:
+        if row["contestant"].startswith("polarlm ") and row["quantity"] == "tokens/s":
+            row |= {"runs": [1000.0], "value": 1000.0}
+    newer["date"] = "2026-12-01"
+    (tmp_path / "gpu-nvidia-h200-8b-2026-12-01.json").write_text(json.dumps(newer), encoding="utf-8")
+    part = tables.gpu_in_short()
+    assert re.search(r"\| NVIDIA H200 +\| 8B, Q4_K_M +\| generation at 2,048 +\| +1,000 \| +3\.79 \| +1\.00 \|", part)
     assert "older version" not in part
-    page = result_tables.gpu()
-    assert page.count("### 8b-q4_k_m, on an NVIDIA H200") == 2, "llama.cpp's figures are those of the older one"
-    assert "| `balanced` |" in page
 
 
 def test_a_server_has_its_row_when_it_was_measured_beside_another(tmp_path, monkeypatch):
-    for file in result_tables.RESULTS.glob("speed-*.json"):
-        shutil.copy(file, tmp_path)
-    monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
-    assert "server of" not in readme_tables.speed()
+    copied_results(tmp_path, monkeypatch, "speed-*")
+    assert "server of" not in tables.speed_in_short()
 
     load = {"clients": 16, "shared_prefix": 0, "prompt_tokens": 96, "max_tokens": 64}
     machine = {"cpu": "CPU", "cores": 2, "system": "Linux"}
-    result = Result({"date": "2026-12-01", "command": "", "machine": machine, "model": "M", "load_options": load})
-    for who, seconds in (("polarlm", 0.5), ("xllamacpp, 1 thread", 2.0)):
+    measured = Result({"date": "2026-12-01", "command": "", "machine": machine, "model": "M", "load_options": load})
+    for who, seconds in (("polarlm", 0.5), ("other", 2.0)):
         answers = [Answer(0, 0, [seconds], 2 * seconds, completion_tokens=64)]
-        add_load(result, who, LoadRecord([replace(answers[0], ended=4 * seconds)]))
-    result.add("load", "xllamacpp", "tokens/s", failure="crashed")
-    written_result(tmp_path, "serving-m-2026-12-01", result.as_json())
-    part = readme_tables.speed()
-    assert "| M | server of 16 clients, 96 tokens in and 64 out | 32.0 | 4.00 (llama.cpp's server: 8.0) |" in part
-    assert "| first token after 0.50 s |  | 4.00 (llama.cpp's server: 2.00 s) |" in part
-    assert re.search(r"\| xllamacpp, 1 thread +\| +8\.0 \|", result_tables.PARTS["servers"]())
+        add_load(measured, who, LoadRecord([replace(answers[0], ended=4 * seconds)]))
+    measured.add("load", "third", "tokens/s", failure="crashed")
+    (tmp_path / "serving-m-2026-12-01.json").write_text(json.dumps(measured.as_json()), encoding="utf-8")
+    part = re.sub(" +", " ", tables.speed_in_short())
+    assert "| M | server of 16 clients, 96 tokens in and 64 out | 32.0 | 4.00 (other: 8.0) |" in part
+    assert "| first token after 0.50 s | | 4.00 (other: 2.00 s) |" in part

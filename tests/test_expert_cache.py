@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm import model_loaders
-from polarlm.bench.gpu.shapes import SHAPES
+from polarlm.bench.shapes import SHAPES
 from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams, codecs
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps

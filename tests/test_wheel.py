@@ -46,12 +46,12 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 
 def test_every_file_of_the_code_is_there_below_one_name_and_nothing_else(members: list[str]) -> None:
-    """No `engine` or `server` of ours meets another package's, no `cuda` hides NVIDIA's; no results, no leftovers."""
+    """No `engine` or `server` of ours meets another package's, no `cuda` hides NVIDIA's; no lab, no results, no leftovers."""
     assert {name.split("/")[0] for name in members} == {"polarlm", "polarlm-0.1.0.dist-info"}
     inside = {name for name in members if name.startswith("polarlm/")}
     folders = [ROOT / name for name in ("engine", "model_loaders", "server", "bench", "cuda")]
     files = [path.relative_to(ROOT) for folder in folders for path in folder.rglob("*") if path.is_file()]
-    code = {path for path in files if not {"results", "__pycache__"} & {*path.parts}}
+    code = {path for path in files if not {"lab", "results", "__pycache__"} & {*path.parts}}
     top = {path.relative_to(ROOT / "polarlm") for path in (ROOT / "polarlm").glob("*.*")}
     assert {f"polarlm/{path.as_posix()}" for path in code | top} == inside
     suffixes = ".py .typed .cu .cuh .html .css .js .woff2 .json .txt .md"
@@ -114,7 +114,7 @@ def test_the_command_is_installed(installed: Installed, tmp_path: Path) -> None:
 @pytest.mark.slow  # it imports them all; tests/test_snippets.py asks those that documents name for their flags
 def test_every_measurement_explains_its_flags_without_the_extras(installed: Installed, tmp_path: Path) -> None:
     """Each says how it is called where it is installed: by its full name, or as a command."""
-    files = [path.relative_to(ROOT) for path in (ROOT / "bench").rglob("*.py")]
+    files = [path.relative_to(ROOT) for path in (ROOT / "bench").rglob("*.py") if "lab" not in path.parts]
     names = [
         ".".join(["polarlm", *(part for part in file.with_suffix("").parts if part != "__main__")])
         for file in sorted(files)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from polarlm.bench.gpu.shapes import llama
+from polarlm.bench.shapes import llama
 from polarlm.engine import Engine
 from scripts.make_random_model import write
 from tests.random_model import tokenizer_file

@@ -1,4 +1,4 @@
-"""`polarlm quality` of cache types: windows of a text, texts that the model writes, then speed."""
+"""`polarlm quality` of cache types: windows of a text, then speed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench.command import CacheType
-from polarlm.bench.quality import answers, kld_base
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.inputs import (
     LEAST_TOKENS,
     PROGRAM,
     TOO_SHORT,
     QualityConfig,
-    name_of_text,
     open_model,
     page_file,
     read_texts,
@@ -49,8 +47,6 @@ from polarlm.engine.model.weights import weight_bytes
 from polarlm.model_loaders.config import ModelConfig
 
 _SPEED_SHARE = 0.2  # share of the time for measuring speed
-_ANSWERS_SHARE = 0.2  # and for texts of the model's own
-_LEAST_ANSWER = 100  # tokens, as far as the context allows
 _FIRST = 3  # types that are loaded before a window is scored; the others only where there is time for them
 _COMPARED = 2  # types that are loaded and scored however long that takes
 
@@ -67,23 +63,14 @@ class _Measurement:
         """Raises FlagError or LoadError for mistakes that can be found before a model is loaded."""
         self._runner = Runner(60 * options.minutes, self._write, clock)
         self._options = options
-        text = options.text
-        self._texts = {} if text is None else read_texts(text)
+        self._texts = read_texts(str(options.text))
         self._is_counted = options.windows > 0  # the windows are given, and nothing else is measured
         converted = weight_format(settle(None, None, {"weight_type": options.weight_type}))
-        with open_model(options) as model:
+        with open_model(options.weights, options.hf_repo) as model:
             config = model.config
-            self._base = kld_base.read(str(options.kld_base), config, model.name) if text is None else None
             self._types = compared.choose_types(options.types, options.ablate, config)
-            text_name = ", ".join(self._texts) or name_of_text(str(options.kld_base))
-            self._writer = Writer(
-                page_file(
-                    options.output, f"{model.name} {' '.join(Path(name).stem for name in text_name.split(', '))}"
-                ),
-                "quality",
-                argv,
-                program=PROGRAM,
-            )
+            subject = f"{model.name} {' '.join(Path(name).stem for name in self._texts)}"
+            self._writer = Writer(page_file(options.output, subject), "quality", argv, program=PROGRAM)
             self._ops = (  # float32 takes ten times as long, for figures that others can repeat
                 arithmetic(model.source, options.threads, converted)
                 if self._is_counted
@@ -97,13 +84,12 @@ class _Measurement:
         about: dict[str, Any] = {
             "model": model.name,
             "weights": model.dtype if options.weight_type == AS_STORED else f"{model.dtype} as {options.weight_type}",
-            "text": text_name,
-            "full_precision": "prefill" if self._base is None else "file",
+            "text": ", ".join(self._texts),
             "arithmetic": "float32" if self._ops.backend == "numpy" else "compiled kernels",
             "device": device,
             "budget_minutes": options.minutes,
             **model.digest,
-            **({} if text is None else digest_of_text("".join(self._texts.values()))),
+            **digest_of_text("".join(self._texts.values())),
         }
         self._result = Result(about)
         for label, fit in fits.items():
@@ -114,8 +100,7 @@ class _Measurement:
                 self._result.add_all(ROOM, label, sizes)
         self._load_seconds = 0.0  # of the type that took longest
         self._pass_seconds = 0.0  # of a token of a window, as full precision or a type computes it
-        self._until_speed = self._runner.share(_SPEED_SHARE)  # when measuring quality must end
-        self._until_answers = self._runner.share(_SPEED_SHARE, _ANSWERS_SHARE)  # when scoring the text must end
+        self._until_speed = self._runner.share(_SPEED_SHARE)  # when scoring the text must end
 
     def run(self) -> None:
         """Measure and write the page. Raises EngineError, and KeyboardInterrupt after writing what was measured."""
@@ -139,18 +124,15 @@ class _Measurement:
     def _measure(self) -> None:
         note(f"Loading {self._result['model']}")
         length = self._options.window or MOST
-        if self._base is not None:
-            length = self._base.ids.shape[1]
         if length > self._config.max_context and self._options.window:
             raise FlagError(
                 f"--window {length} is more than the {self._config.max_context} tokens of context that "
                 f"{self._result['model']} has"
             )
-        least = 0 if self._is_counted else answers.PROMPT + answers.MOST
         survey = Survey(
             self._path,
             self._types if self._is_counted else [],
-            min(max(length, least), self._config.max_context),
+            min(length, self._config.max_context),
             self._ops,
             note,
             weight_type=self._options.weight_type,
@@ -158,13 +140,11 @@ class _Measurement:
         )
         try:
             texts = {name: survey.tokenizer.tokenize(text) for name, text in self._texts.items()}
-            ids = [*chain.from_iterable(texts.values())] if self._base is None else self._base.ids.ravel().tolist()
-            if (least := min(map(len, texts.values()), default=len(ids))) < LEAST_TOKENS:
+            ids = [*chain.from_iterable(texts.values())]
+            if (least := min(map(len, texts.values()))) < LEAST_TOKENS:
                 raise FlagError(TOO_SHORT.format(least))
             self._quality(survey, ids, texts)
             self._types = survey.types
-            if not self._is_counted:
-                self._answer(survey, ids)
         finally:
             survey.close()
         del survey  # frees its weights before the engine loads its own
@@ -178,13 +158,9 @@ class _Measurement:
         while later and len(survey.types) < _FIRST and (len(survey.types) < _COMPARED or self._seconds_to_score):
             self._load(survey, later.pop(0))
         plan = self._plan(survey, ids)
-        base = self._base
         bos_id = survey.tokenizer.bos_id
-        cut = (
-            by_turns({name: windows(own, plan.length, bos_id) for name, own in texts.items()})
-            if base is None
-            else [("", window) for window in kld_base.windows(base.ids, bos_id)]
-        )[: plan.count if self._is_counted else max(1, len(ids) // plan.length)]
+        cut = by_turns({name: windows(own, plan.length, bos_id) for name, own in texts.items()})
+        cut = cut[: plan.count if self._is_counted else max(1, len(ids) // plan.length)]
         if plan.count < len(texts):
             note(f"There is time for {counted(plan.count, 'window')} of {len(texts)} texts: give more --minutes")
         self._result.about |= {"window": plan.length, "planned_windows": plan.count}
@@ -195,13 +171,11 @@ class _Measurement:
                     each = self._pass_seconds * survey.passes * len(window)
                     if number and not self._is_counted and each > self._seconds_to_score:
                         break
-                    passes = (
-                        survey.score(window, kind=kind) if base is None else survey.score_against(base, number, window)
-                    )
+                    passes = survey.score(window, kind=kind)
                     if number == 0:  # later, figures change with whole windows
                         passes = self._first_window(survey, passes, later, window, is_only=len(cut) == 1)
                     for _ in passes:
-                        count("" if self._is_counted else self._time_left(self._until_answers))
+                        count("" if self._is_counted else self._time_left(self._until_speed))
                         if number == 0:
                             self._runner.keep(lambda: self._take(survey))
                     self._runner.keep(lambda: self._take(survey))
@@ -244,7 +218,7 @@ class _Measurement:
     @property
     def _seconds_to_score(self) -> float:
         """Until the time for scoring the text ends."""
-        return self._runner.seconds_left(self._until_answers)
+        return self._runner.seconds_left(self._until_speed)
 
     def _warnings(self, text_tokens: int) -> list[str]:
         """Sentences about what the figures lack. text_tokens: of all texts."""
@@ -257,14 +231,14 @@ class _Measurement:
         more = "more --windows" if self._is_counted else "more --minutes"
         more = "a longer text" if text_tokens < 2 * result["window"] else more
         single = result["windows"] < 2
-        if self._base is None and result["window"] < min(MOST, self._config.max_context):
+        if result["window"] < min(MOST, self._config.max_context):
             why = f"The text has {text_tokens:,} tokens. " if text_tokens == result["window"] else ""
             warnings.append(
                 f"{why}Windows of {result['window']:,} tokens tell less than those of {MOST:,}, since the first 64 of "
                 f"a window and its newest are never codes{', and a single window has no ±' if single else ''}. For "
                 f"figures that mean more give {more}."
             )
-        elif self._base is None and single:
+        elif single:
             warnings.append(f"A single window has no ±: give {more}.")
         return warnings
 
@@ -273,12 +247,6 @@ class _Measurement:
         token_seconds = survey.token_seconds(ids, lambda: self._runner.seconds)
         seconds = self._seconds_to_score
         length, most = self._options.window, len(ids)
-        if self._base is not None:
-            most, length = self._base.ids.size, self._base.ids.shape[1]
-            if survey.context < length:
-                raise FlagError(
-                    f"--kld-base: windows of {length:,} tokens, and memory has room for {survey.context:,} in f16"
-                )
         if self._is_counted:
             length = min(length or MOST, survey.context, most)
             count = min(self._options.windows, -(-most // length))
@@ -300,35 +268,12 @@ class _Measurement:
         scoring = f"{windows} of {plan.length:,} tokens{text}: about {duration(plan.seconds)}"
         if not self._is_counted:
             late = "" if plan.seconds <= seconds else f" (--minutes leaves {duration(seconds)})"
-            texts = duration(self._until_speed - self._until_answers)
-            speed = duration(self._runner.end - self._until_speed)
-            scoring += f"{late}, and {texts} for texts of their own, {speed} at most for speed"
+            scoring += f"{late}, and {duration(self._runner.end - self._until_speed)} at most for speed"
         note(f"{scoring}. Ctrl-C keeps what was measured, in {self._page}")
 
     def _take(self, survey: Survey) -> None:
         if survey.windows:
             survey.add_to(self._result)
-
-    # -- texts of the model's own ------------------------------------------------------------------------------
-
-    def _answer(self, survey: Survey, ids: Sequence[int]) -> None:
-        """Let each type continue the text until its share of the time is over; until all of it is, for a few tokens.
-        Nothing is written where scoring took that share."""
-        start = [] if survey.tokenizer.bos_id is None else [survey.tokenizer.bos_id]
-        prompt = [*start, *ids[: answers.PROMPT - len(start)]]
-        most = min(answers.MOST, survey.context - len(prompt))
-        if most < 1 or not self._runner.seconds_left(self._until_speed):
-            return
-        texts = survey.answers(prompt)
-        with counting("Continuing", "token") as count:
-            for number, _ in enumerate(texts.write(most), 1):
-                end = self._until_speed if number >= _LEAST_ANSWER else self._runner.end
-                count(self._time_left(end))
-                reading = 2 * len(self._types) * self._pass_seconds * (len(prompt) + number)  # by both sides
-                if self._runner.seconds_left(end) <= reading:
-                    break
-        texts.add_to(self._result, [cache_type.label for cache_type in self._types])
-        self._write(False)
 
     # -- speed -------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,6 @@ from polarlm.bench.result import Result
 _NAMES = ("kl", "same_top1", "accepted")
 # Rows that are converted to float64 at a time: with 50,000 columns, 25 MB per copy.
 _SLAB = 64
-LEAST_STORED = -16.0
-"""Nats: what is less likely is not compared with a file's log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ def compare(reference: np.ndarray, logits: np.ndarray) -> Divergence:
     kl, accepted = np.empty((2, len(reference)))
     for first in range(0, len(reference), _SLAB):
         rows = slice(first, first + _SLAB)
-        (log_p, p), (log_q, q) = _softmax(reference[rows]), _softmax(logits[rows])
+        (log_p, p), (log_q, q) = softmax(reference[rows]), softmax(logits[rows])
         accepted[rows] = np.minimum(p, q, out=q).sum(axis=-1)
         log_q -= log_p
         kl[rows] = -(p * log_q).sum(axis=-1)
@@ -49,24 +47,7 @@ def compare(reference: np.ndarray, logits: np.ndarray) -> Divergence:
     return Divergence(np.maximum(kl, 0), reference.argmax(axis=-1) == logits.argmax(axis=-1), accepted)
 
 
-def compare_stored(log_p: np.ndarray, logits: np.ndarray) -> Divergence:
-    """The divergence of `logits` (T, V) float32 from log-probabilities (T, V) float32 of a file, as `llama-perplexity
-    --kl-divergence` computes it.
-
-    A file has log-probabilities in 16 bits, and none below −16 (`kld_file`). These tokens are left out, and the others'
-    probabilities add up to 1 but for the rounding. So a sum can be slightly negative.
-    """
-    kl, accepted = np.empty((2, len(log_p)))
-    for first in range(0, len(log_p), _SLAB):
-        rows = slice(first, first + _SLAB)
-        stored, (log_q, q) = log_p[rows].astype(np.float64), _softmax(logits[rows])
-        p = np.exp(stored)
-        kl[rows] = (p * (stored - log_q)).sum(axis=-1, where=stored > LEAST_STORED)
-        accepted[rows] = np.minimum(p, q).sum(axis=-1)
-    return Divergence(kl, log_p.argmax(axis=-1) == logits.argmax(axis=-1), accepted)
-
-
-def _softmax(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def softmax(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and probabilities (T, V) float64 of logits (T, V), with one exponential of each."""
     logs = logits.astype(np.float64)
     logs -= logs.max(axis=-1, keepdims=True)

@@ -52,8 +52,7 @@ class QualityConfig:
         5.0,
         "--minutes",
         metavar="M",
-        help="how long it may take, loading included; where that is "
-        "short, the last types are left out, then texts of the model's own and speed",
+        help="how long it may take, loading included; where that is short, the last types are left out, then speed",
     )
     ablate: str | None = setting(
         None, "--ablate", metavar="TYPE", help="one type with parts of its encoding switched off, each alone and all"
@@ -65,8 +64,8 @@ class QualityConfig:
         0,
         "--windows",
         metavar="N",
-        help="score exactly so many windows with all types in float32, however long that takes, and measure neither "
-        "texts of the model's own nor speed; 0 scores as many as there is time for",
+        help="score exactly so many windows with all types in float32, however long that takes, and measure no speed; "
+        "0 scores as many as there is time for",
     )
     window: int = setting(
         0, "--window", metavar="N", help="tokens of a window; 0 takes 2,048, or fewer where there is no time for that"
@@ -75,26 +74,7 @@ class QualityConfig:
         AS_STORED,
         "--weight-type",
         metavar="TYPE",
-        help="convert the weights, as the engine does; with --kld-base FILE, made with the weights as stored, the row "
-        "f16 shows what that costs",
-    )
-    state: bool = setting(
-        False,
-        "--state",
-        help="measure what coded snapshots of a model's recurrent layers cost, instead of cache types",
-    )
-    tools: bool = setting(
-        False,
-        "--tools",
-        help="measure chains of tool calls instead of a text: --windows of them (60), after a history of --window "
-        "tokens (2,048)",
-    )
-    kld_base: str | None = setting(
-        None,
-        "--kld-base",
-        metavar="FILE",
-        help="without TEXT, score cache types against the log-probabilities of this file, which llama-perplexity "
-        "--kl-divergence-base has written; with TEXT, only write such a file, of the text in full precision",
+        help="convert the weights, as the engine does",
     )
     output: str | None = setting(
         None,
@@ -128,9 +108,9 @@ class Model(NamedTuple):
 
 
 @contextmanager
-def open_model(options: QualityConfig) -> Iterator[Model]:
-    """A context with the model of the flags. Raises LoadError or EngineError."""
-    path, name = model_files(model_named(options.weights, options.hf_repo))
+def open_model(weights: str | None, hf_repo: str | None) -> Iterator[Model]:
+    """A context with the model of these two flags. Raises LoadError or EngineError."""
+    path, name = model_files(model_named(weights, hf_repo))
     config, source, dtype = model_loaders.load_weights(path)
     try:
         short = name.removesuffix(f".{dtype}")  # of a file that is named by its weights, too

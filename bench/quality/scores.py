@@ -61,7 +61,7 @@ def add_scores(result: Result, who: str, bits: float, windows: Sequence[Score], 
     result.add(TEXT, who, "perplexity", value=perplexity(logprobs), error=error)
     nll = [float(-np.mean(window.logprobs, dtype=np.float64)) for window in windows]
     result.add(TEXT, who, "nll_per_token", nll, value=float(-np.mean(logprobs, dtype=np.float64)))
-    add_stretches(result, who, divergences, windows[0].first)
+    add_stretches(result, who, divergences)
 
 
 def add_kinds(result: Result, who: str, windows: Sequence[Score], kinds: Sequence[str]) -> None:
@@ -72,27 +72,25 @@ def add_kinds(result: Result, who: str, windows: Sequence[Score], kinds: Sequenc
         add_figures(result, f"{KIND} {name}", who, chosen)
 
 
-def add_stretches(result: Result, who: str, windows: Sequence[Divergence], first: int = 0) -> None:
+def add_stretches(result: Result, who: str, windows: Sequence[Divergence]) -> None:
     """Add the divergence of windows of any lengths, over stretches of positions: 0 to 127, 128 to 255, 256 to 511, …
 
-    Position t has the distribution of the token after t + 1 tokens of context. first: of the windows' first figures.
+    Position t has the distribution of the token after t + 1 tokens of context.
     """
-    end_of_all, edges = first + max(len(window.kl) for window in windows), [0, FIRST_STRETCH]
+    end_of_all, edges = max(len(window.kl) for window in windows), [0, FIRST_STRETCH]
     while edges[-1] < end_of_all:
         edges.append(2 * edges[-1])
     for start, end in itertools.pairwise(edges):
-        start, end = max(start, first), min(end, end_of_all)
-        if start < end:
-            places = slice(start - first, end - first)
-            reaching = [window[places] for window in windows if len(window.kl[places])]
-            more: dict[str, Any] = {"start": start, "end": end, "positions": sum(len(window.kl) for window in reaching)}
-            for name, parts in (
-                ("kl_mean", [one.kl for one in reaching]),
-                ("same_top1", [one.same_top1 for one in reaching]),
-            ):
-                value, error = _mean(parts)
-                subject = f"{POSITIONS} {start:,} to {end - 1:,}"
-                result.add(subject, who, name, value=value, error=error, **more)
+        end = min(end, end_of_all)
+        reaching = [window[start:end] for window in windows if len(window.kl[start:end])]
+        more: dict[str, Any] = {"start": start, "end": end, "positions": sum(len(window.kl) for window in reaching)}
+        for name, parts in (
+            ("kl_mean", [one.kl for one in reaching]),
+            ("same_top1", [one.same_top1 for one in reaching]),
+        ):
+            value, error = _mean(parts)
+            subject = f"{POSITIONS} {start:,} to {end - 1:,}"
+            result.add(subject, who, name, value=value, error=error, **more)
 
 
 def _mean(windows: Sequence[np.ndarray]) -> tuple[float, float | None]:

@@ -7,19 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from polarlm.bench.command import CacheType
-from polarlm.bench.quality.answers import Answers
 from polarlm.bench.quality.divergence import perplexity
-from polarlm.bench.quality.kld_file import KldFile
 from polarlm.bench.quality.scores import CODED, SERVED, add_kinds, add_scores, contestant, windows
-from polarlm.bench.quality.states import (
-    Score,
-    exact_logprobs,
-    exact_states,
-    score_against,
-    score_of,
-    served_states,
-    stored_logprobs,
-)
+from polarlm.bench.quality.states import Score, exact_logprobs, exact_states, score_of, served_states
 from polarlm.bench.result import Result
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
@@ -121,27 +111,13 @@ class Survey:
         reference = self._parts.model
         self._kinds += [kind] if keep else []
         exact = exact_states(reference, ids)
-        logprobs = exact_logprobs(reference, exact, ids)
-        return self._score(ids, logprobs, lambda model, hidden: score_of(reference, exact, model, hidden, ids), keep)
-
-    def score_against(self, base: KldFile, window: int, ids: Sequence[int]) -> Iterator[None]:
-        """As `score`, of a window of a file, ids (T,), whose log-probabilities are full precision's."""
-        logprobs = stored_logprobs(base, window, ids)
-        return self._score(ids, logprobs, lambda model, hidden: score_against(base, window, model, hidden, ids), True)
-
-    def _score(
-        self,
-        ids: Sequence[int],
-        logprobs: np.ndarray,
-        compared: Callable[[Transformer, np.ndarray], Score],
-        keep: bool,
-    ) -> Iterator[None]:
         if keep:
             self._longest = max(self._longest, len(ids))
-            self._logprobs.append(logprobs)
+            self._logprobs.append(exact_logprobs(reference, exact, ids))
         yield
         for _, other, scoring, scores in self._rows:  # also those that are added meanwhile
-            score = compared(other.model, served_states(other.model, ids, every_token_coded=scoring == CODED))
+            hidden = served_states(other.model, ids, every_token_coded=scoring == CODED)
+            score = score_of(reference, exact, other.model, hidden, ids)
             if keep:
                 scores.append(score)
             yield
@@ -155,10 +131,6 @@ class Survey:
             if (seconds := clock() - started) > _LONG:
                 break
         return seconds / len(probe)
-
-    def answers(self, prompt: Sequence[int]) -> Answers:
-        """Texts of all types that continue a prompt. The stores have room for `context` tokens."""
-        return Answers(self.reference, [other.model for other in self._others], prompt)
 
     @property
     def passes(self) -> int:

@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -56,11 +56,9 @@ class Child:
         self,
         module: str,
         python: str = sys.executable,
-        variables: Mapping[str, str] | None = None,
         end: float = math.inf,
     ) -> None:
-        """variables: further ones of its environment. end: when calls have to be answered, by `time.monotonic`. Raises
-        Failed if it cannot be started."""
+        """end: when calls have to be answered, by `time.monotonic`. Raises Failed if it cannot be started."""
         self._until = end
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._answers: SimpleQueue[dict[str, Any] | None] = SimpleQueue()  # None when the process has ended
@@ -70,7 +68,7 @@ class Child:
                 self._answers.put,
                 lambda code: self._answers.put(None),
                 errors=self._errors,
-                environment={**os.environ, **_BYTECODE, **(variables or {})},
+                environment={**os.environ, **_BYTECODE},
             )
         except OSError as error:
             self._errors.close()
@@ -129,8 +127,8 @@ def memory(pid: int) -> dict[str, int]:
 def serve(start: Callable[..., Any], failures: Sequence[type[Exception]]) -> None:
     """Answer the parent's calls. The process exits when the parent closes its end of the pipe or exits.
 
-    start: makes the contestant from the arguments of the call "start". Before it, "imported" is answered. failures:
-    exceptions whose message is a sentence; for others, the answer also names the type.
+    start: makes the contestant from the arguments of the call "start". failures: exceptions whose message is a
+    sentence; for others, the answer also names the type.
     """
     calls: SimpleQueue[tuple[str, list[Any]]] = SimpleQueue()
     # The process ends also during a call, whose answer nobody reads any more.
@@ -140,9 +138,7 @@ def serve(start: Callable[..., Any], failures: Sequence[type[Exception]]) -> Non
         name, arguments = calls.get()
         answer: dict[str, Any]
         try:
-            if name == "imported":
-                result = None
-            elif name == "start":
+            if name == "start":
                 contestant, result = start(*arguments), None
             else:
                 result = getattr(contestant, name)(*arguments)

@@ -1,4 +1,4 @@
-"""The comparison with other engines: prompts, generation, sequences, memory and starts, on the same file.
+"""The comparison with other engines: prompts, generation, sequences and memory, on the same file.
 
 Each engine runs with each of its caches in its own process. Runs to be compared alternate, so that a machine that slows
 down slows all of them. A context is computed once; every run continues from it.
@@ -14,15 +14,14 @@ from dataclasses import replace
 
 from polarlm import model_loaders
 from polarlm.bench.command import cache_types, model_named, numbers
-from polarlm.bench.gpu.setup import about_gpu
 from polarlm.bench.pictures import NO_PICTURES, can_draw, write_png
-from polarlm.bench.result import Output, Result, Writer, digest_of_model, machine
+from polarlm.bench.result import Output, Result, Writer, about_gpu, digest_of_model, machine
 from polarlm.bench.runner import Runner
 from polarlm.bench.speed import peers
 from polarlm.bench.speed.child import Failed
 from polarlm.bench.speed.contestants import OURS, Contestant, Subject, new_child, start
 from polarlm.bench.speed.measure import DEEP_STEPS, SHORT_DEPTH, SHORT_STEPS, Measurement, Plan
-from polarlm.bench.speed.options import PROGRAM, STARTS, Options
+from polarlm.bench.speed.options import PROGRAM, RATES, Options
 from polarlm.bench.speed.tables import report_of
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -39,7 +38,7 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     """Measure, write the JSON as figures come, and a page and a picture at the end; print the report. Raises FlagError,
     EngineError or LoadError."""
     runner = Runner(math.inf if options.minutes is None else 60 * options.minutes)
-    types, threads = cache_types(options.types), sorted(numbers("--threads", options.threads or "1,2"))
+    types, threads = cache_types(options.types), sorted(numbers("--threads", options.threads))
     prompts, depths = sorted(numbers("--prompt", options.prompt)), sorted(numbers("--depth", options.depth))
     paths = peer_paths(options.peer)
     caches = _peer_caches(options.peer_types, list(paths))
@@ -56,12 +55,12 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
         source.weights.close()
     about = machine(gpu)
     where = gpu["name"] if gpu else f"{about['cpu']} {about['cores']} cores"
-    output = destination.path("starts" if options.only == STARTS else "speed", f"{source.name} {weights} {where}")
+    output = destination.path("speed", f"{source.name} {weights} {where}")
     writer = Writer(output, "speed", argv, gpu, PROGRAM)
 
     attention = config.attention
     shape = len(config.layers), attention.kv_heads, attention.head_dim
-    subject = Subject(path, device, *shape, size, paths, runner.end)
+    subject = Subject(path, device, *shape, paths, runner.end)
     threads = threads[:1] if gpu else threads
     contestants = [
         Contestant(OURS, one.label + ("" if bits == AUTO else f", {bits}{'-bit' * bits.isdigit()} inputs"), one, bits)
@@ -97,15 +96,17 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
             "left_out": left_out,
         }
     )
-    plan = Plan(contestants, lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only)
+    plan = Plan(
+        contestants, lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only == RATES
+    )
     note(f"Figures are kept in {output} as they come")
     runner.write = lambda complete: writer.write(result, complete=complete)
     with runner.final_write():
         Measurement(plan, subject, result, runner).run()
     report = report_of(result)
     if report.pictures:
-        note(f"Picture: {write_png(report.pictures, output)[0].name}" if can_draw() else NO_PICTURES)
-    elif plan.only != STARTS:
+        note(f"Picture: {write_png(report.pictures[0], output).name}" if can_draw() else NO_PICTURES)
+    else:
         note("No picture: generation was measured after fewer than two contexts")
     report.show(output)
 
@@ -124,13 +125,13 @@ def _choose_device(device: str) -> str:
 
 
 def peer_paths(text: str) -> dict[str, str]:
-    """Name of a peer → its Python or its program, from a list of NAME[=PATH]. Raises FlagError for an unknown name."""
+    """Name of a peer → its Python, from a list of NAME[=PATH]. Raises FlagError for an unknown name."""
     paths = {}
     for part in text.split(","):
         name, _, path = (each.strip() for each in part.partition("="))
         if name not in peers.every():
             raise FlagError(f"--peer {text}: {name!r} is not among {', '.join(peers.every())}")
-        paths[name] = path or peers.every()[name].program or sys.executable
+        paths[name] = path or sys.executable
     return paths
 
 

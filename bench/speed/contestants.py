@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,11 +41,6 @@ class Contestant:
         """What the peer says about itself, for a contestant that is not ours."""
         return peers.every()[self.engine]
 
-    @property
-    def is_program(self) -> bool:
-        """Whether it is a command line that runs once for every figure."""
-        return not self.is_ours and bool(self.peer.program)
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -57,8 +51,7 @@ class Subject:
     layers: int
     kv_heads: int
     head_dim: int
-    file_bytes: int  # bytes of all tensors in their files
-    peer_paths: Mapping[str, str] = field(default_factory=dict)  # name of a peer → its Python or its program
+    peer_paths: Mapping[str, str] = field(default_factory=dict)  # name of a peer → its Python
     end: float = math.inf
 
     def kv_bytes(self, bits: float, tokens: int) -> int:
@@ -84,12 +77,11 @@ def _metadata(reader: Any, key: str, default: int) -> int:
     return default if field is None else int(field.contents())
 
 
-def new_child(contestant: Contestant, subject: Subject, variables: Mapping[str, str] | None = None) -> Child:
-    """A new process of the contestant. variables: further ones of its environment. Raises Failed."""
+def new_child(contestant: Contestant, subject: Subject) -> Child:
+    """A new process of the contestant. Raises Failed."""
     if contestant.is_ours:
-        return Child(_OURS, variables=variables, end=subject.end)
-    path = sys.executable if contestant.is_program else subject.peer_paths[contestant.engine]
-    return Child(contestant.peer.module, path, variables, subject.end)
+        return Child(_OURS, end=subject.end)
+    return Child(contestant.peer.module, subject.peer_paths[contestant.engine], end=subject.end)
 
 
 def start(
@@ -106,8 +98,6 @@ def start(
         types = {} if contestant.types is None else contestant.types.settings()
         own = {"device": subject.device, "input_bits": contestant.input_bits, "replayable": contestant.replayable}
         arguments = [{**own, **types, **(settings or {})}]
-    elif contestant.is_program:
-        arguments.append(subject.peer_paths[contestant.engine])
     child.call("start", str(subject.path), context, threads, *arguments)
 
 

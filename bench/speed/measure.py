@@ -1,4 +1,4 @@
-"""The sections of a speed measurement: threads, prompts, generation after growing contexts, sequences, memory."""
+"""The parts of a speed measurement: threads, prompts, generation after growing contexts, sequences, memory."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ from polarlm.bench.speed.contestants import (
     starvation,
     subject_of,
 )
-from polarlm.bench.speed.options import RATES, STARTS
-from polarlm.bench.speed.starts import FIRST, START, START_TOKENS, WITH_EMPTY_FOLDER, Starter, add_medians
 from polarlm.engine import EngineConfig
 from polarlm.engine.cli.commands import note
 
@@ -48,7 +46,6 @@ _TOGETHER_PROMPT, _TOGETHER_DEPTH = 16, 128
 _WHOLE = 256  # tokens; llama.cpp rounds its cache size up to a multiple
 # Work for the progress bar, in tokens of a prompt, roughly.
 _STEP_WORK = 5
-_START_WORK = 1000
 _BUFFER = 512 << 20  # bytes, many times the last-level cache
 # A library's idle threads may spin for a moment, which would slow down the next run.
 _REST_SECONDS = 0.1
@@ -78,7 +75,7 @@ class Memory:
 class Plan:
     """The parameters of the measurement. All tokens fit into the model's context.
 
-    threads: the numbers to try. only: None, or what alone is measured: RATES of prompts and generation, or STARTS.
+    threads: the numbers to try. rates_alone: whether only prompts and generation are measured.
     """
 
     contestants: Sequence[Contestant]
@@ -88,7 +85,7 @@ class Plan:
     repeat: int
     vocabulary: int
     max_context: int
-    only: str | None = None
+    rates_alone: bool = False
 
     @property
     def leader(self) -> Contestant:
@@ -125,7 +122,7 @@ class Measurement:
         """Measure everything that there is time for. A contestant that fails is left out up to the end of the part; its
         rows say why.
 
-        Sequences, memory and starts have processes with settings of their own: what ends one may well not end the next.
+        Sequences and memory have processes with settings of their own: what ends one may well not end the next.
         """
         try:
             self._runner.run(self._parts())
@@ -137,25 +134,22 @@ class Measurement:
 
     def _parts(self) -> list[Part]:
         plan, contestants, runs = self._plan, len(self._plan.contestants), 1 + self._plan.repeat
-        parts: list[Part] = []
-        if plan.only != STARTS:
-            short = runs * SHORT_STEPS * _STEP_WORK
-            parts.append(Part("threads", short * len(plan.threads), lambda: self._choose_threads(parts)))
-            parts.append(Part(SHORT, short * contestants, partial(self._generate, SHORT, SHORT_DEPTH, SHORT_STEPS)))
-            for tokens in plan.prompts:
-                name = subject_of(PROMPT, tokens)
-                parts.append(Part(name, runs * tokens * contestants, partial(self._measure_prompt, name, tokens)))
-            for depth in plan.depths:
-                name, work = subject_of(GENERATION, depth), (depth / 2 + runs * DEEP_STEPS * _STEP_WORK) * contestants
-                parts.append(Part(name, work, partial(self._generate, name, depth, DEEP_STEPS)))
-        if plan.only is None:
+        short = runs * SHORT_STEPS * _STEP_WORK
+        parts = [
+            Part("threads", short * len(plan.threads), lambda: self._choose_threads(parts)),
+            Part(SHORT, short * contestants, partial(self._generate, SHORT, SHORT_DEPTH, SHORT_STEPS)),
+        ]
+        for tokens in plan.prompts:
+            name = subject_of(PROMPT, tokens)
+            parts.append(Part(name, runs * tokens * contestants, partial(self._measure_prompt, name, tokens)))
+        for depth in plan.depths:
+            name, work = subject_of(GENERATION, depth), (depth / 2 + runs * DEEP_STEPS * _STEP_WORK) * contestants
+            parts.append(Part(name, work, partial(self._generate, name, depth, DEEP_STEPS)))
+        if not plan.rates_alone:
             work = runs * len(_TOGETHER) * _TOGETHER_DEPTH * 3 * _STEP_WORK
             parts.append(Part(SEQUENCES, work, self._measure_sequences))
             work = (max(plan.prompts) + DEEP_STEPS * _STEP_WORK) * contestants
             parts.append(Part(MEMORY, work, self._measure_memory))
-        if plan.only != RATES:
-            engines = len({contestant.engine for contestant in plan.contestants})
-            parts.append(Part("starts", (runs * engines + WITH_EMPTY_FOLDER) * _START_WORK, self._measure_starts))
         return parts
 
     # -- the machine -----------------------------------------------------------------------------------------------
@@ -275,7 +269,7 @@ class Measurement:
             try:
                 child = self._children.child(contestant, self._most, context)
                 child.call("generation_rate", ids, following)
-                sizes: dict[str, Any] = child.call("memory") if contestant.is_program else memory(child.pid)
+                sizes: dict[str, float | None] = {**memory(child.pid)}
                 sizes["cache"] = self._cache_bytes(contestant, tokens, child)
                 self._result.add_all(MEMORY, str(contestant), sizes, **about)
             except Failed as error:
@@ -283,38 +277,6 @@ class Measurement:
                 self._result.add(MEMORY, str(contestant), "peak", failure=str(error), **about)
             self._children.close()
             self._runner.advance(1 / len(self._plan.contestants))
-        self._runner.write(False)
-
-    def _measure_starts(self) -> None:
-        """Measure the starts of each engine's first contestant, in turn, after one that does not count."""
-        self._children.end_part()
-        starter = Starter(self._subject, self._most, self._plan.memory_context, self._ids(START_TOKENS))
-        leaders = {contestant.engine: contestant for contestant in reversed(self._plan.contestants)}
-        cells = {Cell(leader, self._most): list[dict[str, Any]]() for leader in reversed(leaders.values())}
-
-        def seconds(cell: Cell, number: int) -> float:
-            started = starter.run(cell.contestant)
-            if number >= 0:
-                cells[cell].append(started)
-            return float(started["seconds"])
-
-        note("Starting new processes")
-        self._alternate("starts", [*cells], seconds)
-        for cell, starts in cells.items():
-            contestant = cell.contestant
-            about: dict[str, Any] = {"threads": cell.threads, "context": starter.context}
-            if not starts:
-                self._result.add(START, str(contestant), "seconds", failure=cell.failure or "not measured", **about)
-                continue
-            add_medians(self._result, START, str(contestant), starts, **about)
-            if contestant.is_ours:
-                note("Starting with an empty cache folder, which compiles the kernels and fits the KV cache")
-                self._runner.advance(0, FIRST)
-                try:
-                    warm = self._result.value(START, str(contestant), "seconds") or 0.0
-                    starter.add_first_ever(self._result, contestant, warm)
-                except Failed as error:
-                    note(f"The first start ever cannot be measured: {error}")
         self._runner.write(False)
 
     # -- help ------------------------------------------------------------------------------------------------------

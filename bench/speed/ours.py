@@ -70,18 +70,6 @@ class Ours:
                 total += held([*loaded.ffn.gate_up.parts, *loaded.ffn.down.parts]) * layer.ffn.top_k // layer.ffn.count
         return total
 
-    def resident(self) -> dict[str, int]:
-        """Bytes of all "weights" as the backend holds them, and of the whole "store"."""
-        return {"weights": self._model.weights.bytes, "store": self._parts.plan.bytes}
-
-    def compiled(self) -> tuple[int, float]:
-        """How many kernels this process has compiled, and the seconds of CPU time that it took."""
-        if self._backend != "native":
-            return 0, 0.0
-        from polarlm.engine.jit.compile.library import compiled  # needs llvmlite
-
-        return compiled()
-
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of K/V that a step after `tokens` tokens reads."""
         return self._shape.sequence_bytes(tokens)

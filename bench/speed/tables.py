@@ -1,4 +1,4 @@
-"""The report of a speed measurement, and its tables for docs/speed.md, made from its rows."""
+"""The report of a speed measurement, and its tables, made from its rows."""
 
 from __future__ import annotations
 
@@ -9,30 +9,22 @@ from polarlm.bench import pictures
 from polarlm.bench.pictures import Picture, Series
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, cell_of, provenance, rate_text, size_text
 from polarlm.bench.result import Figures, Result, Row, value_of
-from polarlm.bench.result import provenance as provenance_of
 from polarlm.bench.speed import peers
 from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE, SEQUENCES
 from polarlm.bench.speed.measure import MEMORY
-from polarlm.bench.speed.starts import FIRST, START
 from polarlm.engine.config import EngineConfig
-
-STARTS = "Starts"  # a heading
-_PARTS = ("imports", "loading", "first token")  # of a start
 
 
 def report_of(result: Result) -> Report:
     read = "Bytes that a step reads, and share of the memory's bandwidth"
-    starts = [Section(STARTS, [starts_table(result)], starts_in_parts(result))]
     return Report(
         title=f"{_model_name(result)} on {_where(result)}",
         lead="Medians ± half the spread; × is the ratio to the strongest peer",
         sections=[
-            Section("Prompts, tokens/s", [rates_table(result, [PROMPT])]),
-            Section("Generation, tokens/s", [rates_table(result, [GENERATION])]),
+            Section("Tokens/s", [rates_table(result, [PROMPT, GENERATION])]),
             Section(read, [bandwidth_table(result)]),
             Section("Sequences that are asked at the same time", [sequences_table(result)]),
             Section("Memory of the process", [memory_table(result)]),
-            *starts,
         ],
         about=[*_about(result), *provenance(result)],
         notes=[*_starvation_notes(result), *result["left_out"]],
@@ -141,7 +133,7 @@ def sequences_table(result: Result) -> Table:
     return Table(header, [line for _, line in sorted(lines, key=lambda line: line[0])])
 
 
-# -- memory and starts -----------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 def memory_table(result: Result) -> Table:
@@ -151,69 +143,6 @@ def memory_table(result: Result) -> Table:
     return Table.of("", columns, ((_columns(result)[who], figures) for _, who, figures in result.parts(MEMORY)))
 
 
-def starts_table(result: Result) -> Table:
-    """A table of the seconds from a new process to its first token, and of the memory of that process."""
-    starts = {who: figures for _, who, figures in result.parts(START)}
-    theirs = [figures["seconds"] for who, figures in starts.items() if not is_ours(who)]
-    rates_of_peers = [row for row in theirs if row.value is not None and not _starvation_notes(result)]
-    fastest = min(rates_of_peers, key=lambda row: row.value or 0, default=None)
-    other = "the fastest peer" if len(theirs) > 1 else label(engine(theirs[0].contestant) if theirs else peers.DEFAULT)
-    columns = [Column.of("first token", "seconds", _seconds), _times(f"times {other}", "seconds", "fastest")]
-    columns += [Column.of(part, part, size_text) for part in ("peak", "weights", "store", "rest")]
-    than = {} if fastest is None else {"fastest": fastest}
-    lines = ((name(who), {**figures, **(than if is_ours(who) else {})}) for who, figures in starts.items())
-    return Table.of("", columns, lines)
-
-
-def _times(title: str, quantity: str, than: str) -> Column:
-    """The column of a ratio of two quantities."""
-
-    def cell(figures: Figures) -> str:
-        ours, other = value_of(figures, quantity), value_of(figures, than)
-        return f"{ours / other:.2f}" if ours and other else NOTHING
-
-    return Column(title, cell)
-
-
-def starts_in_parts(result: Result) -> str:
-    """Lines about the parts of starts, and about our first start ever; without those that failed."""
-    lines = []
-    for subject, who, figures in result.parts():
-        if subject == START and "loading" in figures:
-            lines.append(f"{name(who)}: " + ", ".join(f"{part} {_seconds(_figure(figures, part))}" for part in _PARTS))
-        elif subject == FIRST:
-            lines.append(
-                f"The first start ever of {name(who)}: {_seconds(_figure(figures, 'seconds'))}, of which fitting the "
-                f"cache {_seconds(_figure(figures, 'fit'))}; compiling {_figure(figures, 'kernels'):.0f} kernels took "
-                f"{_seconds(_figure(figures, 'compiling'))} of one core"
-            )
-    return "\n\n".join(lines)
-
-
-def starts_of_models(results: Sequence[Result]) -> Table:
-    """A table with a line for each measurement, the smallest file first: starts of both engines, and our first ever."""
-    other, ours, theirs = label(peers.DEFAULT), f"{START} {OURS} ", f"{START} {peers.DEFAULT} "
-    first, tenths = f"{FIRST} {OURS} ", "{:.1f} s".format
-    columns = [
-        Column.of("file", "file", size_text),
-        Column.of("here", f"{ours}seconds", _seconds),
-        Column.of(other, f"{theirs}seconds", _seconds),
-        _times("times", f"{ours}seconds", f"{theirs}seconds"),
-        Column.of("peak", f"{ours}peak", size_text),
-        Column.of(f"{other}'s peak", f"{theirs}peak", size_text),
-        Column.of("weights", f"{ours}weights", size_text),
-        Column.of("first ever", f"{first}seconds", tenths),
-        Column.of("fit", f"{first}fit", tenths),
-        Column.of("compiling", f"{first}compiling", tenths),
-    ]
-    lines = []
-    for result in sorted(results, key=lambda one: (one["file_bytes"], one["model"])):
-        figures = {f"{row.subject} {engine(row.contestant)} {row.quantity}": row for row in result.rows()}
-        file = Row("", "", "file", value=result["file_bytes"])
-        lines.append((f"{result['model']}, {result['weights']}", {**figures, "file": file}))
-    return Table.of("", columns, lines)
-
-
 # -- words -----------------------------------------------------------------------------------------------------------
 
 
@@ -221,20 +150,6 @@ def place(result: Result) -> str:
     """The machine of a measurement."""
     machine = result["machine"]
     return f"{machine['cores']} cores of an {machine['cpu']}, {machine['system']}"
-
-
-def source(result: Result) -> str:
-    """A description of the measurement in Markdown: what was measured, where, how and when."""
-    runs = max((len(row.runs) for row in result.rows(RATE)), default=0)
-    return (
-        f"{_model_name(result)} on {place(result)}; {peers_in_words(result)}; medians of {runs} runs; "
-        f"threads: {_threads(result)}; {provenance_of(result)}"
-    )
-
-
-def peers_in_words(result: Result) -> str:
-    """The peers of a measurement, each with its version or the reason why it is missing."""
-    return ", ".join(f"{peer['name']} {peer['version_or_absence']}" for peer in result["peers"])
 
 
 def engine(contestant: str) -> str:
@@ -305,10 +220,6 @@ def _figure(figures: Figures, quantity: str) -> float:
     return value_of(figures, quantity) or 0.0
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s"
-
-
 # -- the picture -----------------------------------------------------------------------------------------------------
 
 
@@ -332,10 +243,4 @@ def pictures_of(result: Result) -> list[Picture]:
         for who, rows in measured.items()
     ]
     title = f"{_model_name(result)}, one request"
-    return [
-        Picture(
-            "",
-            title,
-            lambda: pictures.lines({title: series}, "tokens of context", "generated tokens/s", size=(7.2, 4.2)),
-        )
-    ]
+    return [Picture(title, lambda: pictures.lines(series, "tokens of context", "generated tokens/s"))]

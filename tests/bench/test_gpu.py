@@ -21,19 +21,18 @@ import numpy as np
 import pytest
 
 from polarlm.bench.command import CacheType
-from polarlm.bench.gpu import __main__ as gpu_bench
-from polarlm.bench.gpu import plan, setup
-from polarlm.bench.gpu.attention import measure_attention
-from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content
-from polarlm.bench.gpu.peer import NAMES, attention_at, half_attention
-from polarlm.bench.gpu.plan import Plan
-from polarlm.bench.gpu.setup import Gpu, Sizes
-from polarlm.bench.gpu.shapes import llama
-from polarlm.bench.gpu.tables import report_of
+from polarlm.bench.lab import load, parts
+from polarlm.bench.lab.gpu import __main__ as gpu_bench
+from polarlm.bench.lab.gpu import plan, setup
+from polarlm.bench.lab.gpu.attention import measure_attention
+from polarlm.bench.lab.gpu.cache import ALLOWED_ERROR, Content
+from polarlm.bench.lab.gpu.peer import NAMES, attention_at, half_attention
+from polarlm.bench.lab.gpu.plan import Plan
+from polarlm.bench.lab.gpu.setup import Gpu, Sizes
+from polarlm.bench.lab.gpu.tables import report_of
 from polarlm.bench.result import Result, read
-from polarlm.bench.serving import load
-from polarlm.bench.speed import __main__ as speed
-from polarlm.bench.speed import ours, parts
+from polarlm.bench.shapes import llama
+from polarlm.bench.speed import ours
 from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.device import cublas_lt, packed_launch
 from polarlm.engine.backends.cuda.ops import CudaOps
@@ -108,8 +107,9 @@ def commands() -> list[Any]:
 def tiny(monkeypatch: pytest.MonkeyPatch, commands: list[Any]) -> Gpu:
     """An emulated GPU for a model of the tests; programs and loads of a server are noted."""
 
-    def serving(options: Any, load: Any, model: str, destination: Any, argv: Sequence[str]) -> None:
-        commands.append([model, load.clients, load.requests, load.prompt_tokens, options.max_tokens])
+    def serving(options: Any, destination: Any, argv: Sequence[str]) -> None:
+        asked = options.clients, options.requests, options.prompt_tokens, options.max_tokens
+        commands.append([options.weights, *asked])
         loaded = Result({})
         loaded.add("load", "polarlm", "tokens/s", value=1000.0)
         for name in ("first token", "between two tokens"):
@@ -180,8 +180,8 @@ def test_the_parts_of_a_prompt_are_those_that_are_launched(
     monkeypatch.setattr(parts, "assemble", lambda config, say: assemble(replace(config, **plain), say, CudaOps(device)))
     monkeypatch.setattr(parts, "EventClock", parts.HostClock)
     output = tmp_path / "out.json"
-    flags = ["--parts", "--weights", str(tiny_path), "--output", str(output), "--types", "f16", "--prompt", "20"]
-    assert speed.main([*flags, "--repeat", "1"]) == 0
+    flags = ["--weights", str(tiny_path), "--output", str(output), "--types", "f16", "--prompt", "20"]
+    assert parts.main([*flags, "--repeat", "1"]) == 0
     launches = {part: row["launches"].value for part, _, row in read(output).parts() if "launches" in row}
     assert 2 * sum(launches.values()) == len(device.launches), "one prompt before it"
     assert "attention" in launches

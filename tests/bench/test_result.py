@@ -8,14 +8,8 @@ from pathlib import Path
 import pytest
 
 from polarlm.bench import result
-from polarlm.bench.gpu import tables as gpu
-from polarlm.bench.quality import snapshots, tool_cost
-from polarlm.bench.quality import tables as quality
 from polarlm.bench.report import Report, Section, Table
 from polarlm.bench.result import Output, Result, Writer
-from polarlm.bench.serving import tables as serving
-from polarlm.bench.speed import embeddings
-from polarlm.bench.speed import tables as speed
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.jit.isa import VARIABLE
 
@@ -87,8 +81,8 @@ def test_a_page_has_the_tables_of_the_terminal(tmp_path: Path) -> None:
     """Without columns in which nothing was measured; a terminal of few columns has the first ones."""
     table = Table(["type", "KL", "speed", "top-1"], [["f16", "0.1", "—", "9 %"], ["<q4>", "**0.2**", "", "8 %"]])
     sections = [Section("Costs", [table], "± is an error."), Section("Nothing", [Table(["type", "KL"], [])])]
-    cards, columns = [("f16", ["it is large"])], {"KL": "how far", "speed": "how fast"}
-    report = Report("A title", "lead", sections, [("load", "0.1")], ["A note."], "Partial.", cards, columns)
+    columns = {"KL": "how far", "speed": "how fast"}
+    report = Report("A title", "lead", sections, [("load", "0.1")], ["A note."], "Partial.", columns)
     assert (
         report.terminal()
         == """A title
@@ -109,34 +103,14 @@ A note."""
     report.write_page(tmp_path / "out.html")
     page = (tmp_path / "out.html").read_text(encoding="utf-8")
     assert Page(page).cells == ["type", "KL", "top-1", "f16", "0.1", "9 %", "<q4>", "0.2", "8 %"]
-    for sentence in ("A title", "Partial.", "it is large", "± is an error.", "A note.", "<dt>load</dt><dd>0.1</dd>"):
+    for sentence in ("A title", "Partial.", "± is an error.", "A note.", "<dt>load</dt><dd>0.1</dd>"):
         assert page.count(sentence) >= 1, sentence
     assert "how far" in page
     assert "how fast" not in page
 
 
-REPORTS = {
-    "speed": speed.report_of,
-    "starts": speed.report_of,
-    "gpu": gpu.report_of,
-    "serving": serving.report_of,
-    "state": snapshots.report_of,
-    "tools": tool_cost.report_of,
-    **dict.fromkeys(("quality", "cost", "models", "peers", "positions"), quality.report_of),
-}
-
-
-def test_published_results_of_older_versions_are_read_as_they_are() -> None:
-    """All have rows, and those of commands have a report."""
-    files = [file for file in result.RESULTS.glob("*.json") if not file.name.startswith("gpu-tests")]
-    assert len(files) >= 58
+def test_published_results_are_read() -> None:
+    files = [*result.RESULTS.glob("*.json")]
+    assert files
     for file in files:
-        one = result.read(file)
-        assert list(one.rows()), file.name
-        kind = file.name.partition("-")[0]
-        if kind == "embeddings":
-            assert embeddings.table_of(one).rows
-        elif "not_measured" in one.about or kind not in ("gpu", "agents", "pressure"):
-            if kind in ("quality", "cost", "models", "peers", "positions") and "arithmetic" not in one.about:
-                continue  # before there was a page
-            assert "\n| " in REPORTS[kind](one).terminal(), file.name
+        assert list(result.read(file).rows()), file.name

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +16,12 @@ import pytest
 from polarlm.bench import report, result
 from polarlm.bench.result import Result, Row
 from polarlm.bench.speed import __main__ as speed
-from polarlm.bench.speed import compare, contestants, measure, starts
+from polarlm.bench.speed import compare, contestants, measure
 from polarlm.bench.speed.child import Failed, OutOfTime
 from polarlm.bench.speed.contestants import Cell, Contestant
 from polarlm.bench.speed.measure import Memory
 from polarlm.bench.speed.ours import Ours
 from polarlm.bench.speed.peers import NoPeer
-from polarlm.bench.speed.starts import FIRST, START, START_TOKENS
 from polarlm.engine import EngineError
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from tests.random_model import TINY, random_model
@@ -31,7 +30,6 @@ from tests.tiny import make_model
 PEER = "llama-cpp-python"
 VALUES = 2 * len(TINY.layers) * TINY.attention.kv_heads * TINY.attention.head_dim  # numbers of a token in the cache
 SMALL = ["--device", "cpu", "--prompt", "40,100", "--depth", "100,512", "--repeat", "2", "--threads", "1,2"]
-CALLS = [("start", 256), ("prompt", START_TOKENS)]  # calls of a start
 # Ours and the peer's, in the order of the columns.
 FOUR = ["--types", "balanced,f16", "--peer-types", "f16,q4_0"]
 
@@ -46,7 +44,6 @@ def no_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_REST_SECONDS", 0)
     monkeypatch.setattr(measure, "Memory", lambda: Memory(1 << 16))
     monkeypatch.setattr(Memory, "read_rate", lambda self, threads: 1e10)  # far more than the small models read
-    monkeypatch.setattr(starts, "ready_memory", lambda size: None)
 
 
 class Measured(NamedTuple):
@@ -128,32 +125,18 @@ class Stand:
     def cache_bytes(self, tokens: int) -> int:
         return 1000 * tokens
 
-    def resident(self) -> dict[str, int]:
-        return {"weights": 1_000_000, "store": 500_000}
-
-    def compiled(self) -> tuple[int, float]:
-        return 26, 2.5
-
 
 class Local:
     pid = os.getpid()
     ours: type = Stand
     peer: type = Stand
 
-    def __init__(
-        self,
-        module: str,
-        python: str = sys.executable,
-        variables: Mapping[str, str] | None = None,
-        end: float = math.inf,
-    ) -> None:
+    def __init__(self, module: str, python: str = sys.executable, end: float = math.inf) -> None:
         self._kind = Local.ours if module == "polarlm.bench.speed.ours" else Local.peer
 
     def call(self, name: str, *arguments: Any) -> Any:
         arguments = tuple(json.loads(json.dumps(arguments)))
         try:
-            if name == "imported":
-                return None
             if name == "start":
                 self._contestant = self._kind(*arguments)
                 return None
@@ -197,32 +180,6 @@ def stands(local: type[Local], monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
     return Stand
 
 
-# -- starts --------------------------------------------------------------------------------------------------------
-
-
-def test_starts_alone_are_new_processes_of_the_first_caches_in_turn(measure_with: Measure, stands: type[Stand]) -> None:
-    whole, out, _ = measure_with(*FOUR, "--only", "starts")
-    one = [(label, 2, call, tokens) for label in ("ours balanced", "peer f16") for call, tokens in CALLS]
-    first_ever = [("ours balanced", 2, call, tokens) for call, tokens in 2 * CALLS]
-    asked = [("peer f16", 1, "start", measure.SHORT_DEPTH)]
-    assert stands.calls == asked + 3 * one + first_ever, "one run before those that count, and two that do"
-    assert not rows_of(whole, *subjects(whole))
-    rows = {(subject, who): figures for subject, who, figures in whole.parts()}
-    ours, theirs = rows["start", "polarlm balanced"], rows["start", f"{PEER} f16"]
-    assert set(rows) == {(name, "polarlm balanced") for name in (START, FIRST)} | {(START, f"{PEER} f16")}
-    for figures in (ours, theirs):
-        assert figures["seconds"].value == pytest.approx(sum(figures["seconds"].runs) / 2)
-        assert list(figures)[1:4] == ["imports", "loading", "first token"]
-    first = rows["the first start ever", "polarlm balanced"]
-    assert first.keys() == {"seconds", "fit", "kernels", "compiling"}
-    assert (first["kernels"].value, first["compiling"].value) == (26, 2.5)
-    assert ours["weights"].value == 1_000_000
-    (table,) = tables(out)
-    assert [row[0] for row in table[1:]] == ["here balanced", "llama.cpp f16"]
-    assert "The first start ever of here balanced: " in out
-    assert "; compiling 26 kernels took 2.50 s of one core" in out
-
-
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
@@ -260,16 +217,13 @@ def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure,
     expected += [(*who, "steps", 100) for who in [*in_a_row, *last]]
     expected += 3 * [("ours balanced", 2, "together", count) for count in (1, 8, 16)]
     expected += [(label, 2, "steps", 100) for label in [*ours, *theirs]]
-    starts = ["ours balanced", "peer f16"] * 3
-    starts += ["ours balanced"] * 2  # with an empty cache folder
-    expected += [(label, 2, "prompt", START_TOKENS) for label in starts]
     assert calls[6:] == expected
     assert "polarlm, backend native: 24 MiB\nllama-cpp-python: 1.2.3 (AVX2 = 1)\n" in out
     assert "\nload: " in out
-    prompts, generation, *_ = tables(out)
-    assert prompts[0] == ["", "**balanced**", "f16", "llama.cpp f16", "llama.cpp q4_0"]
-    assert prompts[1] == ["prompt of 40", "400 ± 0 (2.00×)", "400 ± 0 (2.00×)", "200 ± 0", "200 ± 0"]
-    assert generation[2] == ["generation at 100", "400 ± 0 (2.00×)", "400 ± 0 (2.00×)", "200 ± 0", "200 ± 0"]
+    rates, *_ = tables(out)
+    assert rates[0] == ["", "**balanced**", "f16", "llama.cpp f16", "llama.cpp q4_0"]
+    assert rates[1] == ["prompt of 40", "400 ± 0 (2.00×)", "400 ± 0 (2.00×)", "200 ± 0", "200 ± 0"]
+    assert rates[4] == ["generation at 100", "400 ± 0 (2.00×)", "400 ± 0 (2.00×)", "200 ± 0", "200 ± 0"]
     together = {name: row.value for name, row in whole.figures("8 sequences", "polarlm balanced").items()}
     assert together == {"first": 0.5, "seconds": 2.0, "step": 8 / 400}
     assert whole["threads"]["chosen"] == {"polarlm": 2}
@@ -286,7 +240,7 @@ def test_what_does_not_fit_into_the_minutes_is_left_out(measure_with: Measure, s
     assert whole["complete"] is False
     assert "All of it takes about " in err
     assert ": what takes longer is left out\n" in err
-    for name in ("generation at 100", "sequences", "starts"):
+    for name in ("generation at 100", "sequences"):
         assert f"There was no time for {name}: give more --minutes" in out
 
 
@@ -365,12 +319,12 @@ def test_the_ratio_is_to_the_strongest_peer_which_each_row_names(measure_with: M
     stands.rates = staticmethod(rates)
     several = ["--types", "balanced", "--peer-types", "f16,u8", "--peer", f"{PEER},openvino-genai=some/python"]
     whole, out, _ = measure_with(*several)
-    prompts, generation, read, *_ = tables(out)
+    rates_, read, *_ = tables(out)
     columns = ["", "**balanced**", "llama.cpp f16", "OpenVINO u8", "OpenVINO f16"]
-    assert prompts[0] == generation[0] == [*columns, "strongest peer"]
-    assert generation[1][1] == "90.0 ± 0.0 (1.50×)"
-    assert generation[1][-1] == "llama.cpp f16"
-    assert prompts[1] == [
+    assert rates_[0] == [*columns, "strongest peer"]
+    assert rates_[3][1] == "90.0 ± 0.0 (1.50×)"
+    assert rates_[3][-1] == "llama.cpp f16"
+    assert rates_[1] == [
         "prompt of 40",
         "90.0 ± 0.0 (**0.75×**)",
         "60.0 ± 0.0",
@@ -381,31 +335,6 @@ def test_the_ratio_is_to_the_strongest_peer_which_each_row_names(measure_with: M
     assert read[0] == columns[:3], "what OpenVINO does not say is not made up"
     assert [peer["name"] for peer in whole["peers"]] == [PEER, "openvino-genai"]
     assert "\n\nOpenVINO converts weights and does not say what to" in out
-
-
-def test_a_program_starts_anew_for_each_figure_and_tells_its_own_memory_and_start(
-    measure_with: Measure, stands: type[Stand], local: type[Local], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Program(Stand):
-        def __init__(self, path: str, context: int, threads: int, cache: str, program: str) -> None:
-            assert program == "built/llama-bench"
-            super().__init__(path, context, threads, cache)
-
-        def memory(self) -> dict[str, int]:
-            return {"peak": 3 << 30}
-
-        def first_token(self, ids: Sequence[int]) -> dict[str, Any]:
-            assert len(ids) == START_TOKENS
-            return {"seconds": 1.25, "memory": {"peak": 2 << 30}}
-
-    monkeypatch.setattr(local, "peer", Program)
-    flags = ["--types", "f16", "--peer-types", "f16", "--peer", "ik_llama.cpp=built/llama-bench"]
-    whole, out, _ = measure_with(*flags, "--depth", "100")
-    *_, memory, starts = tables(out)
-    assert memory[2] == ["ik_llama.cpp f16", "3.0 GiB", *["—"] * (len(memory[2]) - 3), memory[2][-1]]
-    assert starts[2][:4] == ["ik_llama.cpp f16", "1.25 s", "—", "2.0 GiB"]
-    assert "loading" not in whole.figures(START, "ik_llama.cpp f16")
-    assert "ik_llama.cpp f16: " not in out, "it has no parts to tell"
 
 
 def test_the_share_of_the_bandwidth_counts_weights_and_cache(
@@ -424,7 +353,7 @@ def test_the_share_of_the_bandwidth_counts_weights_and_cache(
     assert ours["bandwidth"] == pytest.approx(1.1e6 * 400 / 2e9)
     values = 100 * VALUES
     assert (f16["cache"], q4_0["cache"]) == (2 * values, values * 18 // 32)
-    *_, read, _, _, _ = tables(out)  # then sequences, memory, starts
+    *_, read, _, _ = tables(out)  # then sequences, memory
     assert read[2][1] == "1 + 0 MB, 22%"
     assert [row[1].split(", ")[1] for row in read[1:]] == ["20%", "22%"], "of the fastest"
 
@@ -449,7 +378,6 @@ def test_a_contestant_that_fails_is_a_line_in_the_table(
     assert "| crashed (SIGSEGV) |" in out
     failures = [figures["peak"].failure for _, _, figures in whole.parts("memory")]
     assert failures == ["", "" if failing == "prompt" else "crashed (SIGSEGV)", "", ""], "a part of its own"
-    assert not any(row.failure for row in whole.rows("seconds"))
 
 
 def test_results_are_kept_when_the_command_is_stopped(measure_with: Measure, stands: type[Stand]) -> None:

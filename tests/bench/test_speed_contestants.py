@@ -184,7 +184,7 @@ def test_of_experts_only_those_that_a_token_chooses_are_read(tmp_path: Path) -> 
     e, (mixer, ffn) = config.hidden_size, (config.layers[0].mixer, config.layers[0].ffn)
     of_layer = 2 * (mixer.heads + mixer.kv_heads) * mixer.head_dim * e + ffn.count * e + 3 * ffn.top_k * ffn.size * e
     expected = 4 * (config.vocab_size * e + len(config.layers) * of_layer)
-    subject = Subject(path, "cpu", len(config.layers), mixer.kv_heads, mixer.head_dim, 0)
+    subject = Subject(path, "cpu", len(config.layers), mixer.kv_heads, mixer.head_dim)
     assert subject.peer_weight_bytes() == expected
     ours = object.__new__(Ours)  # the model has no tokenizer
     ours._model = bare_model(*read_model(MODELS / "qwen3_moe_normed"))

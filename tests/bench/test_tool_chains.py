@@ -12,9 +12,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from polarlm.bench.quality import __main__ as quality
-from polarlm.bench.quality.tool_chains import TOOLS, Task, beginning, chain, history, orders, receipt, solves
-from polarlm.bench.quality.tool_cost import CHAINS
+from polarlm.bench.lab.tool_chains import TOOLS, Task, beginning, chain, history, orders, receipt, solves
+from polarlm.bench.lab.tool_cost import CHAINS, main
 from polarlm.bench.result import read
 from polarlm.engine import Engine, PromptOptions
 from tests import call_templates
@@ -98,9 +97,9 @@ def test_texts_are_compared_without_case_and_full_stops(engine: Engine) -> None:
 def test_the_command_writes_what_types_solve(tmp_path: Path) -> None:
     """A random model solves nothing; each type has the same chains, and a page is there."""
     pytest.importorskip("llguidance")
-    words = ("--tools", "--windows", "2", "--window", "5000", "--types", "balanced", "--device", "cpu", "-t", "1")
+    words = ("--chains", "2", "--history", "5000", "--types", "balanced", "--device", "cpu", "-t", "1")
     model = tool_model(tmp_path, call_templates.HERMES)
-    assert quality.main([*words, "--model", str(model), "-o", str(tmp_path / "out.html")]) == 0
+    assert main([*words, "--model", str(model), "-o", str(tmp_path / "out.html")]) == 0
     result = read(tmp_path / "out.json")
     assert [label for _, label, _ in result.parts(CHAINS)] == ["f16", "balanced", "f16, 3 at once"]
     assert result.figures(CHAINS, "balanced")["p"].value == 1
@@ -110,13 +109,8 @@ def test_the_command_writes_what_types_solve(tmp_path: Path) -> None:
     measured["complete"], measured["rows"][0]["runs"] = False, [True, False]
     measured["rows"] = measured["rows"][:1]
     (tmp_path / "out.json").write_text(json.dumps(measured), encoding="utf-8")
-    assert quality.main([*words, "--model", str(model), "-o", str(tmp_path / "out.html")]) == 0
+    assert main([*words, "--model", str(model), "-o", str(tmp_path / "out.html")]) == 0
     result = read(tmp_path / "out.json")
     assert result["complete"]
     assert result.figures(CHAINS, "f16")["solved"].runs == (True, False)
     assert result.figures(CHAINS, "balanced")["lost"].value == 1
-
-
-def test_what_contradicts_the_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert quality.main(["--tools", "text.txt"]) != 0
-    assert "--tools has tasks of its own" in capsys.readouterr().err

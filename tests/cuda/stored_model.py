@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from polarlm.bench.gpu.attention import random_metrics
-from polarlm.bench.gpu.cache import Content, fill
-from polarlm.bench.gpu.setup import Gpu, Sizes
+from polarlm.bench.lab.gpu.attention import random_metrics
+from polarlm.bench.lab.gpu.cache import Content, fill
+from polarlm.bench.lab.gpu.setup import Gpu, Sizes
 from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.cuda.ops import CudaOps

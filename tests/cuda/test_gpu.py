@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from polarlm.bench.command import CacheType
-from polarlm.bench.gpu.attention import layer_format
-from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill, read_tokens
-from polarlm.bench.gpu.setup import CupyClock, Sizes
+from polarlm.bench.lab.gpu.attention import layer_format
+from polarlm.bench.lab.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill, read_tokens
+from polarlm.bench.lab.gpu.setup import CupyClock, Sizes
 from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.device import MOST_BATCHES, MOST_RECORDINGS

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.setup import CupyClock, Gpu, Sizes
+from polarlm.bench.lab.gpu.setup import CupyClock, Gpu, Sizes
 from polarlm.bench.random_weights import RandomMatrix, RandomWeights
 from polarlm.engine.backends.cuda.device import Device
 from polarlm.engine.backends.cuda.ops import CudaOps

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.shapes import LLAMA_8B, llama
 from polarlm.bench.random_weights import RandomWeights
+from polarlm.bench.shapes import LLAMA_8B, llama
 from polarlm.engine import Engine, EngineConfig, EngineError, codecs
 from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes

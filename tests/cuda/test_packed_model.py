@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.shapes import LLAMA_8B
 from polarlm.bench.random_weights import RandomWeights
+from polarlm.bench.shapes import LLAMA_8B
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.ops import CudaOps

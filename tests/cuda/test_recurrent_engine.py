@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.shapes import llama
+from polarlm.bench.shapes import llama
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.delta import DeltaEnds

@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.shapes import llama
 from polarlm.bench.random_weights import RandomWeights
+from polarlm.bench.shapes import llama
 from polarlm.engine.backends.cuda.ops import CudaOps
 from tests.cuda.emulated import EmulatedDevice, program_of
 from tests.cuda.test_model_emulated import Talk, model_from

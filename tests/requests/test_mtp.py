@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from polarlm import Engine, EngineError, SamplingParams
-from polarlm.bench.gpu.shapes import qwen3_5
+from polarlm.bench.shapes import qwen3_5
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.need import need

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from polarlm import model_loaders
-from polarlm.bench.gpu.shapes import SHAPES
 from polarlm.bench.random_weights import RandomMatrix, RandomWeights
+from polarlm.bench.shapes import SHAPES
 from polarlm.engine import Engine, SamplingParams
 from polarlm.model_loaders.config import ModelConfig
 from scripts.make_random_model import write

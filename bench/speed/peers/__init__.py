@@ -1,20 +1,14 @@
 """Other engines to compare with ours: one file each, which runs in a process of its own.
 
 A file has NAME; LABEL, its name in tables; CACHES, its cache types with the bits of a value (None where nobody says
-them); and NOTES, sentences about what it cannot measure or measures otherwise. Without PROGRAM it is a package, and the
-file runs in the Python that has it, so that it imports only that package and the standard library. PROGRAM is the name
-of a command line that runs once for every figure; the file runs in this Python.
+them); and NOTES, sentences about what it cannot measure or measures otherwise. It runs in the Python that has the
+package, so that it imports only that package and the standard library.
 
-Its `start(path, context, threads, cache)`, for a program also with the program's path, is a contestant:
+What it serves, made from a path, a context, threads and a cache, is a contestant:
 
 - `about()`: its "version", and what it was "built_with";
 - `prompt_rate(ids)`: tokens per second of a whole prompt;
 - `generation_rate(ids, following)`: len(following) − 1 steps per second, after `ids` and one more token.
-
-A package's memory and start are measured from its process. For a program, the contestant also has
-
-- `memory()`: bytes by kind of the run that needed most;
-- `first_token(ids)`: the "seconds" from the start of the program to the first token of a prompt, and its "memory".
 """
 
 from __future__ import annotations
@@ -41,7 +35,6 @@ class Peer:
     label: str
     caches: Mapping[str, float | None]  # name → bits per value; None where nobody says them
     notes: Sequence[str]  # sentences
-    program: str  # the name of its command line; empty for a package
     module: str
 
 
@@ -49,7 +42,7 @@ class Peer:
 def every() -> Mapping[str, Peer]:
     """Name → peer, the default peer first."""
     modules = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
-    peers = [Peer(m.NAME, m.LABEL, m.CACHES, m.NOTES, getattr(m, "PROGRAM", ""), m.__name__) for m in modules]
+    peers = [Peer(m.NAME, m.LABEL, m.CACHES, m.NOTES, m.__name__) for m in modules]
     return {peer.name: peer for peer in sorted(peers, key=lambda peer: (peer.name != DEFAULT, peer.name))}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from polarlm.bench.gpu.shapes import llama
+from polarlm.bench.shapes import llama
 from polarlm.engine.jit.compile import images
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from scripts.make_random_model import write

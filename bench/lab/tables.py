@@ -1,0 +1,273 @@
+"""`python -m polarlm.bench.lab.tables`: writes the tables of README.md, from bench/results.
+
+Each has the newest measurement of its kind, so a new file in bench/results replaces its rows. A part lies between
+marks, as in `scripts.docs`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from polarlm.bench import result as results
+from polarlm.bench.lab import FIRST_TOKEN
+from polarlm.bench.lab.gpu.plan import LLAMA_CPP
+from polarlm.bench.lab.load import LOAD
+from polarlm.bench.quality.scores import CODED, SERVED, TEXT, contestant
+from polarlm.bench.report import NOTHING, Table, rate_text
+from polarlm.bench.result import Figures, Result, Row, read, value_of
+from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE, subject_of
+from polarlm.bench.speed.tables import (
+    cache,
+    engine,
+    is_ours,
+    label,
+    place,
+    rates,
+    strongest,
+)
+from polarlm.engine import EngineConfig, codecs
+from polarlm.engine.state.cache_types import PRESETS_BY_NAME
+from polarlm.engine.state.layer_shapes import LayerShape
+from polarlm.engine.state.shapes import CacheShape
+from scripts import docs
+
+DEFAULT, HALF = EngineConfig.cache_type, "f16"
+_DEMO = "quality-smollm2-135m-instruct-????-??-??*"  # a second measurement of a day has a number at the end
+_SAME = "model", "weights", "text", "windows", "window"  # equal in measurements of one table
+_EXACT = "exact_perplexity"  # a field of results: the perplexity in full precision
+
+# Part of a machine's name → the day since which its kernels are today's, and what has changed; figures from before are
+# marked.
+_REWRITTEN = {
+    "Xeon": (
+        "2026-11-27",
+        "The Xeon's prompt predates matrices of bfloat16, [three times as fast](docs/speed.md#what-decides-it) with "
+        "SmolLM2-135M",
+    ),
+    "NVIDIA": (
+        "2026-11-29",
+        "Attention to blocks of two kinds, dequantizing and scheduling have changed since 2026-11-28: the GPU has run "
+        "their tests, and nothing has been timed",
+    ),
+}
+
+
+def newest(name: str) -> Result:
+    """The latest measurement whose file name matches the pattern `name`."""
+    return read(max(results.RESULTS.glob(f"{name}.json")))
+
+
+def _machine(name: str, date: str) -> str:
+    """A machine's name, marked if the figures of that day are of an older version."""
+    since = next((day for part, (day, _) in _REWRITTEN.items() if part in name), "")
+    return f"{name}, older version ({date})" if date < since else name
+
+
+def _sources(shown: Sequence[tuple[str, str]]) -> str:
+    """The days of measurements, and what has changed since. shown: machine and day of each."""
+    days = sorted({day for _, day in shown})
+    changes = [why for part, (since, why) in _REWRITTEN.items() if any(part in m and day < since for m, day in shown)]
+    measured = f"Measured {'on' if len(days) == 1 else f'from {days[0]} to'} {days[-1]}"
+    return " ".join(f"{sentence}." for sentence in (measured, *changes))
+
+
+def _ratio(ours: float | None, other: float | None, what: str = "") -> str:
+    """The ratio of two rates, bold if we are slower."""
+    if not ours or not other:
+        return NOTHING
+    ratio = f"{ours / other:.2f}"
+    return (f"**{ratio}**" if float(ratio) < 1 else ratio) + (f" ({what})" if what else "")
+
+
+def _rate(rate: float | None) -> str:
+    return NOTHING if rate is None else rate_text(rate)
+
+
+# -- CPUs ----------------------------------------------------------------------------------------------------------
+
+_MODELS = {  # results → the model's name
+    "speed-smollm2-135m-instruct-q4-0-amd-epyc-*": "SmolLM2-135M",
+    "speed-qwen2.5-coder-1.5b-q4-0-amd-epyc-*": "Qwen2.5-Coder-1.5B",
+    "speed-qwen2.5-1.5b-random-q4-0-intel-*": "Qwen2.5-1.5B's shape",
+}
+_SERVERS = {"xllamacpp": "llama.cpp's server"}
+_EIGHT = f"{DEFAULT}, 8-bit inputs"  # a column of measurements
+
+
+def speed_in_short() -> str:
+    """Prompts and generation of the default type beside the strongest peer, then a server beside llama.cpp's."""
+    lines, shown = list[Sequence[str]](), list[tuple[str, str]]()
+    for name, model in _MODELS.items():
+        measured = newest(name)
+        shown.append((_cores(measured), measured["date"]))
+        first = [_machine(*shown[-1]), f"{model}, {measured['weights']}"]
+        for cells in _rates(measured):
+            lines.append([*first, *cells])
+            first = ["", ""]
+    for measured in _servers():
+        shown.append((_cores(measured), measured["date"]))
+        lines += _server_rows(measured, _machine(*shown[-1]))
+    table = Table(["Machine", "Model", "", "tokens/s", "× strongest peer"], lines, left=3)
+    return f"{table.markdown()}\n\n{_sources(shown)}"
+
+
+def _cores(measured: Result) -> str:
+    return re.sub(r"\(R\)| Processor", "", place(measured)).split(",")[0]
+
+
+def _rates(result: Result) -> Iterator[list[str]]:
+    for section in GENERATION, PROMPT:
+        for subject, rows in rates(result, section).items():
+            ours = {cache(who): row.value for who, row in rows.items() if is_ours(who)}
+            peer = strongest(rows.values())
+            name, rate = ("", None) if peer is None else (label(engine(peer.contestant)), peer.value)
+            yield [subject, _rate(ours[DEFAULT]), _ratio(ours[DEFAULT], rate, name)]
+            if section == PROMPT and ours.get(_EIGHT):
+                yield [f"{subject}, inputs of 8 bits", _rate(ours[_EIGHT]), _ratio(ours[_EIGHT], rate, name)]
+
+
+def _servers() -> list[Result]:
+    """The newest measurement of our server beside others, if there is one."""
+    everything = map(read, results.RESULTS.glob("serving-*.json"))
+    others = [one for one in everything if any(who != OURS and row.value for who, row in _rates_of_servers(one))]
+    return sorted(others, key=lambda one: str(one["date"]))[-1:]
+
+
+def _rates_of_servers(result: Result) -> Iterator[tuple[str, Row]]:
+    for _, who, figures in result.parts(LOAD):
+        yield who, figures[RATE]
+
+
+def _server_rows(measured: Result, machine: str) -> Iterator[list[str]]:
+    """Tokens/s and the first token of our server, with ratios to the fastest of the others."""
+    load = measured["load_options"]
+    others = [row for who, row in _rates_of_servers(measured) if who != OURS]
+    peer = max(others, key=lambda row: row.value or 0).contestant
+    (rate, own), (theirs, other) = (
+        [measured.value(LOAD, who, name) for name in (RATE, FIRST_TOKEN)] for who in (OURS, peer)
+    )
+    tokens, name = load["shared_prefix"] + load["prompt_tokens"], peer.partition(" ")[0]
+    name = _SERVERS.get(name, name)
+    what = f"server of {load['clients']} clients, {tokens} tokens in and {load['max_tokens']} out"
+    yield [machine, measured["model"], what, _rate(rate), _ratio(rate, theirs, f"{name}: {_rate(theirs)}")]
+    yield ["", "", f"first token after {own:.2f} s", "", _ratio(other, own, f"{name}: {other:.2f} s")]
+
+
+# -- GPUs ----------------------------------------------------------------------------------------------------------
+
+_GPU_ROWS = (GENERATION, 2048), (GENERATION, 32_768), (PROMPT, 2048)
+
+
+def gpu_in_short() -> str:
+    """An 8B model on the GPU that was measured last, beside llama.cpp and our own half precision."""
+    everything = _of_gpus()
+    one = next(one for one in everything if _is_8b(one) and rates(one, GENERATION, PROMPT))
+    machine, model = _gpu_of(one), str(one["model"]).upper().replace("-", ", ", 1)
+    peer = next(m for m in everything if _is_8b(m) and _gpu_of(m) == machine and has_llama_cpp(m))
+    when = str(peer.about.get("peer_date", "" if peer is one else peer["date"]))  # llama.cpp's figures of another day
+    lines, first = list[Sequence[str]](), [_machine(machine, one["date"]), model]
+    for kind, tokens in _GPU_ROWS:
+        subject = subject_of(kind, tokens)
+        rate, half = (one.value(subject, f"{OURS} {name}", RATE) for name in (DEFAULT, HALF))
+        if rate:
+            beside = _ratio(rate, peer.value(subject, f"{LLAMA_CPP} {HALF}", RATE))
+            lines.append([*first, subject, _rate(rate), beside, _ratio(rate, half)])
+            first = ["", ""]
+    beside = f"× llama.cpp of {when}" if when else "× llama.cpp"
+    table = Table(["GPU", "Model", "", "tokens/s", beside, "× our `f16`"], lines, left=3)
+    return f"{table.markdown()}\n\n{_sources([(machine, one['date'])])}"
+
+
+def _is_8b(measured: Result) -> bool:
+    return str(measured["model"]).lower().startswith("8b")
+
+
+def _of_gpus() -> list[Result]:
+    """All measurements of GPUs, the newest first."""
+    everything = [read(path) for path in sorted(results.RESULTS.glob("gpu-nvidia-*.json"))]
+    return sorted(everything, key=lambda one: one["date"], reverse=True)
+
+
+def has_llama_cpp(measured: Result) -> bool:
+    """Whether llama.cpp was measured, too."""
+    return any(row.contestant.startswith(LLAMA_CPP) for row in measured.rows(RATE))
+
+
+def _gpu_of(measured: Result) -> str:
+    return str(measured["machine"]["gpu"]["name"])
+
+
+# -- cache types ---------------------------------------------------------------------------------------------------
+
+_HEAD, _LONG, _BLOCK, _MEAN_BITS = 64, 8192, EngineConfig.block_size, 8  # of the demonstration model
+_QWEN = "models-qwen2.5-coder-1.5b-wikitext-8192-*"
+_NAMES = {
+    "compact": "`compact`",
+    "balanced": "**`balanced`**, the default",
+    "quality": "`quality`",
+    "f16": "`f16`",
+    "q4_0-rotated:plain": "`q4_0`, rotated (llama.cpp)",
+}
+
+
+def costs_in_short() -> str:
+    """Bits, perplexity and KL of our presets and of llama.cpp's type, all in the same windows."""
+    found, elsewhere = _newest_of_each(), newest(_QWEN)
+    of_all = {name: rows for _, types in found for name, rows in types.items()}
+    full, lines = found[0][0][_EXACT], list[Sequence[str]]()
+    for name, words in _NAMES.items():
+        as_served, coded = of_all[name][SERVED], of_all[name][CODED]
+        bits = _of(as_served, "bits_per_value")
+        change = f"{100 * (_of(as_served, 'perplexity') / full - 1):+.1f} %"
+        cells = f"{bits:.2f}", f"{_long_bits(name, bits):.2f}", change, _kl(as_served), _kl(coded)
+        lines.append([words, *cells, _kl(elsewhere.figures(TEXT, contestant(name, CODED)))])
+    shown = [("", one["date"]) for one, types in found if {*types} & {*_NAMES}] + [("", elsewhere["date"])]
+    header = ["Type", "bits/value, 2,048 tokens", "8,192", "perplexity", "KL as served", "KL, all coded", "Qwen2.5"]
+    return f"{Table(header, lines).markdown()}\n\n{_sources(shown)}"
+
+
+def _kl(figures: Figures) -> str:
+    return f"{_of(figures, 'kl_mean'):#.2g}" if figures else NOTHING
+
+
+def _long_bits(name: str, bits: float) -> float:
+    """Bits a value of a text of 8,192 tokens. bits: of a shorter one, which is the same for types without ages."""
+    if name not in PRESETS_BY_NAME:
+        return bits
+    kinds = PRESETS_BY_NAME[name]
+    keys, values = map(codecs.get, kinds.low_precision)
+    layer = LayerShape(keys, values, 1, _HEAD, _MEAN_BITS, high_precision=kinds.high_precision_kind)
+    return CacheShape(_BLOCK, (layer,)).bits_of_text(_LONG)
+
+
+def _newest_of_each() -> list[tuple[Result, dict[str, dict[str, Figures]]]]:
+    """The measurements with the windows of the newest, newest first, each with the types that no newer one has: type →
+    way of scoring → its figures of the text."""
+    latest, *older = map(read, sorted(results.RESULTS.glob(f"{_DEMO}.json"), reverse=True))
+    measurements: list[tuple[Result, dict[str, dict[str, Figures]]]] = []
+    shown: set[str] = set()
+    for measured in [latest, *(one for one in older if all(one[key] == latest[key] for key in _SAME))]:
+        rows: dict[str, dict[str, Figures]] = {}
+        for who, one in measured["types"].items():
+            if one["type"] not in shown:
+                rows.setdefault(one["type"], {})[one["scored_as"]] = measured.figures(TEXT, who)
+        measurements.append((measured, rows))
+        shown |= {*rows}
+    return measurements
+
+
+def _of(figures: Figures, quantity: str) -> float:
+    return value_of(figures, quantity) or 0.0
+
+
+PARTS: Mapping[str, Callable[[], str]] = {
+    "speed in short": speed_in_short,
+    "gpu in short": gpu_in_short,
+    "costs in short": costs_in_short,
+}
+"""Name of a mark → what writes the text between it and its end."""
+
+
+if __name__ == "__main__":
+    docs.write(PARTS)
