@@ -178,24 +178,17 @@ def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
 
 
 def with_adapter(
-    options: PromptOptions,
-    body: Mapping[str, Any],
-    adapters: Mapping[str, float],
-    numbers: Mapping[int, str],
-    default: PromptOptions,
+    options: PromptOptions, body: Mapping[str, Any], adapters: Mapping[str, float], numbers: Mapping[int, str]
 ) -> PromptOptions:
-    """The options with the adapter that a body names: in "model", by itself or after the model's name and a colon, or
-    in "lora", by number; else with that of `default`. adapters: the server's, with their scales. Raises BadRequest."""
-    choice = _read_lora(body.get("lora"), numbers)
+    """The options with the adapter that a body names, if it does: in "model", by itself or after the model's name and a
+    colon, or in "lora", by number. adapters: the server's, with their scales. Raises BadRequest."""
+    by_number, scale = _read_lora(body.get("lora"), numbers)
     name = adapter_name(body)
-    if name in adapters and choice is not None and choice[0] not in ("", name):
-        raise BadRequest("lora", f"model names the adapter {name}, and lora {choice[0]}: a request has one adapter")
-    if choice is not None and choice[0]:
-        return replace(options, lora=choice[0], lora_scale=choice[1] / adapters[choice[0]])
-    if name in adapters:
-        return replace(options, lora=name)
-    default = PromptOptions() if choice is not None else default
-    return replace(options, lora=default.lora, lora_scale=default.lora_scale)
+    if name in adapters and by_number not in ("", name):
+        raise BadRequest("lora", f"model names the adapter {name}, and lora {by_number}: a request has one adapter")
+    if by_number:
+        return replace(options, lora=by_number, lora_scale=scale / adapters[by_number])
+    return replace(options, lora=name) if name in adapters else options
 
 
 def adapter_name(body: Mapping[str, Any]) -> str:
@@ -204,10 +197,10 @@ def adapter_name(body: Mapping[str, Any]) -> str:
     return model.rpartition(":")[2] if isinstance(model, str) else ""
 
 
-def _read_lora(value: Any, names: Mapping[int, str]) -> tuple[str, float] | None:
-    """The adapter in llama-server's list, and its scale; ("", 0) if none has a scale other than 0; None for no list."""
-    if value != [] and is_empty(value):
-        return None
+def _read_lora(value: Any, names: Mapping[int, str]) -> tuple[str, float]:
+    """The adapter in llama-server's list, and its scale; ("", 0) if none has a scale other than 0."""
+    if is_empty(value):
+        return "", 0.0
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise wrong_value("lora", 'an array of objects such as {"id": 0, "scale": 1}', value)
     scales: dict[str, float] = {}

@@ -73,7 +73,6 @@ class Driver:
         self._transfers = _Queue(1 + config.max_queue)  # apart: a disk that hangs delays only sessions
         self._texts = _Queue(_TEXTS + config.max_queue)  # apart: texts generate nothing
         self._queues = (self._answers, self._background, self._transfers, self._texts)
-        self.default_adapter = PromptOptions()  # `lora` and `lora_scale` of requests that name no adapter
         self.is_closing = False  # whether new requests are refused because the server is closing
         self.device_lost: DeviceLost | None = None  # why the engine works no more
         self._readers = Readers(sum(queue.room for queue in self._queues))
@@ -338,16 +337,14 @@ class Driver:
     async def unload_adapter(self, name: str) -> None:
         """Call `Engine.unload_adapter`. Raises Refusal or EngineError."""
         await self.run_on_disk("removed", partial(self.engine.unload_adapter, name))
-        if self.default_adapter.lora == name:
-            self.default_adapter = PromptOptions()
 
     def with_adapter(self, options: PromptOptions, body: Mapping[str, Any]) -> PromptOptions:
-        """The options with the adapter that a body names, or else the default one. Raises BadRequest or Refusal."""
+        """The options with the adapter that a body names, if it does. Raises BadRequest or Refusal."""
         adapters = self.engine.adapters
         if (name := adapter_name(body)) in adapters.unloaded:
             sentence = f"The adapter {name} was unloaded; /v1/models lists what there is"
             raise Refusal("model_not_found", sentence)
-        return with_adapter(options, body, adapters.scales, adapters.numbers, self.default_adapter)
+        return with_adapter(options, body, adapters.scales, adapters.numbers)
 
     async def run_on_disk(self, outcome: str, work: Callable[[], T], preparation: Callable[[], Any] | None = None) -> T:
         """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits, and

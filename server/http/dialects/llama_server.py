@@ -12,17 +12,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from polarlm.engine import PromptOptions, SamplingParams, TokenLogprob, Usage
+from polarlm.engine import SamplingParams, TokenLogprob, Usage
 from polarlm.engine.params import OPTIONS
 from polarlm.engine.parsing.pieces import Answer, Piece
 from polarlm.engine.requests.prompts import chat_text
 from polarlm.engine.sampling.sample import CHAIN, most_tokens, resolve
 from polarlm.engine.version import release
 from polarlm.model_loaders import Model
-from polarlm.server.http.bodies import Endpoints, read_bytes
+from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import TOO_LONG, ApiError
 from polarlm.server.http.generation import Endpoint, Generation, ModelInfo, Writer
-from polarlm.server.http.guard import adapters_folder
 from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import read_raw, text_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -33,7 +32,7 @@ from polarlm.server.reading.fields import FIELDS, requested_fields
 from polarlm.server.reading.infill import with_infill_prompts
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import array, check_at_most, flag, mapping, read_json, text
+from polarlm.server.reading.values import array, check_at_most, flag, mapping, text
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/completion", "/infill", "/props", "/slots", "/apply-template", "/lora-adapters")
@@ -52,7 +51,7 @@ def routes(driver: Driver) -> list[Route]:
         Route("/apply-template", server.apply_template, methods=["POST"]),
         *(Route(f"{prefix}/chat/completions/input_tokens", count, methods=["POST"]) for prefix in ("/v1", "")),
         Route("/lora-adapters", server.adapters),
-        Route("/lora-adapters", server.choose_adapter, methods=["POST"]),
+        _refusing_route("/lora-adapters", "each request names its adapter, by model or lora"),
     ]
 
 
@@ -95,18 +94,8 @@ class _Server(Endpoints):
 
     async def adapters(self, _request: Request) -> Response:
         """The adapters (LoRA), with the numbers that `lora` gives, and their scales in requests that name none."""
-        adapters, default = self._driver.engine.adapters, self._driver.default_adapter
-        scales = dict.fromkeys(adapters.by_name, 0.0)
-        if default.lora in scales:
-            scales[default.lora] = adapters.scales[default.lora] * default.lora_scale
-        return JSONResponse([{"id": id, "path": name, "scale": scales[name]} for id, name in adapters.numbers.items()])
-
-    async def choose_adapter(self, request: Request) -> Response:
-        """[{"id", "scale"}] → {"success"}: the adapter of requests that name none, as `lora` names those of others."""
-        adapters_folder(request, self._driver.config)
-        data = bytes(await read_bytes(request, self._driver.config.max_body))
-        self._driver.default_adapter = self._driver.with_adapter(PromptOptions(), read_json(b'{"lora":%s}' % data))
-        return JSONResponse({"success": True})
+        numbers = self._driver.engine.adapters.numbers
+        return JSONResponse([{"id": id, "path": name, "scale": 0.0} for id, name in numbers.items()])
 
 
 def _mark_images(prompt: Any) -> list[dict[str, Any]]:

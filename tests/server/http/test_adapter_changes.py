@@ -1,4 +1,4 @@
-"""Adapters (LoRA) that come and go while a server runs: vLLM's endpoints, and the default of llama-server's."""
+"""Adapters (LoRA) that come and go while a server runs, by vLLM's endpoints."""
 
 from __future__ import annotations
 
@@ -164,14 +164,9 @@ def test_no_page_changes_adapters(server: Serving, headers: dict[str, str]) -> N
     """Not one of this server's, nor one that --cors-origin lets in."""
     loaded(server, "sql")
     sent = {name: value.replace("{url}", server.url) for name, value in headers.items()}
-    for path, body in (
-        (LOAD, {"lora_name": "tone", "lora_path": "tone"}),
-        (UNLOAD, {"lora_name": "sql"}),
-        ("/lora-adapters", [{"id": 0, "scale": 1}]),
-    ):
+    for path, body in ((LOAD, {"lora_name": "tone", "lora_path": "tone"}), (UNLOAD, {"lora_name": "sql"})):
         assert server.http.post(path, json=body, headers=sent).status_code == 403
     assert names(server)[1:] == ["sql"]
-    assert [one["scale"] for one in server.http.get("/lora-adapters").json()] == [0]
 
 
 def test_a_server_without_the_folder_changes_no_adapters(place: Path) -> None:
@@ -180,39 +175,15 @@ def test_a_server_without_the_folder_changes_no_adapters(place: Path) -> None:
         for path, body in (
             (LOAD, {"lora_name": "tone", "lora_path": str(place / "adapters" / "tone")}),
             (UNLOAD, {"lora_name": "sql"}),
-            ("/lora-adapters", [{"id": 0, "scale": 1}]),
         ):
             assert "--adapters-folder" in server.refused(path, body, 403)["message"]
         assert names(server)[1:] == ["sql"]
 
 
-def listed(server: Serving) -> list[tuple[int, str, float]]:
-    return [(one["id"], one["path"], one["scale"]) for one in server.http.get("/lora-adapters").json()]
-
-
-def test_llama_servers_scales_are_of_requests_that_name_none(server: Serving, texts: dict[str, str]) -> None:
-    loaded(server, "sql", "tone")
-    assert listed(server) == [(0, "sql", 0), (1, "tone", 0)]
-    assert server.post("/lora-adapters", [{"id": 0, "scale": 0}, {"id": 1, "scale": 1}]).json() == {"success": True}
-    assert listed(server) == [(0, "sql", 0), (1, "tone", 1)]
-    assert [answered(server, model) for model in ("any", "sql")] == [texts["tone"], texts["sql"]]
-    assert answered(server, lora=[]) == answered(server, lora=[{"id": 1, "scale": 0}]) == texts[""]
-    assert answered(server, lora=[{"id": 0, "scale": 1}]) == texts["sql"]
-    for scales in ([{"id": 0, "scale": 1}, {"id": 1, "scale": 1}], [{"id": 2, "scale": 1}], {"id": 0}, "tone"):
-        server.refused("/lora-adapters", scales)
-    assert listed(server)[1] == (1, "tone", 1)
-    server.post(UNLOAD, {"lora_name": "tone"})
-    assert answered(server) == texts[""]
-    loaded(server, "tone")
-    server.post("/lora-adapters", [{"id": 1, "scale": 1}])
-    server.post("/lora-adapters", [])
-    assert answered(server) == texts[""]
-
-
 def test_a_number_is_of_one_adapter_until_it_is_unloaded(server: Serving, texts: dict[str, str]) -> None:
     loaded(server, "sql", "tone")
     server.post(UNLOAD, {"lora_name": "sql"})
-    assert listed(server) == [(1, "tone", 0)]
+    assert server.http.get("/lora-adapters").json() == [{"id": 1, "path": "tone", "scale": 0}]
     assert answered(server, lora=[{"id": 1, "scale": 1}]) == texts["tone"]
     refused = server.refused("/v1/completions", {"prompt": PROMPT, "lora": [{"id": 0, "scale": 1}]})
     assert refused["param"] == "lora[0].id"
