@@ -44,6 +44,9 @@ def hub_setting(more: str = "") -> Any:
 
 FORMER_SETTINGS = {
     **dict.fromkeys(
+        ("batches", "max_batches_size"), "polarlm batch FILE --url URL sends a file of requests to a server"
+    ),
+    **dict.fromkeys(
         ("kv_events", "kv_events_topic"),
         "there are no messages for routers; one that hashes a header, as nginx does, keeps a conversation on a server",
     ),

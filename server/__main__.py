@@ -62,7 +62,6 @@ def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
 
 
 def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
-    from polarlm.server.running.batches import BatchFolder
     from polarlm.server.running.conversations import ConversationStore
 
     serving = _need("serving")
@@ -79,8 +78,6 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
         _warn(config, http, listeners * (config.max_connections + listening.BACKLOG))
         if config.conversations is not None:  # here already, before a model is downloaded and read
             ConversationStore(config.conversations, parse_size(config.max_conversations_size)).close()
-        if config.batches is not None:
-            BatchFolder(config.batches, "", 0)
         early_clients = stack.enter_context(listening.EarlyClients(http))
         with serving.load_driver(model, config) as driver:
             asyncio.run(serving.serve_engine(driver, http, lines, early_clients, lambda: _tell(http, lines)))

@@ -1,20 +1,23 @@
-"""`polarlm batch FILE`: answers a file of requests, without a server's port."""
+"""`polarlm batch FILE`: answers a file of requests, without a server's port, or by a server that runs."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from polarlm.engine.cli.commands import note, with_flags
-from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.cli.flags import FlagError, check_that
 from polarlm.engine.cli.progress import counting
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.loading.checks import settle
 from polarlm.model_loaders import first_model
+from polarlm.server.config import KEY_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -23,15 +26,30 @@ class BatchConfig:
     output: str | None = setting(
         None, "-o", "--output", metavar="FILE", help="gets a line for each; those that it has are not computed again"
     )
+    url: str | None = setting(
+        None,
+        "--url",
+        metavar="URL",
+        help="send the requests to this server, as many at a time as --parallel says, in place of loading a model; "
+        "they give way to its other requests",
+    )
+    api_key: str | None = setting(
+        None,
+        "--api-key",
+        metavar="KEY",
+        help=f"key of that server; the environment variable {KEY_VARIABLE} keeps it out of the process list",
+    )
 
 
 GROUPS: Mapping[str, type] = {"Batch": BatchConfig, "Model": EngineConfig}
+_URL = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[^\s/?#:\[\]]+)(:[0-9]{1,5})?(/[^\s?#]*)?")
 
 
 @with_flags(
     GROUPS,
     "polarlm batch",
     "Answer a file of requests in the format of OpenAI's batches. A call that was stopped goes on.",
+    {"url": check_that(lambda url: _URL.fullmatch(url) is not None, "write an address such as http://127.0.0.1:8080")},
 )
 def main(batch: BatchConfig, model: EngineConfig) -> int:
     """Returns 1 if every request failed."""
@@ -39,28 +57,44 @@ def main(batch: BatchConfig, model: EngineConfig) -> int:
         raise FlagError(f"{batch.file}: there is no such file")
     if batch.output is None:
         raise FlagError("-o: say where the answers are written, such as -o answers.jsonl")
+    _check_url(batch, model)
     model = settle(None, model, {})
     output = Path(batch.output).expanduser()
-    serving = import_serving()
-    files = serving.LineFiles(Path(batch.file).expanduser(), output, output)
+    lines = import_room("http.openai.lines")
     try:
-        files.open()
-        output.open("ab").close()  # before a model is loaded
-        if left := sum(1 for _ in files.unanswered_lines()):
-            if lines := files.counts["completed"] + files.counts["failed"]:
-                note(f"{output}: {counted(lines, 'line')} of an earlier call; {counted(left, 'request')} to answer")
-            model = replace(model, weights=model.weights or first_model.remembered_name())
-            serving.answer_files(model, files, counting("Answering", "line", left))
+        with lines.LineFiles(Path(batch.file).expanduser(), output) as files:
+            if left := sum(1 for _ in files.unanswered_lines()):
+                if done := files.completed + files.failed:
+                    note(f"{output}: {counted(done, 'line')} of an earlier call; {counted(left, 'request')} to answer")
+                progress = counting("Answering", "line", left)
+                if batch.url is not None:
+                    key = batch.api_key or os.environ.get(KEY_VARIABLE)
+                    lines.send_lines(batch.url, key, files, model.parallel, progress)
+                else:
+                    model = replace(model, weights=model.weights or first_model.remembered_name())
+                    import_room("serving").answer_files(model, files, progress)
     except OSError as error:
         raise EngineError(f"{error.filename or output}: {error.strerror}", "storage") from None
-    completed, failed = files.counts["completed"], files.counts["failed"]
-    print(f"{output}: {counted(completed, 'answer')}, and {counted(failed, 'request')} that failed")
-    return int(failed > completed == 0)
+    print(f"{output}: {counted(files.completed, 'answer')}, and {counted(files.failed, 'request')} that failed")
+    return int(files.failed > files.completed == 0)
 
 
-def import_serving() -> Any:
-    """Return the module `server.serving`. Raises EngineError if a package is missing."""
+def _check_url(batch: BatchConfig, model: EngineConfig) -> None:
+    """Raises FlagError for flags that say nothing with --url, or without it."""
+    if batch.url is None:
+        if batch.api_key is not None:
+            raise FlagError("--api-key is the key of a server: give its --url as well")
+        return
+    default = EngineConfig(parallel=model.parallel)
+    names = [field.name for field in fields(model) if getattr(model, field.name) != getattr(default, field.name)]
+    if names:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise FlagError(f"{flags}: a server that --url names has its model already; leave it out")
+
+
+def import_room(name: str) -> Any:
+    """Return a module of the server. Raises EngineError if a package is missing."""
     try:
-        return import_module("polarlm.server.serving")
+        return import_module(f"polarlm.server.{name}")
     except ImportError as error:
         raise EngineError(f"{error}: this needs more packages: pip install 'polarlm[serve]'") from None

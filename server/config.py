@@ -108,18 +108,7 @@ class ServerConfig:
         None,
         "--adapters-folder",
         metavar="FOLDER",
-        help="let clients load adapters (LoRA) from this folder, by name, and unload any, as vLLM does, and set which "
-        "one serves requests that name none, as llama-server does; no web pages",
-    )
-    batches: str | None = setting(
-        None,
-        "--batches",
-        metavar="FOLDER",
-        help="let clients upload files of requests, which are computed while no others wait, and keep them in this "
-        "folder; each key sees its own",
-    )
-    max_batches_size: str = setting(
-        "1G", "--max-batches-size", metavar="SIZE", help="what the files of a key may take in the folder of --batches"
+        help="let clients load adapters (LoRA) from this folder, by name, and unload any, as vLLM does; no web pages",
     )
     mcp_config: str | None = setting(
         None,
@@ -282,10 +271,10 @@ CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("port", "socket_port"), _PORT),
     **dict.fromkeys(("max_body", "max_connections", "max_tokens", "request_seconds"), _POSITIVE),
     "reasoning_budget": check_that(lambda number: number >= -1, "this needs a number from -1 up"),
-    **dict.fromkeys(("unix", "sessions", "conversations", "batches", "api_key_file"), _PATH),
+    **dict.fromkeys(("unix", "sessions", "conversations", "api_key_file"), _PATH),
     **dict.fromkeys(("mcp_config", "config_file"), no_file),
     "adapters_folder": check_that(lambda text: Path(text).expanduser().is_dir(), "there is no such folder"),
-    **dict.fromkeys(("max_sessions_size", "max_conversations_size", "max_batches_size", "models_memory"), _size),
+    **dict.fromkeys(("max_sessions_size", "max_conversations_size", "models_memory"), _size),
     "host": check_that(lambda text: text.strip() == text != "", "this needs an address or a host name"),
     "models": check_that(
         lambda text: text == HUB or Path(text).expanduser().exists(),

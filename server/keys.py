@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import logging
 import os
@@ -53,11 +52,6 @@ class Keys:
     def are_required(self) -> bool:
         """Whether requests need a key."""
         return bool(self._config_keys) or self._file is not None
-
-    def owner_of(self, key_sent: str) -> str:
-        """What the files of a valid key's owner are kept under: the same for all keys of a name."""
-        name = self.name_of(key_sent)
-        return hashlib.sha256((f"name {name}" if name else f"key {key_sent}").encode()).hexdigest()
 
     def name_of(self, key_sent: str) -> str | None:
         """The name of a key that a client has sent, empty if it has none; None if it is not valid."""

@@ -7,11 +7,11 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import FrameType
 
+import httpx
 from starlette.types import ASGIApp
 
 from polarlm.engine import Engine, EngineError
@@ -71,7 +71,6 @@ async def serve_engine(
     asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
     servers = McpServers(driver.config)
     app = create_app(driver, driver.config, servers)
-    batches = app.state.batches
     await driver.start()
     try:
         web = Web(outer(journal.JournalMiddleware(app)), driver.config, http)
@@ -80,16 +79,11 @@ async def serve_engine(
         for server in listening_servers:
             await server.start()
         await web.adopt(early_connections)
-        batches.start()
         ends, seconds = driver.end_event, _DRAIN_SECONDS
         await serve_until_signal(
-            ends,
-            listening_servers,
-            ready,
-            lambda: asyncio.gather(batches.close(), driver.drain(seconds), servers.close()),
+            ends, listening_servers, ready, lambda: asyncio.gather(driver.drain(seconds), servers.close())
         )
     finally:
-        await batches.close()
         await servers.close()
         await driver.stop()
     if driver.device_lost is not None:
@@ -107,10 +101,10 @@ def answer_files(
 
 async def _answer_files(driver: Driver, files: LineFiles, say: Callable[[], None]) -> None:
     await driver.start()
+    transport = httpx.ASGITransport(create_app(driver, driver.config), raise_app_exceptions=False)
     try:
-        count, app = driver.engine.config.parallel, create_app(driver, driver.config)
-        with ThreadPoolExecutor(1) as disk:
-            await answer_lines(files, app, asyncio.Semaphore(count), count, disk, say)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            await answer_lines(files, client, driver.engine.config.parallel, say)
     finally:
         await driver.stop()
 

@@ -17,7 +17,7 @@ from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.checks import settle
 from polarlm.model_loaders import first_model
-from polarlm.server.batch import import_serving
+from polarlm.server.batch import import_room
 
 _PATHS = {"chat.completion": "/v1/chat/completions", "text_completion": "/v1/completions"}
 # The parts of `Engine.fingerprint`, and what to do if one differs.
@@ -80,15 +80,16 @@ def _read(name: str) -> dict[str, Any]:
 
 def _answer(model: EngineConfig, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to a request, as a batch of one line. Raises EngineError."""
-    serving = import_serving()
+    serving, lines = import_room("serving"), import_room("http.openai.lines")
     try:
-        line = json.dumps({"custom_id": "1", "method": "POST", "url": path, "body": body})
+        content = json.dumps({"custom_id": "1", "method": "POST", "url": path, "body": body})
     except RecursionError:  # with what a line has around it
         raise EngineError("the request is nested too deeply") from None
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder, "requests"), Path(folder, "answers")
-        source.write_text(line)
-        serving.answer_files(model, serving.LineFiles(source, output, output), nullcontext(lambda text: None))
+        source.write_text(content)
+        with lines.LineFiles(source, output) as files:
+            serving.answer_files(model, files, nullcontext(lambda text: None))
         answer = json.loads(output.read_bytes())
     if answer["error"] or answer["response"]["status_code"] != 200:
         raise EngineError((answer["error"] or answer["response"]["body"]["error"])["message"])

@@ -27,7 +27,6 @@ from polarlm.server.http.errors import ApiError, ErrorShapes
 from polarlm.server.http.generation import Generation
 from polarlm.server.http.guard import Guard
 from polarlm.server.http.model_details import utc
-from polarlm.server.http.openai.batches import Batches
 from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import Completions
 from polarlm.server.http.openai.embeddings import Embeddings
@@ -86,12 +85,10 @@ class Front(ABC):
         self._start_time = int(time.time())
 
     def application(self, routes: Sequence[Route], servers: McpServers | None) -> Starlette:
-        """The ASGI application with further routes, which batches use, too; `state.batches` are for the caller to start
-        and close. servers: the MCP servers that the page may use."""
+        """The ASGI application with further routes. servers: the MCP servers that the page may use."""
         config, shapes = self._config, error_shapes()
         errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refusal, HTTPException, Exception)
         handlers: dict[Any, Any] = {**dict.fromkeys(errors, shapes.handle), ClientDisconnect: _no_response}
-        batches = Batches(config, Starlette(routes=routes, exception_handlers=handlers))
         common = [
             *with_and_without_v1("/models", self.models),
             *with_and_without_v1("/models/{name:path}", self.model),
@@ -101,16 +98,13 @@ class Front(ABC):
             *Conversations(config).routes(),
             *Documents(config).routes(),
             *McpTools(config, servers).routes(),
-            *batches.routes(),
             Route("/", page),
         ]
-        app = Starlette(
+        return Starlette(
             routes=[*routes, *common],
             middleware=[*_cors(config), Middleware(Guard, config=config, errors=shapes)],
             exception_handlers=handlers,
         )
-        app.state.batches = batches
-        return app
 
     @abstractmethod
     def list_models(self) -> dict[str, Mapping[str, Any]]:

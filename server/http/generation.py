@@ -33,6 +33,7 @@ from polarlm.server.http.warnings import add_to_stream, warn
 from polarlm.server.reading.fields import FIELDS, unknown_fields
 from polarlm.server.reading.parameters import ModelInfo, ParsedRequest
 from polarlm.server.reading.values import BadRequest
+from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
 
 
@@ -109,6 +110,7 @@ class Generation(Endpoints):
         return replace(request, options=options), writer, warnings
 
     async def respond(self, raw_request: Request, body: dict[str, Any]) -> Response:
+        journal.read_tier(body)
         request, writer, warnings = await self._parse(body)  # tokenizing the prompt adds further warnings
         if request.answers > (room := self._driver.room):
             field = "prompt" if request.more_prompts else "n"

@@ -16,9 +16,8 @@ from polarlm.server.running.listening import HEALTH_PATHS
 
 _OPEN = {*HEALTH_PATHS, "/"}  # paths that need no key; the page asks its user for it
 _BROWSERS = {"origin", "referer", "sec-fetch-site", "sec-fetch-mode"}  # headers that only browsers send
-_FORM = "multipart/form-data"  # the only type here that a form of another origin can send, without a key
-_TYPES = {"/documents/text": "application/pdf", "/v1/files": _FORM, "/files": _FORM}  # bodies that are no JSON
-OWNER = "polarlm.owner"  # in a scope: whose files a request may see; see `Keys.owner_of`
+_TYPES = {"/documents/text": "application/pdf"}  # of bodies that are no JSON
+_BATCHES = re.compile(r"(/v1)?/(files|batches)(/.*)?")  # paths of OpenAI's batches, whose forms are no JSON
 _UNTYPED = "/api/"  # Ollama's clients send JSON there without a Content-Type
 
 
@@ -79,17 +78,16 @@ class Guard:
             )
             return ApiError(421, sentence, "misdirected_request", "Host")
         keys_sent = _keys(headers)
-        if self._keys.are_required and not self._knows_one(keys_sent, scope) and scope["path"] not in _OPEN:
+        if self._keys.are_required and not self._knows_one(keys_sent) and scope["path"] not in _OPEN:
             sentence = "This server needs its API key, as in 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
             if any(keys_sent):
                 sentence = "The key is not known: this server has another API key, or this one was withdrawn"
             return ApiError(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        from_browser = _is_browser(headers)
-        may_lack_type = scope["path"].startswith(_UNTYPED) and not from_browser
+        if _BATCHES.fullmatch(scope["path"]):
+            sentence = "This server keeps no files of requests: polarlm batch FILE --url URL sends it the lines of one"
+            return ApiError(410, sentence, "gone", headers=CLOSE)
+        may_lack_type = scope["path"].startswith(_UNTYPED) and not _is_browser(headers)
         media_type = _TYPES.get(scope["path"], "application/json")
-        if scope["method"] == "POST" and media_type == _FORM and from_browser and not self._keys.are_required:
-            sentence = "Web pages upload files only to a server with an API key: start it with one"
-            return ApiError(403, sentence, "not_allowed", headers=CLOSE)
         if scope["method"] == "POST" and not _has_type(media_type, headers.getlist("content-type"), may_lack_type):
             return ApiError(415, f"Content-Type must be {media_type}", "unsupported_media_type", "Content-Type")
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
@@ -111,14 +109,10 @@ class Guard:
             address.is_loopback or (bind_address is not None and bind_address.is_unspecified)
         )
 
-    def _knows_one(self, keys_sent: list[str], scope: Scope) -> bool:
-        key, name = next(
-            ((key, name) for key in keys_sent if (name := self._keys.name_of(key)) is not None), ("", None)
-        )
+    def _knows_one(self, keys_sent: list[str]) -> bool:
+        name = next((name for key in keys_sent if (name := self._keys.name_of(key)) is not None), None)
         if name and (entry := journal.current()):
             entry.key = name
-        if name is not None:
-            scope[OWNER] = self._keys.owner_of(key)
         return name is not None
 
 

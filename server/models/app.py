@@ -88,15 +88,13 @@ async def serve(registry: Registry, config: ServerConfig, http: socket.socket, r
     supervisor, servers = Supervisor(registry, config), McpServers(config)
     proxy = Proxy(supervisor, config, error_shapes())
     app = create_models_app(supervisor, proxy, config, servers)
-    web, batches = Web(journal.JournalMiddleware(app), config, http), app.state.batches
+    web = Web(journal.JournalMiddleware(app), config, http)
     try:
         await web.start()
-        batches.start()
         ends = asyncio.Event()
-        closing = (batches, supervisor, servers)
+        closing = (supervisor, servers)
         await serve_until_signal(ends, [web], ready, lambda: asyncio.gather(*(one.close() for one in closing)))
     finally:
-        await batches.close()
         await servers.close()
         await supervisor.close()
         await proxy.close()

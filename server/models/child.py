@@ -44,7 +44,6 @@ from polarlm.server.serving import load_driver, serve_engine
 CLIENT = "x-polarlm-client"  # the header with the address of the client that the parent has
 KEY_NAME = "x-polarlm-key"  # the header with the name of the key that it has sent
 PRIORITY = "x-polarlm-priority"  # the header with the least priority of its requests
-BACKGROUND = "x-polarlm-background"  # the header of a batch's request
 _PROGRESS_SECONDS = 0.2  # between two messages about a download
 _LAST_SECONDS = 10.0  # to end in order when the parent is gone
 
@@ -97,8 +96,6 @@ def _with_clients_of_parent(app: ASGIApp) -> ASGIApp:
                 scope[journal.KEY] = value.decode("latin-1")
             elif name == PRIORITY.encode():
                 scope[journal.PRIORITY] = int(value)
-            elif name == BACKGROUND.encode():
-                scope[journal.BACKGROUND] = True
         await app(scope, receive, send)
 
     return middleware

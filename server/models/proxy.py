@@ -19,7 +19,7 @@ from polarlm.server.http.bodies import LARGER, read_bytes, too_large
 from polarlm.server.http.errors import ApiError, ErrorShapes, api_error
 from polarlm.server.http.model_details import answer_line
 from polarlm.server.http.streams import DATA, HEADERS, LINES, NAMED, send_with_timeout, while_connected
-from polarlm.server.models.child import BACKGROUND, CLIENT, KEY_NAME, PRIORITY
+from polarlm.server.models.child import CLIENT, KEY_NAME, PRIORITY
 from polarlm.server.models.process import READY, ModelProcess, ModelSlot
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import BadRequest, is_empty, is_number, read_json, text, wrong_value
@@ -186,8 +186,6 @@ class _ProxiedResponse(Response):
             headers[KEY_NAME] = entry.key
             if (priority := self._proxy._config.keys.limits_of(entry.key).get("priority")) is not None:
                 headers[PRIORITY] = str(priority)
-        if entry and entry.in_background:
-            headers[BACKGROUND] = "true"
         if request.method == "POST":
             headers["content-type"] = "application/json"  # which some of Ollama's clients leave out
         url = f"http://127.0.0.1:{process.port}{request.scope['raw_path'].decode('ascii')}"

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 REQUESTS = logging.getLogger("server.requests")
 KEY = "polarlm.key"  # in an ASGI scope: the name of the key, where it was checked before
 PRIORITY = "polarlm.priority"  # in an ASGI scope: the least of the key's requests
-BACKGROUND = "polarlm.background"  # in an ASGI scope: True for a request of a batch
 _MOST_PATH = 200  # characters of a path, which clients choose
 # Paths that open pages and monitors poll. Their lines would hide all others, so they are logged only if they fail.
 _MONITOR_ROUTES = {*HEALTH_PATHS, "/stats", "/conversations", "/metrics"}
@@ -43,7 +42,7 @@ class Entry:
     route: str
     key: str | None = None  # the name of the key that the client has sent
     priority: int | None = None  # the least of the key's requests, where it was checked before
-    in_background: bool | None = None  # True for a request of a batch, which gives way to others
+    in_background: bool | None = None  # True for a request that gives way to all others
     adapter: str | None = None
     status: int | None = None  # HTTP status
     outcome: str | None = None
@@ -81,6 +80,12 @@ def current() -> Entry | None:
     return _CURRENT.get()
 
 
+def read_tier(body: Mapping[str, Any]) -> None:
+    """Let this task's request give way to all others, if its body asks for OpenAI's slow tier."""
+    if body.get("service_tier") == "flex" and (log_entry := current()):
+        log_entry.in_background = True
+
+
 @contextmanager
 def entry(client: str, route: str) -> Iterator[Entry]:
     """Yields the entry of a request, and writes its line at the end, unless it is routine."""
@@ -107,7 +112,6 @@ class JournalMiddleware:
         client = ":".join(map(str, scope.get("client") or ("unknown",)))
         with entry(client, f"{scope['method']} {scope['path']}"[:_MOST_PATH]) as log_entry:
             log_entry.key, log_entry.priority = scope.get(KEY), scope.get(PRIORITY)
-            log_entry.in_background = scope.get(BACKGROUND)
             sent = scope.get("headers", ())
             log_entry.trace_headers = trace_headers(sent)
             log_entry.traceparent = log_entry.trace_headers.get("traceparent")

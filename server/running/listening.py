@@ -151,14 +151,19 @@ def quiet_accept_errors() -> Callable[[AbstractEventLoop, dict[str, Any]], None]
 
 def notice_lost_peers(connection: socket.socket) -> None:
     """Have the system close a connection whose peer's machine no longer answers."""
-    if connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        for option in lost_peer_options():
+            connection.setsockopt(*option)
+
+
+def lost_peer_options() -> list[tuple[int, int, int]]:
+    """The arguments of `setsockopt` for `notice_lost_peers`, of a TCP socket."""
     # A system without one of these options uses its own, longer time.
     probes = {"TCP_KEEPIDLE": _LOST_AFTER // 2, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
-    for name, limit in {**probes, "TCP_USER_TIMEOUT": 1000 * _LOST_AFTER}.items():
-        if option := getattr(socket, name, None):
-            connection.setsockopt(socket.IPPROTO_TCP, option, limit)
+    limits = {**probes, "TCP_USER_TIMEOUT": 1000 * _LOST_AFTER}.items()
+    present = [(getattr(socket, name), limit) for name, limit in limits if hasattr(socket, name)]
+    keepalive = (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return [keepalive, *((socket.IPPROTO_TCP, option, limit) for option, limit in present)]
 
 
 _PROBE = re.compile(rf"(GET|HEAD) ({'|'.join(HEALTH_PATHS)})[ ?]".encode())

@@ -49,11 +49,10 @@ def unusable(flag: str, folder: str, error: Exception) -> EngineError:
     return EngineError(f"{flag} {folder}: {reason}; name a folder that is there or can be made", "storage")
 
 
-def private_folder(flag: str, root: str, inside: str = "") -> Path:
-    """Return the folder of a flag, or one inside it, which is made if need be, for its owner alone. Raises
-    EngineError."""
+def private_folder(flag: str, root: str) -> Path:
+    """Return the folder of a flag, which is made if need be, for its owner alone. Raises EngineError."""
     try:
-        folder = Path(root).expanduser() / inside
+        folder = Path(root).expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
         raise unusable(flag, root, error) from None

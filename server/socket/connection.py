@@ -169,7 +169,7 @@ class Connection(asyncio.Protocol):
         work = self._work(request_id, message)
         if idle := self._timers.pop("idle", None):
             idle.cancel()
-        self._requests[request_id] = self._loop.create_task(self._serve(request_id, work))
+        self._requests[request_id] = self._loop.create_task(self._serve(request_id, work, message))
 
     def _work(self, request_id: Id, message: dict[str, Any]) -> Work:
         """The coroutine function of a message's request, which returns the last message to the client."""
@@ -202,11 +202,12 @@ class Connection(asyncio.Protocol):
             self._requests[request_id].cancel()
             self._finish(request_id, {"done": True, "finish_reason": "cancelled"})
 
-    async def _serve(self, request_id: Id, work: Work) -> None:
+    async def _serve(self, request_id: Id, work: Work, message: dict[str, Any]) -> None:
         """Run a request and send its last message; its task is cancelled with the request or the connection."""
         try:
             with journal.entry(self._client, "socket") as entry:
                 entry.key = self._key_name or None
+                journal.read_tier(message)
                 last = await work()
             self._finish(request_id, last)
         except (Refusal, EngineError) as error:

@@ -172,7 +172,6 @@ def serving(
         mcp = McpServers(config)
         app = create_app(driver, config, mcp)
         server = uvicorn.Server(quiet_config(JournalMiddleware(app)))
-        app.state.batches.start()
         ready.append((driver, asyncio.get_running_loop()))
         socket_server = None if lines is None else SocketServer(driver, lines)
         if socket_server is not None:
@@ -182,7 +181,6 @@ def serving(
         if socket_server is not None:
             await driver.drain(0)
             await socket_server.close()
-        await app.state.batches.close()
         await mcp.close()
         await driver.stop()
 

@@ -22,12 +22,14 @@ from polarlm.server.http.warnings import warn, warnings_of_items
 from polarlm.server.reading.fields import requested_fields, unknown_fields
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options, spelling
 from polarlm.server.reading.values import BadRequest, FieldWarnings, one_of, text
+from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
 
 MOST_INPUTS = 2048  # as at OpenAI
 _TEXTS = ("input", "content")  # two spellings
 _KNOWN_FIELDS = (
     *(*_TEXTS, "model", "encoding_format", "pooling", "embd_normalize", "dimensions", "prompt_name", "user"),
+    "service_tier",
     *("truncate", "truncation", "truncate_prompt_tokens", "parse_special", "cache_prompt", "cache_salt", "task"),
 )
 
@@ -69,6 +71,7 @@ class Embeddings(Endpoints):
         """(JSON of each vector, tokens of all texts, options, sentences about what is not done as asked) of a request.
         Raises BadRequest and as `vectors_of`."""
         fields_sent = await self._body(request)
+        journal.read_tier(fields_sent)
         body, fields = requested_fields(fields_sent), FieldWarnings()
         name = spelling(body, _TEXTS, fields)
         prompts = read_prompts(name, body.get(name), MOST_INPUTS)

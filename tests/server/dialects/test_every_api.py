@@ -13,6 +13,7 @@ import pytest
 from polarlm.engine import Engine, Usage
 from polarlm.engine.parsing.pieces import CallStart, Piece, fold
 from polarlm.server.http.generation import ModelInfo
+from polarlm.server.http.warnings import HEADER
 from tests.pairs import in_turn
 from tests.server.answers.test_http_tools import WEATHER
 from tests.server.apis import APIS, CALLING, CONVERSATIONS, Reply, alone, breaking, events
@@ -148,6 +149,24 @@ def test_tokens_can_be_counted_before(server: Serving, name: str, path: str) -> 
     long = server.post(path, api.body("then " * 5000)).json()["input_tokens"]
     assert long > 5000  # more than the context
     assert server.post(path, api.body([])).status_code == 400
+
+
+@EACH
+def test_openais_slow_tier_is_the_background(shared: Serving, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a request gives way to all others: tests/server/test_batch.py."""
+    api, background = APIS[name], list[Any]()
+    submit = shared.engine.submit
+
+    def noted(*arguments: Any, in_background: bool, **how: Any) -> Any:
+        background.append(in_background)
+        return submit(*arguments, in_background=in_background, **how)
+
+    monkeypatch.setattr(shared.engine, "submit", noted)
+    for tier in ("flex", "default"):
+        response = shared.post(api.path, api.body(QUESTION, max_tokens=1) | {"service_tier": tier})
+        assert response.status_code == 200
+        assert HEADER not in response.headers
+    assert background == [True, False]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    folders = {name: str(tmp_path_factory.mktemp(name)) for name in ("sessions", "conversations", "batches")}
+    folders = {name: str(tmp_path_factory.mktemp(name)) for name in ("sessions", "conversations")}
     with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=16) as engine:
         with serving(engine, max_tokens=2, max_body=20_000, **folders) as running:
             yield running
