@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from polarlm.engine.cli.commands import note, with_flags
 from polarlm.engine.cli.flags import FlagError, check_that
@@ -17,7 +17,7 @@ from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.loading.checks import settle
 from polarlm.model_loaders import first_model
-from polarlm.server.config import KEY_VARIABLE
+from polarlm.server.config import CHECKS, KEY_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,24 @@ class BatchConfig:
 
 
 GROUPS: Mapping[str, type] = {"Batch": BatchConfig, "Model": EngineConfig}
-_URL = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[^\s/?#:\[\]]+)(:[0-9]{1,5})?(/[^\s?#]*)?")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False
 
 
 @with_flags(
     GROUPS,
     "polarlm batch",
     "Answer a file of requests in the format of OpenAI's batches. A call that was stopped goes on.",
-    {"url": check_that(lambda url: _URL.fullmatch(url) is not None, "write an address such as http://127.0.0.1:8080")},
+    {
+        "url": check_that(_is_address, "write an address such as http://127.0.0.1:8080"),
+        "api_key": CHECKS["api_key"],
+    },
 )
 def main(batch: BatchConfig, model: EngineConfig) -> int:
     """Returns 1 if every request failed."""
@@ -68,7 +78,7 @@ def main(batch: BatchConfig, model: EngineConfig) -> int:
                     note(f"{output}: {counted(done, 'line')} of an earlier call; {counted(left, 'request')} to answer")
                 progress = counting("Answering", "line", left)
                 if batch.url is not None:
-                    key = batch.api_key or os.environ.get(KEY_VARIABLE)
+                    key = batch.api_key or os.environ.get(KEY_VARIABLE, "").strip()
                     lines.send_lines(batch.url, key, files, model.parallel, progress)
                 else:
                     model = replace(model, weights=model.weights or first_model.remembered_name())

@@ -355,6 +355,7 @@ def test_the_key_is_taken_from_the_environment(
     ("words", "sentence"),
     [
         (("--url", "localhost:8080"), "write an address such as http://127.0.0.1:8080"),
+        (("--url", "http://localhost:99999"), "write an address such as http://127.0.0.1:8080"),
         (("--url", "http://127.0.0.1:1", "-m", "x", "-c", "99"), "--weights, --ctx-size: a server that --url names"),
         (("--api-key", "secret"), "--api-key is the key of a server: give its --url as well"),
     ],

@@ -28,7 +28,7 @@ _LONGEST = 64 << 20  # bytes of a line; what is longer is damaged
 _HEAD = b'{"id": "batch_req_'  # of each line of an answer
 _IN_BACKGROUND = {"service_tier": "flex"}  # of each request that names no other tier
 _JSON = {"Content-Type": "application/json"}
-_TIMEOUT = httpx.Timeout(10.0, read=None)  # an answer takes as long as it takes
+_TIMEOUT = httpx.Timeout(10.0, read=None, pool=None)  # an answer takes as long as it takes
 _PATIENCE = 600.0  # seconds without an answer, until a server is given up
 _PAUSES = (1.0, 30.0)  # seconds before a request is sent again: the first, which is doubled up to the last
 _LONGEST_PAUSE = 60.0  # seconds, if the server names more
@@ -169,18 +169,16 @@ async def answer_lines(files: LineFiles, client: httpx.AsyncClient, count: int, 
 
 
 def send_lines(
-    url: str, key: str | None, files: LineFiles, count: int, progress: AbstractContextManager[Callable[[str], None]]
+    url: str, key: str, files: LineFiles, count: int, progress: AbstractContextManager[Callable[[str], None]]
 ) -> None:
-    """`answer_lines` by the server at a URL, with or without the path /v1. progress: yields a function that is called
-    after each answer."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    """`answer_lines` by the server at a URL, with or without the path /v1. key: its API key, or "". progress: yields a
+    function that is called after each answer."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     url = url.rstrip("/").removesuffix("/v1")
     transport = httpx.AsyncHTTPTransport(socket_options=lost_peer_options())
 
     async def send(say: Callable[[str], None]) -> None:
-        async with httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=_TIMEOUT, transport=transport, follow_redirects=True
-        ) as client:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT, transport=transport) as client:
             await answer_lines(files, client, count, lambda: say(""))
 
     with progress as say:
@@ -201,7 +199,7 @@ class _Sender:
             pause = usual_pause
             try:
                 response = await self._client.post(line.url, content=line.body, headers=_JSON)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 reason = str(error) or type(error).__name__
             else:
                 if not _is_away(response):

@@ -107,6 +107,19 @@ def test_cancel(client: Client, socket_server: Serving) -> None:
 
 
 @pytest.mark.usefixtures("slow_steps")
+def test_openais_slow_tier_is_the_background(client: Client, socket_server: Serving, monkeypatch) -> None:
+    background, submit = list[bool](), socket_server.engine.submit
+
+    def noted(*arguments: Any, in_background: bool, **how: Any) -> Any:
+        background.append(in_background)
+        return submit(*arguments, in_background=in_background, **how)
+
+    monkeypatch.setattr(socket_server.engine, "submit", noted)
+    for tier in ("flex", "auto"):
+        assert client.ask(id=1, prompt="a", max_tokens=1, service_tier=tier)[1]["done"]
+    assert background == [True, False]
+
+
 def test_an_id_names_one_request_at_a_time(client: Client) -> None:
     client.send(id=1, **LONG)
     assert "delta" in client.receive()
