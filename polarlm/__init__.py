@@ -33,10 +33,10 @@ def _tell_errors(kind: type[BaseException], error: BaseException, trace: Traceba
 if [Path(program).stem for program in sys.argv[:1]] in (["-m"], ["polarlm"]):  # `python -m polarlm.server`, `polarlm`
     sys.excepthook = _tell_errors
 
+from polarlm.engine import __all__  # noqa: E402 - errors while it is imported are told as above
+
 if TYPE_CHECKING:
     from polarlm.engine import *
-else:
-    from polarlm.engine import __all__
 
 
 def __getattr__(name: str) -> Any:
