@@ -32,8 +32,7 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int, encoded_at_once: int) 
     full_bytes: bytes of a full-precision block, all KV heads, of the widest layer. encoded_at_once: see `KVOps`.
     """
     model, tokens, size = load.model, load.tokens, load.format.block_size
-    e, f, queries, heads = _widths(model)
-    chunk = min(tokens, chunk)
+    e, chunk = model.hidden_size, min(tokens, chunk)
     inputs = len(model.layers) * model.layer_embedding
     whole = _FLOAT * tokens * (e + _ropes(model) + 1 + inputs)  # hidden states, cosines and sines, ids, layers' inputs
     mixers = model.attentions.values()
@@ -43,19 +42,10 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int, encoded_at_once: int) 
     counts = range(1, -(-tokens // size) + 1)  # of a shorter prompt, or of a batch, more layers together
     blocks = len(shapes) * max(layers_together(encoded_at_once, kv_heads, count) * count for count in counts)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
-    project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix
-    project = max(project, _conv_bytes(model), _delta_bytes(model), _latent_bytes(model))
     scratch, states = delta_prompt_bytes(_deltas(model), chunk, tokens, size)
-    gate = _gate_bytes(model)
-    attend = _FLOAT * (heads + 2 * queries) + gate  # queries, and the result before and after its rotation
-    post_norm = _post_norm_bytes(model)
-    forward = max(_NARROW * e + sum(_products(model)) * _FLOAT * f, (_FLOAT + _NARROW) * f + post_norm)
-    attention_results = _FLOAT * (heads + queries)
-    experts = chunk * (attention_results + post_norm) + _experts_bytes(model, chunk)
     logits = min(tokens, size) * (_FLOAT * model.vocab_size + _NARROW * e)  # scoring asks for all rows of a block
-    layer = max(chunk * max(project, attend, forward + attention_results), experts, logits)
-    layer = max(layer, chunk * _delta_bytes(model) + scratch)
-    return whole + full_bytes * blocks + states + spans + layer
+    most = max(_layer_bytes(model, chunk), chunk * _delta_bytes(model) + scratch, logits)
+    return whole + full_bytes * blocks + states + spans + most
 
 
 def step_bytes(load: Load, device: Device) -> int:
@@ -66,25 +56,32 @@ def step_bytes(load: Load, device: Device) -> int:
     """
     load = replace(load, rows=bucket(load.rows))
     model, rows = load.model, load.rows
-    e, f, queries, heads = _widths(model)
+    e = model.hidden_size
     table = HEADER + table_width(load.tokens // load.format.block_size)
     words = 1 + _ropes(model) + ROW_WORDS + _groups(model) * table + (_CONV_WORDS if _conv_bytes(model) else 0)
     words += _DELTA_WORDS * len(_deltas(model))
     inputs = MOST_RECORDINGS * rows * _FLOAT * words
-    project = max(3 * _FLOAT * heads + _NARROW * e, _conv_bytes(model), _delta_bytes(model), _latent_bytes(model))
-    forward = (
-        _FLOAT * (2 * queries + sum(_products(model)) * f) + _NARROW * max(e, f, queries) + _post_norm_bytes(model)
-    )
     parts = _part_bytes(load, device)
-    experts = rows * _post_norm_bytes(model) + _experts_bytes(model, rows)
-    attend = 3 * _FLOAT * queries + _gate_bytes(model)
-    layer = max(rows * max(project, attend, forward), experts) + max(_sum_bytes(load, device), parts)
+    layer = _layer_bytes(model, rows) + max(_sum_bytes(load, device), parts)
     logits = model.vocab_size + (model.vocab_size + 3 if model.vocab_size % 4 else 0)  # and a copy in aligned rows
     head = rows * (_FLOAT * logits + _NARROW * e) + parts
     lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # and the logits that they change
     sampling = 8 * rows * scratch_words(model.vocab_size)
     layer_inputs = 2 * len(model.layers) * model.layer_embedding  # and the projections that are added to them
     return inputs + lists + sampling + rows * _FLOAT * (e + 1 + layer_inputs) + max(layer, head)
+
+
+def _layer_bytes(model: ModelConfig, rows: int) -> int:
+    """Bytes of the arrays that a layer has at the same time for `rows` rows."""
+    e, f, queries, heads = _widths(model)
+    project = 3 * _FLOAT * heads + _NARROW * e  # transformed, then rotated by a matrix
+    project = max(project, _conv_bytes(model), _delta_bytes(model), _latent_bytes(model))
+    attend = _FLOAT * (heads + 2 * queries) + _gate_bytes(model)  # queries, and results before and after their rotation
+    results = _FLOAT * (heads + queries) + _post_norm_bytes(model)
+    inner = 3 * _FLOAT if _products(model) == 2 else _FLOAT + _NARROW  # without a gate it is activated in place
+    forward = inner * f + _NARROW * e
+    experts = rows * results + _experts_bytes(model, rows)
+    return max(rows * max(project, attend, results + forward), experts)
 
 
 def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
@@ -98,10 +95,9 @@ def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
     )
 
 
-def _products(model: ModelConfig) -> tuple[int, int]:
-    """How many products with x a network has, gate and up, and how many further arrays of results: without a gate,
-    its activation is computed in place."""
-    return (2, 1) if any(layer.ffn is not None and is_gated(layer.ffn.activation) for layer in model.layers) else (1, 0)
+def _products(model: ModelConfig) -> int:
+    """How many products with x a network has: gate and up, or up alone."""
+    return 2 if any(layer.ffn is not None and is_gated(layer.ffn.activation) for layer in model.layers) else 1
 
 
 def _ffn_size(ffn: Ffn | None) -> int:
@@ -209,7 +205,7 @@ def _part_bytes(load: Load, device: Device) -> int:
     """Bytes of the sums that parts of a product write for `add_parts`."""
     model = load.model
     e, f, queries, heads = _widths(model)
-    shapes = [(heads, e), (e, queries), (model.vocab_size, e), *([(_products(model)[0] * f, e), (e, f)] if f else [])]
+    shapes = [(heads, e), (e, queries), (model.vocab_size, e), *([(_products(model) * f, e), (e, f)] if f else [])]
     shapes += [(projected_columns(mixer), e) for mixer in _deltas(model)]
     shapes += [(e, heads_width(mixer)) for mixer in _deltas(model)]
     split = [(out, wide.parts((out,), width, device.processors)) for out, width in shapes]
