@@ -96,10 +96,8 @@ def model_of(
     """A model without values: one row of zeros is read for each matrix."""
     ops = CudaOps(device)
     load, load_experts = ops.load, ops.load_experts
-    ops.load = lambda matrices, kept: load([FirstRow(matrix) for matrix in matrices], kept)
-    ops.load_experts = lambda experts, kept: load_experts(
-        [[FirstRow(matrix) for matrix in one] for one in experts], kept
-    )
+    ops.load = lambda matrices: load([FirstRow(matrix) for matrix in matrices])
+    ops.load_experts = lambda experts: load_experts([[FirstRow(matrix) for matrix in one] for one in experts])
     loaded = load_weights(ops, config, RandomWeights(config, lambda _: weights))
     k, v = (codecs.get(name) for name in types)
     shape = CacheShape(64, tuple(shape_of(layer.mixer, k, v, 8) for layer in config.layers))
