@@ -48,7 +48,7 @@ def parts(results: Path, model: Path) -> list[Part]:
             name, seconds, ("polarlm.bench.lab.gpu", "--budget", str(seconds), *flags, *output), name != "kernels"
         )
 
-    tests = "scripts.gpu_test", "--budget", "160", "--results", str(results / "tests.jsonl")
+    tests = "scripts.gpu_test", "--budget", "160", "--results", str(results / "tests-said.txt")
     return [
         Part("tests", 160, tests),
         bench_part("requests", 180, *model_flags, "--only", "prompts,rates,sequences,server"),

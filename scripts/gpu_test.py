@@ -1,8 +1,8 @@
 """`make gpu-test`: runs the kernels' tests on the GPU of this machine, the most telling first.
 
 Files run in groups, each with processes of its own, which take seconds to start and are ended after --limit seconds.
-The result file gets a line of JSON for the machine, for each group and for each test as they come, so that a run that
-is cut off can be read. Arguments that are not listed go to pytest.
+The result file gets what pytest says of each test as it ends, and a line for the machine and for each group, so that a
+run that is cut off can be read. Arguments that are not listed go to pytest.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from polarlm.bench.result import LOCAL, slug
 from polarlm.engine import EngineError
 from polarlm.engine.backends.cuda.device import overlap
 from polarlm.engine.backends.select import select
-from tests.written_results import read, write
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ROOT / "tests" / "ops", ROOT / "tests" / "cuda"
@@ -40,6 +38,12 @@ _ON_DEVICE, _STAND_IN = re.compile(r"open_device\b|\bCUDA\b|tests\.cuda\.program
 _MOST_WORKERS, _WORKER_BYTES = 12, 3 << 30  # processes of a file, and the GPU's memory for each
 _NEEDED = ("pytest", "hypothesis")
 _PASSED = (0, 5)  # pytest's exit codes; 5: -k has chosen no test of the file
+# What pytest says of a test: in one process, and in several.
+_OUTCOME = re.compile(
+    r"^(?P<test>tests/\S+::.*?) (?P<outcome>PASSED|FAILED|SKIPPED|ERROR)\b|"
+    r"^\[gw\d+\] \[ *\d+%\] (?P<outcome_there>[A-Z]+) (?P<test_there>tests/\S+::.*?) *$",
+    re.MULTILINE,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,15 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    name = f"gpu-tests-{slug(ops.name)}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
+    name = f"gpu-tests-{slug(ops.name)}-{time.strftime('%Y-%m-%d-%H%M%S')}.txt"
     results = options.results or LOCAL / name
     results.parent.mkdir(parents=True, exist_ok=True)
-    write(results, {"gpu": ops.name, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "pytest": for_pytest})
+    _write(results, f"{ops.name}, {time.strftime('%Y-%m-%d %H:%M:%S')}, {' '.join(for_pytest)}")
     print(f"{ops.name}: results go to {results} as they come", flush=True)
-    arguments = ["-q", "-p", "tests.written_results", "--results", str(results)]
-    arguments += [*_processes(options.workers or workers_for(ops.free_memory())), *for_pytest]
+    arguments = ["-vv", "-rsP", *_processes(options.workers or workers_for(ops.free_memory())), *for_pytest]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    code, finished, end = 0, False, time.monotonic() + options.budget
+    code, end = 0, time.monotonic() + options.budget
     try:
         for group, launches, environment in _runs():
             names = options.files.split(",") if options.files else [file.stem for file in group]
@@ -70,19 +73,36 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (left := end - time.monotonic()) > 0:
                 code |= _run(chosen, launches, arguments, results, min(left, options.limit), environment)
             else:
-                write(results, {"files": [file.stem for file in chosen], "launches": launches, "result": "left out"})
-        finished = time.monotonic() < end
+                _tell(results, chosen, launches, "left out, since the time was over")
     except KeyboardInterrupt:
         code = 130
     finally:
-        lines = list(read(results))
-        counts = Counter(line["result"] for line in lines if "test" in line)
-        write(results, {"counts": counts, "finished": finished})
-        for line in lines:
-            if line.get("result") in ("failed", "ended", "left out"):
-                print(f"{line['result']}: {line.get('test') or ', '.join(line['files'])}")
-        print(f"{', '.join(f'{count} {name}' for name, count in counts.items())}; written to {results}")
+        said = outcomes(results.read_text(encoding="utf-8", errors="replace"))
+        for test, outcome in said.items():
+            if outcome in ("FAILED", "ERROR"):
+                print(f"{outcome.lower()}: {test}")
+        counts = Counter(said.values())
+        print(f"{', '.join(f'{count} {name.lower()}' for name, count in counts.items())}; written to {results}")
     return code
+
+
+def outcomes(said: str) -> dict[str, str]:
+    """Each test of what pytest has said, and its outcome."""
+    found = (match.groupdict() for match in _OUTCOME.finditer(said))
+    return {one["test"] or one["test_there"]: one["outcome"] or one["outcome_there"] for one in found}
+
+
+def _write(results: Path, line: str) -> None:
+    with results.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+
+
+def _tell(results: Path, group: Sequence[Path], launches: str, result: str) -> None:
+    """Write and print what became of the tests of some files."""
+    names = ", ".join(file.stem for file in group)
+    line = f"{names}{f', launches {launches}' if launches else ''}: {result}"
+    _write(results, line)
+    print(line, flush=True)
 
 
 def _run(
@@ -96,26 +116,22 @@ def _run(
     """Return 0 if no test of these files failed, else 1."""
     began = time.monotonic()
     command = [*python("scripts.gpu_test"), "-m", "pytest", *map(str, group), *arguments]
-    code = wait(start(command, {"TESTS_GPU": "1", **environment}), limit)
+    code = wait(start(command, {"TESTS_GPU": "1", "PYTHONUNBUFFERED": "1", **environment}, results), limit)
     result = "ended" if code is None else "passed" if code in _PASSED else "failed"
-    seconds, names = round(time.monotonic() - began, 1), [file.stem for file in group]
-    write(results, {"files": names, "launches": launches, "result": result, "seconds": seconds})
-    print(f"{', '.join(names)}{f', launches {launches}' if launches else ''}: {result}, {seconds:.0f} s", flush=True)
+    _tell(results, group, launches, f"{result}, {time.monotonic() - began:.0f} s")
     return int(result != "passed")
 
 
-def start(
-    command: Sequence[str], environment: Mapping[str, str], output: Path | None = None
-) -> subprocess.Popen[bytes]:
-    """A process with further variables of the environment, in a group of its own. output: a file for what it prints, so
-    that a run that is cut off can be read."""
-    with output.open("wb") if output else nullcontext() as file:
+def start(command: Sequence[str], environment: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
+    """A process with further variables of the environment, in a group of its own. output: a file to which it adds what
+    it prints, so that a run that is cut off can be read."""
+    with output.open("ab") as file:
         return subprocess.Popen(
             command,
             cwd=ROOT,
             env={**os.environ, **environment},
             stdout=file,
-            stderr=None if file is None else subprocess.STDOUT,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 
@@ -186,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="most for each group of files")
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="most for all files")
     parser.add_argument("--files", metavar="NAME,NAME", help="only these files of tests, such as test_gpu")
-    parser.add_argument("--results", type=Path, help="file of the results, one line of JSON for each test")
+    parser.add_argument("--results", type=Path, help="file of the results")
     return parser
 
 

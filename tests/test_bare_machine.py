@@ -19,7 +19,6 @@ from polarlm.engine import EngineError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from scripts import gpu_first, gpu_test
 from tests.bench.test_gpu import SIZES, emulated
-from tests.written_results import read
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = 600  # seconds, on a busy machine
@@ -51,22 +50,21 @@ def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     """Packed weights, which need no package for their format; and whole engines, with both kinds of launches."""
     some = "(activation and 3-True) or Q4_K_M-1] or demonstration or out_of_memory or (random_schedules and f16)"
     command = ["make", "--no-print-directory", "gpu-test", f"PY={sys.executable} -m tests.bare_machine"]
-    results = tmp_path / "results.jsonl"
+    results = tmp_path / "results.txt"
     flags = "--files test_linear,test_gpu,test_schedules"
     flags += f" --workers 1 --limit {LONG} --budget {LONG} --results {results} -p no:cacheprovider -k '{some}'"
     done = run([*command, f"ARGS={flags}"])
     assert done.returncode == 0, done.stdout + done.stderr
-    first, *lines, last = list(read(results))
-    assert first["gpu"] == "Fake GPU"
-    assert last["finished"]
-    assert {line["launches"] for line in lines if "files" in line} == {"", "in turn"}
-    tests = [line for line in lines if "test" in line]
-    passed = {line["test"].split("::")[1].split("[")[0] for line in tests if line["result"] == "passed"}
+    said = results.read_text()
+    assert said.startswith("Fake GPU, ")
+    assert len(re.findall(r"(?m)^test_\w+.*, launches in turn: passed, \d+ s$", said)) == 1
+    tests = gpu_test.outcomes(said)
+    passed = {test.split("::")[1].split("[")[0] for test, outcome in tests.items() if outcome == "PASSED"}
     assert passed >= {
         "test_replayed_steps_equal_launched_steps",
         "test_answers_of_random_schedules_are_those_of_the_cpu",
     }
-    reasons = {line["why"] for line in tests if line["result"] == "skipped"}
+    reasons = re.findall(r"(?m)^SKIPPED \[\d+\] \S+: (.*)", said)
     expected = r"needs the demonstration model: |needs .* of the GPU's memory, of which |only the emulator sees races"
     assert all(re.match(expected, why) for why in reasons), reasons
 
@@ -93,12 +91,25 @@ def test_files_of_tests_beyond_the_budget_are_named(
     monkeypatch.setattr(gpu_test, "_runs", lambda: [([Path(name)], "", {}) for name in ("test_one.py", "test_two.py")])
     monkeypatch.setattr(gpu_test, "_run", lambda *arguments: limits.append(arguments[4]) or time.sleep(0.02) or 0)
     limits: list[float] = []
-    assert gpu_test.main(["--budget", "0.01", "--results", str(tmp_path / "results.jsonl")]) == 0
+    assert gpu_test.main(["--budget", "0.01", "--results", str(tmp_path / "results.txt")]) == 0
     assert len(limits) == 1
     assert limits[0] <= 0.01
-    *_, left_out, last = read(tmp_path / "results.jsonl")
-    assert (left_out["files"], left_out["result"], last["finished"]) == (["test_two"], "left out", False)
-    assert "left out: test_two" in capsys.readouterr().out
+    assert (tmp_path / "results.txt").read_text().endswith("\ntest_two: left out, since the time was over\n")
+    assert "test_two: left out" in capsys.readouterr().out
+
+
+def test_what_pytest_says_of_a_test_is_read() -> None:
+    """In one process and in several; a summary says it again."""
+    said = """tests/ops/test_a.py::test_one[a b] PASSED                 [ 33%]
+tests/ops/test_a.py::test_two SKIPPED (needs more memory)    [ 66%]
+[gw1] [100%] FAILED tests/cuda/test_b.py::test_three[1-x y]
+FAILED tests/cuda/test_b.py::test_three[1-x y] - assert 1 == 2
+"""
+    assert gpu_test.outcomes(said) == {
+        "tests/ops/test_a.py::test_one[a b]": "PASSED",
+        "tests/ops/test_a.py::test_two": "SKIPPED",
+        "tests/cuda/test_b.py::test_three[1-x y]": "FAILED",
+    }
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`python -m scripts.make_page_pictures` photographs the chat page with answers of the demonstration model.
+"""`python -m polarlm.bench.lab.page_pictures` photographs the chat page with answers of the demonstration model.
 
 It needs chromium and chromedriver on the PATH, and writes docs/images/chat-page.png and chat-page-phone.png.
 """
@@ -14,7 +14,7 @@ from tests.server.page.browser import CHROMEDRIVER, CHROMIUM, chromium
 from tests.server.page.visitor import Page
 from tests.server.process import Process
 
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 QUESTIONS = [
     "Why do leaves turn red in autumn?",
     "Show me a Python function that reverses a string, and explain it briefly.",

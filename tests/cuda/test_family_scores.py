@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,11 @@ QUICK = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fixture", "types"), ALL if on_gpu() else QUICK)
-def test_each_kind_of_layer_is_as_exact_as_its_roundings(
-    tmp_path: Path, record_property: Callable[[str, object], None], fixture: str, types: str
-) -> None:
+def test_each_kind_of_layer_is_as_exact_as_its_roundings(tmp_path: Path, fixture: str, types: str) -> None:
     """A model takes ten seconds on the emulator; on a GPU, which is fast, every family is compared."""
     measure, device = differences(make_model(tmp_path, fixture), types, CudaOps(open_device(checked=False)))
     sides = (" / ".join(f"{part:.4f}" for part in side) for side in (measure, device))
-    record_property("off", f"{fixture}, {types}: {', '.join(sides)}")
+    print(f"off by {', '.join(sides)}")  # `make gpu-test` keeps it
     assert (measure[:2] > 0).all()
     most = MOST * measure[[0, 1, 0]]
     assert (device <= most[: len(device)] + 1e-4).all(), f"off by {device}, allowed are {most}"
