@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from polarlm.engine.cli.progress import counting
 
 K = TypeVar("K")
-T = TypeVar("T")
 Clock = Callable[[], float]
 
 _WRITTEN_EVERY = 15  # seconds, where figures come more often
@@ -105,15 +104,3 @@ class Runner:
             for key in keys:
                 run(key, number)
                 self.advance(1 / (len(rounds) * len(keys)))
-
-
-def in_turn(runs: Mapping[str, Callable[[], T]], repeat: int) -> dict[str, list[T]]:
-    """Call all of `runs` in turn, `repeat` times after a round that does not count; returns what each has returned."""
-    results: dict[str, list[T]] = {name: [] for name in runs}
-    with counting("Measuring", "run", (1 + repeat) * len(runs)) as count:
-        for number in range(1 + repeat):
-            for name, run in runs.items():
-                returned = run()
-                results[name] += [returned] if number else []
-                count(name)
-    return results

@@ -46,7 +46,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 
 def test_every_file_of_the_code_is_there_below_one_name_and_nothing_else(members: list[str]) -> None:
-    """No `engine` or `server` of ours meets another package's, no `cuda` hides NVIDIA's; lab, results are left out."""
+    """No `engine` or `server` of ours meets another package's, no `cuda` hides NVIDIA's; no lab, no leftovers."""
     assert {name.split("/")[0] for name in members} == {"polarlm", "polarlm-0.1.0.dist-info"}
     inside = {name for name in members if name.startswith("polarlm/")}
     folders = [ROOT / name for name in ("engine", "model_loaders", "server", "bench", "cuda")]

@@ -37,39 +37,10 @@ _DEMO = "quality-smollm2-135m-instruct-????-??-??*"  # a second measurement of a
 _SAME = "model", "weights", "text", "windows", "window"  # equal in measurements of one table
 _EXACT = "exact_perplexity"  # a field of results: the perplexity in full precision
 
-# Part of a machine's name → the day since which its kernels are today's, and what has changed; figures from before are
-# marked.
-_REWRITTEN = {
-    "Xeon": (
-        "2026-11-27",
-        "The Xeon's prompt predates matrices of bfloat16, [three times as fast](docs/speed.md#what-decides-it) with "
-        "SmolLM2-135M",
-    ),
-    "NVIDIA": (
-        "2026-11-29",
-        "Attention to blocks of two kinds, dequantizing and scheduling have changed since 2026-11-28: the GPU has run "
-        "their tests, and nothing has been timed",
-    ),
-}
-
 
 def newest(name: str) -> Result:
     """The latest measurement whose file name matches the pattern `name`."""
     return read(max(results.RESULTS.glob(f"{name}.json")))
-
-
-def _machine(name: str, date: str) -> str:
-    """A machine's name, marked if the figures of that day are of an older version."""
-    since = next((day for part, (day, _) in _REWRITTEN.items() if part in name), "")
-    return f"{name}, older version ({date})" if date < since else name
-
-
-def _sources(shown: Sequence[tuple[str, str]]) -> str:
-    """The days of measurements, and what has changed since. shown: machine and day of each."""
-    days = sorted({day for _, day in shown})
-    changes = [why for part, (since, why) in _REWRITTEN.items() if any(part in m and day < since for m, day in shown)]
-    measured = f"Measured {'on' if len(days) == 1 else f'from {days[0]} to'} {days[-1]}"
-    return " ".join(f"{sentence}." for sentence in (measured, *changes))
 
 
 def _ratio(ours: float | None, other: float | None, what: str = "") -> str:
@@ -97,23 +68,20 @@ _EIGHT = f"{DEFAULT}, 8-bit inputs"  # a column of measurements
 
 def speed_in_short() -> str:
     """Prompts and generation of the default type beside the strongest peer, then a server beside llama.cpp's."""
-    lines, shown = list[Sequence[str]](), list[tuple[str, str]]()
+    lines = list[Sequence[str]]()
     for name, model in _MODELS.items():
         measured = newest(name)
-        shown.append((_cores(measured), measured["date"]))
-        first = [_machine(*shown[-1]), f"{model}, {measured['weights']}"]
+        first = [_machine(measured), f"{model}, {measured['weights']}"]
         for cells in _rates(measured):
             lines.append([*first, *cells])
             first = ["", ""]
     for measured in _servers():
-        shown.append((_cores(measured), measured["date"]))
-        lines += _server_rows(measured, _machine(*shown[-1]))
-    table = Table(["Machine", "Model", "", "tokens/s", "× strongest peer"], lines, left=3)
-    return f"{table.markdown()}\n\n{_sources(shown)}"
+        lines += _server_rows(measured)
+    return Table(["Machine, day", "Model", "", "tokens/s", "× strongest peer"], lines, left=3).markdown()
 
 
-def _cores(measured: Result) -> str:
-    return re.sub(r"\(R\)| Processor", "", place(measured)).split(",")[0]
+def _machine(measured: Result) -> str:
+    return f"{re.sub(r'[(]R[)]| Processor', '', place(measured)).split(',')[0]}, {measured['date']}"
 
 
 def _rates(result: Result) -> Iterator[list[str]]:
@@ -139,7 +107,7 @@ def _rates_of_servers(result: Result) -> Iterator[tuple[str, Row]]:
         yield who, figures[RATE]
 
 
-def _server_rows(measured: Result, machine: str) -> Iterator[list[str]]:
+def _server_rows(measured: Result) -> Iterator[list[str]]:
     """Tokens/s and the first token of our server, with ratios to the fastest of the others."""
     load = measured["load_options"]
     others = [row for who, row in _rates_of_servers(measured) if who != OURS]
@@ -150,7 +118,7 @@ def _server_rows(measured: Result, machine: str) -> Iterator[list[str]]:
     tokens, name = load["shared_prefix"] + load["prompt_tokens"], peer.partition(" ")[0]
     name = _SERVERS.get(name, name)
     what = f"server of {load['clients']} clients, {tokens} tokens in and {load['max_tokens']} out"
-    yield [machine, measured["model"], what, _rate(rate), _ratio(rate, theirs, f"{name}: {_rate(theirs)}")]
+    yield [_machine(measured), measured["model"], what, _rate(rate), _ratio(rate, theirs, f"{name}: {_rate(theirs)}")]
     yield ["", "", f"first token after {own:.2f} s", "", _ratio(other, own, f"{name}: {other:.2f} s")]
 
 
@@ -166,7 +134,7 @@ def gpu_in_short() -> str:
     machine, model = _gpu_of(one), str(one["model"]).upper().replace("-", ", ", 1)
     peer = next(m for m in everything if _is_8b(m) and _gpu_of(m) == machine and has_llama_cpp(m))
     when = str(peer.about.get("peer_date", "" if peer is one else peer["date"]))  # llama.cpp's figures of another day
-    lines, first = list[Sequence[str]](), [_machine(machine, one["date"]), model]
+    lines, first = list[Sequence[str]](), [f"{machine}, {one['date']}", model]
     for kind, tokens in _GPU_ROWS:
         subject = subject_of(kind, tokens)
         rate, half = (one.value(subject, f"{OURS} {name}", RATE) for name in (DEFAULT, HALF))
@@ -175,8 +143,7 @@ def gpu_in_short() -> str:
             lines.append([*first, subject, _rate(rate), beside, _ratio(rate, half)])
             first = ["", ""]
     beside = f"× llama.cpp of {when}" if when else "× llama.cpp"
-    table = Table(["GPU", "Model", "", "tokens/s", beside, "× our `f16`"], lines, left=3)
-    return f"{table.markdown()}\n\n{_sources([(machine, one['date'])])}"
+    return Table(["GPU, day", "Model", "", "tokens/s", beside, "× our `f16`"], lines, left=3).markdown()
 
 
 def _is_8b(measured: Result) -> bool:
@@ -222,9 +189,9 @@ def costs_in_short() -> str:
         change = f"{100 * (_of(as_served, 'perplexity') / full - 1):+.1f} %"
         cells = f"{bits:.2f}", f"{_long_bits(name, bits):.2f}", change, _kl(as_served), _kl(coded)
         lines.append([words, *cells, _kl(elsewhere.figures(TEXT, contestant(name, CODED)))])
-    shown = [("", one["date"]) for one, types in found if {*types} & {*_NAMES}] + [("", elsewhere["date"])]
+    days = sorted([*(one["date"] for one, types in found if {*types} & {*_NAMES}), elsewhere["date"]])
     header = ["Type", "bits/value, 2,048 tokens", "8,192", "perplexity", "KL as served", "KL, all coded", "Qwen2.5"]
-    return f"{Table(header, lines).markdown()}\n\n{_sources(shown)}"
+    return f"{Table(header, lines).markdown()}\n\nMeasured from {days[0]} to {days[-1]}."
 
 
 def _kl(figures: Figures) -> str:

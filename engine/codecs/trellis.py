@@ -16,7 +16,7 @@ Decode, per value: a quarter of a lookup of four values (`trellis4`: half a look
 norm. Kernels of a CPU look up x and y as for `ring`, and xor each with what the code before looks up.
 
 **Codes.** The state s is the last two bits of the previous code. Code c stands for point c of the table, whose x is
-negated by bit 0 of s, and whose y by bit 1. `scripts/train_trellis.py` finds the tables.
+negated by bit 0 of s, and whose y by bit 1. scripts/train_trellis.py of commit 9b83d5be has found the tables.
 
 **Streams.** As `ring`: norm (N,), codes (N, D/2) of m bits.
 

@@ -25,13 +25,12 @@ def report_of(result: Result) -> Report:
                 "Prompts, ms to the first token; device: if all is launched before it begins", [prompts_table(result)]
             ),
             Section("Sequences that are asked at the same time", [sequences_table(result)]),
-            Section("The device alone", [_limits(result)]),
             Section(attention, [_attention(result)]),
             Section("Products with weights, µs by rows", [_matrices(result)]),
             Section("Encoding, with metrics", [_encoding(result)]),
         ],
         notes=[
-            *filter(None, [server_in_words(result)]),
+            *filter(None, [server_in_words(result), _limits(result)]),
             *(f"Not measured: {one['what']}: {one['why']}." for one in result["not_measured"]),
         ],
         partial="" if result["complete"] else "This page is partial: see its last sentences.",
@@ -81,13 +80,12 @@ def server_in_words(result: Result) -> str:
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _limits(result: Result) -> Table:
-    limits = result.value(DEVICE, "copy", "bytes/s"), result.value(DEVICE, "bf16 product", "FLOP/s")
-    cells = [
-        NOTHING if limit is None else _number(limit / unit, 0) for limit, unit in zip(limits, (1e9, 1e12), strict=True)
-    ]
-    names = ("copy GB/s, read + written", "bf16 product TFLOP/s")
-    return Table(names, [cells] if any(limit is not None for limit in limits) else [])
+def _limits(result: Result) -> str:
+    """A sentence about the device alone; "" if it was not measured."""
+    copy, product = result.value(DEVICE, "copy", "bytes/s"), result.value(DEVICE, "bf16 product", "FLOP/s")
+    if copy is None or product is None:
+        return ""
+    return f"The device copies {copy / 1e9:,.0f} GB/s, read and written, and multiplies {product / 1e12:,.0f} TFLOP/s."
 
 
 def best_half(result: Result, context: int, batch: int, *, peers: bool = False) -> float | None:
@@ -143,6 +141,5 @@ def _matrices(result: Result) -> Table:
 
 
 def _encoding(result: Result) -> Table:
-    rows = (figures["seconds"] for _, _, figures in result.parts(prefix=f"{ENCODING} "))
-    lines = [[row.contestant, str(row.more["blocks"]), cell_of(row, _microseconds)] for row in rows]
-    return Table(("cache", "blocks at once", "µs a block"), lines)
+    lines = ((f"{who}, {subject}", figures) for subject, who, figures in result.parts(prefix=f"{ENCODING} "))
+    return Table.of("cache, blocks at once", [Column.of("µs a block", "seconds", _microseconds)], lines)

@@ -1,6 +1,6 @@
 """The tables of `trellis`: bits per pair → x and y of each point in state 0, in thousandths.
 
-Printed by `scripts/train_trellis.py`.
+Printed by scripts/train_trellis.py of commit 9b83d5be.
 """
 
 THOUSANDTHS = {
