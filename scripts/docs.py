@@ -76,14 +76,25 @@ def _cell(text: str) -> str:
 
 
 def request_fields(standing: str, about: str) -> str:
-    """A row for each field of a request that has this standing."""
-
-    def neutral(field: Field) -> str:
-        rule = RULES.get(field.name)
-        return rule.text if rule else " or ".join(f"`{json.dumps(value)}`" for value in field.neutral)
-
-    rows = [f"`{f.name}` | {f.apis} | {f.sentence} | {neutral(f)}" for f in FIELDS.values() if f.treatment == standing]
+    """A row for each field of a request that has this standing, or for several of which the same is said."""
+    said: dict[str, list[Field]] = {}
+    for field in FIELDS.values():
+        if field.treatment == standing:
+            said.setdefault(field.sentence, []).append(field)
+    rows = []
+    for sentence, each in said.items():
+        names = ", ".join(f"`{field.name}`" for field in each)
+        apis = ", ".join(dict.fromkeys(api for field in each for api in field.apis.split(", ")))
+        values = {field.name: text for field in each if (text := _neutral_values(field))}
+        same = len(values) == len(each) and len({*values.values()}) == 1
+        neutral = [next(iter(values.values()))] if same else [f"`{name}`: {text}" for name, text in values.items()]
+        rows.append(f"{names} | {apis} | {sentence} | {'; '.join(neutral)}")
     return table(f"Field | Known to | {about} | Values that ask for nothing", rows)
+
+
+def _neutral_values(field: Field) -> str:
+    rule = RULES.get(field.name)
+    return rule.text if rule else " or ".join(f"`{json.dumps(value)}`" for value in field.neutral)
 
 
 # -- models and cache types ------------------------------------------------------------------------------------------

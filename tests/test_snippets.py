@@ -133,8 +133,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, small_gguf
 @pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_shows_can_be_run(page: Path, folder: Path) -> None:
     names: dict[str, Any] = {"__name__": page.stem}
-    kept = ("--sessions", str(folder / "sessions"), "--batches", str(folder / "batches"))
-    flags = (*kept, "--socket-port", "0")
+    flags = ("--sessions", str(folder / "sessions"), "--socket-port", "0")
     with ExitStack() as stack:
         server = stack.enter_context(Process(folder / "smollm2", folder, *flags)) if talks_to_one(page) else None
         for block in blocks(page):
