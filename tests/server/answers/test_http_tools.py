@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from tests import call_templates
-from tests.lazily import ollama, openai
+from tests.lazily import openai
 from tests.pairs import in_turn
 from tests.server.answers.test_call_arguments import FORMS
 from tests.server.answers.test_call_forms import OBJECTS
@@ -112,54 +112,6 @@ def test_required_calls_parse_in_every_family(name: str, tmp_path: Path) -> None
     with tool_engine(tmp_path, FAMILIES[name]) as engine, serving(engine) as server:
         assert_required_calls_parse(server, 3)
         assert_calls_or_text_of_a_schema(server, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"gpt-oss", "GEMMA"}))  # these would reason for ever
-def test_every_client_gets_a_call_and_sends_its_result(name: str, tmp_path: Path) -> None:
-    """A turn of an agent with the packages of the makers: a call is asked for, in one piece and streamed, and goes back
-    with its result. With Ollama's, which cannot ask for one, another server's goes back. Slow: a model for each
-    template."""
-    with tool_engine(tmp_path, FAMILIES[name]) as engine, serving(engine) as server, server.anthropic() as messages:
-        bias = at_once(server)
-
-        tool: Any = {"name": "weather", "description": "The weather.", "input_schema": WEATHER}
-        asked: dict[str, Any] = {"model": "any", "max_tokens": 1600, "tools": [tool], "extra_body": {"temperature": 0}}
-        asked |= {"thinking": {"type": "enabled", "budget_tokens": 1024}} if name == "qwen3" else {}
-        forced: Any = {"type": "tool", "name": "weather"}
-        with messages.messages.stream(messages=MESSAGES, tool_choice=forced, **asked) as stream:
-            streamed = stream.get_final_message()
-        for message in (messages.messages.create(messages=MESSAGES, tool_choice=forced, **asked), streamed):
-            (call,) = (block for block in message.content if block.type == "tool_use")
-            assert (call.name, message.stop_reason) == ("weather", "tool_use")
-            jsonschema.validate(call.input, WEATHER)
-            result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "rain"}]}
-            said: Any = {"role": "assistant", "content": message.content}
-            after = messages.messages.create(messages=[*MESSAGES, said, result], **asked | {"max_tokens": 4})
-            assert after.usage.input_tokens + (after.usage.cache_read_input_tokens or 0) > message.usage.input_tokens
-
-        if name == "qwen3":
-            bias = {"reasoning": {"max_tokens": 64}}
-        function: Any = {"type": "function", "name": "weather", "parameters": WEATHER}
-        wish: dict[str, Any] = {"model": "any", "tools": [function], "extra_body": bias, "temperature": 0}
-        with server.openai.responses.stream(
-            input=MESSAGES, tool_choice={"type": "function", "name": "weather"}, max_output_tokens=1600, **wish
-        ) as events:
-            for _ in events:
-                pass
-            response = events.get_final_response()
-        (item,) = (item for item in response.output if item.type == "function_call")
-        jsonschema.validate(json.loads(item.arguments), WEATHER)
-        output: Any = {"type": "function_call_output", "call_id": item.call_id, "output": "rain"}
-        followed = server.openai.responses.create(
-            input=[*MESSAGES, *response.output, output], max_output_tokens=16, **wish
-        )
-        assert followed.usage.input_tokens > response.usage.input_tokens  # type: ignore[union-attr]
-
-        past = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "time", "arguments": {}}}]}
-        result = {"role": "tool", "tool_name": "time", "content": "noon"}
-        client, options = ollama.Client(server.url, timeout=60), {"num_predict": 4, "ignore_eos": True}
-        assert client.chat("any", [*MESSAGES, past, result], tools=TOOLS, options=options).eval_count
 
 
 def test_a_named_function_is_called(family: Serving) -> None:

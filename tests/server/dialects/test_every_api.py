@@ -234,19 +234,60 @@ def user(*content: Any) -> list[Any]:
     return [{"role": "user", "content": content[0] if len(content) == 1 else list(content)}]
 
 
+def texts(kind: str, *each: str) -> list[dict[str, Any]]:
+    return [{"type": kind, "text": text} for text in each]
+
+
+HISTORY = [{"role": "system", "content": "then on"}, *user("he ran"), {"role": "assistant", "content": "on"}]
+HISTORY += user("and on")
+BLOCKS = [
+    *user(*texts("text", "he ", "ran")),
+    {"role": "assistant", "content": texts("text", "on")},
+    {"role": "user", "content": [{**texts("text", "and on")[0], "cache_control": {"type": "ephemeral"}}]},
+]
+ITEMS = [
+    *user(*texts("input_text", "he ", "ran")),
+    {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"},
+    {
+        "type": "message",
+        "id": "msg_1",
+        "role": "assistant",
+        "status": "completed",
+        "content": texts("output_text", "on"),
+    },
+    {"type": "message", "role": "user", "content": "and on"},
+]
+BILLED = texts("text", "x-anthropic-billing-header: cc_version=1; cch=5", "then ", "on")
+WRITTEN: list[tuple[str, dict[str, Any], list[Any]]] = [  # in an API, and as messages of the engine
+    ("chat", {"messages": [{"role": "developer", "content": texts("text", "then ", "on")}, *HISTORY[1:]]}, HISTORY),
+    ("messages", {"system": "then on", "messages": BLOCKS}, HISTORY),
+    ("messages", {"system": BILLED, "messages": BLOCKS}, HISTORY),
+    ("responses", {"instructions": "then on", "input": ITEMS}, HISTORY),
+    ("ollama", {"messages": HISTORY}, HISTORY),
+    ("generate", {"system": "then on", "prompt": "he ran", "raw": False}, HISTORY[:2]),
+    ("generate", {"prompt": "he ran", "raw": False}, HISTORY[1:2]),
+]
+
+
+@in_turn("name fields messages", WRITTEN)
+def test_a_conversation_is_the_engines_however_it_is_written(
+    server: Serving, name: str, fields: dict[str, Any], messages: list[Any]
+) -> None:
+    api = APIS[name]
+    expected = alone(server.engine, messages, max_tokens=12, **GREEDY).text
+    response = server.post(api.path, api.body(QUESTION, **GREEDY) | fields)
+    assert api.whole(response.json()).text == expected
+
+
 # Values that all APIs read by one function are in tests/server/reading/test_parameters.py.
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "chat": [
-        ({"messages": user(5)}, "messages[0].content"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"function_call": "auto"}, "function_call"),
         ({"return_progress": 5}, "return_progress"),
         ({"reasoning_effort": 5}, "reasoning_effort"),
     ],
     "completions": [
         ({"echo": "yes"}, "echo"),
         ({"suffix": "the end"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
     ],
     "messages": [
         ({"messages": []}, "messages must be an array with at least one message, not an empty array"),

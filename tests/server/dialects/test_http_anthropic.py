@@ -10,7 +10,7 @@ import pytest
 
 from polarlm.engine import Engine
 from tests.lazily import anthropic
-from tests.server.apis import SLIP, TOLD, alone, events
+from tests.server.apis import SLIP, alone, events
 from tests.server.http_server import KEY, Serving, serving
 from tests.tiny import forget
 
@@ -34,7 +34,6 @@ def arguments(**more: Any) -> dict[str, Any]:
 def test_the_clients_stream_accumulates_the_message(server: Serving, client: anthropic.Anthropic) -> None:
     """With a field that the client does not know."""
     whole = client.messages.create(**arguments(**SLIP))
-    assert whole.model_extra["warnings"] == TOLD  # type: ignore[index]
     assert (whole.type, whole.role, whole.model) == ("message", "assistant", server.engine.model.name)
     forget(server.engine)
     with client.messages.stream(**arguments(**SLIP)) as stream:
@@ -58,32 +57,6 @@ def test_a_stream_begins_with_the_counts_of_its_prompt(server: Serving) -> None:
         assert begin == end | {"output_tokens": 0}
         assert begin["input_tokens"] + begin["cache_read_input_tokens"] > 16
         assert bool(begin["cache_read_input_tokens"]) is cached
-
-
-def test_the_system_prompt_and_blocks_are_text_of_the_conversation(
-    server: Serving, client: anthropic.Anthropic
-) -> None:
-    messages = [
-        {"role": "system", "content": "then on"},
-        {"role": "user", "content": "he ran"},
-        {"role": "assistant", "content": "on"},
-        {"role": "user", "content": "and on"},
-    ]
-    expected = alone(server.engine, messages, temperature=0, max_tokens=24).text
-    blocks: list[Any] = [
-        {"role": "user", "content": [{"type": "text", "text": "he "}, {"type": "text", "text": "ran"}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "on"}]},
-        {"role": "user", "content": [{"type": "text", "text": "and on", "cache_control": {"type": "ephemeral"}}]},
-    ]
-    system: list[Any] = [
-        {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=5"},
-        {"type": "text", "text": "then "},
-        {"type": "text", "text": "on"},
-    ]
-    for prompt in ("then on", system):
-        forget(server.engine)
-        message = client.messages.create(**arguments(system=prompt, messages=blocks))
-        assert "".join(block.text for block in message.content if block.type == "text") == expected
 
 
 def test_the_stop_sequence_is_named(server: Serving, client: anthropic.Anthropic) -> None:

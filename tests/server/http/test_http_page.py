@@ -17,7 +17,7 @@ from polarlm.engine import Engine
 from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 from polarlm.server.http.page import _build
 from polarlm.server.running import journal
-from tests.server.http_server import KEY, Serving, serving
+from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
 from tests.tiny import PLAIN, forget, load_tiny
 
@@ -104,15 +104,6 @@ def test_head_says_what_get_would(server: Serving) -> None:
     got, head = server.http.get("/"), server.http.head("/")
     assert (head.status_code, head.content) == (200, b"")
     assert {**head.headers, "date": ""} == {**got.headers, "date": ""}
-
-
-def test_the_page_needs_no_key_as_it_asks_for_it_and_its_numbers_do(tiny: Engine) -> None:
-    with serving(tiny, api_key=KEY) as server:
-        bare = httpx.Client(base_url=server.http.base_url)
-        assert bare.get("/").text == PAGE
-        refused = bare.get("/stats")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert server.http.get("/stats").status_code == 200
 
 
 # -- the numbers -----------------------------------------------------------------------------------------------

@@ -168,6 +168,7 @@ def test_a_server_is_healthy_until_it_is_about_to_end(server: Serving) -> None:
     server.run(server.driver.drain(60))
     response = server.http.get("/health")
     assert (response.status_code, response.json()) == (503, {"status": "closing"})
+    assert server.refused("/v1/completions", {"prompt": "a"}, 503)["code"] == "closing"
 
 
 def test_an_unexpected_error_is_generic_for_clients(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,8 @@ def test_a_constraint_may_be_spelt_several_times() -> None:
     for more in ({"guided_json": schema}, {"json_schema": schema, "structured_outputs": {"json": schema}}):
         assert read(response_format=format, **more).params == read(response_format=format).params
     assert read(response_format={"type": "json_object"}, json_schema=schema).params == read(json_schema=schema).params
+    for kind in ("json_object", "json_schema"):  # as llama-server's documentation has it
+        assert read(response_format={"type": kind, "schema": schema}).params == read(json_schema=schema).params
     with pytest.raises(BadRequest, match="response_format and guided_json both constrain"):
         read(response_format=format, guided_json={"type": "integer"})
 

@@ -281,7 +281,10 @@ def test_as_many_values_as_are_allowed_are_taken() -> None:
             {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
             "response_format.json_schema.schema",
         ),
-        ({"prompt": "a", "response_format": {"type": "json_object", "schema": []}}, "response_format.schema"),
+        *(
+            ({"prompt": "a", "response_format": {"type": kind, "schema": 3}}, "response_format.schema")
+            for kind in ("json_object", "json_schema")
+        ),
         ({"prompt": "a", "guided_choice": ["a", 3]}, "guided_choice[1]"),
         ({"prompt": "a", "structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
         ({"prompt": "a", "guided_regex": "a", "grammar": 'root ::= "a"'}, "guided_regex"),
