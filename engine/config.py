@@ -55,6 +55,10 @@ FORMER_SETTINGS = {
         "there is no such sampler; top_n_sigma, min_p and XTC are there",
     ),
     "tile_cache": "weights are packed at each start; leave it out",
+    "cache_remote": "--kv-store shares conversations by a folder or an object store, such as s3://bucket/prefix",
+    "share_blocks": "servers share conversations by a folder or an object store that each names with --kv-store",
+    "prefill_at": "an engine elsewhere with the same --kv-store computes prompts for this one, as does a copied pack",
+    "encoding": "an engine takes the scales of its first pack; machines that do share what --kv-store keeps",
 }
 """Settings that have been removed, by their names in Python → what to do instead."""
 
@@ -216,14 +220,6 @@ class EngineConfig(Settings):
         "--no-calibration",
         help="do not calibrate on a short text; round keys and values to the nearest codes",
     )
-    encoding: str | None = setting(
-        None,
-        "--encoding",
-        metavar="FILE|URL",
-        help="take calibration and scales from what polarlm fit --write has written, or the scales from a session or a "
-        "pack: engines with the same file share sessions and tiers; without it, those of the first pack, or of the "
-        "file beside the weights, if there is one",
-    )
     threads: int = setting(
         0,
         "-t",
@@ -288,18 +284,12 @@ class EngineConfig(Settings):
         metavar="FOLDER",
         help="where --cache-disk keeps them; without it, in the user's cache folder",
     )
-    cache_remote: str | None = setting(
+    kv_store: str | None = setting(
         None,
-        "--cache-remote",
-        metavar="URL",
-        help="share conversations with other machines: a server with --share-blocks, another HTTP store, or a folder",
-    )
-    prefill_at: str | None = setting(
-        None,
-        "--prefill-at",
-        metavar="URL",
-        help="let this server, with the same model, compute long prompts, and take their keys and values from it; what "
-        "it does not send is computed here",
+        "--kv-store",
+        metavar="URL|FOLDER",
+        help="share conversations with other processes and machines, in a folder or an object store: s3://, gs://, "
+        "az://, webdav://, webdavs:// or redis://, with the extra store; what is kept there reveals what was said",
     )
     cache_ram: str | None = setting(
         None,

@@ -40,12 +40,10 @@ from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.cache_types import describe_types
-from polarlm.engine.state.prefix import PrefixCache, join_salt
+from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import identity, packs, sessions
 from polarlm.engine.storage.packs import Pack
 from polarlm.engine.storage.sessions import KnownAnswers, Progress, Session, SessionPath
-from polarlm.engine.storage.tiers import prompt_blocks
-from polarlm.engine.storage.tiers.opening import open_remote_prefill
 from polarlm.engine.storage.tiers.patience import Patience
 from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
 from polarlm.engine.storage.tiers.tiers import Tiers
@@ -96,14 +94,13 @@ class Engine(Completions, AdapterLoading):
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model, parts.model.mtp)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
         tiers, files = parts.tiers, sorted(parts.source.weights.files())
-        self._access, patience = StoreAccess.to(self._store, self._prefixes), Patience()
-        self._tiers = Tiers(self._access, tiers, files, self._lock, patience) if tiers else None
-        self._remote_prefill = open_remote_prefill(parts.config, self._access, self._identity, patience)
+        access, patience = StoreAccess.to(self._store, self._prefixes), Patience()
+        self._tiers = Tiers(access, tiers, files, self._lock, patience) if tiers else None
         kind = EncoderRunner if isinstance(self._model, Encoder) else Runner
         self._runner = kind(
             self._model, self._prefixes, self._scheduler, self._drafting, patience, self._tiers, parts.config.replayable
         )
-        self.kept_blocks, self.adapters = parts.disk, parts.adapters  # for servers; requests choose among adapters
+        self.adapters = parts.adapters  # requests choose among them
         self._answers = Answers(
             parts.source, self.context, enabled=keeps and not parts.config.replayable, tiers=self._tiers
         )
@@ -293,29 +290,12 @@ class Engine(Completions, AdapterLoading):
             request = self._request(
                 prompt, params, options, settings, outbox=into, progress=progress, constraint=constraint, gone=gone
             )
-            for done in self._find(request):
-                request.report_progress(done)
-                if gone is not None and gone():
-                    raise EngineError("The request was cancelled before its prompt was read", "cancelled")
+            self._find(request)
         request.sequence.in_background = in_background
         with self._exclusive():
             self._submit(request)
         cancel, cached = lambda: self._cancel(request.sequence), lambda: request.cached or 0
         return Ticket(len(request.sequence.prompt), cancel, cached, request.conversation, request.warnings)
-
-    def encoding(self) -> bytes:
-        """Return the divisors of keys and values, as an object that `encoding` of another engine's settings takes."""
-        return sessions.pack_scales(self._identity, identity.scale_arrays(self._store))
-
-    def packed_blocks(self, ids: Sequence[int], cache_salt: str, root: bytes, first: int) -> Iterator[bytes]:
-        """Yield what `prompt_blocks.packed_blocks` does of a prompt that was computed."""
-        salt = join_salt(cache_salt, "")
-        return prompt_blocks.packed_blocks(self._access, self._exclusive, ids, salt, root, first)
-
-    def differs_from(self, settings: Mapping[str, str]) -> str | None:
-        """Return a sentence about why blocks of this engine are of no use to one with these `identity.settings`; None
-        if they are."""
-        return identity.difference(settings, self._identity, identity.OF_AN_ENGINE)
 
     def work(self) -> bool:
         """Run one unit of work, a part of a prefill or a step of all running requests; False if there is no request."""
@@ -332,10 +312,7 @@ class Engine(Completions, AdapterLoading):
     def status(self) -> Status:
         """Counts of requests, blocks and threads."""
         with self._exclusive():
-            status = self._runner.status()
-        if self._remote_prefill is not None:
-            status = replace(status, tiers=(*status.tiers, self._remote_prefill.status()))
-        return status
+            return self._runner.status()
 
     # -- requests and threads ----------------------------------------------------------------------------------
 
@@ -384,28 +361,16 @@ class Engine(Completions, AdapterLoading):
             packs.check_prefix(pack, request.sequence.prompt, self.cache_shape.block_size, warnings.append)
         return request
 
-    def _find(self, request: Request) -> Iterator[int]:
-        """Read what tiers have of a request's prompt, and let a server compute it; yields how many tokens it has
-        computed. Raises EngineError if the engine has been closed."""
+    def _find(self, request: Request) -> None:
+        """Read what tiers have of a request's prompt. Raises EngineError if the engine has been closed."""
         self._check_open()
-        if not request.options.cache_prompt or request.needs_whole_prompt:
-            return
-        ids = request.sequence.prompt[:-1]
-        if self._tiers is not None:
-            request.hit = self._tiers.find(ids, request.salt)
-        if self._remote_prefill is None or request.adapter is not None or request.image_positions is not None:
-            return
-        found = 0 if request.hit is None else sum(request.hit.tokens(len(ids)).values())
-        arrived = yield from self._remote_prefill.fetch(ids, request.salt, request.options.cache_salt, found)
-        request.hit = arrived or request.hit
+        if self._tiers is not None and request.options.cache_prompt and not request.needs_whole_prompt:
+            request.hit = self._tiers.find(request.sequence.prompt[:-1], request.salt)
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:
         """Submit `request`, then yield its chunks. Until the next one exists, this thread runs units of work."""
         try:
-            for done in self._find(request):
-                request.report_progress(done)
-                while outbox:
-                    yield cast(Chunk, outbox.popleft())
+            self._find(request)
             with self._exclusive():
                 self._submit(request)
             finished = False
@@ -483,7 +448,7 @@ class Engine(Completions, AdapterLoading):
             self._tiers.close()
         with self._lock.hold():
             self._parts.close()
-            del self._parts, self._model, self._store, self._prefixes, self._runner, self._access, self._remote_prefill
+            del self._parts, self._model, self._store, self._prefixes, self._runner
 
     def __enter__(self) -> Engine:
         return self

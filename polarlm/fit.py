@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from polarlm import model_loaders
 from polarlm.engine.cli.commands import columns, note, with_flags
 from polarlm.engine.cli.flags import FlagError, check_that
-from polarlm.engine.cli.progress import SHARE, amounts, progress_bar
 from polarlm.engine.config import (
     AS_STORED,
     DEFAULT_CACHE_TYPE,
@@ -24,7 +23,6 @@ from polarlm.engine.config import (
     model_setting,
     setting,
 )
-from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.checks import settle
 
 if TYPE_CHECKING:
@@ -65,13 +63,6 @@ class FitConfig:
         None, "-ts", "--tensor-split", metavar="N,N,…", help="the GPUs' shares of the layers, such as 3,1, or auto"
     )
     json: bool = setting(False, "--json", help="print everything as JSON")
-    write: bool = setting(
-        False,
-        "--write",
-        help="load the model instead, and write how its keys and values are encoded to a file beside the weights: "
-        "engines that find it there, or get it by --encoding, share sessions and tiers on any machines",
-    )
-    output: str | None = setting(None, "-o", "--output", metavar="FILE", help="where --write writes instead")
 
 
 GROUPS: Mapping[str, type] = {"Fit": FitConfig}
@@ -100,10 +91,6 @@ def _report(options: FitConfig) -> str:
     names = "weights", "hf_repo", "weight_type", "device", "lora", "tensor_split"
     settings = {name: getattr(options, name) for name in names}
     config = settle(None, None, settings)
-    if options.write:
-        return _write_encoding(config, options.output)
-    if options.output is not None:
-        raise FlagError("--output: nothing is written without --write")
     numbers = None if options.contexts is None else sorted({int(word) for word in options.contexts.split(",")})
     if numbers is not None and len(numbers) == 1:
         config = replace(config, ctx_size=numbers[0])
@@ -153,26 +140,6 @@ def _fit_hub(
     sizes = {f"{plain}:{label}" if label else "": size for label, size in files}
     fits = [fit_files(config, device, ops, model, sizes, contexts=contexts) for device, ops in devices(config.device)]
     return model, "GGUF" if files[0][0] else "safetensors", fits
-
-
-def _write_encoding(config: EngineConfig, output: str | None) -> str:
-    """Calibrate the model, or read its calibration, and write its encoding; what to print. Raises EngineError."""
-    from polarlm.engine.loading.assembly import assemble
-    from polarlm.engine.loading.encoding_file import place_beside, write
-    from polarlm.engine.loading.fitting import fit_all_types
-
-    parts = assemble(config, note)
-    try:
-        source = parts.source
-        if source.config.is_encoder:
-            raise EngineError(f"{source.name} is an encoder, which keeps no keys and values: there is nothing to write")
-        with progress_bar(True, desc="Fitting the KV cache", bar_format=SHARE) as bar:
-            own = fit_all_types(parts.model, source.name, source.tokenizer, note, amounts(bar))
-        path = place_beside(source.path) if output is None else Path(output).expanduser()
-        write(path, own)
-    finally:
-        parts.close()
-    return f"{path}: the encoding of {source.name}, {format_bytes(path.stat().st_size)}."
 
 
 def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:

@@ -41,8 +41,8 @@ class PackConfig:
     cache_type: str = setting(
         EngineConfig.cache_type, "--cache-type", metavar="TYPE", help="how keys and values are stored"
     )
-    encoding: str | None = setting(
-        None, "--encoding", metavar="FILE|URL", help="as in the chat: machines with the same one read the pack"
+    like: str | None = setting(
+        None, "--like", metavar="PACK", help="another pack, whose scales this one gets, so that an engine takes both"
     )
     device: str = setting("auto", "--device", metavar="DEVICE", help="where it is computed: cpu, cuda or cuda:N")
     threads: int = setting(0, "-t", "--threads", metavar="N", help="CPU threads")
@@ -58,8 +58,9 @@ def main(options: PackConfig) -> None:
     if options.output is None:
         raise FlagError("-o: say where the pack is written, such as -o manual.pack")
     messages, texts = read_messages(options.texts, options.system_prompt)
-    names = "weights", "hf_repo", "cache_type", "encoding", "device", "threads"
-    config = settle(None, None, {name: getattr(options, name) for name in names})
+    names = "weights", "hf_repo", "cache_type", "device", "threads"
+    packs = {} if options.like is None else {"like": options.like}
+    config = settle(None, None, {name: getattr(options, name) for name in names} | {"packs": packs})
     config = replace(config, weights=config.weights or first_model.remembered_name())
     print(write_pack(config, messages, texts, Path(options.output).expanduser()))
 

@@ -117,11 +117,6 @@ class ServerConfig:
         help="MCP servers whose tools models may call on the chat page, whose user confirms the calls; a JSON file as "
         "of Claude Desktop and Cursor. Without an API key, only in browsers on this machine. Needs the extra mcp",
     )
-    share_blocks: bool = setting(
-        False,
-        "--share-blocks",
-        help="let clients read and write the blocks of --cache-disk at /blocks, as engines with --cache-remote do",
-    )
     max_sessions_size: str = setting(
         "10G", "--max-sessions-size", metavar="SIZE", help="what all sessions together may take on the disk"
     )
@@ -201,8 +196,6 @@ def read_command_line(
     _check_models(engine, server)
     if server.socket_port is not None and server.unix is not None:
         raise FlagError("--socket-port and --unix both say where the socket is; leave one of them out")
-    if server.share_blocks and engine.cache_disk is None:
-        raise FlagError("--share-blocks shares what --cache-disk keeps: give that as well")
     _ = server.keys  # here already, before a model is downloaded and read
     return engine, server
 
@@ -264,7 +257,7 @@ _PORT = check_that(lambda port: 0 <= port <= 65535, "a port is a number from 0 t
 _POSITIVE = check_that(lambda count: count >= 1, "this has to be 1 or more")
 _PATH = check_that(lambda text: text != "" and "\0" not in text, "this needs a path")
 
-_SINGLE_MODEL_SETTINGS = ("alias", "unix", "socket_port", "share_blocks", "adapters_folder")
+_SINGLE_MODEL_SETTINGS = ("alias", "unix", "socket_port", "adapters_folder")
 _MODELS_SETTINGS = ("models_memory", "idle_unload", "pin", "allow_pull")
 
 CHECKS: Mapping[str, Check] = {

@@ -27,7 +27,7 @@ _PARTS = {
     "cache type": "choose it by --cache-type",
     "input bits": "choose them by --input-bits",
     "block size": "it is a setting of the library alone",
-    "encoding": "take the file that it was loaded with, by --encoding",
+    "encoding": "it follows from key_conditioning, which is a setting of the library alone",
 }
 
 

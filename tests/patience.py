@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from polarlm.engine.loading import warm_up
-from polarlm.engine.storage.tiers import patience, remote, remote_prefill, tiers
+from polarlm.engine.storage.tiers import object_store, patience, tiers
 from polarlm.model_loaders import limited_process
 
 SECONDS = 120.0
@@ -21,8 +21,7 @@ TIMES: list[tuple[Any, str, Any]] = [  # modules, names in them, and their value
     (patience, "_MOST_SECONDS", SECONDS),
     (tiers, "_NAMES_SECONDS", SECONDS),
     (tiers, "_LAST_PATIENCE", SECONDS),
-    (remote, "_SECONDS", SECONDS),
-    *((remote_prefill, name, SECONDS) for name in ("_CONNECT_SECONDS", "_SILENT_SECONDS", "_LEAST_SECONDS")),
+    (object_store, "_SECONDS", SECONDS),
     (limited_process, "_ANSWER_SECONDS", SECONDS),
     (warm_up, "_SECONDS", threading.TIMEOUT_MAX),
 ]

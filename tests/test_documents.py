@@ -20,10 +20,7 @@ from polarlm.bench.lab import tables
 from polarlm.bench.lab.client import Answer
 from polarlm.bench.lab.load import LoadRecord, add_load
 from polarlm.bench.result import Result
-from polarlm.engine import codecs
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.layer_shapes import LayerShape
-from polarlm.engine.state.shapes import CacheShape
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
@@ -75,10 +72,8 @@ def test_every_endpoint_is_explained():
         return method, path.removeprefix("/v1")
 
     told = {shared(*pair) for row in rows(SERVER, "Endpoint") for pair in re.findall(r"`(\w+) (\S+)`", row[0])}
-    shape = CacheShape(8, (LayerShape(codecs.get("f16"), codecs.get("f16"), 1, 8),))
-    engine = SimpleNamespace(kept_blocks=object(), cache_shape=shape)
-    config = ServerConfig(share_blocks=True)
-    driver = cast(Any, SimpleNamespace(engine=engine, config=config, model_info=None))
+    config = ServerConfig()
+    driver = cast(Any, SimpleNamespace(engine=None, config=config, model_info=None))
     routes = cast(list[Route], create_app(driver, config).routes)
     there = {shared(next(iter({*route.methods} - {"HEAD"})), re.sub(r"{.*?}", "NAME", route.path)) for route in routes}
     assert told == there

@@ -31,7 +31,7 @@ ENGINE = [
     "images storage.copies storage.identity loading.encoding",
     "storage.sessions storage.tiers loading.sizes",
     "requests storage.packs loading.calibration loading.placement loading.warm_up",
-    "parsing replay vectors loading.checks loading.encoding_file loading.fit loading.need loading.parts",
+    "parsing replay vectors loading.checks loading.fit loading.need loading.parts",
     "completions loading.fitting",
     "loading.assembly",
     "engine",
@@ -66,7 +66,8 @@ KNOWN_TO = {
     "engine.weight_formats": "engine.backends engine.loading engine.model",
     "engine.records": "engine.backends",
     "engine.schemas": "engine.parsing engine.sampling server",
-    "engine.quantization": "engine.backends engine.loading engine.model engine.state engine.storage.identity",
+    "engine.quantization": "engine.backends engine.loading engine.model engine.state engine.storage.identity "
+    "engine.storage.packs",
     "engine.backends": "engine.loading engine.model engine.requests engine.state engine.storage.payloads",
     "engine.backends.select": "engine.chat engine.loading",
     "engine.backends.cuda": "engine.backends.select",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import random
 from collections.abc import Iterator
@@ -16,13 +15,17 @@ import pytest
 
 from polarlm import pack
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.loading import calibration
 from polarlm.engine.storage import objects, packs
 from polarlm.engine.storage.packs import PackedText
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.model_loaders.hub_server import Hub, Repository
+from tests.random_model import random_model
 from tests.tiny import assert_idle, forget, load_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TEXTS = {"a.txt": "The first text has words. " * 3, "b.txt": "Another text has others. " * 2}
+MEASURE = calibration.measure
 QUESTION = [{"role": "user", "content": "Which words?"}]
 
 
@@ -77,6 +80,44 @@ def test_a_text_follows_the_tokens_of_a_pack(engine: Engine) -> None:
         own = engine.tokenize("more") if prompt == "more" else prompt
         assert engine.prompt_ids(prompt, PromptOptions(pack="manual"))[: len(ids)] == [*ids]
         assert engine.generate(prompt, GREEDY, PromptOptions(pack="manual")).usage.prompt_tokens >= len(ids) + len(own)
+
+
+def test_an_engine_takes_the_scales_of_its_first_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On two machines, whose calibrations are off by a small share, as sums in another order are. Engines with one pack
+    share tiers, too."""
+    (folder := tmp_path / "model").mkdir()
+    weights, prompt = random_model(folder), np.random.default_rng(0).integers(5, 250, 150).tolist()
+    (text := tmp_path / "text").write_text("A text.")
+    files, command = [tmp_path / "one.pack", tmp_path / "other.pack"], ["-m", str(weights), "--device", "cpu"]
+
+    def use(machine: int) -> None:
+        def off(*args: Any, **kwargs: Any) -> Any:
+            one = MEASURE(*args, **kwargs)
+            return replace(one, key_variance=one.key_variance * np.float32(1 + 1e-6 * machine))
+
+        monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / str(machine)))
+        monkeypatch.setattr(calibration, "measure", off)
+
+    for machine, file in enumerate(files):
+        use(machine)
+        assert pack.main([str(text), *command, "-o", str(file)]) == 0
+    tier = {"device": "cpu", "ctx_size": 512, "kv_store": str(tmp_path / "tier")}
+    found = []
+    for machine in (0, 1):
+        use(machine)
+        said: list[str] = []
+        with Engine.load(weights, packs={"one": str(files[0])}, verbose=said.append, **tier) as engine:
+            found.append(engine.generate(prompt, GREEDY).usage.cached_tokens)
+        assert any(str(files[0]) in sentence for sentence in said)
+        with pytest.raises(EngineError, match="make a pack by polarlm pack --like"):
+            Engine.load(weights, packs={"one": str(files[0]), "other": str(files[1])}, **tier)
+    assert pack.main([str(text), *command, "--like", str(files[0]), "-o", str(files[1])]) == 0
+    Engine.load(weights, packs={"one": str(files[0]), "other": str(files[1])}, **tier).close()
+    with Engine.load(weights, **tier) as engine:
+        found.append(engine.generate(prompt, GREEDY).usage.cached_tokens)
+    assert (found[0], found[1] >= 64, found[2]) == (0, True, 0)
 
 
 def test_a_pack_is_read_again_when_the_store_has_reused_its_blocks(tiny_path: Path, packed: Path) -> None:
@@ -173,8 +214,12 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
         return bytes(flipped)
     if kind == 1:
         return content[: chance.randrange(len(content))] + chance.randbytes(chance.randrange(3) * 50)
-    source = io.BytesIO(content)
-    parts = [*iter(lambda: objects.read_packed(source.read, 1 << 30), None)]
+    parts, at = [], 0
+    while at < len(content):
+        name = objects.read_name(content[at:])
+        size, _ = objects._sizes(name, content[at : at + objects._START])
+        parts.append((name, content[at : at + size]))
+        at += size
     if kind == 2:
         chance.shuffle(parts) if chance.random() < 0.5 else parts.pop(chance.randrange(len(parts)))
         return b"".join(part for _, part in parts)

@@ -217,7 +217,6 @@ def test_what_cannot_be_replayed_is_refused(tiny_path: Path) -> None:
     for settings, why in [
         ({"device": "cuda"}, "device=cuda: replayable=True needs a CPU"),
         ({"input_bits": "bf16"}, "sums that are exact"),
-        ({"prefill_at": "http://127.0.0.1:1"}, "computes prompts here"),
         ({"cache_type": "polarquant"}, "polarquant has other factors"),
         ({"cache_type": "kivi4"}, "NumPy computes"),
         ({"ops": NumpyOps()}, "needs compiled kernels"),

@@ -332,7 +332,7 @@ OTHERS = {
     "cache type": ({"cache_type": "ring4"}, ["polarquant/polarquant", "ring4/ring4", "cache_type_k"]),
     "one layer": ({"cache_type_k": "ring3@1,polarquant"}, ["ring3/polarquant"]),
     "block size": ({"block_size": 16}, ["blocks of 8", "16"]),
-    "calibration": ({"calibration": True}, ["encoded in another way", "with this file as encoding"]),
+    "calibration": ({"calibration": True}, ["encoded in another way", "calibration=False on both"]),
     "context": ({"ctx_size": LENGTH - 1}, [f"{LENGTH} tokens", f"context has {LENGTH - 1}", "ctx_size"]),
 }
 

@@ -12,6 +12,7 @@ import pytest
 from polarlm.engine.chat import config as chat
 from polarlm.engine.cli.commands import command
 from polarlm.engine.cli.flags import FlagError, parser
+from polarlm.engine.config import FORMER_SETTINGS
 from polarlm.server import config as server
 from polarlm.server.models.registry import Registry
 
@@ -21,7 +22,7 @@ SERVER = """
 [server]
 ctx_size = 300
 no-calibration = true
-share-blocks = false
+log-prompts = false
 idle-unload = 0.5
 cors-origin = ["https://a.example.com", "https://b.example.com"]
 lora = {sql = "adapters/sql", tone = "tone.gguf"}
@@ -35,7 +36,7 @@ def written(folder: Path, text: str) -> str:
 
 def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
     engine, served = server.read_command_line(["--config", written(tmp_path, SERVER), "--models", str(tmp_path)], {})
-    assert (engine.ctx_size, engine.calibration, served.share_blocks, served.idle_unload) == (300, False, False, 0.5)
+    assert (engine.ctx_size, engine.calibration, served.log_prompts, served.idle_unload) == (300, False, False, 0.5)
     assert served.cors_origin == ("https://a.example.com", "https://b.example.com")
     assert engine.lora == {"sql": "adapters/sql", "tone": "tone.gguf"}
 
@@ -125,11 +126,11 @@ def test_help_is_there_whatever_the_variables_say() -> None:
 def test_an_unknown_variable_gets_a_note_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     """Nor does a variable of another command, or one that is no flag."""
     for read in (chat.read_command_line, server.read_command_line):
-        read([], {"POLARLM_CTX_SZIE": "8", "POLARLM_FOO": "1", "POLARLM_CACHE_KEYS": "x"})
+        read([], {"POLARLM_CTX_SZIE": "8", "POLARLM_FOO": "1", "POLARLM_PREFILL_AT": "x"})
         assert capsys.readouterr().err.splitlines() == [
             "note: POLARLM_CTX_SZIE has no effect; did you mean POLARLM_CTX_SIZE?",
             "note: POLARLM_FOO has no effect: no flag has this name",
-            "note: POLARLM_CACHE_KEYS has no effect; did you mean POLARLM_CACHE_KEY?",
+            f"note: POLARLM_PREFILL_AT has no effect: {FORMER_SETTINGS['prefill_at']}",
         ]
         read([], {"POLARLM_KV_EVENTS": "ipc://x"})
         assert "POLARLM_KV_EVENTS has no effect: there are no messages for routers" in capsys.readouterr().err

@@ -26,7 +26,7 @@ CONFIG_HELP = "take flags that are neither typed nor variables (POLARLM_CTX_SIZE
 PREFIX = "POLARLM_"
 WITH_VARIABLES = ("chat", "serve")  # the subcommands that take variables
 # Variables that are no flags.
-NO_FLAGS = {PREFIX + name for name in ("CACHE", "CACHE_KEY", "CPU_LEVEL", "OVERLAP_LAUNCHES")}
+NO_FLAGS = {PREFIX + name for name in ("CACHE", "CPU_LEVEL", "OVERLAP_LAUNCHES")}
 _PLACES = ("FILE", "PLACE")  # values of flags that may be there when another command looks, from another folder
 _NO_KEYS = ("help", "version")
 _IGNORED = "ignored"  # the field of all flags of llama.cpp that are taken and change nothing

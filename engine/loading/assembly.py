@@ -19,7 +19,7 @@ from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progr
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
 from polarlm.engine.limits import EAGLE3
-from polarlm.engine.loading import checks, encoding_file
+from polarlm.engine.loading import checks
 from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
 from polarlm.engine.loading.fitting import load_or_fit
 from polarlm.engine.loading.parts import Parts, fit_line, start_line
@@ -37,12 +37,13 @@ from polarlm.engine.loading.sizes import (
 from polarlm.engine.loading.warm_up import warm_up_first, warm_up_later
 from polarlm.engine.model.adapters import Adapters, read_adapters
 from polarlm.engine.model.encoder import Encoder
+from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.weights import file_bytes, left_out, load_vision_encoder, load_weights
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.store import KVStore
-from polarlm.engine.storage.packs import local_packs
+from polarlm.engine.storage.packs import local_packs, read_scales
 from polarlm.engine.storage.tiers.opening import open_tiers
 from polarlm.model_loaders.errors import close_on_error
 
@@ -291,10 +292,12 @@ def _store(
         return KVStore(ops, plan, [])
     tokenizer = source.tokenizer if is_calibrated(config, plan.shape) else None
     say = verbose or (lambda sentence: None)
-    given = None
+    scales = None
     if encoding == FULL_ENCODING and config.calibration and config.key_conditioning:
-        given = encoding_file.find(config, source.path, ops, source.config, weights, plan.shape, say)
-    is_shown = verbose is not None and tokenizer is not None and (given is None or not given.statistics)
+        scales = read_scales(config, fingerprint(ops, source.config, weights), plan.shape)
+    if scales is not None:
+        say(f"Keys and values have the scales of {next(iter(config.packs.values()))}.")
+    is_shown = verbose is not None and tokenizer is not None
     with progress_bar(is_shown, desc="Fitting the KV cache", bar_format=SHARE) as bar:
-        encodings = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, given, say, amounts(bar))
+        encodings = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, scales, say, amounts(bar))
         return KVStore(ops, plan, *encodings)

@@ -76,8 +76,6 @@ def _check_values(config: EngineConfig) -> None:
             f"spec_type={DRAFT_MODEL}: there is no draft model; give one with model_draft",
             settings=("spec_type", "model_draft"),
         )
-    if config.encoding is not None and not (config.calibration and config.key_conditioning):
-        raise _wrong("encoding", config, "leave it out, or calibration=False and key_conditioning=False")
     if config.kept_sequences < 0:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
     for setting in ("kv_memory", "state_cache", "cache_disk", "cache_ram", "expert_cache"):
@@ -102,15 +100,13 @@ def _replayable(config: EngineConfig) -> EngineConfig:
         raise _wrong("device", config, "replayable=True needs a CPU, whose sums are added in one order; leave it out")
     if config.input_bits == "bf16":
         raise _wrong("input_bits", config, "replayable=True needs sums that are exact; choose 16, 8 or auto")
-    if config.prefill_at is not None:
-        raise _wrong("prefill_at", config, "replayable=True computes prompts here; leave one of the two out")
     if (types := cache_types.preset(config)) is not None:  # whether a block is old would depend on other requests
         config = replace(config, cache_type="/".join(types.uniform))
     return replace(
         config,
         device="cpu",
         input_bits="16" if config.input_bits == AUTO else config.input_bits,
-        calibration=config.encoding is not None,  # a machine's own differs by its linear algebra
+        calibration=False,  # a machine's own differs by its linear algebra
         state_type="f32",
     )
 

@@ -3,6 +3,7 @@ folder, since for many layers it takes longer than reading the weights."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
@@ -12,7 +13,6 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import kept_arrays
 from polarlm.engine.loading.calibration import TOKENS, Progress, can_calibrate, load_or_calibrate, text_ids
 from polarlm.engine.loading.encoding import (
-    FULL_ENCODING,
     NO_ENCODING,
     Encoding,
     LayerEncodings,
@@ -20,16 +20,14 @@ from polarlm.engine.loading.encoding import (
     layer_scale,
     rotations_of,
 )
-from polarlm.engine.loading.encoding_file import ModelEncoding
 from polarlm.engine.model.fingerprint import fingerprint
-from polarlm.engine.model.forward import ModelWeights, Transformer
+from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.kv_scales import variances
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.quantization.metric import Metric
 from polarlm.engine.quantization.statistics import LayerStatistics
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import Metrics
-from polarlm.engine.storage.identity import SIDES
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer
 
@@ -44,51 +42,38 @@ def load_or_fit(
     weights: ModelWeights,
     shape: CacheShape,
     tokenizer: Tokenizer | None,
-    given: ModelEncoding | None,
+    given_scales: Mapping[int, Scale] | None,
     say: Callable[[str], None],
     progress: Progress = lambda done, total: None,
 ) -> LayerEncodings:
     """Return how every layer stores keys and values, with scales from the weights, and smoothing and error metrics from
     a calibration: as kept in the user's cache folder, or else computed now and kept there. tokenizer: None leaves the
-    calibration out; what is left takes too little time to be kept. given: scales that
-    others have computed, perhaps with statistics."""
+    calibration out; what is left takes too little time to be kept. given_scales: of
+    the layers with K/V, which a pack has."""
     ids = [] if tokenizer is None else text_ids(tokenizer, min(TOKENS, config.max_context))
     # A calibration on too short a text says so at every start.
     is_kept = can_calibrate(ids, shape.block_size)
-    origin = fingerprint(ops, config, weights) if given is None else given.digest
+    origin = [fingerprint(ops, config, weights), _digest(given_scales or {})]
     layers = [(number, *(codec.name for codec in one.codecs), one.mean_bits) for number, one in shape.kv_layers.items()]
     key = kept_arrays.digest_key(_FORMAT, encoding, shape.block_size, layers, ids, origin)
     if is_kept and (arrays := kept_arrays.read(_KIND, key)) is not None:
         return _unpack(shape, arrays)
     statistics: Mapping[int, LayerStatistics] = {}
-    if tokenizer is not None and given is not None and given.statistics:
-        statistics = given.statistics
-    elif tokenizer is not None:
+    if tokenizer is not None:
         statistics = load_or_calibrate(ops, config, weights, ids, shape.block_size, say, progress)
     centred = {layer: one.mean_bits > 0 for layer, one in shape.kv_layers.items()}
-    if given is None:
+    if given_scales is None:
         scales = _scales(encoding, ops, config, weights, shape.block_size, centred, statistics)
     else:
-        scales = [given.scales[n, centred[n]] if n in centred else None for n in range(len(shape.layers))]
+        scales = [given_scales.get(number) for number in range(len(shape.layers))]
     encodings = encode_layers(encoding, shape, scales, statistics)
     if is_kept:  # if it cannot be kept, neither can the calibration, which has said so
         kept_arrays.write(_KIND, key, _pack(*encodings), lambda sentence: None)
     return encodings
 
 
-def fit_all_types(
-    model: Transformer, name: str, tokenizer: Tokenizer, say: Callable[[str], None], progress: Progress
-) -> ModelEncoding:
-    """Return the encoding of this machine, which serves all cache types. name: of the model."""
-    (ops, config, weights), block_size = (model.ops, model.config, model.weights), model.store.shape.block_size
-    ids = text_ids(tokenizer, min(TOKENS, config.max_context))
-    statistics = load_or_calibrate(ops, config, weights, ids, block_size, say, progress)
-    scales: dict[tuple[int, bool], Scale] = {}
-    for is_centred in SIDES:
-        centred = dict.fromkeys(statistics, is_centred)
-        of_layers = _scales(FULL_ENCODING, ops, config, weights, block_size, centred, statistics)
-        scales |= {(layer, is_centred): one for layer, one in enumerate(of_layers) if one is not None}
-    return ModelEncoding(fingerprint(ops, config, weights), name, block_size, statistics, scales)
+def _digest(scales: Mapping[int, Scale]) -> str:
+    return hashlib.sha256(b"".join(array.tobytes() for scale in scales.values() for array in scale)).hexdigest()
 
 
 def _scales(

@@ -17,7 +17,7 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import describe_formats, format_groups
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import StorePlan, f16_tokens, reserved_text
-from polarlm.engine.storage.tiers.tier_store import FolderTier, TierStore
+from polarlm.engine.storage.tiers.tier_store import TierStore
 
 
 @dataclass
@@ -50,12 +50,6 @@ class Parts:
     @property
     def draft_model(self) -> Transformer | None:
         return None if self.draft is None else self.draft.model
-
-    @property
-    def disk(self) -> FolderTier | None:
-        """The tier on the disk; None if there is none."""
-        folders = (tier for tier in self.tiers if isinstance(tier, FolderTier))
-        return next((folder for folder in folders if folder.label == "disk"), None)
 
     def close(self) -> None:
         """Close the weights' files, drop what is recorded, and begin no warm-up."""

@@ -23,20 +23,11 @@ _DIFFERENCES = {
     "cache_types": "was saved with the cache types {there} (keys/values), and this engine has {here}: "
     "choose them with cache_type, or with cache_type_k and cache_type_v",
     "conditioning": "has keys and values that are encoded in another way, as the machine that saved it has calibrated "
-    "them: load the engine with this file as encoding, or save it anew with the encoding of this engine, such as "
-    "one of its packs; if neither helps, key_conditioning and calibration were others, or the version of this program",
+    "them: load it there, or save it anew with calibration=False on both machines, or make a pack by polarlm pack "
+    "--like with the first pack of this engine; if that does not help, key_conditioning was another one, or the "
+    "version of this program",
 }
 DETERMINE = tuple(_DIFFERENCES)
-# The same of an engine that asks for blocks of this one.
-OF_AN_ENGINE = {
-    "model": "the model of the engine that asks is {there}, and this is {here}, or the same one with weights in "
-    "another precision",
-    "block_size": "the block size of the engine that asks: {there}, and here {here}",
-    "cache_types": "the cache types of the engine that asks: {there}, and here {here}",
-    "conditioning": "keys and values are encoded in another way there: start that engine again while this server runs, "
-    "or with the server's URL and /encoding as its encoding",
-}
-SIDES = {True: "centred", False: "plain"}  # whether blocks of keys are stored without their mean
 _UNNAMED_STATE = "8bit"  # the default, which a session does not name
 
 
@@ -66,14 +57,14 @@ def scale_arrays(store: KVStore) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for layer, one in store.shape.kv_layers.items():
         if (scale := store.conditioning[layer].scale) is not None:
-            arrays |= name_scale(layer, one.mean_bits > 0, scale)
+            arrays |= zip(name_scale(layer, one.mean_bits > 0), scale, strict=True)
     return arrays
 
 
-def name_scale(layer: int, is_centred: bool, scale: Scale) -> dict[str, np.ndarray]:
-    """Return the divisors of a layer by names such as "3 centred keys". is_centred: whether blocks of keys are stored
-    without their mean."""
-    return {f"{layer} {SIDES[is_centred]} {side}": array for side, array in scale._asdict().items()}
+def name_scale(layer: int, is_centred: bool) -> list[str]:
+    """Return the names of the divisors of a layer, such as "3 centred keys". is_centred: whether blocks of keys are
+    stored without their mean."""
+    return [f"{layer} {'centred' if is_centred else 'plain'} {side}" for side in Scale._fields]
 
 
 def hash_root(settings: Mapping[str, str], others: Mapping[str, str]) -> bytes:
@@ -85,11 +76,8 @@ def _state_types(layers: Sequence[Any]) -> Iterable[str]:
     return dict.fromkeys(layer.codes.name for layer in layers if hasattr(layer, "codes"))
 
 
-def difference(
-    there: Mapping[str, Any], here: Mapping[str, str], sentences: Mapping[str, str] = _DIFFERENCES
-) -> str | None:
-    """Return what `sentences` say of the first setting in which a session, or an engine that asks for blocks, differs
-    from an engine; None if none."""
+def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
+    """Return what to say of the first setting in which a session differs from an engine; None if none."""
     key = next((key for key in DETERMINE if there.get(key) != here[key]), None)
     if key is None:
         return None
@@ -97,7 +85,7 @@ def difference(
     old, new = (", ".join(dict.fromkeys(str(side.get(shown)).split(" "))) for side in (there, here))
     if key == "cache_types" and set(str(there.get(key)).split(" ")) == set(here[key].split(" ")):  # in other layers
         old, new = _types_by_layer(there[key]), _types_by_layer(here[key])
-    return sentences[key].format(there=old, here=new)
+    return _DIFFERENCES[key].format(there=old, here=new)
 
 
 def _types_by_layer(types: str) -> str:

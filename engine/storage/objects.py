@@ -133,19 +133,6 @@ def read(file: BinaryIO, name: bytes, progress: Callable[[int], None] = lambda d
     return unpack(name, content[:end], size)
 
 
-def read_packed(read: Callable[[int], bytes], limit: int) -> tuple[bytes, bytes] | None:
-    """Read the next object of a stream, of at most `limit` bytes: its name and its bytes, which `unpack` checks; None
-    at the end. read: returns so many bytes, or fewer at the end. Raises DamagedObject."""
-    start = read(_START)
-    if not start:
-        return None
-    name = read_name(start)
-    size, _ = _sizes(name, start)
-    if size > limit:
-        raise DamagedObject("it is too large")
-    return name, start + read(size - _START)
-
-
 def read_name(start: bytes) -> bytes:
     """Return the name of the object that begins with these bytes; empty if they do not begin an object."""
     return start[8:24] if start.startswith(_MAGIC) else b""

@@ -14,9 +14,12 @@ from typing import Any
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
+from polarlm.engine.quantization.conditioning import Scale
 from polarlm.engine.state.prefix import common_prefix
-from polarlm.engine.storage import sessions
+from polarlm.engine.state.shapes import CacheShape
+from polarlm.engine.storage import identity, objects, sessions
 from polarlm.engine.storage.files import file_state, sha256
+from polarlm.engine.storage.objects import DamagedObject
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.fields import Fields
 
@@ -71,6 +74,33 @@ def local_packs(config: EngineConfig, say: Callable[[str], None]) -> dict[str, s
         name: str(hub.fetch_part(hub.parse(where), "pack", say)) if where.startswith(hub.PREFIX) else where
         for name, where in config.packs.items()
     }
+
+
+def read_scales(config: EngineConfig, model: str, shape: CacheShape) -> dict[int, Scale] | None:
+    """Return the scales of the first pack's codes by the numbers of the layers with K/V. Machines that calibrate by
+    themselves differ in the last bits of their scales, and codes mean something else with others. model: the
+    fingerprint of the engine's. None if there is no pack, or none of this engine: `open_packs` says what is wrong."""
+    where = next(iter(config.packs.values()), None)
+    if where is None:
+        return None
+    scales: dict[int, Scale] = {}
+    try:
+        with Path(where).expanduser().open("rb") as file:
+            first = objects.read(file, sessions.NAME)
+        if first.header["model"] != model or first.header["block_size"] != str(shape.block_size):
+            return None
+        arrays = objects.split_arrays(first)
+        for layer, one in shape.kv_layers.items():
+            names = identity.name_scale(layer, one.mean_bits > 0)
+            keys, values = (arrays[name] for name in names)
+            if keys.shape != (one.kv_heads, one.head_dim) or values.shape != (one.kv_heads,):
+                return None
+            if not ((keys > 0).all() and (values > 0).all()):
+                return None
+            scales[layer] = Scale(keys, values)
+    except (OSError, DamagedObject, KeyError, TypeError, ValueError):
+        return None
+    return scales
 
 
 def open_packs(config: EngineConfig, settings: Mapping[str, str], vocabulary: range, context: int) -> dict[str, Pack]:

@@ -19,7 +19,7 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.state.layer_shapes import ArraySpec, StateShape
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.engine.storage.objects import HEADER_LIMIT, DamagedObject, Object
+from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.model_loaders.forks import cached_property
 
 _ALIGNMENT = 8  # bytes; every array starts at a multiple of it
@@ -124,11 +124,6 @@ class Payloads:
             with suppress(ValueError):  # the layers do not have it
                 sizes.append(self.high_precision.quantized_parts(stored_as, self.every_group)[1])
         return max(sizes)
-
-    @property
-    def most_object_bytes(self) -> int:
-        """The most bytes that an object can have: a block, or ids of an answer."""
-        return HEADER_LIMIT + self.most_bytes
 
     # -- checks ------------------------------------------------------------------------------------------------
 

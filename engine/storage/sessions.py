@@ -109,12 +109,6 @@ def write(
         files.write(file, chain([head], blocks), _count_progress(progress, total))
 
 
-def pack_scales(settings: Mapping[str, str], scales: Mapping[str, np.ndarray]) -> bytes:
-    """Return the first object of a session as far as every session of an engine has it. settings, scales: as for
-    `write`."""
-    return b"".join(objects.join_arrays({"kind": "session", **settings}, scales).pack(NAME))
-
-
 def is_session(path: SessionPath) -> bool:
     """Whether `path` is a file that begins as a session does. False for some damaged sessions."""
     with suppress(OSError):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import gguf_layouts
@@ -160,11 +160,6 @@ def files_of(folder: Path, steps: tuple[str, ...] = ("**/*",)) -> dict[str, Repo
     paths = [path for step in steps for path in sorted(folder.glob(step)) if path.is_file()]
     files = [RepositoryFile(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths]
     return {file.path: file for file in files}
-
-
-def encoding_beside(weights: PurePath, is_folder: bool) -> str:
-    """The name of the file beside a model's weights, or in their folder, that says how keys and values are encoded."""
-    return "polarlm.encoding" if is_folder else weights.with_suffix(".encoding").name
 
 
 def companion(paths: Collection[str], name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from polarlm.model_loaders.config import ModelConfig
@@ -19,7 +19,6 @@ from polarlm.model_loaders.files.repository import (
     RepositoryFile,
     Role,
     companion,
-    encoding_beside,
     quantization_of,
 )
 from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, read_index, weight_files
@@ -259,7 +258,7 @@ class _Fetch:
         folder = self._fetch([files[CONFIG]])[0].parent
         model = read_configuration(folder)
         weights = self._weights(model)
-        companions = [companion(files, name) for name in (*COMPANIONS, encoding_beside(folder, True))]
+        companions = [companion(files, name) for name in COMPANIONS]
         if not any(companion(files, name) in files for name in TOKENIZERS):
             raise LoadError(
                 f"{self._name.repo} has neither {' nor '.join(TOKENIZERS)}, without which its model reads no text: "
@@ -297,10 +296,8 @@ class _Fetch:
         ggufs.check_vocabulary(choice)
         projector = ggufs.projector(choice, ggufs.configuration(choice))
         files = self._listing.files
-        first = PurePosixPath(choice.files[0].path)
-        encoding = str(first.with_name(encoding_beside(first, False)))
-        # A template is for files without one.
-        more = [files[path] for path in (companion(files, TEMPLATE), encoding) if path in files]
+        template = companion(files, TEMPLATE)  # for files without one
+        more = [files[template]] if template in files else []
         return self._fetch([*choice.files, *projector, *more])[0]
 
     def _is_here(self, file: RepositoryFile) -> bool:

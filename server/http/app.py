@@ -18,7 +18,6 @@ from starlette.routing import Route
 
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import release
-from polarlm.engine.storage.payloads import Payloads
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.conversations import Conversations
 from polarlm.server.http.dialects import dialects
@@ -33,10 +32,8 @@ from polarlm.server.http.openai.embeddings import Embeddings
 from polarlm.server.http.openai.rerank import Rerank, Scores
 from polarlm.server.http.page import page
 from polarlm.server.http.plain.adapters import AdapterChanges
-from polarlm.server.http.plain.blocks import Blocks
 from polarlm.server.http.plain.mcp_tools import McpTools
 from polarlm.server.http.plain.metrics import exposition
-from polarlm.server.http.plain.prefill import Prefill
 from polarlm.server.http.plain.sessions import Sessions
 from polarlm.server.http.plain.stats import requested_tokens, stats
 from polarlm.server.http.plain.tokens import Tokens
@@ -53,8 +50,7 @@ _UNREAD_KEYS = {"api_key_file": "wrong or unreadable, as the log says: keys that
 
 def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None = None) -> Starlette:
     """The ASGI application over `driver`. servers: the MCP servers that the page may use."""
-    front, engine = _OneModel(driver, config), driver.engine
-    shared_blocks = engine.kept_blocks if config.share_blocks else None
+    front = _OneModel(driver, config)
     routes = [
         *with_and_without_v1("/chat/completions", Generation(driver, ChatCompletions()).serve, methods=["POST"]),
         *with_and_without_v1("/completions", Generation(driver, Completions()).serve, methods=["POST"]),
@@ -65,12 +61,6 @@ def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None 
         Route("/stats", front.stats),
         *Sessions(driver).routes(),
         *AdapterChanges(driver).routes(),
-        *Prefill(driver).routes(),
-        *(
-            []
-            if shared_blocks is None
-            else Blocks(shared_blocks, Payloads(engine.cache_shape).most_object_bytes).routes()
-        ),
         *(route for dialect in dialects() for route in dialect.routes(driver)),
     ]
     return front.application(routes, servers)

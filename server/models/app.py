@@ -48,13 +48,13 @@ POST_PATHS = (
     *("*/responses", "*/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
     *("/completion", "/infill", "/embedding", "/apply-template", "/tokenize", "/detokenize"),
-    *("/sessions/save", "/sessions/load", "/props", "/slots/{slot}", "*/blocks"),
+    *("/sessions/save", "/sessions/load", "/props", "/slots/{slot}"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 )
 _PROGRESS_SECONDS = 0.5  # between two lines of progress
 _PULLS_AT_ONCE = 2  # models that are downloaded for clients; others wait
 
-GET_PATHS = ("/props", "/slots", "/lora-adapters", "/stats", "/sessions", "/v1/packs", "*/encoding")
+GET_PATHS = ("/props", "/slots", "/lora-adapters", "/stats", "/sessions", "/v1/packs")
 
 
 def create_models_app(

@@ -297,11 +297,9 @@ class Driver:
             return ticket
 
         job.entry.prompt = prompt if self.config.log_prompts else None
-        waits = self.engine.config.prefill_at is not None  # for a server, which takes as long as it takes
         try:
-            ticket = await self._in_thread(
-                submit, self._readers.waiting_pool if compiles or waits else self._readers.pool_for(prompt)
-            )
+            pool = self._readers.waiting_pool if compiles else self._readers.pool_for(prompt)
+            ticket = await self._in_thread(submit, pool)
         except EngineError:
             if job.closed:  # ended while its constraint was compiled: raises the reason for that
                 await self._next(job)

@@ -189,13 +189,6 @@ def test_the_part_that_reads_images_comes_with_a_gguf_file_of_a_model_that_has_o
     assert there == {"images": {"m-Q8_0.gguf", "mmproj-BF16.gguf"}, "text": {"m-Q8_0.gguf"}}
 
 
-def test_the_encoding_comes_with_the_weights_that_it_is_of(hub: Hub, small_ggufs: dict[str, bytes]) -> None:
-    encodings = {f"tiny-{kind}.encoding": b"any" for kind in ("Q8_0", "Q4_K_M")} | {"polarlm.encoding": b"any"}
-    hub.repositories["user/tiny"] = Repository({**small_ggufs, **encodings})
-    there = {path.name for path in fetch("user/tiny:Q8_0").parent.iterdir()}
-    assert there == {"tiny-Q8_0.gguf", "tiny-Q8_0.encoding"}
-
-
 @pytest.mark.parametrize("wanted", ["q4_k_m", "tiny-Q4_K_M.gguf"])
 def test_the_wanted_quantization_is_fetched_alone(ggufs: Hub, wanted: str) -> None:
     assert fetch(f"user/tiny:{wanted}").name == "tiny-Q4_K_M.gguf"

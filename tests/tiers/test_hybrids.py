@@ -11,7 +11,6 @@ import pytest
 
 from tests.hybrids import MODELS, Load, N, alone, answer, ids_of, loading
 from tests.requests.test_forks import PATIENCE
-from tests.tiers.test_remote import Store, running
 from tests.tiny import forget
 
 
@@ -29,16 +28,15 @@ def on_disk(folder: Path) -> dict[str, Any]:
     return {"cache_disk": "50M", "cache_disk_folder": str(folder)}
 
 
-def test_another_engine_goes_on(load: Load) -> None:
-    with running(Store()) as store:
-        settings = {"cache_remote": store.url}
-        engine = load(**settings)
-        whole = [*PROMPT, *answer(engine, PROMPT).token_ids[:-1]]
-        engine.close()
-        prompt = [*whole, *ids_of(9, seed=1)]
-        result = answer(load(**settings), prompt)
-        assert result.usage.cached_from == {"remote": len(whole)}
-        assert result.token_ids == alone(load, prompt)
+def test_another_engine_goes_on(load: Load, tmp_path: Path) -> None:
+    settings = {"kv_store": str(tmp_path / "shared")}
+    engine = load(**settings)
+    whole = [*PROMPT, *answer(engine, PROMPT).token_ids[:-1]]
+    engine.close()
+    prompt = [*whole, *ids_of(9, seed=1)]
+    result = answer(load(**settings), prompt)
+    assert result.usage.cached_from == {"remote": len(whole)}
+    assert result.token_ids == alone(load, prompt)
 
 
 def test_snapshots_that_are_reused_before_they_are_written_are_copied(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -13,9 +12,10 @@ from hypothesis.stateful import initialize, invariant, rule, run_state_machine_a
 
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.names import ObjectNames
+from polarlm.engine.storage.tiers.query import Tier, TierQuery
 from polarlm.engine.storage.tiers.search import Budget, Search, TierHit
 from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
-from polarlm.engine.storage.tiers.tier_store import CircuitBreaker, MemoryTier, TierQuery
+from polarlm.engine.storage.tiers.tier_store import MemoryTier
 from polarlm.engine.storage.tiers.writing import WaitingBlocks, Writer
 from tests.pairs import mostly_slow
 from tests.state import test_prefix
@@ -47,14 +47,12 @@ class Kept(CachedStore):
         names = ObjectNames(b"root", b"weights")
         self.place, payloads = MemoryTier(size), Payloads(self.store.shape)
         self.names = names
-        self.stored, self.trip = (
-            StoreAccess(self.store, self.prefixes, payloads),
-            TierQuery([CircuitBreaker(self.place)]),
-        )
-        self.writer = AtOnce(WaitingBlocks(self.stored), [CircuitBreaker(self.place)], lambda: names, NoLock())
+        self.stored = StoreAccess(self.store, self.prefixes, payloads)
+        self.query = TierQuery([Tier(self.place)])
+        self.writer = AtOnce(WaitingBlocks(self.stored), [Tier(self.place)], lambda: names, NoLock())
 
     def find(self, ids: Sequence[int]) -> TierHit | None:
-        return Search(self.stored, Budget(), self.names, ids, "").run(self.trip)
+        return Search(self.stored, Budget(), self.names, ids, "").run(self.query)
 
     def begin(self, ids: Sequence[int]) -> CachedSequence:
         """A sequence of `ids` after what the store and the place have of it."""
@@ -93,32 +91,12 @@ def test_what_is_no_longer_wanted_is_not_read(times: int, monkeypatch: pytest.Mo
     answers, asked = iter([True] * times), []
     read = kept.place.read
     monkeypatch.setattr(kept.place, "read", lambda name: [asked.append(name), read(name)][1])
-    monkeypatch.setattr(kept.trip, "is_wanted", lambda: next(answers, False))
+    monkeypatch.setattr(kept.query, "is_wanted", lambda: next(answers, False))
     hit = kept.find(STEM)
     assert len(asked) == times
     complete = next((number for number in range(5) if kept.names.block(hashes[number]) not in asked), 5)
     with_tail = complete == 5 and kept.names.tail(hashes[-1]) in asked
     assert (0 if hit is None else hit.spans[-1][1]) == (44 if with_tail else complete * N)
-
-
-def test_blocks_are_read_while_the_block_after_them_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Kept("polarquant")
-    kept.end(kept.begin(STEM).prompt())
-    overwrite(kept.store)
-    _, hashes = kept.prefixes.hashes(STEM)
-    blocks = {kept.names.block(key) for key in hashes}
-    others, read = threading.Event(), kept.place.read
-
-    def wait(name: bytes) -> bytes | None:
-        blocks.discard(name)
-        if not blocks:
-            others.set()
-        elif name == kept.names.tail(hashes[-1]):
-            assert others.wait(60)
-        return read(name)
-
-    monkeypatch.setattr(kept.place, "read", wait)
-    assert kept.begin([*STEM, 0]).found == len(STEM)
 
 
 class Schedules(test_prefix.Schedules):

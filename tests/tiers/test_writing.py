@@ -14,6 +14,7 @@ import pytest
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.tiers import writing
 from polarlm.engine.storage.tiers.names import ObjectNames
+from polarlm.engine.storage.tiers.query import Tier
 from polarlm.engine.storage.tiers.writing import Writer
 from tests.state.fed import overwrite
 from tests.state.test_prefix import words
@@ -27,13 +28,13 @@ class Busy:
     """The clock, the lock, the store and the tier of an engine that always computes, and for which someone always
     reads blocks. Sequences come at these times."""
 
-    is_wanted = takes_writes = True
+    is_wanted, label, place = True, "ram", "ram"
     block_size, sparse_groups = 64, 2
 
     def __init__(self, times: Sequence[float]):
         self.now, self.held, self.due = 0.0, 0.0, deque(times)
         self.kept: dict[bytes, float] = {}
-        self.writer = Writer(self, [self], lambda: ObjectNames(b"root", b"weights"), self)  # type: ignore[arg-type,list-item]
+        self.writer = Writer(self, [Tier(self)], lambda: ObjectNames(b"root", b"weights"), self)  # type: ignore[arg-type,list-item]
         self.writer._condition = self  # type: ignore[assignment]
         self.writer._readers, self.writer._thread = 1, threading.current_thread()
         self.count = 0

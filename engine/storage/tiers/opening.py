@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from polarlm.engine.config import EngineConfig, format_bytes, parse_size
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.patience import Patience
-from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
+from polarlm.engine.storage.tiers.object_store import SCHEMES, ObjectStoreTier, without_secrets
 from polarlm.engine.storage.tiers.tier_store import FolderTier, MemoryTier, TierStore
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
 
-if TYPE_CHECKING:
-    from polarlm.engine.storage.tiers.remote_prefill import RemotePrefill
-
-KEY_VARIABLE = "POLARLM_CACHE_KEY"
-_TIERS = "cache_ram", "cache_disk", "cache_remote"
+_TIERS = "cache_ram", "cache_disk", "kv_store"
 _BLOCKS = "blocks"  # the folder in the user's cache folder
 
 
@@ -33,7 +24,7 @@ def check_settings(config: EngineConfig) -> None:
             f"cache_disk_folder={config.cache_disk_folder}: say how large it may get with cache_disk, as in 20G",
             settings=("cache_disk_folder", "cache_disk"),
         )
-    tiers = [name for name in (*_TIERS, "prefill_at") if getattr(config, name) is not None]
+    tiers = [name for name in _TIERS if getattr(config, name) is not None]
     if tiers and config.kept_sequences == 0:
         raise EngineError(
             f"{tiers[0]} keeps what the prefix cache finds, and kept_sequences=0 turns that off: leave one of them out",
@@ -62,51 +53,28 @@ def open_tiers(config: EngineConfig, shape: CacheShape, device: str) -> list[Tie
                 settings=("cache_disk",),
             )
         tiers.append(_folder(config, size))
-    if config.cache_remote is not None:
-        tiers.append(_remote(config.cache_remote, Payloads(shape).most_object_bytes))
+    if config.kv_store is not None:
+        tiers.append(_shared(config.kv_store))
     return tiers
 
 
-def _remote(where: str, limit: int) -> TierStore:
-    """Return the tier at a URL, or in a folder that machines share. limit: bytes of the largest object."""
+def _shared(where: str) -> TierStore:
+    """Return the tier in an object store, or in a folder that processes share. Raises EngineError."""
     scheme = re.match(r"(\w[\w+.-]+)://", where)  # at least two letters: one is a drive of Windows
-    reason = ""
-    if scheme is not None and scheme[1] not in ("http", "https", "file"):
-        reason = f"{scheme[1]}:// is not supported"
-    elif re.match("https?:", where):
-        try:
-            from polarlm.engine.storage.tiers.remote import RemoteTier  # http.client takes time to import
-
-            return RemoteTier(where, limit, os.environ.get(KEY_VARIABLE) or None)
-        except ValueError as error:
-            reason = str(error)
-    else:
-        try:
-            return FolderTier(Path(where.removeprefix("file://")).expanduser(), None, "remote")
-        except (OSError, RuntimeError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    raise EngineError(
-        f"cache_remote={where}: {reason}; give http://HOST:PORT of a server with --share-blocks, or a folder",
-        "storage",
-        ("cache_remote",),
-    )
-
-
-def open_remote_prefill(
-    config: EngineConfig, access: StoreAccess, settings: Mapping[str, str], patience: Patience
-) -> RemotePrefill | None:
-    """Return the server that computes prompts; None if there is none. Raises EngineError."""
-    if config.prefill_at is None:
-        return None
+    reason, advice = "", "give a folder, or a URL such as s3://bucket/prefix, webdav://host/folder or redis://host:6379"
     try:
-        from polarlm.engine.storage.tiers.remote_prefill import RemotePrefill  # http.client takes time to import
-
-        return RemotePrefill(config.prefill_at, access, settings, patience, os.environ.get(KEY_VARIABLE) or None)
-    except ValueError as error:
-        raise EngineError(
-            f"prefill_at={config.prefill_at}: {error}; give http://HOST:PORT of a server with this model",
-            settings=("prefill_at",),
-        ) from None
+        if scheme is None or scheme[1] == "file":
+            return FolderTier(Path(where.removeprefix("file://")).expanduser(), None, "remote")
+        if scheme[1] in SCHEMES:
+            return ObjectStoreTier(where)
+        reason = f"{scheme[1]}:// is not one of {', '.join(SCHEMES)}"
+        if scheme[1] in ("http", "https"):
+            advice = f"a server of WebDAV is webdav{scheme[1][4:]}://"
+    except ImportError:
+        reason, advice = "the library opendal is not here", "pip install 'polarlm[store]' installs it"
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    raise EngineError(f"kv_store={without_secrets(where)}: {reason}; {advice}", "storage", ("kv_store",))
 
 
 def digest_folder() -> Path | None:

@@ -26,11 +26,8 @@ class Patience:
 
     def seconds(self, tokens: int) -> float:
         """Return how many seconds to wait for tiers that may have `tokens` tokens: 0.1 to 30."""
-        prefill = self.prefill_seconds(tokens)
-        seconds = _DEFAULT_SECONDS + _DEFAULT_TOKEN_SECONDS * tokens if prefill is None else 0.5 * prefill
-        return min(_MOST_SECONDS, max(_LEAST_SECONDS, seconds))
-
-    def prefill_seconds(self, tokens: int) -> float | None:
-        """Return about how many seconds a prefill takes; None before one has been measured."""
         earlier_tokens, earlier_seconds = self._prefills
-        return tokens * earlier_seconds / earlier_tokens if earlier_tokens else None
+        seconds = _DEFAULT_SECONDS + _DEFAULT_TOKEN_SECONDS * tokens
+        if earlier_tokens:
+            seconds = 0.5 * tokens * earlier_seconds / earlier_tokens
+        return min(_MOST_SECONDS, max(_LEAST_SECONDS, seconds))

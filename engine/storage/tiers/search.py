@@ -6,66 +6,59 @@ A search needs no lock: what it reads of the store may be out of date, and is re
 from __future__ import annotations
 
 import logging
-import threading
-import weakref
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from threading import Lock, Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 from polarlm.engine.state.blocks import Blocks, OutOfBlocks
 from polarlm.engine.state.prefix import common_prefix
 from polarlm.engine.storage.copies import write_objects
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.tiers.names import ObjectNames
+from polarlm.engine.storage.tiers.query import TierObject, TierQuery
 from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
-from polarlm.engine.storage.tiers.tier_store import TierObject, TierQuery
 
 _LOG = logging.getLogger(__name__)
 _WAITING_BYTES = 1 << 30  # most bytes of blocks that have been read for all requests in the queue together
-_READERS = 3  # threads that read blocks while a search reads what follows them
 _RUN_BYTES = 8 << 20  # most bytes that are copied to the store in one unit of work, unless one block has more
+
+T = TypeVar("T")
 
 
 class Budget:
     """A limit on the bytes of blocks that have been read for requests in the queue."""
 
     def __init__(self, size: int = _WAITING_BYTES):
-        self._left = size
-        self._lock = threading.RLock()  # a finalizer may give back while its thread takes
+        self._size = size
+        self._claims: WeakSet[Claim] = WeakSet()  # of requests that are there
+        self._lock = Lock()
 
-    def take(self, size: int) -> bool:
+    def claim(self) -> Claim:
+        """Return a claim to no bytes yet, which counts as long as something holds it."""
         with self._lock:
-            if size > self._left:
+            self._claims.add(claim := Claim())
+            return claim
+
+    def take(self, claim: Claim, size: int) -> bool:
+        """Let a claim have `size` more bytes; False if fewer are left."""
+        with self._lock:
+            if sum(one.bytes for one in self._claims) + size > self._size:
                 return False
-            self._left -= size
+            claim.bytes += size
             return True
 
-    def give_back(self, size: int) -> None:
+    def give_back(self, claim: Claim, size: int) -> None:
         with self._lock:
-            self._left += size
+            claim.bytes -= size
 
 
 class Claim:
-    """Bytes of a budget, which are given back when nobody holds the claim any more, or earlier."""
+    """The bytes of a budget that one request has."""
 
-    def __init__(self, budget: Budget):
-        self._budget, sizes = budget, list[int]()
-        self._sizes = sizes
-        self.give_back = weakref.finalize(self, lambda: budget.give_back(sum(sizes)))
-
-    def take(self, size: int) -> bool:
-        is_taken = self._budget.take(size)
-        if is_taken:
-            self._sizes.append(size)
-        return is_taken
-
-    def replace(self, size: int, actual: int) -> None:
-        """Let `size` bytes that were taken become `actual` ones."""
-        self._sizes.append(actual - size)
-        self._budget.give_back(size - actual)
+    bytes = 0
 
 
 class PromptBlock(NamedTuple):
@@ -117,7 +110,7 @@ class TierHit:
             _LOG.warning("blocks of a tier do not fit: %s", error)
             self._parts.clear()
         if not self._parts:
-            self._claim.give_back()
+            self._claim.bytes = 0
         return bool(self._parts)
 
     @property
@@ -192,11 +185,8 @@ class Search:
         self._store, self._prefixes, self._payloads = access
         self._n, self._sparse = self._store.shape.block_size, self._store.sparse_groups
         self._root, self._hashes = self._prefixes.hashes(ids, salt)
-        self._claim = Claim(budget)
+        self._budget, self._claim = budget, budget.claim()
         self._failed_states: set[int] = set()  # counts of blocks after which a snapshot could not be read
-        self._requested: set[int] = set()  # complete blocks that are being read, or have been
-        self._blocks_read: dict[int, TierObject] = {}  # complete blocks that have been read
-        self._readers: list[Thread] = []
 
     def missing_tokens(self) -> int:
         """Return how many tokens of the prompt are in no block that the store has."""
@@ -204,11 +194,6 @@ class Search:
         rest = self._ids[len(self._hashes) * self._n :]
         shared = self._prefixes.common_length(self._hashes[-1], rest) if self._hashes and rest else 0
         return len(self._ids) - stored - shared
-
-    def first_missing(self) -> int:
-        """Return the number of the first complete block that the store lacks."""
-        lacks = (number for number in range(len(self._hashes)) if not self._has_dense(self._store_blocks(number)))
-        return next(lacks, len(self._hashes))
 
     def run(self, query: TierQuery) -> TierHit | None:
         """Return the blocks of the longest prefix that tiers hold and the store lacks; None if none."""
@@ -218,17 +203,15 @@ class Search:
             if length % self._n or not count or self._stores_state(count):
                 break
             state = self._state(count)
-            if state is not None and self._claim.take(len(state.block.payload)):
+            if state is not None and self._budget.take(self._claim, len(state.block.payload)):
                 break
             self._failed_states.add(count)
-        self._read_blocks(count, length)
-        for reader in self._readers:
-            reader.join()
+        blocks_read = self._read_blocks([number for number in range(count) if self._lacks(number, length)])
         blocks: list[tuple[int, TierObject]] = []
         for number in range(count):
             if not self._lacks(number, length):
                 continue
-            read, needed = self._blocks_read.get(number), self._needed_groups(number, length)
+            read, needed = blocks_read.get(number), self._needed_groups(number, length)
             if read is None or read.block.groups & needed != needed:
                 count, tail, state, length = number, None, None, number * self._n  # later blocks are of no use
                 break
@@ -239,7 +222,7 @@ class Search:
         parts = self._split_runs(blocks, length)
         if state is not None:
             parts.append(BlockRun([self._prompt_block(count - 1, state.block)], state.block.groups))
-        if tail is not None and self._claim.take(len(tail.block.payload)):
+        if tail is not None and self._budget.take(self._claim, len(tail.block.payload)):
             block = tail.block
             parts.append(BlockRun([PromptBlock(self._hashes[count - 1], None, block.ids, block)], block.groups))
             spans.append((count * n, count * n + len(block.ids), tail.label))
@@ -255,7 +238,6 @@ class Search:
             count = max(
                 (c for c, run in enumerate(runs) if run >= c - self._first_visible(c * self._n + follow)), default=0
             )
-            self._read_blocks(count, count * self._n + follow)
             tail, shared = self._tail(count)
             length = count * self._n + shared
             if runs[count] >= count - self._first_visible(length) and (shared or self._has_state(count)):
@@ -277,15 +259,24 @@ class Search:
     def _runs(self) -> list[int]:
         """Return, as [i], the length of the run of blocks in the store or in tiers that ends with block i − 1.
 
-        Tiers evict the last blocks of a conversation first, so the end of a run is found by bisection; a block that is
-        missing after all ends it when it is read. Blocks outside all windows may be missing: then each is looked up.
+        Tiers evict the last blocks of a conversation first, so the end of a run is found by looking up a few blocks at
+        a time, each in a thread; a block that is missing after all ends it when it is read. Blocks outside all windows
+        may be missing: then each is looked up.
         """
+        count = len(self._hashes)
         if self._first_visible(len(self._ids)) > 0:
-            runs = [0]
-            for number in range(len(self._hashes)):
-                runs.append(runs[-1] + 1 if self._is_there(number) else 0)
+            runs, there = [0], self._in_threads(self._is_there, range(count))
+            for number in range(count):
+                runs.append(runs[-1] + 1 if there.get(number) else 0)
             return runs
-        end = bisect_left(range(len(self._hashes)), True, key=lambda number: not self._is_there(number))
+        first, end = 0, count  # all blocks before the first are there, and the one at the end is not
+        while first < end:
+            steps = min(end - first, self._query.readers)
+            probes = sorted({first + (end - first) * step // steps for step in range(steps)})
+            there = self._in_threads(self._is_there, probes)
+            missing = next((number for number in probes if not there.get(number)), end)
+            first = max((number + 1 for number in probes if number < missing), default=first)
+            end = missing
         return list(range(end + 1))
 
     def _is_there(self, number: int) -> bool:
@@ -322,33 +313,43 @@ class Search:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def _read_blocks(self, count: int, length: int) -> None:
-        """Begin to read the blocks among the first `count` that the store lacks and a token after `length` tokens sees.
-        Each takes the most bytes that a block can have from the budget, in order, until it has been read."""
-        numbers = [number for number in range(count) if number not in self._requested and self._lacks(number, length)]
-        self._requested.update(numbers)
-        numbers_left, order, block_bytes = list(reversed(numbers)), Lock(), self._payloads.most_bytes
+    def _in_threads(self, work: Callable[[int], T], numbers: Sequence[int]) -> dict[int, T]:
+        """Return the results of `work` for these numbers. Threads take them in order, as many as tiers read in."""
+        results: dict[int, T] = {}
+        numbers_left, order = iter(numbers), Lock()
 
-        def read_next() -> bool:
-            with order:
-                if not numbers_left or not self._claim.take(block_bytes):
-                    return False
-                number = numbers_left.pop()
-            read = self._block(number)
-            self._claim.replace(block_bytes, 0 if read is None else len(read.block.payload))
-            if read is not None:
-                self._blocks_read[number] = read
-            return read is not None
+        def run() -> None:
+            while True:
+                with order:
+                    number = next(numbers_left, None)
+                if number is None:
+                    return
+                results[number] = work(number)
 
-        def read_all() -> None:
-            while read_next():
-                pass
-            numbers_left.clear()  # later blocks are of no use
+        threads = [Thread(target=run, name="tiers reading", daemon=True) for _ in numbers[1 : self._query.readers]]
+        for thread in threads:
+            thread.start()
+        run()
+        for thread in threads:
+            thread.join()
+        return results
 
-        readers = [Thread(target=read_all, name="tiers reading", daemon=True) for _ in numbers[:_READERS]]
-        for reader in readers:
-            reader.start()
-        self._readers += readers
+    def _read_blocks(self, numbers: Sequence[int]) -> dict[int, TierObject | None]:
+        """Read complete blocks, in order, up to one that no tier has. Each takes the most bytes that a block can have
+        from the budget until it has been read."""
+        end, most = len(self._hashes), self._payloads.most_bytes
+
+        def read(number: int) -> TierObject | None:
+            nonlocal end
+            if number > end or not self._budget.take(self._claim, most):
+                return None  # later ones are of no use
+            block = self._block(number)
+            self._budget.give_back(self._claim, most - (0 if block is None else len(block.block.payload)))
+            if block is None:
+                end = min(end, number)
+            return block
+
+        return self._in_threads(read, numbers)
 
     def _block(self, number: int) -> TierObject | None:
         """Return the object of a complete block; None if no tier has it."""

@@ -18,9 +18,10 @@ from polarlm.engine.outputs import TierStatus
 from polarlm.engine.storage.tiers.names import ObjectNames, digest, stored_digest
 from polarlm.engine.storage.tiers.opening import digest_folder
 from polarlm.engine.storage.tiers.patience import Patience
+from polarlm.engine.storage.tiers.query import Tier, TierQuery
 from polarlm.engine.storage.tiers.search import Budget, Search, TierHit
 from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
-from polarlm.engine.storage.tiers.tier_store import CircuitBreaker, TierQuery, TierStore
+from polarlm.engine.storage.tiers.tier_store import TierStore
 from polarlm.engine.storage.tiers.writing import Lock, WaitingBlocks, Writer
 from polarlm.model_loaders.forks import renew_in_children
 
@@ -44,7 +45,7 @@ class Tiers:
     ):
         """weights: the files of the model's weights. lock: the engine's."""
         self._access, self._block_size = access, access.store.shape.block_size
-        self._tiers, self._budget = [CircuitBreaker(tier) for tier in tiers], Budget()
+        self._tiers, self._budget = [Tier(tier) for tier in tiers], Budget()
         self._writer = Writer(WaitingBlocks(self._access), self._tiers, self._wait_for_names, lock)
         self._patience = patience
         self._root = access.prefixes.hashes(())[0]
@@ -117,7 +118,7 @@ class Tiers:
         self._late_thread, tier = thread, query.end()
         tier.timeouts += 1
         sentence = "kept blocks on %s were not read within %.1f s: the prompt is computed without them"
-        _LOG.warning(sentence, tier.label, seconds)
+        _LOG.warning(sentence, tier.store.label, seconds)
         return None
 
     # -- keeping -----------------------------------------------------------------------------------------------

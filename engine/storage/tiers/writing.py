@@ -15,17 +15,15 @@ from typing import Protocol
 
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.tiers.names import ObjectNames
+from polarlm.engine.storage.tiers.query import Tier, TierQuery
 from polarlm.engine.storage.tiers.stored_blocks import StoreAccess, StoredBlocks
-from polarlm.engine.storage.tiers.tier_store import CircuitBreaker
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
 _COPIED_BYTES = 224 << 20  # most memory of copies; blocks that are reused when it is full are not written
 _AT_ONCE = 4  # blocks that are copied by one call
 _HOLD = 0.002  # seconds after which no further copy begins while the engine's lock is held
-_PAUSE = (
-    19  # the pause between holds while requests are computed, in multiples of a hold: copies take a twentieth of it
-)
+_PAUSE = 19  # the pause between holds while requests are computed, in holds: copies take a twentieth of the time
 _LONGEST_PAUSE = 0.5  # seconds
 _NEXT_TURN = 0.03  # seconds after a request in which the next turn of its conversation may come, to be read first
 _MOST_SEQUENCES = 32  # most sequences that wait for the engine's lock together
@@ -171,7 +169,7 @@ class Writer:
     def __init__(
         self,
         blocks: WaitingBlocks,
-        tiers: Sequence[CircuitBreaker],
+        tiers: Sequence[Tier],
         names: Callable[[], ObjectNames | None],
         lock: Lock,
     ):
@@ -304,13 +302,14 @@ class Writer:
 
     def _write_all(self, works: Sequence[_Sequence | _Answer], names: ObjectNames) -> None:
         self._let_read()
+        query = TierQuery(self._tiers)
         first: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}  # name → the hash before it, its ids
         quantized: dict[bytes, bytes] = {}  # name → hash
         states: dict[bytes, bytes] = {}
         tails: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
         for work in works:
             if isinstance(work, _Answer):
-                self._write(names.answer(work.key), Object({"kind": "ids", "ids": work.ids}), replaces=True)
+                self._write(query, names.answer(work.key), Object({"kind": "ids", "ids": work.ids}))
                 continue
             first[names.block(work.hashes[0])] = work.root, work.first_ids
             quantized |= ((names.block(key), key) for key in work.hashes[1:])
@@ -318,26 +317,25 @@ class Writer:
             if work.last_ids:
                 tails[names.tail(work.hashes[-1])] = work.hashes[-1], work.last_ids
         dense, sparse = ~self._blocks.sparse_groups, self._blocks.sparse_groups
-        takes = [partial(self._take_full, name, *block) for name, block in first.items() if self._is_missing(name)]
-        missing = [one for one in quantized.items() if self._is_missing(one[0])]
+        takes = [partial(self._take_full, name, *at) for name, at in first.items() if self._is_missing(query, name)]
+        missing = [one for one in quantized.items() if self._is_missing(query, one[0])]
         takes += [
             partial(self._take_quantized, missing[at : at + _AT_ONCE], dense) for at in range(0, len(missing), _AT_ONCE)
         ]
-        takes += [partial(self._take_quantized, [one], sparse) for one in states.items() if self._is_missing(one[0])]
+        missing_states = [one for one in states.items() if self._is_missing(query, one[0])]
+        takes += [partial(self._take_quantized, [one], sparse) for one in missing_states]
         takes += [
             partial(self._take_full, name, *block) for name, block in tails.items()
         ]  # last: without a state it is of no use
         takes_left: deque[Take] = deque(takes)
         while takes_left:
             for name, block in self._copy(takes_left):
-                self._write(name, block, replaces=name in tails)
-        for tier in self._tiers:
-            tier.touch([*first, *quantized, *states, *tails])
+                self._write(query, name, block)
+        query.touch([*first, *quantized, *states, *tails])
 
-    def _is_missing(self, name: bytes) -> bool:
-        """Whether a tier that takes writes lacks an object."""
+    def _is_missing(self, query: TierQuery, name: bytes) -> bool:
         self._progress += 1
-        return any(not tier.has(name) and tier.takes_writes for tier in self._tiers)
+        return query.is_lacking(name)
 
     def _take_full(self, name: bytes, parent: bytes, ids: tuple[int, ...]) -> list[tuple[bytes, Object]]:
         block = self._blocks.read_full(parent, ids)
@@ -364,13 +362,9 @@ class Writer:
         self._next_hold = now + min(_LONGEST_PAUSE, _PAUSE * (now - began))
         return copies
 
-    def _write(self, name: bytes, block: Object, *, replaces: bool) -> None:
-        """Write an object to the tiers that lack it, or to all if it replaces others of its name."""
+    def _write(self, query: TierQuery, name: bytes, block: Object) -> None:
         self._let_read()
         began = time.monotonic()
-        parts = block.pack(name)
-        for tier in self._tiers:
-            if replaces or not tier.has(name):
-                tier.write(name, *parts)
+        query.write(name, *block.pack(name))
         self._patience = min(_LONGEST_PAUSE, self._patience + time.monotonic() - began)
         self._progress += 1

@@ -34,7 +34,6 @@ NO_ANSWER = {  # they count, convert, save and describe, or belong to the page
     *("/tokenize", "/detokenize", "/apply-template", "/sessions/save", "/sessions/load", "/documents/text"),
     *("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/responses/input_tokens"),
     *("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens", "/api/show", "/api/pull", "/props"),
-    *("/blocks", "/v1/blocks"),  # compute, with a salt that test_remote_prefill.py looks at
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *("/slots/{slot}", "/lora-adapters", "/conversations/{id}", "/mcp/connect", "/mcp/call"),
 }

@@ -169,7 +169,6 @@ def test_flags_that_contradict_each_other() -> None:
         ["--models", ".", "--weights", "a"],
         ["--models", ".", "--unix", "/tmp/s"],
         ["-hf", "a/b", "-hf", "c/d", "--socket-port", "0"],
-        ["--models", ".", "--cache-disk", "1G", "--share-blocks"],
         ["--models", ".", "--adapters-folder", "."],
         ["--models", ".", "--idle-unload", "0"],
         ["--models", ".", "--models-memory", "much"],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from polarlm.engine.outputs import Chunk
-from polarlm.engine.storage.tiers import tier_store
+from polarlm.engine.storage.tiers.query import Tier
 from polarlm.engine.storage.tiers.tier_store import FolderTier
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.journal import Entry
@@ -118,7 +118,7 @@ def test_damaged_objects_are_counted(server: Serving, tmp_path: Path, caplog: py
 def test_a_dying_disk_does_not_fill_the_log(
     tmp_path: Path, damaged: int, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = tier_store.CircuitBreaker(FolderTier(tmp_path, 1000))
+    place = Tier(FolderTier(tmp_path, 1000))
     for number in range(damaged):
         place.report_damaged(bytes([*number.to_bytes(15, "big"), 0]), ValueError("its checksum is wrong"))
     assert len(caplog.records) == lines
@@ -134,7 +134,6 @@ def test_errors_and_timeouts_are_counted_by_place(server: Serving, monkeypatch: 
         raise OSError("Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tier_store, "_SUSPENSION", 0.0)
         patch.setattr(FolderTier, "write", broken)
         ask(server)
         flush(server)
