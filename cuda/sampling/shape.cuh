@@ -31,8 +31,8 @@ __device__ __noinline__ double deviation(Kept keeps) {
     return sqrt(max(squares - values * values, 0.0));
 }
 
-// XTC: of the kept tokens that reach the threshold, the last one becomes the first. `best` is then its logit, so that the
-// masses of the others stay exact.
+// XTC: of the kept tokens that reach the threshold, the last one becomes the first. `best` is then its logit, so that
+// the masses of the others stay exact.
 __device__ __forceinline__ void exclude_top(Kept &keeps, float threshold) {
     const Mass least = Mass(ceil(double(threshold) * double(measure(keeps, LOG2_E))));
     Rank first = 0;
