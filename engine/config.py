@@ -58,7 +58,11 @@ FORMER_SETTINGS = {
     "cache_remote": "--kv-store shares conversations by a folder or an object store, such as s3://bucket/prefix",
     "share_blocks": "servers share conversations by a folder or an object store that each names with --kv-store",
     "prefill_at": "an engine elsewhere with the same --kv-store computes prompts for this one, as does a copied pack",
-    "encoding": "an engine takes the scales of its first pack; machines that do share what --kv-store keeps",
+    **dict.fromkeys(
+        ("encoding", "write"),
+        "an engine takes the scales of its first pack, as polarlm pack --like does; machines with one pack share what "
+        "--kv-store keeps",
+    ),
 }
 """Settings that have been removed, by their names in Python → what to do instead."""
 

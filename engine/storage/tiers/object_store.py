@@ -6,6 +6,7 @@ has any. Credentials come from where OpenDAL looks for them, such as environment
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -37,7 +38,7 @@ class ObjectStoreTier:
         """Raises ImportError without OpenDAL, ValueError for a URL that it does not take, and OSError if the store
         cannot be written."""
         self.place = f"remote ({without_secrets(url)})"
-        self._operator: Operator | None = _open(urlsplit(url))
+        self._operator: Operator | None = _open(url)
         # A turn asks for all blocks before it, most of which have just been read or written.
         self._present: Recent[bytes, bool] = Recent(_MOST_PRESENT)
         renew_in_children(self)
@@ -94,19 +95,19 @@ class ObjectStoreTier:
 
 def without_secrets(url: str) -> str:
     """Return a URL for users, without a password and options."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+    return re.sub("://[^/?]*@", "://", url).partition("?")[0]
 
 
-def _open(parts: SplitResult) -> Operator:
+def _open(url: str) -> Operator:
     from opendal import Operator
     from opendal.layers import TimeoutLayer
 
+    scheme, _, rest = url.partition(":")
     try:
-        if _SERVICES[parts.scheme] == "webdav":
-            operator = Operator("webdav", **_webdav_options(parts))
+        if _SERVICES[scheme] == "webdav":
+            operator = Operator("webdav", **_webdav_options(urlsplit(url)))
         else:
-            operator = Operator.from_uri(parts._replace(scheme=_SERVICES[parts.scheme]).geturl())
+            operator = Operator.from_uri(f"{_SERVICES[scheme]}:{rest}")
     except Exception as error:
         raise ValueError(_reason(error)) from None
     return operator.layer(TimeoutLayer(timeout=_SECONDS, io_timeout=_SECONDS))
@@ -124,7 +125,10 @@ def _webdav_options(parts: SplitResult) -> dict[str, str]:
 
 def _reason(error: Exception) -> str:
     """Return what an error of OpenDAL says in a line: what failed, and its source, without where in the program."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    what = lines[0].partition("=> ")[2] or lines[0] if lines else type(error).__name__
-    source = lines[lines.index("Source:") + 1] if "Source:" in lines[:-1] else ""
-    return f"{what} ({source})" if source else what
+    lines = [line.strip() for line in str(error).splitlines() or [type(error).__name__]]
+    what, source = lines[0].partition("=> ")[2] or lines[0], ""
+    if what.startswith("<") and (status := re.search(r"status: (\d+)", str(error))):  # a page for browsers
+        what = f"{type(error).__name__}, status {status[1]}"
+    if "Source:" in lines[:-1]:
+        source = f" ({lines[lines.index('Source:') + 1]})"
+    return what + source
