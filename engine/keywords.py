@@ -29,7 +29,6 @@ class EngineKeywords(TypedDict, total=False):
     state_cache: str | None
     key_conditioning: bool
     calibration: bool
-    encoding: str | None
     threads: int
     expert_cache: str | None
     cpu_moe: str | None
@@ -41,8 +40,7 @@ class EngineKeywords(TypedDict, total=False):
     kept_sequences: int
     cache_disk: str | None
     cache_disk_folder: str | None
-    cache_remote: str | None
-    prefill_at: str | None
+    kv_store: str | None
     cache_ram: str | None
 
 
