@@ -1,4 +1,7 @@
-"""`CupyDevice` on the stand-in for CuPy, with the emulator as its GPU: copies, launches, recordings, memory."""
+"""`CupyDevice` on the stand-in for CuPy, with the emulator as its GPU: what found an error once, or guards against one.
+
+Whole models, recorded or not, run on the stand-in where `tests.test_bare_machine` rehearses the tests of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.cuda import wide
-from polarlm.engine.backends.cuda.device import PaddedInput, cublas_lt, overlap, packed_launch
-from polarlm.engine.backends.cuda.device.kernel_source import source
+from polarlm.engine.backends.cuda.device import PaddedInput, PeerCopy, cublas_lt, overlap, packed_launch
+from polarlm.engine.backends.cuda.device.kernel_source import prelude, source
+from polarlm.engine.backends.cuda.multi_device.ops import MultiDeviceOps
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
 from polarlm.engine.errors import DeviceLost, EngineError
-from polarlm.engine.model.forward import Transformer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.engine.weight_formats import Linear
@@ -29,13 +32,8 @@ from tests.cuda import fake_cupy, test_model_emulated
 from tests.cuda.fake_cublas_lt import Library
 from tests.cuda.fake_cupy import CUDADriverError, CUDARuntimeError, Machine
 from tests.cuda.formats import STEP, read, store
-from tests.cuda.some_batches import batches_of
-from tests.cuda.test_model_emulated import model_from, model_of, talk
-from tests.cuda.test_packed_model import mixed_model
+from tests.cuda.test_model_emulated import model_of, talk
 from tests.cuda.test_sampler_inputs import stepped
-from tests.cuda.test_schedules import compare_with_waiting
-from tests.pairs import pairs
-from tests.tiny import load_tiny
 from tests.weights import random_matrix
 
 SILU = source("activate_mul", ACTIVATION="silu")
@@ -45,6 +43,7 @@ NAME = f"{FOLDER}.cupy_device"
 RECORDING = f"{FOLDER}.cupy_recording"
 LOAD_LIBRARY = cublas_lt.load_library
 NAMES = NAME, RECORDING
+TYPES = "ring4", "ring3.5"
 
 
 @contextlib.contextmanager
@@ -79,6 +78,13 @@ def device(fake: tuple[Machine, ModuleType]):
     return fake[1].CupyDevice()
 
 
+@pytest.fixture
+def two(fake: tuple[Machine, ModuleType]):
+    """The devices of a machine with two GPUs."""
+    fake[0].devices = 2
+    return [fake[1].CupyDevice(number) for number in range(2)]
+
+
 def silu(device, y, gate_up) -> None:
     args = (y, gate_up, np.int32(gate_up.shape[1] // 2))
     device.launch("activate_mul_kernel", SILU, (1, len(gate_up)), (32,), args)
@@ -89,10 +95,10 @@ def silu_of(x: np.ndarray) -> np.ndarray:
     return gate / (1 + np.exp(-gate)) * up
 
 
-# -- copies ------------------------------------------------------------------------------------------------------
+# -- copies and launches -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (0, 4), (600, 1000)])
+@pytest.mark.parametrize("shape", [(0, 4), (600, 1000)])
 def test_an_upload_reads_back(device, rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     x = rng.standard_normal(shape).astype(np.float32)
     before, y = x.copy(), device.from_host(x)
@@ -101,37 +107,29 @@ def test_an_upload_reads_back(device, rng: np.random.Generator, shape: tuple[int
     np.testing.assert_array_equal(device.to_host(y[:, 1:3]), before[:, 1:3])
 
 
-# -- launches ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrong", ["3", True, np.float64(3), np.int8(3), np.zeros(3)])
-def test_arguments_of_other_types_are_a_type_error(device, wrong: object) -> None:
-    with pytest.raises(TypeError, match="a kernel takes device arrays"):
-        device.launch("activate_mul_kernel", SILU, (1,), (32,), (None, wrong, 8))
-
-
-@pytest.mark.parametrize(("place", "wrong"), [(0, 3), (1, 0.5), (2, np.int64(8)), (2, 8.0), (2, None)])
-def test_every_launch_of_a_kernel_takes_the_same_types(device, machine: Machine, place: int, wrong: object) -> None:
+@pytest.mark.parametrize(
+    ("place", "wrong", "words"),
+    [
+        *((1, wrong, "a kernel takes device arrays") for wrong in ("3", True, np.float64(3), np.int8(3), np.zeros(3))),
+        *((place, wrong, "takes arguments of the types PPi, as before, not ") for place, wrong in [(0, 3), (1, 0.5)]),
+        *((2, wrong, "takes arguments of the types PPi, as before, not ") for wrong in (np.int64(8), 8.0, None)),
+    ],
+)
+def test_a_kernel_takes_the_same_types_at_every_launch(
+    device, machine: Machine, place: int, wrong: object, words: str
+) -> None:
     """It would read the bytes of another type as they are."""
     args = [device.empty((1, 8), np.float32), device.from_host(np.ones((1, 16), np.float32)), 8]
     for size in (8, np.int32(8)):
         device.launch("activate_mul_kernel", SILU, (1, 1), (32,), [*args[:2], size])
     args[place] = wrong
-    with pytest.raises(TypeError, match="takes arguments of the types PPi, as before, not "):
+    with pytest.raises(TypeError, match=words):
         device.launch("activate_mul_kernel", SILU, (1, 1), (32,), args)
     assert len(machine.launches) == 2
 
 
-def test_a_launch_that_the_driver_refuses_is_its_error(device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_cupy.Driver, "cuLaunchKernelEx", lambda *_: 719)
-    with pytest.raises(CUDADriverError, match="719"):
-        silu(device, device.empty((1, 8), np.float32), device.empty((1, 16), np.float32))
-
-
-def test_other_libraries_may_change_the_current_gpu_and_stream(fake: tuple[Machine, ModuleType]) -> None:
-    machine, module = fake
-    machine.devices = 2
-    first, second = (module.CupyDevice(number) for number in range(2))
+def test_other_libraries_may_change_the_current_gpu_and_stream(two, machine: Machine) -> None:
+    first, second = two
     y, x = first.empty((1, 8), np.float32), first.from_host(np.ones((1, 16), np.float32))
     for work in (lambda: first.empty((3,), np.int8), lambda: first.from_host(np.ones(3)), lambda: silu(first, y, x)):
         for change in (second.use, lambda: setattr(machine, "stream", None)):
@@ -144,25 +142,15 @@ def test_the_limit_of_shared_memory_is_raised(device, machine: Machine) -> None:
     text = 'extern "C" __global__ void f(int *y) { DYNAMIC_SHARED(int, s); s[0] = 1; y[0] = s[0]; }'
     text = text.replace("void f", "void __launch_bounds__(32) f")
     y = device.from_host(np.zeros(1, np.int32))
-    from polarlm.engine.backends.cuda.device.kernel_source import prelude
-
     for size in (1 << 10, 96 << 10, 64 << 10):
         device.launch("f", prelude() + text, (1,), (1,), (y,), size)
     assert machine.largest_shared == 96 << 10
 
 
-@pytest.mark.parametrize("grid", [(0,), (2, 0)])
-def test_an_empty_grid_is_refused(device, machine: Machine, grid: tuple[int, ...]) -> None:
-    with pytest.raises(AssertionError, match="an empty grid"):
-        device.launch("activate_mul_kernel", SILU, grid, (32,), (None, None, np.int32(8)))
-    assert not machine.compiled
-
-
 # -- products ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["__half", "__nv_bfloat16"])
-@pytest.mark.parametrize(("biased", "add"), pairs([False, True], [False, True]))
+@pytest.mark.parametrize(("kind", "biased", "add"), [("__half", True, False), ("__nv_bfloat16", False, True)])
 def test_gemm_is_the_product_recorded_or_not(
     device, rng: np.random.Generator, kind: str, biased: bool, add: bool
 ) -> None:
@@ -196,19 +184,6 @@ def multiply(device, rows: int, out: int = 8) -> None:
     device.gemm(device.empty((rows, out), np.float32), x, w, add=False)
 
 
-def test_an_algorithm_is_asked_for_once_while_its_shape_is_in_use(
-    device, library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the library has made for other shapes, it gets back."""
-    monkeypatch.setattr(cublas_lt, "_MOST_PLANS", 2)
-    asked = []
-    for rows, out in [(3, 8), (3, 8), (19, 8), (3, 8), (5, 16), (3, 8), (17, 8)]:
-        multiply(device, rows, out)
-        asked.append(len(library.asked))
-    assert asked == [1, 1, 2, 2, 3, 3, 3]
-    assert len(library.structures) == 1 + 3 * 1 + 2 * 3  # a handle; descriptions of algorithms; layouts of plans
-
-
 @pytest.mark.parametrize("serves", [True, False])
 def test_an_algorithm_for_rows_in_sixteens_is_asked_for_once(device, library: Library, serves: bool) -> None:
     """If it serves; if not, one for these rows."""
@@ -216,6 +191,15 @@ def test_an_algorithm_for_rows_in_sixteens_is_asked_for_once(device, library: Li
     for rows in (257, 258, 272, 273, 270, 258):
         multiply(device, rows)
     assert library.asked == ([272, 288] if serves else [272, 257, 258, 288, 273, 270])
+
+
+def test_what_the_library_has_made_for_shapes_that_are_not_in_use_it_gets_back(
+    device, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cublas_lt, "_MOST_PLANS", 2)
+    for rows, out in [(3, 8), (3, 8), (19, 8), (3, 8), (5, 16), (3, 8), (17, 8)]:
+        multiply(device, rows, out)
+    assert len(library.structures) == 1 + 3 * 1 + 2 * 3  # a handle; descriptions of algorithms; layouts of plans
 
 
 def test_a_bias_may_be_aligned_less_than_the_matrices(device, rng: np.random.Generator) -> None:
@@ -256,68 +240,85 @@ def test_the_library_is_of_the_cuda_of_cupy(
     assert LOAD_LIBRARY(12040) == str(tmp_path / loaded if "/" in loaded else loaded)
 
 
-@pytest.mark.parametrize(("status", "error"), [(3, MemoryError), (15, RuntimeError)])
-def test_a_status_of_the_library_is_an_error(device, library: Library, status: int, error: type[Exception]) -> None:
-    library.status = status
-    with pytest.raises(error, match=f"cublasLtMatmulAlgoGetHeuristic: status {status}"):
-        multiply(device, 3)
-
-
 # -- recorded work -----------------------------------------------------------------------------------------------
 
 
-def test_work_is_run_once_recorded_once_and_then_replayed(device, machine: Machine, rng: np.random.Generator) -> None:
-    calls: list[int] = []
+@pytest.mark.parametrize("seed", range(3))
+def test_random_calls_are_recorded_replayed_and_dropped(
+    device, machine: Machine, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of some keys, shapes and dtypes, each with a recording of its own: the results are those of the inputs of the
+    call. Work in parts, between which something is launched, has a limit of its own. What has been recorded lately is
+    not run again; what is dropped reads its buffer on the host no more. All recordings share the memory set aside, of
+    which what is launched between parts takes nothing, and the pinned memory of their host calls."""
+    most = {False: 2, True: 3}  # whether something is launched between parts
+    monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", most[False])
+    monkeypatch.setattr(sys.modules[RECORDING], "MOST_BATCHES", most[True])
+    rng, kept, calls = np.random.default_rng(seed), device._recordings, list[object]()
+    recorded: dict[bool, list[object]] = {False: [], True: []}  # last used last
+    fails = False
 
-    def work(x, offset):
-        calls.append(1)
+    def work(key: str, x, first):
+        calls.append(key)
+        between = device.empty((2, *x.shape), np.float32)
+        between[:] = x
         y = device.empty((len(x), 8), np.float32)
-        silu(device, y, x)
+        if "launches" not in key:
+            silu(device, y, between[1])
+        else:
+            device.run_between_graphs(partial(launch, x), [y, between[1]], is_last=key == "launches at its end")
+        if key == "calls the host":
+            device.call_host(lambda y: y + 1, y, [y])
+            device.call_host(lambda y: 2 * y, y, [y])
+        elif key != "launches at its end":
+            y[0] = first
+        if fails:
+            raise ZeroDivisionError
         return y
 
-    for turn in range(5):
-        x = rng.standard_normal((2, 16)).astype(np.float32)
-        result = device.run_graph("key", work, [x, np.arange(3, dtype=np.int32)])
-        np.testing.assert_allclose(device.to_host(result), silu_of(x), rtol=1e-5)
-        assert len(calls) == min(turn + 1, 2)
-    assert machine.launches == ["activate_mul_kernel"] * 5
+    def launch(x, y, between) -> None:
+        assert device.empty((1 << 20,), np.uint8).nbytes
+        silu(device, y, between)
 
+    def run(key: str, count: int, dtype: str) -> None:
+        nonlocal fails
+        which, is_batch = (key, count, dtype), "launches" in key
+        for turn in range(int(rng.integers(1, 5))):
+            x = rng.standard_normal((count, 16)).astype(np.float32)
+            first, before, ran = rng.standard_normal(8).astype(dtype), dict(kept._recordings_by_key), len(calls)
+            is_recent = which in recorded[is_batch][-most[is_batch] :]
+            fails = turn < 2 and rng.random() < 0.2
+            try:
+                result = device.to_host(device.run_graph(key, partial(work, key), [x, first]))
+            except ZeroDivisionError:
+                assert machine.recorded is None
+                return
+            wanted = silu_of(x)
+            if key == "calls the host":
+                wanted = 2 * (wanted + 1)
+            elif key != "launches at its end":
+                wanted[0] = first
+            np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=1e-6)
+            assert len(calls) == ran or not is_recent
+            dropped = [one for whole, one in before.items() if whole not in kept._recordings_by_key]
+            assert all(one._copy_event.awaited for one in dropped)
+            if next(reversed(kept._recordings_by_key.values())).parts:
+                recorded[is_batch] = [one for one in recorded[is_batch] if one != which] + [which]
+            assert turn == 0 or recorded[is_batch][-1] == which
 
-def test_other_keys_shapes_and_dtypes_have_their_own_recordings(device) -> None:
-    calls: list[tuple] = []
-
-    def work(x):
-        calls.append((x.shape, x.dtype))
-        return x
-
-    for key, x in [("a", np.zeros(3)), ("b", np.zeros(3)), ("a", np.zeros(4)), ("a", np.zeros(3, np.int32))] * 3:
-        device.run_graph(key, work, [x])
-    assert len(calls) == 8
-
-
-def test_a_replay_reads_the_inputs_of_its_call(device) -> None:
-    """Inputs of all sizes share one buffer."""
-    for _ in range(3):
-        inputs = [np.arange(n, dtype=t) for n, t in [(1, np.int32), (100, np.float32), (3, np.uint8), (7, np.int32)]]
-        seen: list[np.ndarray] = []
-        device.run_graph("key", lambda *arrays, seen=seen: seen.extend(map(np.array, arrays)) or arrays[0], inputs)
-        for x, array in zip(inputs, seen, strict=False):
-            np.testing.assert_array_equal(array, x)
-
-
-def test_an_error_while_recording_ends_the_recording(device, machine: Machine) -> None:
-    fails = [False, True, False, False]
-
-    def work(x):
-        if fails.pop(0):
-            raise ZeroDivisionError
-        return x
-
-    device.run_graph("key", work, [np.zeros(3)])
-    with pytest.raises(ZeroDivisionError):
-        device.run_graph("key", work, [np.zeros(3)])
-    assert machine.recorded is None
-    np.testing.assert_array_equal(device.run_graph("key", work, [np.ones(3)]), np.ones(3))
+    device.reserve_workspace(11 * 512)  # no more than that
+    size = kept._memory.total_bytes()
+    for key in ("calls the host", *rng.choice(["plain", "launches", "launches at its end", "calls the host"], 60)):
+        run(str(key), 3 if not calls else int(rng.integers(1, 4)), str(rng.choice(["f4", "f8"])))
+    assert kept._memory.total_bytes() == size
+    recordings = kept._recordings_by_key.values()
+    for is_batch, limit in most.items():
+        assert sum(one.is_batch is is_batch for one in recordings) <= limit
+    held = {part for one in recordings for part in (*one.parts, *one._captured_parts)}
+    assert set(machine.graphs) == {part for part in held if not hasattr(part, "make")}
+    for call in [part for part in held if hasattr(part, "_copies")]:
+        assert np.shares_memory(call._result, kept._pinned[0])
+        assert np.shares_memory(call._copies[0], kept._pinned[1])
 
 
 def doubled(device, calls: list[int] | None = None) -> Callable:
@@ -339,87 +340,6 @@ def rows(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.standard_normal((count, 16)).astype(np.float32)
 
 
-def test_the_least_recently_used_recording_is_dropped(
-    device, machine: Machine, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", 3)
-    calls: list[int] = []
-    work = doubled(device, calls)
-
-    def run(count: int) -> None:
-        x = rows(rng, count)
-        np.testing.assert_allclose(device.to_host(device.run_graph("key", work, [x])), silu_of(x), rtol=1e-5)
-
-    for count in (1, 1, 2, 2, 3, 3, 1):
-        run(count)
-    oldest = next(
-        recording for recording in device._recordings._recordings_by_key.values() if len(recording.inputs[0]) == 2
-    )
-    run(4)
-    run(4)  # instead of 2
-    assert calls == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert oldest._copy_event.awaited  # its buffer on the host may still be read otherwise
-    del oldest
-    assert len(machine.graphs) == 3
-    for count in (1, 3, 4, 2, 2, 2):  # 2 begins anew, instead of 1
-        run(count)
-    assert calls[8:] == [2, 2]
-    assert len(device._recordings._recordings_by_key) == 3
-
-
-def test_passes_and_other_work_have_limits_of_their_own(device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass is work in parts between which something is launched. None is dropped for the other."""
-    monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", 2)
-    monkeypatch.setattr(sys.modules[RECORDING], "MOST_BATCHES", 3)
-    calls: list[str] = []
-
-    def run(key: str) -> None:
-        def work(x):
-            calls.append(key)
-            y = device.empty((1, 8), np.float32)
-            silu(device, y, x)
-            if key.isupper():
-                device.run_between_graphs(lambda y: None, [y], is_last=key == "A")
-            return y
-
-        for _ in range(3):
-            x = np.ones((1, 16), np.float32)
-            np.testing.assert_allclose(device.to_host(device.run_graph(key, work, [x])), silu_of(x), rtol=1e-5)
-
-    for key in ("a", "A", "B", "b", "C", "a", "b"):
-        run(key)
-    assert calls == [key for key in "aABbC" for _ in range(2)]
-    parts = {whole[0]: len(one.parts) for whole, one in device._recordings._recordings_by_key.items()}
-    assert parts == {"A": 2, "B": 3, "C": 3, "a": 1, "b": 1}
-    run("D")  # in place of A
-    run("c")  # in place of a
-    calls.clear()
-    for key in ("B", "C", "b"):
-        run(key)
-    assert not calls
-    assert len(device._recordings._recordings_by_key) == 5
-
-
-def test_what_is_launched_between_parts_takes_no_memory_of_recordings(device, machine: Machine) -> None:
-    """Which is never given back; also not in the first call, which records nothing."""
-    pool, sizes = device._recordings._memory, list[int]()
-
-    def launch(y) -> None:
-        before = pool.total_bytes()
-        assert device.empty((1 << 20,), np.uint8).nbytes
-        sizes.append(pool.total_bytes() - before)
-
-    def work(x):
-        y = device.empty((1, 8), np.float32)
-        silu(device, y, x)
-        device.run_between_graphs(launch, [y])
-        return y
-
-    for _ in range(3):
-        device.run_graph("key", work, [np.ones((1, 16), np.float32)])
-    assert sizes == [0, 0, 0]
-
-
 def test_no_memory_is_freed_while_a_graph_is_recorded(device, machine: Machine, rng: np.random.Generator) -> None:
     """It is freed after that, and then the graph is recorded again."""
     calls: list[int] = []
@@ -434,6 +354,20 @@ def test_no_memory_is_freed_while_a_graph_is_recorded(device, machine: Machine, 
     machine.room = machine.allocated
     np.testing.assert_allclose(device.to_host(device.run_graph("key", work, [x])), silu_of(x), rtol=1e-5)
     assert calls == [40] * 3
+
+
+def test_out_of_memory_does_not_free_the_memory_of_graphs(device, machine: Machine, rng: np.random.Generator) -> None:
+    work, x = doubled(device), rows(rng, 2)
+    for _ in range(2):
+        device.run_graph("key", work, [x])
+    spare = device.empty((1 << 16,), np.uint8)
+    del spare  # the common pool has it
+    machine.room = machine.allocated
+    big = rows(rng, 100)
+    np.testing.assert_allclose(device.to_host(device.run_graph("key", work, [big])), silu_of(big), rtol=1e-5)
+    with pytest.raises(MemoryError):
+        device.run_graph("key", work, [rows(rng, 10_000)])
+    np.testing.assert_allclose(device.to_host(device.run_graph("key", work, [x])), silu_of(x), rtol=1e-5)
 
 
 def test_what_is_forgotten_is_not_kept_alive(device, machine: Machine) -> None:
@@ -454,32 +388,6 @@ def test_what_is_forgotten_is_not_kept_alive(device, machine: Machine) -> None:
     machine.broken = 700  # nor by a GPU that works no more
     device.forget()
     assert alive() is None
-
-
-def test_recordings_share_the_memory_set_aside(device, machine: Machine, rng: np.random.Generator) -> None:
-    """Results and intermediates of all shapes take no more than the largest shape's."""
-    device.reserve_workspace((32 + 8) * 4 * 40 + 20 * 512 * 6)
-    before, work = machine.allocated, doubled(device)
-    for count in (*range(1, 21), *range(40, 20, -1)):
-        for _ in range(3):
-            x = rows(rng, count % 20 + 1)
-            result = device.to_host(device.run_graph(count, work, [x]))
-            np.testing.assert_allclose(result, silu_of(x), rtol=1e-5)
-    assert machine.allocated == before
-
-
-def test_out_of_memory_does_not_free_the_memory_of_graphs(device, machine: Machine, rng: np.random.Generator) -> None:
-    work, x = doubled(device), rows(rng, 2)
-    for _ in range(2):
-        device.run_graph("key", work, [x])
-    spare = device.empty((1 << 16,), np.uint8)
-    del spare  # the common pool has it
-    machine.room = machine.allocated
-    big = rows(rng, 100)
-    np.testing.assert_allclose(device.to_host(device.run_graph("key", work, [big])), silu_of(big), rtol=1e-5)
-    with pytest.raises(MemoryError):
-        device.run_graph("key", work, [rows(rng, 10_000)])
-    np.testing.assert_allclose(device.to_host(device.run_graph("key", work, [x])), silu_of(x), rtol=1e-5)
 
 
 def test_a_result_is_carried_over_to_later_calls(device, rng: np.random.Generator) -> None:
@@ -504,74 +412,6 @@ def test_a_result_is_carried_over_to_later_calls(device, rng: np.random.Generato
 
 
 @pytest.mark.slow
-def test_steps_that_begin_ahead_have_the_tokens_of_steps_that_wait(
-    device, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compare_with_waiting(lambda: CudaOps(device), tiny_path, monkeypatch, sets=[range(5, 50), range(40, 90)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kept"),
-    [
-        ("llama_gqa_linear", 24),
-        ("llama_gqa_linear", 1),
-        ("lfm2_tied", 24),
-        ("qwen3_5_tied", 24),
-        ("granite_hybrid_tied", 24),
-        ("nemotron_h_experts", 24),
-    ],
-)
-def test_a_model_answers_the_same_recorded_or_not(
-    device, machine: Machine, name: str, kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps across a block end: everything that changes must reach a replay through its inputs."""
-    monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", kept)
-    recorded = talk(model_of(CudaOps(device), name, ("ring4", "ring3.5")))
-    device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
-    np.testing.assert_equal(recorded, talk(model_of(CudaOps(device), name, ("ring4", "ring3.5"))))
-
-
-@pytest.mark.slow
-def test_first_requests_run_what_was_warmed_up(device, tiny_path: Path) -> None:
-    """A prompt and steps of one request record nothing, and the store's pool is as large as before."""
-    settings = {"block_size": 16, "ctx_size": 128, "cache_type": "f16", "calibration": False, "parallel": 2}
-    with load_tiny(tiny_path, ops=CudaOps(device), **settings) as engine:
-        engine._parts.warm_up_timer.cancel()
-        engine._parts.warm_up_timer.join()
-        while engine.warm_up():
-            pass
-        recorded = {whole: [*one.parts] for whole, one in device._recordings._recordings_by_key.items()}
-        assert all(recorded.values())
-        before = device._recordings._memory.total_bytes()
-        engine.generate([*range(5, 60)], temperature=0, ignore_eos=True, max_tokens=4)
-        assert {whole: one.parts for whole, one in device._recordings._recordings_by_key.items()} == recorded
-        assert device._recordings._memory.total_bytes() == before
-    assert not device._recordings._recordings_by_key  # the engine is closed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama_gqa_linear", "gemma4_shared_kv", "packed", "packed, by the library"])
-def test_a_pass_answers_the_same_recorded_or_not(device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replayed with other numbers of rows, prompts and steps, and with rows that are not filled."""
-    if "library" in name:
-        monkeypatch.setattr(wide, "WIDE_ROWS", 16)
-
-    def model() -> Transformer:
-        ops, types, room = CudaOps(device), ("ring4", "ring3.5"), {"room": (256, 12), "more": 2560}
-        return (
-            model_from(ops, *mixed_model(), types, **room) if "packed" in name else model_of(ops, name, types, **room)
-        )
-
-    passed = model()
-    recorded = batches_of(passed)
-    (kept,) = device._recordings._recordings_by_key.values()
-    assert len(kept.parts) == 2 * len(passed.config.layers)
-    device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
-    np.testing.assert_equal(recorded, batches_of(model()))
-
-
-@pytest.mark.slow
 def test_recordings_hold_no_dequantized_weights(device, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are in memory that products of all numbers of rows share, recorded or not."""
     monkeypatch.setattr(wide, "WIDE_ROWS", 16)
@@ -587,36 +427,13 @@ def test_recordings_hold_no_dequantized_weights(device, monkeypatch: pytest.Monk
     assert device._recordings._memory.total_bytes() < 512 * 256 * 2
 
 
-def test_host_calls_share_pinned_memory(device) -> None:
-    """In work of any number of rows, one after another, recorded or not."""
-    parts = device._recordings
-
-    def work(x):
-        y = device.empty(x.shape, np.float32)
-        device.call_host(lambda x: x + 1, y, [x])
-        device.call_host(lambda x: 2 * x, y, [y])
-        return y
-
-    for rows in (8, 3, 8, 3, 8):
-        x = np.full((rows, 4), rows, np.float32)
-        np.testing.assert_array_equal(device.to_host(device.run_graph("key", work, [x])), 2 * x + 2)
-    calls = [part for one in parts._recordings_by_key.values() for part in one.parts if hasattr(part, "_copies")]
-    assert len(calls) == 4
-    for call in calls:
-        assert np.shares_memory(call._result, parts._pinned[0])
-        assert np.shares_memory(call._copies[0], parts._pinned[1])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_step_with_experts_on_the_host_is_recorded_in_parts(
-    device, layers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_with_experts_on_the_host_is_recorded_in_parts(device, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph more than there are such layers; replayed, they give what the ops give one by one."""
     pytest.importorskip("llvmlite")
     from polarlm.engine.backends.native.ops import NativeOps
 
-    ops, load = CudaOps(device, NativeOps(1)), test_model_emulated.load_weights
+    ops, load, layers = CudaOps(device, NativeOps(1)), test_model_emulated.load_weights, 2
     monkeypatch.setattr(test_model_emulated, "load_weights", partial(load, on_host=layers))
     recorded = talk(model_of(ops, "qwen3_moe_normed", ("f16", "f16")))
     kept = [recording for recording in device._recordings._recordings_by_key.values() if recording.parts]
@@ -629,7 +446,7 @@ def test_a_step_with_experts_on_the_host_is_recorded_in_parts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("types", [("ring4", "ring3.5"), ("polarquant+dense", "f16")])
+@pytest.mark.parametrize("types", [TYPES, ("polarquant+dense", "f16")])
 def test_recording_a_step_uploads_and_allocates_nothing(
     device, machine: Machine, types: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -654,6 +471,61 @@ def test_recording_a_step_uploads_and_allocates_nothing(
     assert recorded == [True] * 3
 
 
+# -- two GPUs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("can_reach", [True, False])
+def test_a_copy_waits_for_its_source_and_the_source_for_the_copy(
+    two, machine: Machine, rng: np.random.Generator, can_reach: bool
+) -> None:
+    machine.can_reach, (first, second) = can_reach, two
+    assert [first.name, second.name] == ["Fake GPU (cuda:0)", "Fake GPU (cuda:1)"]
+    x = rng.standard_normal((3, 5)).astype(np.float32)
+    for _ in range(2):
+        y = second.from_device(first.from_host(x), first)
+        np.testing.assert_array_equal(second.to_host(y), x)
+    assert machine.order == 2 * [("wait", 1, 0), ("copy", 1, 0), ("wait", 0, 1)]
+    assert machine.reached == ({(1, 0)} if can_reach else set())
+
+
+def test_rows_of_another_gpu_are_an_input_of_recorded_work(two, rng: np.random.Generator) -> None:
+    """Rows that they do not fill are finite; beside them, only the inputs on the host are uploaded."""
+    first, second = two
+
+    def work(x, shift):
+        y = second.empty(x.shape, np.float32)
+        y[:] = x
+        y[0] = shift
+        return y
+
+    def other(x):
+        y = second.empty((4, 64), np.float32)
+        y[...] = np.nan
+        return y
+
+    for _ in range(2):  # its memory is free again, and part of what is allocated next
+        second.run_graph("other", other, [np.zeros(1)])
+    for rows in (2, 4, 1, 3):
+        second.run_graph("other", other, [np.zeros(1)])
+        x, shift = rng.standard_normal((rows, 6)).astype(np.float32), rng.standard_normal(6).astype(np.float32)
+        result = second.to_host(second.run_graph("key", work, [PeerCopy(first.from_host(x), first, 4), shift]))
+        np.testing.assert_array_equal(result[:rows], [shift, *x[1:]])
+        assert np.isfinite(result).all()
+    (recording,) = [one for one in second._recordings._recordings_by_key.values() if len(one.inputs) == 2]
+    assert len(recording.parts) == 1
+    assert recording._pinned.nbytes == 256
+
+
+@pytest.mark.slow
+def test_a_model_answers_the_same_recorded_on_each_gpu(two) -> None:
+    """Whatever is done on a GPU is done with its own arrays, on its own stream."""
+    wanted = talk(model_of(CudaOps(two[0]), "qwen3_5_tied", TYPES))
+    two[0].forget()
+    np.testing.assert_equal(talk(model_of(MultiDeviceOps([*map(CudaOps, two)], (2, 2)), "qwen3_5_tied", TYPES)), wanted)
+    recorded = [sum(bool(one.parts) for one in device._recordings._recordings_by_key.values()) for device in two]
+    assert recorded[0] == recorded[1] > 0
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------
 
 
@@ -663,21 +535,25 @@ def test_recording_a_step_uploads_and_allocates_nothing(
         (CUDARuntimeError(2), MemoryError),
         (CUDADriverError(2), MemoryError),
         (CUDARuntimeError(700), CUDARuntimeError),
+        (3, MemoryError),  # statuses of cuBLASLt
+        (15, RuntimeError),
     ],
 )
-def test_out_of_memory_is_a_memory_error(device, error: Exception, becomes: type[Exception]) -> None:
+def test_out_of_memory_is_a_memory_error(device, library: Library, error: Exception | int, becomes: type) -> None:
     def work(x):
-        raise error
+        if isinstance(error, Exception):
+            raise error
+        library.status = error
+        multiply(device, 3)
 
     with pytest.raises(becomes):
         device.run_graph("key", work, [np.zeros(3)])
 
 
-@pytest.mark.parametrize("status", [700, 715, 717, 719, 214])
-def test_an_error_that_repeats_is_a_lasting_one(device, machine: Machine, status: int) -> None:
+def test_an_error_that_repeats_is_a_lasting_one(device, machine: Machine) -> None:
     """Unlike the error of one launch, or a queue of work that is not done yet. While a graph is recorded, too."""
     assert device.lasting_error() is None
-    ops = CudaOps(device)
+    ops, status = CudaOps(device), 719
     y, x = device.empty((1, 8), np.float32), device.empty((1, 16), np.float32)
 
     def work(x):
@@ -699,21 +575,18 @@ def test_an_error_that_repeats_is_a_lasting_one(device, machine: Machine, status
     assert device.lasting_error() is None
 
 
-def test_open_device_returns_a_working_gpu(fake: tuple[Machine, ModuleType]) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_open_device_returns_a_working_gpu(
+    fake: tuple[Machine, ModuleType], overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tries launches that overlap, where they do, in what is recorded."""
     machine, module = fake
+    monkeypatch.setenv(overlap.VARIABLE, str(int(overlaps)))
     device = module.open_device()
     assert (device.name, device.processors, device.shared_memory) == ("Fake GPU", 4, 228 << 10)
+    assert device.overlaps == overlaps
     assert machine.launches == 2 * ["activate_mul_kernel"]
-
-
-def test_open_device_tries_launches_that_overlap(
-    fake: tuple[Machine, ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In what is recorded."""
-    machine, module = fake
-    monkeypatch.setenv(overlap.VARIABLE, "1")
-    assert module.open_device().overlaps
-    assert machine.overlapped == ["activate_mul_kernel"]
+    assert machine.overlapped == ["activate_mul_kernel"] * overlaps
 
 
 def broken(machine: Machine) -> None:
@@ -762,3 +635,10 @@ def test_open_device_says_why_a_gpu_cannot_be_used(
     with pytest.raises(EngineError, match=reason) as caught:
         module.open_device()
     assert caught.value.code == "device_unavailable"
+
+
+def test_a_gpu_that_is_not_there_is_an_error(fake: tuple[Machine, ModuleType]) -> None:
+    machine, module = fake
+    machine.devices = 2
+    with pytest.raises(EngineError, match="There is no cuda:2: the NVIDIA driver shows cuda:0 to cuda:1"):
+        module.open_device(2)

@@ -1,7 +1,7 @@
 """Steps that begin before the tokens of the last one are known: the same answers, and no trace of rows in vain.
 
 NumPy computes a step at once, so what these tests watch is what the engine does with tokens that it gets late.
-`tests/cuda/test_cupy_device.py` runs the same on a stand-in for a GPU.
+`tests/cuda/test_schedules.py` runs the same on a GPU, or on the stand-in for one.
 """
 
 from __future__ import annotations
