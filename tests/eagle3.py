@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.tiny import VOCABULARY
+from tests.tiny import VOCABULARY, make_model
 
 DRAFTED_IDS = [*range(5, VOCABULARY, 2)]  # ids that a head with a vocabulary of its own can draft
 HEADS, KV_HEADS, D, F = 4, 1, 16, 96
@@ -82,6 +82,12 @@ def make_head(folder: Path, model: Path, *, ids: list[int] | None = None, states
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(head_config(model, tensors, **more)))
     return folder
+
+
+def with_head(folder: Path, fixture: str = "llama_gqa_linear", **more: Any) -> tuple[Path, Path]:
+    """A model, and a head in a folder inside it."""
+    model = make_model(folder, fixture)
+    return model, make_head(folder / "head", model, **more)
 
 
 # -- the formulas, in float64 ----------------------------------------------------------------------------------------

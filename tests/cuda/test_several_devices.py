@@ -36,9 +36,8 @@ from tests.cuda.several_devices import LimitedDevice, Traffic
 from tests.cuda.test_model_emulated import N, Talk, model_of, talk
 from tests.eagle3 import DRAFTED_IDS, make_head
 from tests.mtp import make_mtp
+from tests.requests.drafters import guesses, prompts
 from tests.requests.test_assistants import with_assistant
-from tests.requests.test_drafts import prompts
-from tests.requests.test_mtp import guesses
 from tests.tiny import assert_idle, load_tiny, make_model
 
 CODES, FULL = ("ring4", "ring3.5"), ("f16", "f16")

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 
 from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
+from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.limits import MOST_DRAFTED
 from polarlm.engine.requests.drafters.drafter import Drafter, DraftTask
+from polarlm.engine.requests.drafters.mtp import MtpDrafter
 from polarlm.engine.requests.drafts import Drafts, StepPlan, StepSeconds
+from polarlm.engine.sampling.sample import greedy
+from tests.tiny import VOCABULARY, forget
 
 ANEW = PromptOptions(cache_prompt=False)
+SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 200, "parallel": 4, "calibration": False}
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+OPS: dict[str, Callable[[], Any]] = {"numpy": NumpyOps, "default": lambda: None}
+BACKENDS = pytest.mark.parametrize("backend", OPS.values(), ids=OPS)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(5, VOCABULARY, rng.integers(1, 40)).tolist() for _ in range(count)]
 
 
 class Known:
@@ -80,3 +95,27 @@ def margin(engine: Engine, prompt: Sequence[int], params: SamplingParams, place:
 def summary(answer: Completion) -> tuple[object, ...]:
     """What two equal answers have in common."""
     return answer.text, answer.token_ids, answer.finish_reason
+
+
+def plain(engine: Engine, prompt: Sequence[int], params: SamplingParams = PARAMS) -> Completion:
+    drafting(engine, lambda ids: None)
+    forget(engine)
+    return engine.generate(prompt, params, ANEW)
+
+
+def guesses(engine: Engine, ids: list[int], begun: int, most: int, vocabulary: int | None = None) -> list[int]:
+    """What is drafted after `ids`, with a prompt of the first `begun`, and a step for each but the newest one."""
+    model, store = engine._model, engine._store
+    kv = store.new_sequence()
+    span = store.open(kv, begun)
+    model.forward([span], ids[:begun], outputs=1)
+    store.commit(span)
+    for at in range(begun, len(ids) - 1):
+        span = store.open_step(kv)
+        model.step([span], [ids[at]], [greedy(model.config.vocab_size)])
+        store.commit(span)
+    drafted = MtpDrafter(model.mtp, vocabulary or model.config.vocab_size, lambda: kv).draft(
+        ids, min(most, store.rows_of_block(kv))
+    )
+    store.release(kv)
+    return [*drafted]

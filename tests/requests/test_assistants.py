@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from polarlm import EngineError, SamplingParams
-from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.config import EngineConfig
-from polarlm.engine.loading.need import need
-from polarlm.engine.model.layers.mtp import MtpRow
+from polarlm import EngineError
 from polarlm.model_loaders.files.draft_heads import head_beside
 from tests.conftest import FIXTURES
-from tests.cuda.several_devices import LimitedDevice
-from tests.pairs import each, mostly_slow
-from tests.requests.drafters import summary
-from tests.requests.test_drafts import prompts
-from tests.requests.test_mtp import BACKENDS, OPS, check_answers, guesses
+from tests.requests.drafters import BACKENDS, PARAMS, guesses, prompts, summary
+from tests.requests.drafters import SETTINGS as BASE
 from tests.tiny import load_tiny, make_model
 
-SETTINGS: dict[str, Any] = {
-    "block_size": 16,
-    "ctx_size": 200,
-    "parallel": 4,
-    "calibration": False,
-    "spec_type": "assistant",
-}
-PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SETTINGS = BASE | {"spec_type": "assistant"}
 ASSISTANTS = FIXTURES.parent / "assistants"
 WINDOW = 12  # of both models
 NAMES = ["gemma4_shared_kv", "gemma4_values_are_keys"]
@@ -69,49 +53,6 @@ def test_it_drafts_what_transformers_drafts(name: str, backend: Callable[[], Any
     assert sure > 20
 
 
-@mostly_slow("name, temperature, ops", product(NAMES, [0, 1.5], OPS), each(NAMES, [0, 1.5], OPS), ids=str)
-def test_answers_are_those_of_steps_of_one_token(tmp_path: Path, name: str, temperature: float, ops: str) -> None:
-    """Of several requests at once, beside drafts that are accepted."""
-    model, _ = with_assistant(tmp_path, name)
-    with load_tiny(model, ops=OPS[ops](), **SETTINGS, cache_type="balanced") as engine:
-        check_answers(engine, temperature)
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [NumpyOps, lambda: None, pytest.param(lambda: CudaOps(LimitedDevice(0)), marks=pytest.mark.slow)],
-    ids=["numpy", "default", "cuda"],
-)
-@pytest.mark.parametrize("cache_type", ["f16", "balanced"])
-def test_rows_of_several_sequences_are_those_of_each_alone(
-    cache_type: str, tmp_path: Path, backend: Callable[[], Any]
-) -> None:
-    """Of three sequences of unlike lengths, whose rows are computed together; with keys and values in half precision
-    they are those of transformers, also of prompts that continue what the prefix cache has."""
-    reference = np.load(ASSISTANTS / NAMES[0] / "reference.npz")
-    ids, wanted = reference["ids"].tolist(), reference["drafts"][:, 1].tolist()
-    model_path, _ = with_assistant(tmp_path)
-    with load_tiny(model_path, ops=backend(), **SETTINGS, cache_type=cache_type) as engine:
-        model, store, rows = engine._model, engine._store, list[MtpRow]()
-        lengths = [5, 28, 42]
-        for count in lengths:
-            kv = store.new_sequence()
-            for first, end in ((0, count // 2), (count // 2, count)):
-                span = store.open(kv, end - first)
-                model.forward([span], ids[first:end], outputs=1)
-                store.commit(span)
-            assert kv.hidden is not None
-            rows.append(MtpRow(store.open_step(kv), ids[count], kv.hidden))
-        together, alone = model.mtp.draft(rows), [model.mtp.draft([row])[0] for row in rows]
-        assert [token for token, _ in together] == [token for token, _ in alone]
-        for (_, one), (_, other) in zip(together, alone, strict=True):
-            np.testing.assert_allclose(one, other, atol=5e-3)
-        if cache_type == "f16":
-            assert [token for token, _ in alone] == [wanted[count - 1] for count in lengths]
-        for row in rows:
-            store.abort(row.span)
-
-
 def test_requests_are_drafted_for_with_the_assistants_own_tokens(tmp_path: Path) -> None:
     """From the path that is given, with nothing beside the model; and a request may say that it wants none."""
     model, assistant = with_assistant(tmp_path)
@@ -122,21 +63,6 @@ def test_requests_are_drafted_for_with_the_assistants_own_tokens(tmp_path: Path)
         assert answers[0].usage.drafted_tokens > 0 == answers[1].usage.drafted_tokens
         with pytest.raises(EngineError, match="load the engine with spec_type=eagle3"):
             engine.generate([5, 6], replace(PARAMS, spec_type="eagle3"))
-
-
-def test_it_takes_memory_only_if_asked_for(tmp_path: Path) -> None:
-    """Of weights alone: its layers have no keys and values."""
-    model, _ = with_assistant(tmp_path)
-    sizes = []
-    for kind in ("none", "assistant"):
-        with load_tiny(model, **SETTINGS | {"spec_type": kind, "device": "cpu"}) as engine:
-            assert "(gemma4, 4 layers)" in engine.fit_line()
-            plan, weights = engine._parts.plan, engine._parts.model.weights.bytes
-            needed = need(EngineConfig(weights=str(model), ctx_size=200, spec_type=kind, device="cpu")).bytes
-            sizes.append((plan.bytes, weights, needed))
-    (cache, *others), (cache_too, *others_too) = sizes
-    assert cache == cache_too
-    assert all(one < other for one, other in zip(others, others_too, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm import Engine, EngineError, SamplingParams
+from polarlm import Engine, EngineError
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.placement.request import PlacementRequest, Sizes, companion_bytes
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.drafters.draft_model import ModelDrafter
 from tests.random_model import random_model
-from tests.requests.drafters import ANEW, Unpaced, drafting, first_difference, margin, summary
-from tests.requests.test_drafts import plain, prompts
+from tests.requests.drafters import (
+    ANEW,
+    PARAMS,
+    SETTINGS,
+    Unpaced,
+    drafting,
+    first_difference,
+    margin,
+    plain,
+    prompts,
+    summary,
+)
 from tests.tiny import (
     VOCABULARY,
     assert_idle,
@@ -28,10 +38,6 @@ from tests.tiny import (
     make_model,
     preemptions,
 )
-
-BLOCK = 16
-SETTINGS: dict[str, Any] = {"block_size": BLOCK, "ctx_size": 200, "parallel": 4, "calibration": False}
-PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +152,6 @@ def test_what_cannot_be_is_told_in_a_sentence(tiny_path: Path, tmp_path: Path) -
         Engine.load(tiny_path, device="cpu", model_draft=str(strange), **SETTINGS)
     with pytest.raises(EngineError, match="nowhere"):
         Engine.load(tiny_path, device="cpu", model_draft=str(tmp_path / "nowhere"), **SETTINGS)
-    with pytest.raises(EngineError, match="spec_type=draft-simple: there is no draft model; give one with model_draft"):
-        Engine.load(tiny_path, device="cpu", **SETTINGS | {"spec_type": "draft-simple"})
-    sentence = pytest.raises(EngineError, match="needs a draft model")
-    with Engine.load(tiny_path, device="cpu", **SETTINGS) as engine, sentence:
-        engine.generate([5, 6], replace(PARAMS, spec_type="draft-simple"))
 
 
 def test_a_draft_model_has_no_snapshots(tiny_path: Path, tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_a_draft_model_has_no_snapshots(tiny_path: Path, tmp_path: Path) -> None
 
 
 def test_the_plan_leaves_room_for_the_draft_model(tiny_path: Path, other: Path) -> None:
-    config = EngineConfig(weights=str(tiny_path), model_draft=str(other), cache_type="f16", block_size=BLOCK)
+    config = EngineConfig(weights=str(tiny_path), model_draft=str(other), cache_type="f16", block_size=16)
     ops = NumpyOps()
     with Engine.load(tiny_path, device="cpu", **SETTINGS) as engine:
         model = engine.model.config

@@ -16,19 +16,24 @@ from polarlm.engine.model.warm_up import warm_up_drafts
 from polarlm.engine.outputs import fold
 from polarlm.engine.requests.drafters.prompt_lookup import PromptLookup
 from polarlm.engine.requests.drafts import Drafts, StepPlan, StepSeconds
-from tests.requests.drafters import ANEW, Known, Unpaced, draft_alone, drafting, first_difference, margin, summary
+from tests.requests.drafters import (
+    ANEW,
+    PARAMS,
+    SETTINGS,
+    Known,
+    Unpaced,
+    draft_alone,
+    drafting,
+    first_difference,
+    margin,
+    plain,
+    prompts,
+    summary,
+)
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny, make_model
 
-BLOCK = 16
-SETTINGS: dict[str, Any] = {"block_size": BLOCK, "ctx_size": 200, "parallel": 4, "calibration": False}
-PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11, *range(30, 40)]  # more than a step has rows for
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(5, VOCABULARY, rng.integers(1, 40)).tolist() for _ in range(count)]
 
 
 @pytest.fixture
@@ -36,12 +41,6 @@ def engine(tiny_path: Path) -> Iterator[Engine]:
     with load_tiny(tiny_path, cache_type="polarquant", **SETTINGS) as engine:
         yield engine
         assert_idle(engine)
-
-
-def plain(engine: Engine, prompt: Sequence[int], params: SamplingParams = PARAMS) -> Completion:
-    drafting(engine, lambda ids: None)
-    forget(engine)
-    return engine.generate(prompt, params, ANEW)
 
 
 def drafted(
@@ -209,7 +208,7 @@ def test_steps_of_several_rows_are_warmed_up(
     no steps."""
     seen: list[int] = []
     monkeypatch.setattr(warm_up, "warm_up_drafts", lambda model, rows: seen.append(rows) or warm_up_drafts(model, rows))
-    with Engine.load(make_model(tmp_path, model), device="cpu", **{**SETTINGS, "block_size": 16, **more}) as engine:
+    with Engine.load(make_model(tmp_path, model), device="cpu", **{**SETTINGS, **more}) as engine:
         assert seen == (wanted if engine._parts.model.ops.warm_up() is not None else [])
 
 

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +15,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from polarlm import Engine, EngineError, SamplingParams
-from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm import Engine, EngineError
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.need import need
-from polarlm.engine.model.layers.mtp import MtpRow
 from polarlm.engine.outputs import Chunk, fold
-from polarlm.engine.requests.drafters.mtp import MtpDrafter
-from polarlm.engine.sampling.sample import greedy
-from tests.cuda.several_devices import LimitedDevice
-from tests.eagle3 import DRAFTED_IDS, HEADS, KV_HEADS, D, F, drafts, hidden_size, make_head
-from tests.pairs import each, mostly_slow
-from tests.requests.drafters import Unpaced, drafting, summary
-from tests.requests.test_drafts import prompts
-from tests.requests.test_mtp import BACKENDS, OPS, check_answers, guesses
+from tests.eagle3 import DRAFTED_IDS, HEADS, KV_HEADS, D, F, drafts, hidden_size, make_head, with_head
+from tests.requests.drafters import BACKENDS, PARAMS, Unpaced, drafting, guesses, prompts, summary
+from tests.requests.drafters import SETTINGS as BASE
 from tests.tiny import VOCABULARY, assert_idle, load_tiny, make_model, preempt
 
-SETTINGS: dict[str, Any] = {
-    "block_size": 16,
-    "ctx_size": 200,
-    "parallel": 4,
-    "calibration": False,
-    "spec_type": "eagle3",
-}
-PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-
-
-def with_head(folder: Path, fixture: str = "llama_gqa_linear", **more: Any) -> tuple[Path, Path]:
-    """A model, and a head in a folder inside it."""
-    model = make_model(folder, fixture)
-    return model, make_head(folder / "head", model, **more)
+SETTINGS = BASE | {"spec_type": "eagle3"}
 
 
 HEADS_OF = {
@@ -77,87 +54,6 @@ def test_it_drafts_what_its_formulas_say(kind: str, backend: Callable[[], Any], 
                 assert found == wanted[: len(found)] != []
             sure += 1
     assert sure >= 4
-
-
-OF_TYPES = [
-    ("llama_gqa_llama3_tied", "f16"),
-    ("qwen3_5_moe_with_images", "balanced"),
-    ("gemma3_tied", "polarquant"),
-    ("olmo2_post_norms", "ring4"),
-    ("glm4_moe_lite", "balanced"),
-]
-
-
-@mostly_slow("of, temperature, ops", product(OF_TYPES, [0, 1.5], OPS), each(OF_TYPES, [0, 1.5, 1.5, 0], OPS), ids=str)
-def test_answers_are_those_of_steps_of_one_token(
-    tmp_path: Path, of: tuple[str, str], temperature: float, ops: str
-) -> None:
-    """Of several requests at once, beside drafts that are accepted; of models of any form."""
-    fixture, cache_type = of
-    model, _ = with_head(tmp_path, fixture, ids=DRAFTED_IDS)
-    with load_tiny(model, ops=OPS[ops](), **SETTINGS, cache_type=cache_type) as engine:
-        check_answers(engine, temperature)
-
-
-@BACKENDS
-def test_its_keys_and_values_are_of_the_states_of_the_model(tmp_path: Path, backend: Callable[[], Any]) -> None:
-    """Whatever has been drafted or rejected, and however many rows a step has had, beside another sequence's; and a
-    prompt's in chunks are those of its steps."""
-    ids = prompts(1)[0][:30]
-    model_path, _ = with_head(tmp_path, ids=DRAFTED_IDS)
-    with load_tiny(model_path, ops=backend(), **SETTINGS, cache_type="f16") as engine:
-        model, store, found = engine._model, engine._store, []
-        group = store.group_of(model.config.depth)
-        for begun, counts in ((16, [1] * 11), (16, [4, 1, 7, 3]), (1, [1] * 28), (27, [])):
-            other, kv = store.new_sequence(), store.new_sequence()
-            span = store.open(kv, begun)
-            model.forward([span], ids[:begun], outputs=1)
-            store.commit(span)
-            for count in counts:
-                start = kv.length
-                MtpDrafter(model.mtp, VOCABULARY, lambda kv=kv: kv).draft(ids[: start + 1], count)
-                spans = [store.open_step(other, 1), store.open_step(kv, count)]
-                rows = [*ids[start : start + count - 1], 9] if count > 1 else ids[start : start + 1]
-                model.step(spans, [7, *rows], [greedy(VOCABULARY)] * (1 + count))
-                store.commit_steps(spans, [1, max(1, count - 1)])
-            assert kv.length >= 27
-            arrays = store.groups[group].read_full(kv.tables[group].current, 11)
-            found.append([arrays[model.config.depth, side].astype(np.float32) for side in "kv"])
-            for one in (other, kv):
-                store.release(one)
-        for one in found[1:]:
-            np.testing.assert_allclose(found[0], one, atol=5e-3)
-        assert np.abs(found[0]).max() > 0.5
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [
-        NumpyOps,
-        lambda: None,
-        pytest.param(lambda: CudaOps(LimitedDevice(0)), marks=pytest.mark.slow),
-    ],
-    ids=["numpy", "default", "cuda"],
-)
-def test_rows_of_several_sequences_are_those_of_each_alone(tmp_path: Path, backend: Callable[[], Any]) -> None:
-    """Of three sequences of unlike lengths, whose rows are computed together."""
-    model_path, _ = with_head(tmp_path, ids=DRAFTED_IDS)
-    with load_tiny(model_path, ops=backend(), **SETTINGS, cache_type="f16") as engine:
-        model, store, rows = engine._model, engine._store, list[MtpRow]()
-        for ids in prompts(3):
-            kv = store.new_sequence()
-            span = store.open(kv, len(ids))
-            model.forward([span], ids, outputs=1)
-            store.commit(span)
-            assert kv.hidden is not None
-            rows.append(MtpRow(store.open_step(kv), ids[0], kv.hidden))
-        together, alone = model.mtp.draft(rows), [model.mtp.draft([row])[0] for row in rows]
-        assert [token for token, _ in together] == [token for token, _ in alone]
-        for (_, one), (_, other) in zip(together, alone, strict=True):
-            np.testing.assert_allclose(one, other, atol=5e-3)
-        assert len({token for token, _ in alone}) > 1
-        for row in rows:
-            store.abort(row.span)
 
 
 @pytest.mark.parametrize("cache_type", ["f16", "balanced"])
@@ -324,29 +220,3 @@ def test_a_pickled_head_is_refused(tmp_path: Path) -> None:
     (head / "model.safetensors").rename(head / "pytorch_model.bin")
     with pytest.raises(EngineError, match="holds its weights as a pickle"):
         load_tiny(model, **SETTINGS)
-
-
-def test_what_is_not_there_is_told_in_a_sentence(tiny_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"no EAGLE-3 head beside .*; give one with model_draft"):
-        load_tiny(make_model(tmp_path), **SETTINGS)
-    with load_tiny(tiny_path) as engine, pytest.raises(EngineError, match="load the engine with spec_type=eagle3"):
-        engine.generate([5, 6], replace(PARAMS, spec_type="eagle3"))
-    make_head(tmp_path / "head", tmp_path)
-    with (
-        load_tiny(tmp_path, **SETTINGS) as engine,
-        pytest.raises(EngineError, match="load the engine with spec_type=mtp"),
-    ):
-        engine.generate([5, 6], replace(PARAMS, spec_type="mtp"))
-
-
-def test_it_takes_memory_only_if_asked_for(tmp_path: Path) -> None:
-    model, _ = with_head(tmp_path)
-    sizes = []
-    for kind in ("none", "eagle3"):
-        with load_tiny(model, **SETTINGS | {"spec_type": kind, "cache_type": "f16", "device": "cpu"}) as engine:
-            assert "(llama, 2 layers)" in engine.fit_line()
-            plan, weights = engine._parts.plan, engine._parts.model.weights.bytes
-            assert len(plan.shape.kv_layers) == 2 + (kind == "eagle3")
-            needed = need(EngineConfig(weights=str(model), ctx_size=200, spec_type=kind, device="cpu")).bytes
-            sizes.append((plan.bytes, weights, needed))
-    assert all(one < other for one, other in zip(*sizes, strict=True))
