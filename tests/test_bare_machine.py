@@ -49,7 +49,7 @@ def test_every_test_of_a_gpu_is_found() -> None:
 def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     """Packed weights, which need no package for their format; and whole engines, with both kinds of launches."""
     some = "(activation and 3-True) or Q4_K_M-1] or demonstration or out_of_memory or (random_schedules and f16)"
-    some += " or replayed_passes or recurrent_layers or join_and_leave or (begin_ahead and not no)"
+    some += " or replayed_batches or recurrent_layers or join_and_leave or (begin_ahead and not no)"
     command = ["make", "--no-print-directory", "gpu-test", f"PY={sys.executable} -m tests.bare_machine"]
     results = tmp_path / "results.txt"
     flags = "--files test_linear,test_gpu,test_schedules"

@@ -1,8 +1,8 @@
 """`python -m tests.cuda.small_pass`: prompts, second turns and steps of small models on the GPU, for compute-sanitizer.
 
 Every array has memory of its own, so that an access beyond one is an access beyond an allocation. Nothing is recorded,
-since a graph would use memory that has been freed: what a recorded pass would replay is launched. It checks no results:
-other tests do.
+since a graph would use memory that has been freed: what a recorded batch would replay is launched. It checks no
+results: other tests do.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(ops: CudaOps) -> Iterator[tuple[str, bool]]:
         source = mixed if kind == "Q4_K_M" else RandomWeights(config, lambda _, kind=kind: kind)
         yield f"{kind}, {'/'.join(types)}", _finite(talk(model_from(ops, config, source, types)))
     yield ", ".join(_DEFAULT), _finite(two_turns(ops))
-    yield ", ".join((_EXPERTS[0], "/".join(_EXPERTS[1]))), _finite(passes(model_of(ops, *_EXPERTS, more=256)))
+    yield ", ".join((_EXPERTS[0], "/".join(_EXPERTS[1]))), _finite(batches(model_of(ops, *_EXPERTS, more=256)))
     if gpu_sizes.SIZES is not gpu_sizes.SMALL:
         yield ", ".join((_WINDOWED[0], "/".join(_WINDOWED[1]))), _finite(talk(model_of(ops, *_WINDOWED)))
 
@@ -75,8 +75,8 @@ def two_turns(ops: CudaOps) -> list[np.ndarray]:
     return seen
 
 
-def passes(model: Transformer) -> list[np.ndarray]:
-    """Logits of passes, of two prompts, of one of them that goes on, and of a step of the other."""
+def batches(model: Transformer) -> list[np.ndarray]:
+    """Logits of batches, of two prompts, of one of them that goes on, and of a step of the other."""
     store, logits = model.store, list[np.ndarray]()
     first, second = store.new_sequence(), store.new_sequence()
     for prompts, steps in (([(first, 40), (second, 33)], []), ([(first, 30)], [second])):

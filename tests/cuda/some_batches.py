@@ -1,4 +1,4 @@
-"""Passes of a model, for tests that compare recorded ones with others."""
+"""Batches of a model, for tests that compare recorded ones with others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from polarlm.engine.state.store import SequenceKV
 
 
 def batches_of(model: Transformer) -> list[np.ndarray]:
-    """The logits of passes, of prompts, some of which go on, and of steps. Their rows differ, and have one bucket."""
+    """The logits of batches, of prompts, some of which go on, and of steps. Their rows differ, and have one bucket."""
     rng, logits, running = np.random.default_rng(7), list[np.ndarray](), list[SequenceKV]()
     for counts in [(30, 25), (25, 24), (48,), (28, 22), (30, 22)]:
         new = [model.store.new_sequence() for _ in counts]

@@ -27,7 +27,7 @@ from tests.cuda import test_model_emulated
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import N, Talk, model_from, model_of
 from tests.cuda.test_packed_model import RandomWeights, mixed_model
-from tests.pairs import in_turn
+from tests.pairs import mostly_slow
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle, blocks_left, load_tiny
 
@@ -94,8 +94,8 @@ def together_and_alone(
     n: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> list[Results]:
-    """The logits, and what the store has of each sequence, of prompts in a pass, with steps where it takes them, and of
-    all one by one."""
+    """The logits, and what the store has of each sequence, of prompts in a batch, with steps where it takes them, and
+    of all one by one."""
     monkeypatch.setattr(test_model_emulated, "N", n)
     results = list[Results]()
     for together in (True, False):
@@ -130,46 +130,32 @@ def together_and_alone(
 
 
 @pytest.mark.parametrize(("fixture", "types", "high_precision", "n"), CASES)
-def test_prompts_and_steps_of_a_pass_are_computed_as_one_by_one(
+def test_prompts_and_steps_of_a_batch_are_computed_as_one_by_one(
     fixture: str,
     types: tuple[str, str],
     high_precision: HighPrecisionKind | None,
     n: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    both = together_and_alone(
-        lambda: CudaOps(open_device(checked=False)), fixture, types, high_precision, n, monkeypatch
-    )
-    (logits, stored), (wanted, wanted_stored) = both
-    # Products of a pass have more rows, which a library may add in another order, and steps have another attention.
-    assert np.abs(logits - wanted).max() <= 2.0**-9 * (wanted.max() - wanted.min())
-    for ours, alone in zip(stored, wanted_stored, strict=True):
-        for a, b in zip(ours, alone, strict=True):
-            if a.dtype.kind == "f":  # another kernel computes attention of steps, so that halves may be rounded up
-                np.testing.assert_allclose(a, b, rtol=0, atol=2.0**-9 * np.abs(b).max())
-            else:
-                assert (a == b).mean() > 0.98
-
-
-@in_turn("fixture types high_precision n", [getattr(case, "values", case) for case in CASES])
-def test_prompts_of_a_pass_on_a_cpu_are_those_of_one_by_one(
-    fixture: str,
-    types: tuple[str, str],
-    high_precision: HighPrecisionKind | None,
-    n: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """To the bit with compiled kernels. NumPy adds up products of more rows in another order."""
-    both = together_and_alone(CpuOps, fixture, types, high_precision, n, monkeypatch)
-    (logits, stored), (wanted, wanted_stored) = both
+    """To the bit with compiled kernels. NumPy adds up products of more rows in another order, as a library may on a
+    GPU, where steps have another attention, too: halves may be rounded up."""
     is_numpy = CpuOps.backend == "numpy"
-    np.testing.assert_allclose(logits, wanted, rtol=0, atol=2.0**-16 * np.ptp(wanted) * is_numpy)
-    for ours, alone in zip(chain(*stored), chain(*wanted_stored), strict=True):
-        assert (ours == alone).mean() >= (0.9 if is_numpy else 1)
+    for make_ops, off, same in (
+        (lambda: CudaOps(open_device(checked=False)), 2.0**-9, 0.98),
+        (CpuOps, 2.0**-16 * is_numpy, 0.9 if is_numpy else 1),
+    ):
+        both = together_and_alone(make_ops, fixture, types, high_precision, n, monkeypatch)
+        (logits, stored), (wanted, wanted_stored) = both
+        assert np.abs(logits - wanted).max() <= off * np.ptp(wanted)
+        for a, b in zip(chain(*stored), chain(*wanted_stored), strict=True):
+            if a.dtype.kind == "f" and make_ops is not CpuOps:
+                np.testing.assert_allclose(a, b, rtol=0, atol=off * np.abs(b).max())
+            else:
+                assert (a == b).mean() >= same
 
 
 @pytest.mark.parametrize("place", ["zeros", "launch"])
-def test_a_pass_that_fails_leaves_nothing_to_the_next_one(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_fails_leaves_nothing_to_the_next_one(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two layers' parts, and before what appends a layer's K/V has been taken."""
     device = open_device(checked=False)
     model = model_of(CudaOps(device), "llama_gqa_linear", ("f16", "f16"), room=(256, 13), more=2048)
@@ -198,18 +184,18 @@ def test_a_pass_that_fails_leaves_nothing_to_the_next_one(place: str, monkeypatc
 
 
 @pytest.mark.slow
-def test_rows_of_a_step_are_the_same_in_a_pass_to_the_bit() -> None:
+def test_rows_of_a_step_are_the_same_in_a_batch_to_the_bit() -> None:
     """With packed weights, whose product gives a row the same result whatever rows are beside it."""
     config, _ = mixed_model()
     weights, types, room = RandomWeights.for_kind(config, "q8_0"), ("ring4", "ring3.5"), (256, 13)
     results = []
-    for in_pass in (False, True):
+    for in_batch in (False, True):
         model = model_from(CudaOps(open_device(checked=False)), config, weights, types, room=room, more=2048)
         talk, rng = Talk(model, 4), np.random.default_rng(3)
         for number, have in enumerate((37, 20, 50)):
             talk.prompt(rng.integers(5, 96, have).tolist(), 1, number)
         prompt = rng.integers(5, 96, 30).tolist()
-        if in_pass:
+        if in_batch:
             spans = model.store.open_batch([(talk.sequences[3], len(prompt))])
             steps = [model.store.open_step(sequence) for sequence in talk.sequences[:3]]
             results.append(model.logits(model.forward_batch(spans, [prompt], steps, [7, 8, 9]))[1:])
@@ -227,7 +213,7 @@ ANEW = PromptOptions(cache_prompt=False)
 on_a_gpu = pytest.mark.parametrize("engine", ["cuda"], indirect=True)
 
 
-@pytest.fixture(params=["cuda", "cpu"])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def engine(tiny_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     settings = {"block_size": N, "ctx_size": 256, "cache_type": "f16", "calibration": False, "parallel": 6}
     ops = CpuOps() if request.param == "cpu" else CudaOps(open_device(checked=False))
@@ -238,20 +224,20 @@ def engine(tiny_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.
 
 
 @pytest.fixture
-def passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """A list that gets the rows of the prompts of each pass, and a 1 for each row of a running request."""
+def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """A list that gets the rows of the prompts of each batch, and a 1 for each row of a running request."""
     seen: list[list[int]] = []
 
     def note(ids: Any, steps: Any = (), step_ids: Any = ()) -> None:
         seen.append([*map(len, ids), *([1] * len(step_ids))])
 
-    before_passes(engine, monkeypatch, note)
+    before_batches(engine, monkeypatch, note)
     return seen
 
 
-def before_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch, call: Callable[..., None]) -> None:
-    """Call call(ids, steps and their ids) before each pass; a CPU computes one in chunks, and a prompt alone in another
-    way."""
+def before_batches(engine: Engine, monkeypatch: pytest.MonkeyPatch, call: Callable[..., None]) -> None:
+    """Call call(ids, steps and their ids) before each batch; a CPU computes one in chunks, and a prompt alone in
+    another way."""
     compute, chunks = engine._model.forward_batch, engine._model.batch_chunks
 
     def noted(spans: Any, *given: Any) -> Any:
@@ -266,9 +252,9 @@ def before_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch, call: Callabl
     monkeypatch.setattr(engine._model, "batch_chunks", noted_chunks)
 
 
-def several(passes: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """The passes of several prompts."""
-    return [rows for rows in passes if len(rows) > 1]
+def several(batches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """The batches of several prompts."""
+    return [rows for rows in batches if len(rows) > 1]
 
 
 def ask(engine: Engine, prompts: Sequence[Sequence[int]], constraints: Mapping[int, Any] = {}) -> list[list[Any]]:
@@ -285,19 +271,19 @@ def answers(outboxes: Sequence[Sequence[Any]]) -> list[tuple[int, ...]]:
     return [fold(outbox).token_ids for outbox in outboxes]
 
 
-def test_prompts_that_wait_are_computed_in_a_pass_as_far_as_it_has_rows(
-    engine: Engine, passes: list[list[int]]
+def test_prompts_that_wait_are_computed_in_a_batch_as_far_as_it_has_rows(
+    engine: Engine, batches: list[list[int]]
 ) -> None:
     """A prompt takes whole blocks: 48 tokens of 256. Short turns are rows of a step."""
     prompts = [*TOKENS[:6], TOKENS[6][:9]]
     together = answers(ask(engine, prompts))
-    assert several(passes) == [[40] * 5]
+    assert several(batches) == [[40] * 5]
     assert together == [fold(outbox).token_ids for prompt in prompts for outbox in ask(engine, [prompt])]
 
 
 @on_a_gpu
-def test_running_requests_take_a_step_in_a_pass(
-    engine: Engine, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+def test_running_requests_take_a_step_in_a_batch(
+    engine: Engine, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that draws its tokens, and one whose constraint forces some, so that its step has several rows."""
     monkeypatch.setattr(prefills, "GAP", math.inf)  # however slow the machine is
@@ -312,7 +298,7 @@ def test_running_requests_take_a_step_in_a_pass(
     engine.submit(TOKENS[1], params, ANEW, into=boxes[1])
     engine.work()
     engine.work()  # a step, whose time says when prompts are due
-    passes.clear()
+    batches.clear()
     for prompt, box in zip(TOKENS[2:4], boxes[2:], strict=True):
         engine.submit(prompt, params, ANEW, into=box)
     clock = next(iter(engine._runner.requests.values())).clock
@@ -321,13 +307,13 @@ def test_running_requests_take_a_step_in_a_pass(
     assert clock.generation - before > 0.5 * (time.perf_counter() - started)
     while engine.work():
         pass
-    assert len(passes) == 1
-    assert passes[0][:2] == [40, 40]
-    assert len(passes[0]) > 2
+    assert len(batches) == 1
+    assert batches[0][:2] == [40, 40]
+    assert len(batches[0]) > 2
     assert answers(boxes) == wanted
 
 
-@pytest.mark.parametrize("read", [None, 1], ids=["in a pass", "alone"])
+@pytest.mark.parametrize("read", [None, 1], ids=["in a batch", "alone"])
 def test_the_first_token_does_not_wait_for_codes(tiny_path: Path, read: int | None) -> None:
     """Head and sampling are launched before what encodes the last layers, with which all are sealed here."""
     device = EmulatedDevice(checked=False)
@@ -341,11 +327,11 @@ def test_the_first_token_does_not_wait_for_codes(tiny_path: Path, read: int | No
 
 
 @on_a_gpu
-@pytest.mark.parametrize(("many", "read"), [(256, None), (40, None), (40, 1)], ids=["few", "many", "alone"])
-def test_only_passes_of_many_rows_tell_how_many_fit_beside_running_requests(
-    engine: Engine, passes: list[list[int]], many: int, read: int | None, monkeypatch: pytest.MonkeyPatch
+@mostly_slow("many, read", [(256, None), (40, None), (40, 1)], [(40, None)], ids=["few", "many", "alone"])
+def test_only_batches_of_many_rows_tell_how_many_fit_beside_running_requests(
+    engine: Engine, batches: list[list[int]], many: int, read: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here, where a step may wait for no row at all, no prompt joins it once a pass has told so. A prompt that is
+    """Here, where a step may wait for no row at all, no prompt joins it once a batch has told so. A prompt that is
     computed alone, in chunks, tells nothing."""
     monkeypatch.setattr(prefills, "GAP", 1e-12)
     monkeypatch.setattr(engine._runner._batches, "few_rows", many)
@@ -354,13 +340,13 @@ def test_only_passes_of_many_rows_tell_how_many_fit_beside_running_requests(
     engine.submit(TOKENS[4], replace(GREEDY, max_tokens=8), ANEW, into=[])
     engine.work()
     engine.work()  # a step, whose time says when prompts are due
-    passes.clear()
+    batches.clear()
     ask(engine, TOKENS[:2])
-    assert [rows for rows in passes if len(rows) > 2] == ([] if many == 40 and read is None else [[40, 40, 1]])
+    assert [rows for rows in batches if len(rows) > 2] == ([] if many == 40 and read is None else [[40, 40, 1]])
 
 
 def test_a_prompt_that_fails_harms_no_other(
-    engine: Engine, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = answers(ask(engine, TOKENS[:4]))
 
@@ -368,7 +354,7 @@ def test_a_prompt_that_fails_harms_no_other(
         if TOKENS[1] in ids:
             raise EngineError("This prompt fails")
 
-    before_passes(engine, monkeypatch, fail)
+    before_batches(engine, monkeypatch, fail)
     monkeypatch.setattr(prefills, "GAP", 1e9)
     running, longer = list[Any](), replace(GREEDY, max_tokens=8)
     engine.submit(TOKENS[5], longer, ANEW, into=running)
@@ -382,7 +368,7 @@ def test_a_prompt_that_fails_harms_no_other(
     assert answers(others) == [wanted[0], *wanted[2:]]
 
 
-@pytest.mark.parametrize("prompts", [1, 2], ids=["alone", "in a pass"])
+@pytest.mark.parametrize("prompts", [1, 2], ids=["alone", "in a batch"])
 @pytest.mark.parametrize("in_steps", [False, True])
 def test_an_error_that_lasts_ends_all_requests_with_a_sentence(
     tiny_path: Path, prompts: int, in_steps: bool, monkeypatch: pytest.MonkeyPatch
@@ -420,7 +406,7 @@ def test_an_error_that_lasts_ends_all_requests_with_a_sentence(
 
 @pytest.mark.parametrize(("types", "most"), [("f16", 128), pytest.param("balanced", 256, marks=pytest.mark.slow)])
 def test_what_is_warmed_up_changes_no_answer_and_leaves_nothing(tiny_path: Path, types: str, most: int) -> None:
-    """Each number of rows twice, in passes and in steps of at most as many requests as run: nothing while one waits,
+    """Each number of rows twice, in batches and in steps of at most as many requests as run: nothing while one waits,
     and nothing for which the prefix cache would forget what it knows, of which a store of f16 has no more beside."""
     settings = {"block_size": N, "ctx_size": 256, "cache_type": types, "calibration": False, "parallel": 3}
     wanted: list[Any] = []
@@ -457,8 +443,8 @@ def test_what_is_warmed_up_changes_no_answer_and_leaves_nothing(tiny_path: Path,
     assert wanted[0] == wanted[1]
 
 
-def test_a_pass_without_memory_for_its_buffers_has_fewer_prompts(
-    engine: Engine, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+def test_a_batch_without_memory_for_its_buffers_has_fewer_prompts(
+    engine: Engine, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only a prompt that has none alone fails."""
     long = [*TOKENS[4], *TOKENS[5]]
@@ -471,16 +457,16 @@ def test_a_pass_without_memory_for_its_buffers_has_fewer_prompts(
         return buffer(format, rows, **more)
 
     monkeypatch.setattr(ops, "buffer", limited)
-    passes.clear()
+    batches.clear()
     assert answers(ask(engine, TOKENS[:4])) == wanted
-    assert passes == [[40] * 2] * 2
+    assert batches == [[40] * 2] * 2
     most = 48
     failed, *others = ask(engine, [long, *TOKENS[:4]])
     assert failed[-1].code == "out_of_memory"
     assert answers(others) == wanted
 
 
-def test_a_constraint_that_fails_harms_no_other(engine: Engine, passes: list[list[int]]) -> None:
+def test_a_constraint_that_fails_harms_no_other(engine: Engine, batches: list[list[int]]) -> None:
     wanted = answers(ask(engine, TOKENS[:3]))
 
     class Failing(InTurn):
@@ -488,13 +474,13 @@ def test_a_constraint_that_fails_harms_no_other(engine: Engine, passes: list[lis
             raise EngineError("This constraint fails")
 
     outboxes = ask(engine, TOKENS[:3], {1: Failing([None], VOCABULARY)})
-    assert passes == [[40] * 3] * 2
+    assert batches == [[40] * 3] * 2
     assert isinstance(outboxes[1][-1], EngineError)
     assert answers([outboxes[0], outboxes[2]]) == [wanted[0], wanted[2]]
 
 
 def test_coding_again_without_memory_fails_no_request(
-    engine: Engine, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted, failed = answers(ask(engine, TOKENS[:2])), list[object]()
 
@@ -507,22 +493,22 @@ def test_coding_again_without_memory_fails_no_request(
     assert failed
 
 
-def test_prompts_without_room_wait(engine: Engine, passes: list[list[int]]) -> None:
-    """At each place in a pass: one prompt and its answer need two blocks, beside the sink and the current block."""
+def test_prompts_without_room_wait(engine: Engine, batches: list[list[int]]) -> None:
+    """At each place in a batch: one prompt and its answer need two blocks, beside the sink and the current block."""
     wanted = answers(ask(engine, TOKENS[:4]))
     for left in range(2, 7):
         with blocks_left(engine, left):
             assert answers(ask(engine, TOKENS[:4])) == wanted
-    assert {rows.count(40) for rows in passes} >= {2, 3, 4}
+    assert {rows.count(40) for rows in batches} >= {2, 3, 4}
 
 
-def test_a_cancelled_request_leaves_the_others_alone(engine: Engine, passes: list[list[int]]) -> None:
+def test_a_cancelled_request_leaves_the_others_alone(engine: Engine, batches: list[list[int]]) -> None:
     wanted = answers(ask(engine, TOKENS[:3]))
     outboxes: list[list[Any]] = [[] for _ in range(3)]
     tickets = [engine.submit(prompt, GREEDY, ANEW, into=box) for prompt, box in zip(TOKENS, outboxes, strict=False)]
     tickets[1].cancel()
     engine.work()
-    assert passes[-1] == [40, 40]
+    assert batches[-1] == [40, 40]
     tickets[0].cancel()
     while engine.work():
         pass
@@ -530,15 +516,15 @@ def test_a_cancelled_request_leaves_the_others_alone(engine: Engine, passes: lis
 
 
 @pytest.mark.parametrize("engine", ["cpu"], indirect=True)
-def test_a_request_leaves_a_pass_between_its_chunks(
-    engine: Engine, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+def test_a_request_leaves_a_batch_between_its_chunks(
+    engine: Engine, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is cancelled, or preempted, as the first one is while others run: it is computed again."""
     wanted = answers(ask(engine, TOKENS[:4]))
     monkeypatch.setattr(engine._model.ops, "prefill_rows", 48)
     for gone in range(4):
         outboxes: list[list[Any]] = [[] for _ in range(4)]
-        passes.clear()
+        batches.clear()
         if gone == 3:
             outboxes.append([])
             engine.submit(TOKENS[4], replace(GREEDY, max_tokens=30), ANEW, into=outboxes[4])
@@ -547,7 +533,7 @@ def test_a_request_leaves_a_pass_between_its_chunks(
         tickets = [
             engine.submit(prompt, GREEDY, ANEW, into=box) for prompt, box in zip(TOKENS, outboxes[:4], strict=False)
         ]
-        while not several(passes):
+        while not several(batches):
             assert engine.work()
         if gone == 3:
             assert engine._runner._preempt()
@@ -559,8 +545,8 @@ def test_a_request_leaves_a_pass_between_its_chunks(
         assert answers([outboxes[number] for number in left]) == [wanted[number] for number in left]
 
 
-def test_prompts_that_are_read_and_continued_ones_are_computed_alone(engine: Engine, passes: list[list[int]]) -> None:
-    """Whose log-probabilities are asked for; a prompt that goes on with what the store has joins a pass."""
+def test_prompts_that_are_read_and_continued_ones_are_computed_alone(engine: Engine, batches: list[list[int]]) -> None:
+    """Whose log-probabilities are asked for; a prompt that goes on with what the store has joins a batch."""
     outboxes: list[list[Any]] = [[] for _ in range(4)]
     reading = replace(GREEDY, prompt_logprobs=1)
     engine.generate(TOKENS[0], GREEDY)
@@ -571,5 +557,5 @@ def test_prompts_that_are_read_and_continued_ones_are_computed_alone(engine: Eng
         engine.submit(prompt, params, into=outbox)
     while engine.work():
         pass
-    assert several(passes) == [[40, 40]]
+    assert several(batches) == [[40, 40]]
     assert all(fold(outbox).finish_reason == "length" for outbox in outboxes)

@@ -119,7 +119,7 @@ def test_replayed_steps_equal_launched_steps(types: tuple[str, str], kind: str, 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("kind", ["llama_gqa_linear", "packed"])
-def test_replayed_passes_equal_launched_passes(kind: str, overlaps: bool) -> None:
+def test_replayed_batches_equal_launched_batches(kind: str, overlaps: bool) -> None:
     """Of about 50 rows, in the bucket of 64, with prompts that go on and steps."""
     from polarlm.engine.backends.cuda.device.cupy_device import CupyDevice
 
@@ -191,7 +191,7 @@ def test_the_memory_of_graphs_fits_into_what_is_not_counted() -> None:
     ops = CudaOps(open_device())
     model = model_from(ops, config, RandomWeights.for_kind(config, "q4_k"), ("f16", "f16"), room=(1024, 16))
     calls = recording_warm_ups(model, 8)
-    assert len(calls) == 2 * (4 + 4)  # passes, then steps, each of four numbers of rows
+    assert len(calls) == 2 * (4 + 4)  # batches, then steps, each of four numbers of rows
 
     def taken(calls: Sequence[Callable[[], None]]) -> int:
         """Bytes that these calls take for good, but for arrays."""
@@ -205,10 +205,10 @@ def test_the_memory_of_graphs_fits_into_what_is_not_counted() -> None:
 
     for call in calls[::2]:  # compiles and allocates
         call()
-    passes, steps = taken(calls[1:8:2]), taken(calls[9::2])
-    all_kept = MOST_BATCHES // 4 * passes + MOST_RECORDINGS // 4 * steps
+    batches, steps = taken(calls[1:8:2]), taken(calls[9::2])
+    all_kept = MOST_BATCHES // 4 * batches + MOST_RECORDINGS // 4 * steps
     print(
-        f"graphs: {passes / 2**20:.1f} MiB of 4 passes, {steps / 2**20:.1f} of 4 steps, {all_kept / 2**20:.0f} of all"
+        f"graphs: {batches / 2**20:.1f} MiB of 4 batches, {steps / 2**20:.1f} of 4 steps, {all_kept / 2**20:.0f} of all"
     )
     assert all_kept <= _UNCOUNTED_BYTES // 2
 

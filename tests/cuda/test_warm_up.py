@@ -102,7 +102,7 @@ def test_a_conversation_launches_nothing_unexpected(
             converse(engine, length)
         assert not device.unexpected() - {"copy_full_kernel"}  # it takes over a part of a block
         monkeypatch.setattr(prefills, "GAP", math.inf)
-        for prompt in (PROMPT[:60], PROMPT[:60], PROMPT[50:110], PROMPT[60:150]):  # the last ones in a pass
+        for prompt in (PROMPT[:60], PROMPT[:60], PROMPT[50:110], PROMPT[60:150]):  # the last ones in a batch
             engine.submit(prompt, SOME, into=[])
             engine.work()
         while engine.work():
