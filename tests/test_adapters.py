@@ -23,7 +23,7 @@ from tests.adapters import ALL, changed_model, random_changes, write_peft
 from tests.tiny import assert_idle, load_tiny, make_model
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "cache_type": "f16", "calibration": False}
-_MANY = 20  # tokens of answers, so that all of a batch run at the same time
+_MANY = 10  # tokens of answers, so that all of a batch run at the same time
 PROMPT = [5 + 7 * i % 90 for i in range(41)]
 # Name → rank, modules that are changed, lora_alpha, and use_rslora.
 ADAPTERS: dict[str, tuple[int, tuple[str, ...], float, bool]] = {

@@ -63,7 +63,7 @@ def continued(engine: Engine, number: int, answer: Completion, more: int = 20) -
     return engine.generate([*prompt(number), *answer.token_ids, *prompt(100 + number, more)], GREEDY)
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[pytest.param(MODELS[0], marks=pytest.mark.slow), *MODELS[1:]])
 def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     (folder := tmp_path / request.param).mkdir()
     return make_model(folder, request.param)

@@ -31,7 +31,7 @@ def folders(folder: Path, kind: str, model: str) -> list[Path]:
     return paths
 
 
-@mostly_slow("kind", KINDS, ["awq", "compressed-tensors", "fp8", "nf4"])
+@mostly_slow("kind", KINDS, ["compressed-tensors", "nf4"])
 def test_logits_are_those_of_the_values(kind: str, tmp_path: Path) -> None:
     """To the bit in NumPy, which has the values of every kind but NF4; with compiled kernels near them."""
     is_rounded = kind == "nf4" or find(KINDS[kind].type) is None  # a router may then choose other experts

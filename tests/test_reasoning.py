@@ -16,7 +16,7 @@ from polarlm.engine.requests.prompts import prompt_ids
 from polarlm.model_loaders import load
 from polarlm.model_loaders.chat.reasoning import Tags, find_tags
 from tests.rendering import rendered
-from tests.tiny import VOCABULARY, assert_idle, make_model
+from tests.tiny import VOCABULARY, assert_idle, forget, make_model
 
 TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
 CONTROL = ("<s>", "</s>", "<|im_end|>", "<|im_start|>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
@@ -39,16 +39,23 @@ def tokenizer_json() -> str:
     return library.to_str()
 
 
-@pytest.fixture(params=["qwen3", "qwq", "deepseek-r1-distill"])
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+@pytest.fixture(params=["qwen3", "qwq", "deepseek-r1-distill"], scope="module")
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """The tiny model with the template of a model that reasons."""
-    make_model(tmp_path)
+    tmp_path = make_model(tmp_path_factory.mktemp("reasons"))
     (tmp_path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     template = (TEMPLATES / f"{request.param}.jinja").read_text(encoding="utf-8")
     (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
     with Engine.load(tmp_path, device="cpu", cache_type="f16", calibration=False, block_size=BLOCK) as engine:
         yield engine
-        assert_idle(engine)
+
+
+@pytest.fixture
+def engine(loaded: Engine) -> Engine:
+    """The same, which knows no earlier prompts."""
+    assert_idle(loaded)
+    forget(loaded)
+    return loaded
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.sampling.constraints import mask_words, only_token
 from polarlm.engine.sampling.reasoning_budget import ReasoningBudget, ReasoningEdges, budget_of
 from tests import call_templates
-from tests.test_reasoning import QUESTION, engine  # noqa: F401 - a fixture
+from tests.test_reasoning import QUESTION, engine, loaded  # noqa: F401 - fixtures
 from tests.tool_model import tool_engine
 
 MESSAGES = [{"role": "user", "content": QUESTION}]

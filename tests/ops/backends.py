@@ -29,7 +29,7 @@ class Backend(NamedTuple):
 NUMPY = Backend("numpy", lambda: NumpyOps(1))
 CUDA = Backend("cuda", lambda **options: CudaOps(open_device(**options)))
 EVERY_LEVEL: list[Backend] = []
-SOME: list[Backend] = []  # up to four levels, the least and the highest among them, for tests that are not slow
+SOME: list[Backend] = []  # up to four levels, the least and the highest among them
 MATRICES: list[Backend] = []  # whose prompts attend by products of matrices of bfloat16
 if importlib.util.find_spec("llvmlite") is not None and not on_gpu():
     from polarlm.engine.backends.native.graphs import Graphs
@@ -66,20 +66,25 @@ if importlib.util.find_spec("llvmlite") is not None and not on_gpu():
     MATRICES = [_bfloat_backend(level) for level in bfloat]
 
 BEST = EVERY_LEVEL[-1:]  # nothing where no kernel is compiled
+BETWEEN = SOME[1:-1]
 
 
 def backends(*chosen: Backend) -> pytest.MarkDecorator:
-    """Runs a test with the ops of each of these backends. Without any, which is so where no kernel is compiled, the
-    test is skipped."""
-    return pytest.mark.parametrize("ops", chosen, ids=str, indirect=True)
+    """Runs a test with the ops of each of these backends, of the levels between the least and the highest in a slow
+    test. Without any, which is so where no kernel is compiled, the test is skipped."""
+    return pytest.mark.parametrize("ops", [_marked((one,)) for one in chosen], ids=str, indirect=True)
 
 
 def backend_cases(
     names: str, cases: list[tuple[Any, ...]], slow: Iterable[tuple[Any, ...]] = ()
 ) -> pytest.MarkDecorator:
     """As `pytest.mark.parametrize`; the first name is `ops`, and each case begins with its backend. Cases of `slow`
-    that are not among the others are slow."""
-    every = [*cases, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow if case not in cases)]
-    backends = [backend for backend, *_ in cases] + [one.values[0] for one in every[len(cases) :]]
-    ids = [f"{backend}-{number}" for number, backend in enumerate(backends)]
+    that are not among the others are slow, and so are those of levels between the least and the highest."""
+    more = [case for case in slow if case not in cases]
+    every = [*map(_marked, cases), *(pytest.param(*case, marks=pytest.mark.slow) for case in more)]
+    ids = [f"{backend}-{number}" for number, (backend, *_) in enumerate([*cases, *more])]
     return pytest.mark.parametrize(names.split(), every, indirect=["ops"], ids=ids)
+
+
+def _marked(case: tuple[Any, ...]) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow if case[0] in BETWEEN else ())

@@ -76,7 +76,11 @@ OF_CPU = [
 ]
 
 
-@backend_cases("ops shape", [(backend, shape) for backend in FLOAT_LEVELS for shape in OF_CPU])
+@backend_cases(
+    "ops shape",
+    each(FLOAT_LEVELS or [NUMPY], OF_CPU),
+    slow=[(backend, shape) for backend in FLOAT_LEVELS for shape in OF_CPU],
+)
 def test_tiles_without_a_metric_are_those_of_numpy(ops: Any, monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
     """From a buffer, zeros, tiny values and values beyond half precision included, and from slots. Kernels encode."""
     monkeypatch.setattr("polarlm.engine.backends.native.kv.encoding.encode_side", None)
