@@ -1,221 +1,229 @@
-// Blocks of Markdown that grow: words, code, the rows of a table.
+// Markdown that grows, as elements: blocks that are complete are forgotten, and of the others only what changes is drawn anew.
 
-/** Bounds of an answer: elements of its formulas, and milliseconds in which its code is coloured. */
-const roomOf = () => ({ elements: FORMULAS.all, milliseconds: COLOURS.all });
+const WORDS = /[^]{1,6000}$|[^]{1,6000}(?<=\s)|[^]{1,6000}/gu; // pieces of a long paragraph, which are read and laid out each on its own
+const MARKS = 12; // bold text, links and the like in each other
+const ROWS = 300; // of a table, which goes on in another one: a browser lays out a whole table anew whenever it grows
+const OFTEN = { length: 8000, share: 128 }; // a longer text is drawn when this share of the rest is new, so that the time for all is linear
 
-/** A paragraph, a heading, an item or a cell. When it grows, only text whose meaning may still change is read again. */
-class InlineText {
-  /** before: nodes in front of the words. */
-  constructor(element, room, ...before) {
-    this.element = put(element, ...before);
-    this.parts = new Parts(element);
-    this.room = room;
-    this.text = ""; // the text after the fixed nodes, and one character before it
-    this.from = 0; // the place in `text` after that character
-    this.lastFixed = element.lastChild; // the last node that no longer changes
-    this.elementsOfRest = 0; // what the other nodes took of the room
-    this.wholeText = "";
-    this.lines = 1;
-    this.unreadLines = ""; // lines in which no formula has been looked for
-    this.formulaEnd = ""; // what ends the formula that they may belong to
-    this.formulaLength = 0; // its characters
+/** Beginnings of a line that may still become another kind of line. */
+const UNDECIDED = /^(?:[\s\d>*+_=#~`|:.)([\]$\\-]{0,500}[xX]?|\s*(?:`{3,}|~{3,}).*|.*\r)$/;
+
+/** Writes Markdown into an element piece by piece: `write` any text, then `flush` once a frame. */
+class Markdown {
+  #text = ""; // from the last block on
+  #drawn = 0; // its characters that are drawn
+  #blocks = [];
+  #room = { elements: FORMULAS.all, milliseconds: COLOURS.all };
+
+  constructor(target) {
+    this.target = target;
+    target.replaceChildren();
   }
 
-  write(text) {
-    this.text += text;
-    this.wholeText += text;
-    this.unreadLines += text;
-  }
-
-  /** Whether the next line belongs to a formula. */
-  get opensFormula() {
-    const lines = this.unreadLines.split("\n");
-    this.unreadLines = "";
-    for (const line of lines) this.#look(line);
-    return this.formulaEnd !== "";
-  }
-
-  #look(line) {
-    const opening = !this.formulaEnd && /^(?:\$\$(?!\$)|\\\[)/.exec(line)?.[0];
-    if (opening) [this.formulaEnd, this.formulaLength] = [opening === "$$" ? "$$" : "\\]", 0];
-    this.formulaLength += line.length + 1;
-    if (this.formulaEnd && (line.includes(this.formulaEnd, opening ? 2 : 0) || this.formulaLength > FORMULAS.longest)) this.formulaEnd = "";
-  }
+  write(text) { this.#text = (this.#text + text).replaceAll("\r\n", "\n"); }
 
   flush() {
-    const { marks, settled } = read(this.text, this.from), { text, room, parts } = this;
-    direct(this.element, text);
-    while (parts.last.lastChild !== this.lastFixed) parts.last.lastChild.remove();
-    room.elements += this.elementsOfRest;
-    parts.add(nodesOf(text, marks, this.from, settled, room));
-    this.lastFixed = parts.last.lastChild;
-    this.elementsOfRest = room.elements;
-    parts.last.append(...nodesOf(text, marks, settled, text.length, room));
-    this.elementsOfRest -= room.elements;
-    if (settled === this.from) return;
-    this.text = text.slice(settled - 1);
-    this.from = 1;
+    const { length } = this.#text, lastLine = this.#text.lastIndexOf("\n") + 1;
+    if (OFTEN.share * (length - this.#drawn) < length - OFTEN.length) return;
+    this.#draw(UNDECIDED.test(this.#text.slice(lastLine)) ? this.#text.slice(0, lastLine) : this.#text);
+  }
+
+  /** Ends the text. */
+  end() {
+    this.#draw(this.#text);
+    for (const block of this.#blocks) block.complete();
+  }
+
+  #draw(text) {
+    const nodes = treeOf(parse(parser.block, text)), lines = text.split("\n");
+    drawNodes(this.target, this.#blocks, nodes, this.#room);
+    const last = nodes.findLastIndex(({ line }) => line + 2 < lines.length); // what its first two lines begin
+    const from = last > 0 ? lines.slice(0, nodes[last].line).join("\n").length + 1 : 0;
+    if (from) for (const block of this.#blocks.splice(0, last)) block.complete();
+    this.#text = this.#text.slice(from);
+    this.#drawn = text.length - from;
   }
 }
 
-/**
- * Bounds of colours: characters of a block of code, and of the pieces in which highlight.js reads it, since it takes
- * quadratic time for some; milliseconds for all code of an answer; colours in each other; and how much a block grows before
- * it is coloured again.
- */
-const COLOURS = { longest: 50_000, piece: 500, all: 500, depth: 20, growth: 1.2 };
-const PIECE = new RegExp(`[^]{1,${COLOURS.piece}}(?<=\\n)|[^]{1,${COLOURS.piece}}`);
-
-let colouredUntil = 0; // when highlight.js stops
-
-/** highlight.js's name of the language that reads `language` in pieces; undefined if it does not know it. */
-function inPieces(language) {
-  const languageObject = hljs.getLanguage(language), subLanguage = languageObject && hljs.listLanguages().find((name) => hljs.getLanguage(name) === languageObject);
-  const name = subLanguage && `pieces of ${subLanguage}`;
-  if (name && !hljs.getLanguage(name)) {
-    const stops = () => { if (performance.now() > colouredUntil) throw new Error("the time is over"); }; // highlight.js returns what it has by then
-    hljs.registerLanguage(name, () => ({ unicodeRegex: true, contains: [{ begin: PIECE, subLanguage, "on:begin": stops }] }));
-  }
-  return name;
-}
-
-/** A block of code. Text is appended to it, and coloured when it has grown and when it is complete. */
-class Code {
-  constructor(fence, indent, language, room) {
-    Object.assign(this, { fence, indent, language, room, lines: 0, text: "", fresh: "", coloured: 0 });
-    const copying = copyButton("Copy code", () => this.text + this.fresh);
-    const bar = put(make("figcaption"), make("span", "language", language || "Code"), copying);
-    this.pre = region("pre", "", "", language ? `Code, ${language}` : "Code");
-    this.parts = new Parts(this.pre.appendChild(make("code")), "\n", Infinity);
-    this.element = put(make("figure", "code"), bar, this.pre);
-    this.pieces = inPieces(/^[\w+#.-]*/.exec(language)[0]);
-  }
-
-  write(text) { this.fresh += text; }
-
-  flush() {
-    this.#append();
-    const whole = this.text.lastIndexOf("\n") + 1;
-    if (whole > COLOURS.growth * this.coloured) this.#colour(whole, this.room.milliseconds - COLOURS.all / 2);
-  }
-
-  /** Colours the code if highlight.js knows its language. */
-  close() {
-    this.#append();
-    this.#colour(this.text.length, this.room.milliseconds);
-  }
-
-  #append() {
-    this.parts.addText(visibleCode(this.fresh));
-    this.text += this.fresh;
-    this.fresh = "";
-  }
-
-  /** Colours the first `length` characters, if it takes no more than so many milliseconds; those that come later stay as they are. */
-  #colour(length, milliseconds) {
-    if (!this.pieces || length > COLOURS.longest || milliseconds <= 0) return;
-    const startTime = performance.now(), text = visibleCode(this.text.slice(0, length));
-    colouredUntil = startTime + milliseconds;
-    const { _emitter } = hljs.highlight(text, { language: this.pieces, ignoreIllegals: true });
-    const nodes = _emitter.rootNode.children.flatMap((piece) => piece.children ?? piece).map((node) => colouredNode(node));
-    const parts = new Parts(make("code"), "\n", Infinity), done = nodes.reduce((sum, { textContent }) => sum + textContent.length, 0);
-    parts.add(nodes);
-    parts.addText(text.slice(done) + visibleCode(this.text.slice(length)));
-    this.#replace(parts);
-    this.coloured = length;
-    this.room.milliseconds -= performance.now() - startTime;
-  }
-
-  /** Shows other nodes, but keeps those at the beginning that are the same, and with them what somebody has selected. */
-  #replace(parts) {
-    const code = this.pre.firstChild;
-    let lastSame = null;
-    for (let next = code.firstChild; next && parts.element.firstChild?.isEqualNode(next); next = next.nextSibling) {
-      parts.element.firstChild.remove();
-      lastSame = next;
+/** The nodes of a list of tokens: { key, token, line, text, children, … }. Blocks with one key may stay when their text changes. */
+function treeOf(tokens) {
+  const root = { children: [] }, open = [root];
+  for (const token of tokens) {
+    const { type, tag, info, attrs, content, nesting, map } = token, parent = open.at(-1);
+    if (tag === "thead" || tag === "tbody") continue;
+    if (type === "inline") addWords(open, content);
+    else if (nesting < 0) open.pop();
+    else {
+      const node = { key: `${type} ${tag} ${info} ${attrs ?? ""}`, token, line: map?.[0], children: [] };
+      if (!nesting && tag === "code") Object.assign(node, { text: content.replace(/\n$/, ""), isComplete: isClosed(token) });
+      (type === "tr_open" ? rowsOf(parent) : parent).children.push(node);
+      if (nesting) open.push(node);
     }
-    while (code.lastChild !== lastSame) code.lastChild.remove();
-    const isWhole = parts.last === parts.element;
-    while (parts.element.firstChild) code.append(parts.element.firstChild);
-    this.parts = Object.assign(parts, { element: code, last: isWhole ? code : code.lastChild });
   }
+  return root.children;
 }
 
-/** A node of highlight.js's tree as a node of the page: a text, or an element around others. */
-function colouredNode(node, depth = 0) {
-  if (typeof node === "string") return document.createTextNode(node);
-  if (depth === COLOURS.depth) return document.createTextNode(textUnder(node));
-  return put(make("span", colourOf(node)), ...node.children.map((child) => colouredNode(child, depth + 1)));
+/** Gives the last open node its words; a note and an item of a task begin with a mark. */
+function addWords(open, content) {
+  const node = open.at(-1), around = open.at(-2);
+  node.text = content;
+  if (node.token.tag !== "p" || !content.startsWith("[")) return;
+  node.note = NOTE.exec(content);
+  node.task = around.token?.tag === "li" && around.children.length === 1 ? TASK.exec(content) : null;
+  const [mark] = node.note ?? node.task ?? [""];
+  node.key += mark;
+  node.text = content.slice(mark.length);
 }
 
-const colourOf = ({ scope }) => (!scope || scope.includes(":") ? "" : `hljs-${scope.split(".")[0]}`); // with a colon: a language in another
-
-/** The text in a node of highlight.js's tree, which may be deeper than the stack. */
-function textUnder(node) {
-  const texts = [], waiting = [node];
-  while (waiting.length) {
-    const next = waiting.pop();
-    if (typeof next === "string") texts.push(next);
-    else waiting.push(...next.children.slice().reverse());
-  }
-  return texts.join("");
+/** The part of a table that gets its next row. */
+function rowsOf({ children }) {
+  if (!(children.at(-1)?.children.length < ROWS)) children.push({ key: "rows", token: { tag: "table" }, children: [] });
+  return children.at(-1);
 }
 
-/** A row of a table, whose cells grow one after the other. */
-class Row {
-  constructor(element, cell, aligns, room) {
-    Object.assign(this, { element, cell, aligns, room, hasBegun: false, pending: "", words: null, cells: 0 });
-    this.placeholder = make(cell); // one element in place of the cells that have not come
-    this.placeholder.colSpan = aligns.length;
-    element.append(this.placeholder);
-    this.dirty = new Set();
-  }
+/** Whether a block of code has a line that ends it. */
+function isClosed({ type, content, map: [from, to] }) {
+  const lines = content.split("\n").length - (content.endsWith("\n") || !content);
+  return type === "code_block" || to - from === lines + 2;
+}
 
-  write(text) {
-    const parts = (this.pending + text).split(/(?<!\\)\|/), last = parts.pop();
-    for (const part of parts) {
-      this.#put(part.trimEnd());
-      if (this.hasBegun) this.#begin(); // a bar before the first cell only opens the row
-      this.hasBegun = true;
-      this.words = null;
+/** Has an element show nodes as blocks. Those in `blocks`, which it shows already, stay as long as they have the same keys. */
+function drawNodes(element, blocks, nodes, room) {
+  nodes.forEach((node, place) => {
+    if (!blocks[place]?.mayBecome(node)) {
+      for (const block of blocks.splice(place)) block.remove();
+      blocks.push(new Block(node, room));
+      element.append(blocks[place].element);
     }
-    const certainText = last.replace(/\\$/, "").trimEnd();
-    const rest = last.slice(certainText.length); // spaces, and a sign that may be the bar's
-    this.pending = `${/\s/.test(rest) ? " " : ""}${rest.endsWith("\\") ? "\\" : ""}`;
-    this.#put(certainText);
+    blocks[place].draw(node);
+  });
+  for (const block of blocks.splice(nodes.length)) block.remove();
+}
+
+/** A block that is drawn: an element with words, with blocks in it, or with code. */
+class Block {
+  blocks = [];
+  pieces = []; // of its words: { text, element, nodes, elements }
+
+  constructor(node, room) {
+    const { key, token, text } = node;
+    this.code = token.tag === "code" ? new Code(visible(token.info.trim().slice(0, 40)), room) : null;
+    Object.assign(this, { key, room, element: this.code?.element ?? elementOf(node) });
   }
 
-  /** Ends the row: nothing follows the pending text. */
+  mayBecome({ key, text }) { return key === this.key && (!this.code || text.startsWith(this.code.text)); }
+
+  draw({ text, children, isComplete }) {
+    if (this.code) this.code.grow(text);
+    else if (text !== undefined) this.#write(text);
+    if (isComplete) this.complete();
+    drawNodes(this.element, this.blocks, children, this.room);
+  }
+
+  /** Colours the code in it; nothing is added to it. */
   complete() {
-    this.#put(this.pending.trimEnd());
-    this.pending = "";
+    this.code?.complete();
+    for (const block of this.blocks) block.complete();
   }
 
-  flush() {
-    for (const words of this.dirty) words.flush();
-    this.dirty.clear();
+  remove() {
+    this.element.remove();
+    this.#release();
   }
 
-  #put(text) {
-    const shownText = this.words ? text : text.trimStart();
-    if (!shownText) return;
-    this.hasBegun = true;
-    this.#begin();
-    this.words.write(shownText.replaceAll("\\|", "|"));
-    this.dirty.add(this.words);
+  #release() {
+    for (const { elements } of this.pieces) this.room.elements += elements;
+    for (const block of this.blocks) block.#release();
   }
 
-  /** Begins a cell if none is begun. */
-  #begin() {
-    if (this.words) return;
-    this.words = new InlineText(make(this.cell, this.aligns[this.cells] ?? ""), this.room);
-    this.cells += 1;
-    if (this.cells > this.aligns.length) return; // as in other Markdown, a row has no more cells than the head
-    this.placeholder.before(this.words.element);
-    if (this.cells === this.aligns.length) this.placeholder.remove();
-    else this.placeholder.colSpan = this.aligns.length - this.cells;
+  #write(text) {
+    if (text === this.text) return;
+    this.text = text;
+    direct(this.element, text);
+    const texts = text.match(WORDS) ?? [], { element, pieces, room } = this;
+    for (let place = 0; place < Math.max(texts.length, pieces.length); place += 1) {
+      const words = texts[place] ?? "", piece = pieces[place] ??= { text: "", element: place ? element.appendChild(make("span", "part")) : element, nodes: [], elements: 0 };
+      if (words === piece.text) continue;
+      room.elements += piece.elements;
+      const before = room.elements, nodes = renew(piece.element, piece.nodes, nodesOf(words, room));
+      Object.assign(piece, { text: words, nodes, elements: before - room.elements });
+    }
   }
 }
 
-const cells = (line) =>
-  line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+/** An element for a node, without its words and blocks. */
+function elementOf({ token, note, task }) {
+  const { type, tag } = token;
+  if (type === "table_open") return region("div", "table", "", "Table");
+  if (type === "heading_open") return make(`h${Math.min(6, Number(tag[1]) + 2)}`); // below the levels of the page's own headings
+  const element = make(tag, { "text-align:center": "middle", "text-align:right": "right" }[token.attrGet?.("style")]);
+  if (type === "ordered_list_open") element.start = token.attrGet("start") ?? 1;
+  if (task) element.append(Object.assign(make("input", "", "", "Done"), { type: "checkbox", disabled: true, checked: task[1] !== " " }));
+  if (note) {
+    Object.assign(element, { className: "footnote" }).dataset.note = note[1];
+    element.append(make("sup", "", note[1]));
+  }
+  return element;
+}
+
+/** The nodes of words: text, and elements for marks. */
+function nodesOf(text, room) {
+  const root = make("span"), open = [root];
+  let words = ""; // up to the next element
+  const add = (...nodes) => {
+    if (words) open.at(-1).append(visible(words));
+    words = "";
+    open.at(-1).append(...nodes);
+  };
+  for (const token of parse(parser.inline, text)) {
+    const { type, tag, content, nesting } = token, element = markOf(token, room, open.at(-1));
+    if (nesting < 0) {
+      add();
+      const ended = open.pop();
+      if (tag === "a" && !ended.firstChild) ended.textContent = visible(ended.title);
+    } else if (element && open.length <= MARKS) {
+      add(element);
+      if (nesting) open.push(element);
+    } else if (nesting) {
+      add();
+      open.push(open.at(-1));
+    } else words += type === "softbreak" || type === "hardbreak" ? "\n" : content;
+  }
+  add();
+  return [...root.childNodes];
+}
+
+/** The element of a token of words; null if it is text. */
+function markOf(token, room, parent) {
+  const { type, tag, content, nesting } = token;
+  if (type === "maths") return formula(visible(content.trimEnd()), room);
+  if (type === "code_inline") return make("code", "", visibleCode(content));
+  if (type === "note") return put(make("sup"), button(content, showNote, "note", `Footnote ${content}`));
+  if (type === "image") return parent.closest("a") ? null : put(link(token.attrGet("src")), visible(content || token.attrGet("src"))); // the page loads nothing
+  if (type === "link_open") return link(token.attrGet("href"));
+  return nesting > 0 ? make(tag) : null;
+}
+
+/** A link to another site. */
+function link(address) {
+  const { href } = new URL(address);
+  return Object.assign(make("a"), { href, title: href, target: "_blank", rel: "noopener noreferrer" });
+}
+
+/** Scrolls to the note that a number in the text stands for. */
+function showNote({ target }) {
+  target.closest(".text").querySelector(`[data-note="${target.textContent}"]`)?.scrollIntoView({ block: "nearest" });
+}
+
+/** Replaces nodes of an element, and returns those that are there then. What is the same at the beginning stays, and with it what somebody has selected. */
+function renew(element, old, nodes) {
+  const next = old.at(-1)?.nextSibling ?? null;
+  let same = 0;
+  while (same < nodes.length && old[same]?.isEqualNode(nodes[same])) same += 1;
+  const [before, now] = [old[same], nodes[same]], grows = before?.nodeType === Node.TEXT_NODE && now?.nodeType === Node.TEXT_NODE && now.data.startsWith(before.data);
+  if (grows) before.appendData(now.data.slice(before.length));
+  const kept = old.slice(0, same + grows), added = nodes.slice(kept.length);
+  for (const node of old.slice(kept.length)) node.remove();
+  for (const node of added) element.insertBefore(node, next);
+  return [...kept, ...added];
+}

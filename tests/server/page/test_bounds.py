@@ -57,6 +57,10 @@ UNITS = {
     "items": "- 1\n",
     "nested items": "".join(f"{' ' * 2 * level}- a\n" for level in range(14)),
     "quotes": "> 1\n",
+    "deep quotes": ">",
+    "deep items": "- ",
+    "deep brackets": "[",
+    "deep images": "![",
     "headings": "# 1\n",
     "rows": "|a|b|\n|-|-|\n" + "|1|2|\n" * (LENGTH // 6),
     "columns": "|a" * 160 + "|\n" + "|-" * 160 + "|\n" + "|\n" * (LENGTH // 2),
@@ -77,6 +81,15 @@ def test_the_time_is_linear_in_the_length(drawing: Page, kind: str) -> None:
     long, elements, _ = drawing.run(DRAW, text)
     assert long < 64 * max(short, 20)  # 16 times as long a text: 256 times the time, if the time were quadratic
     assert elements < LENGTH
+
+
+@pytest.mark.parametrize("mark", ["> ", "- ", "1. ", "[", "![", "**a *b "])
+def test_what_is_too_deep_for_a_layout_is_text(drawing: Page, mark: str) -> None:
+    host = "const host = make('div'), markdown = new Markdown(host); markdown.write(arguments[0]); markdown.end();"
+    script = f"{host} return [host.textContent, depthOf(host)];"
+    text, depth = drawing.run(script, mark * 10_000 + "end" + " c** d*" * 500)
+    assert "end" in text
+    assert depth < 60
 
 
 MANY_LETTERS = [  # a few characters draw each of the letters again
@@ -113,7 +126,7 @@ def test_the_formulas_of_an_answer_draw_so_many_elements_in_all(drawing: Page) -
     _, elements, shown = drawing.run(DRAW, text)
     assert 30_000 < elements < 60_000
     assert shown.count("$a_") == LENGTH // 14
-    assert drawing.run("return formula('$x$', roomOf()) !== null")  # the next answer has room of its own
+    assert drawing.run("return formula('$x$', {elements: 9}) !== null")  # the next answer has room of its own
 
 
 def test_colours_that_take_too_long_are_left_out_and_no_text_with_them(drawing: Page) -> None:
