@@ -13,7 +13,7 @@ class Markdown {
   #text = ""; // from the last block on
   #drawn = 0; // its characters that are drawn
   #blocks = [];
-  #room = { elements: FORMULAS.all, milliseconds: COLOURS.all };
+  #room = { elements: FORMULAS.all, milliseconds: COLOURS.all }; // what its formulas and the colours of its code may take yet
 
   constructor(target) {
     this.target = target;
