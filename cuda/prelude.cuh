@@ -104,16 +104,17 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-// Adds 1 to *count, in global memory, or makes it 0 if it is `last`, and returns what it was. A thread's accesses
-// before the call, and those it knows of, are ordered before what a thread of any block does after its own call with
-// this count, if that comes later: the atomic releases and acquires. A fence on each side would wait twice.
-__device__ __forceinline__ int count_up(int *count, int last) {
+// Whether this is the last of `sharing` calls with a count in global memory, which is 0 before and after them. So the
+// blocks of a launch leave a result that they share to the last one, and none waits. A thread's accesses before the
+// call, and those it knows of, are ordered before what a thread of any block does after its own call with this count,
+// if that comes later: the atomic releases and acquires. A fence on each side would wait twice.
+__device__ __forceinline__ bool arrives_last(int *count, int sharing) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                  : "=r"(before)
-                 : "l"(__cvta_generic_to_global(count)), "r"(last)
+                 : "l"(__cvta_generic_to_global(count)), "r"(sharing - 1)
                  : "memory");
-    return before;
+    return before + 1 == sharing;
 }
 
 // (low, high) as halves, rounded to nearest; numbers beyond ±65504 become these, NaN stays NaN.

@@ -23,7 +23,7 @@
 // tokens multiply Sᵀ and Pᵀ. While a warp decodes values, it loads the next keys' codes. One CTA finishes a cell inside
 // its share. In any other cell, a warp of each CTA stores its sum of a head, and the last one to do so, by `counts`,
 // adds them up in the order of the row: the result is the same in every run.
-// JOINS: last.cuh, attention.cuh, shares.cuh, decode_work.cuh, decode_records.cuh, hadamard.cuh, sums.cuh,
+// JOINS: attention.cuh, shares.cuh, decode_work.cuh, decode_records.cuh, hadamard.cuh, sums.cuh,
 // decode_share.cuh.
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)

@@ -10,7 +10,7 @@
 // Grid (CTAs), two or more, best one per SM; block and dynamic shared memory as in decode_attention.cu, 4 bytes more.
 // DEFINES: as in decode_attention.cu; SHARED is of the kind that needs more.
 // PRECOND: as for decode_attention.cu; no window.
-// JOINS: last.cuh, attention.cuh, shares.cuh, decode_work.cuh, decode_records.cuh, hadamard.cuh, sums.cuh,
+// JOINS: attention.cuh, shares.cuh, decode_work.cuh, decode_records.cuh, hadamard.cuh, sums.cuh,
 // decode_share.cuh.
 
 // How many CTAs have units of high-precision blocks; a warp calls it together. Their share of the CTAs is that of their

@@ -22,7 +22,7 @@
 // penalties or DRY costs two accesses to each of its logits; a mask V / 8 bytes.
 // Grid (ceil(V / PART), B) of sample, (B) of the others. Block THREADS. DEFINES: THREADS (256), PART (logits of a
 // block), PART_WORDS, ROW_WORDS (of a row's parameters), NOTHING_LEFT (below -1).
-// JOINS: last.cuh, row.cuh, adjust.cuh, best.cuh, whole_row.cuh, shape.cuh.
+// JOINS: row.cuh, adjust.cuh, best.cuh, whole_row.cuh, shape.cuh.
 // PRECOND: 1 <= V <= 2^19, V <= stride; logits aligned to 16 bytes, stride % 4 == 0; table aligned to 16 bytes; ids of
 // lists < V, recent <= 64.
 constexpr int NOT_FINITE = -1;  // instead of an id, as NOTHING_LEFT is

@@ -89,7 +89,7 @@ def test_every_kernel_says_what_it_needs() -> None:
 
 def test_a_kernel_is_joined_by_the_parts_that_its_head_names() -> None:
     parts = kernel_source.joined_files(kernel_source._text("decode_attention.cu"))
-    assert (parts[0], parts[-1], len(parts)) == ("last.cuh", "decode_share.cuh", 8)  # on two lines
+    assert (parts[0], parts[-1], len(parts)) == ("attention.cuh", "decode_share.cuh", 7)  # on two lines
     texts = [file.read_text(encoding="utf-8") for file in SOURCES if file.suffix == ".cu"]
     named = {part for text in texts for part in kernel_source.joined_files(text)}
     readers = {file.name for file in SOURCES if file.parent.name in {"cuda", *TWINS}}

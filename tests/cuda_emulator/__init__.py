@@ -10,7 +10,7 @@ has barriers and warp operations, `memory.cpp` checks every access.
 It is stricter than a GPU: only `__syncthreads` and `__syncwarp` order memory accesses of different threads (no shuffle,
 vote or matrix operation does), and blocks of one launch may share nothing but atomics, and what one block stores before
 a fence and an atomic, and another reads after an atomic at the same address and a fence: `__threadfence`, or the fences
-of an atomic that releases and acquires, `count_up` (`fences.cpp`).
+of an atomic that releases and acquires, `arrives_last` (`fences.cpp`).
 
 A kernel that waits for the launch before it must not use what that may write or read until then (`Program.launch`).
 

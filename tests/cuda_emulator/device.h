@@ -124,11 +124,11 @@ EMULATOR_ATOMIC(atomicExch, ((void)old, value))
 EMULATOR_ATOMIC(atomicInc, old >= value ? 0 : old + 1)
 
 EMULATOR_INLINE void __threadfence() { emulator::enter_fence(); }
-EMULATOR_INLINE int count_up(int *count, int last) {
+EMULATOR_INLINE bool arrives_last(int *count, int sharing) {
     emulator::enter_fence();
-    const int before = atomicInc(count, last);
+    const int before = atomicInc(count, sharing - 1);
     emulator::enter_fence();
-    return before;
+    return before + 1 == sharing;
 }
 
 // Loads and stores with a cache hint.
