@@ -2,8 +2,8 @@
 
     python -m tests.bare_machine -m pytest tests/cuda/test_gpu.py
 
-The GPU is the stand-in of `tests.cuda.fake_cupy`: kernels run in the emulator. What `bench.lab.gpu` measures is
-small, and its times mean nothing.
+The GPU is the stand-in of `tests.cuda.fake_cupy`: kernels run in the emulator. What `bench.lab.gpu` measures is small,
+and its times mean nothing.
 """
 
 from __future__ import annotations

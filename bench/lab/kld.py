@@ -1,39 +1,33 @@
-"""`python -m polarlm.bench.lab.kld FILE`: full precision in a file that llama.cpp reads, or from a file of llama.cpp.
-
-With --text, the file is written; without, cache types are scored against its log-probabilities.
-"""
+"""`python -m polarlm.bench.lab.kld FILE`: cache types against full precision from a file of llama.cpp."""
 
 from __future__ import annotations
 
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from polarlm.bench.command import TYPES_HELP, at_least, cache_types
+from polarlm.bench.command import TYPES_HELP, CacheType, at_least, cache_types
 from polarlm.bench.lab import kld_file
-from polarlm.bench.quality.divergence import Divergence, add_figures, joined, perplexity, softmax
-from polarlm.bench.quality.inputs import Model, open_model, page_file, read_text
+from polarlm.bench.quality.divergence import Divergence, add_figures, joined, softmax
+from polarlm.bench.quality.inputs import Model, open_model, page_file
 from polarlm.bench.quality.scores import TEXT
-from polarlm.bench.quality.states import exact_states, logits_of, served_states
+from polarlm.bench.quality.states import logits_of, served_states
 from polarlm.bench.quality.survey import arithmetic
 from polarlm.bench.quality.tables import DIVERGENCES, TYPE
-from polarlm.bench.report import Column, Report, Section, Table, provenance
+from polarlm.bench.report import Report, Section, Table, provenance
 from polarlm.bench.result import Result, Writer
 from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.cli.progress import counting
 from polarlm.engine.config import AS_STORED, hub_setting, model_setting, setting
-from polarlm.engine.loading.assembly import Parts, assemble, replace_cache
+from polarlm.engine.loading.assembly import assemble, replace_cache
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.score import logprobs_of
 
 LEAST_STORED = -16.0
 """Nats: what is less likely is not compared with a file's log-probabilities."""
@@ -44,43 +38,48 @@ class Options:
     """The flags."""
 
     file: str = setting("", "FILE", help="log-probabilities, as llama-perplexity --kl-divergence-base writes them")
-    text: str | None = setting(None, "--text", metavar="TEXT", help="write FILE, of this UTF-8 text in full precision")
     weights: str | None = model_setting()
     hf_repo: str | None = hub_setting()
     types: str = setting("f16,balanced", "--types", metavar="TYPES", help=TYPES_HELP)
     weight_type: str = setting(
         AS_STORED, "--weight-type", metavar="TYPE", help="convert the weights, as the engine does"
     )
-    windows: int = setting(4, "--windows", metavar="N", help="windows of TEXT to write")
-    window: int = setting(2048, "--window", metavar="N", help="tokens of each")
     output: str | None = setting(None, "--output", "-o", metavar="FILE", help="where the page goes, and its JSON")
     threads: int = setting(0, "-t", "--threads", metavar="N", help="CPU threads; 0 as in the chat")
 
 
 @command
 def main(argv: Sequence[str]) -> None:
-    """Writes the file, or the page and its JSON, and prints the perplexity, or the table."""
+    """Measures, writes the page and its JSON, prints the table."""
     (options,) = parse(
         argv,
         {"Log-probabilities": Options},
         prog="python -m polarlm.bench.lab.kld",
-        description="Cache types against the log-probabilities of a file, or such a file.",
-        checks={"windows": at_least(1), "window": at_least(64), "threads": at_least(0)},
+        description="Cache types against the log-probabilities of a file.",
+        checks={"threads": at_least(0)},
     )
     with open_model(options.weights, options.hf_repo) as model:
-        if options.text is not None:
-            _write(options, model)
-        else:
-            _score(options, model, argv)
+        base, types = _base_of(options.file, model), cache_types(options.types)
+        writer = Writer(page_file(options.output, f"{model.name} {Path(options.file).stem}"), "lab.kld", argv)
+        result = Result({"model": model.name, "weights": model.dtype, "base": options.file, **model.digest})
+        _score(result, options, model, base, types)
+    writer.write(result, complete=True)
+    lines = ((who, figures) for _, who, figures in result.parts(TEXT))
+    sections = [Section("", [Table.of(TYPE, DIVERGENCES, lines)], "The second half of each window is scored.")]
+    Report(f"{model.name} against {options.file}", "", sections, provenance(result, is_timed=False)).show(writer.path)
 
 
-def _score(options: Options, model: Model, argv: Sequence[str]) -> None:
-    """Raises FlagError or EngineError."""
-    base, types = _base_of(options.file, model), cache_types(options.types)
-    writer = Writer(page_file(options.output, f"{model.name} {Path(options.file).stem}"), "lab.kld", argv)
-    result = Result({"model": model.name, "weights": model.dtype, "base": options.file, **model.digest})
-    with _loaded(options, model, base.ids.shape[1]) as (parts, settings):
-        cut = windows(base.ids, parts.source.tokenizer.bos_id)
+def _score(result: Result, options: Options, model: Model, base: kld_file.KldFile, types: Sequence[CacheType]) -> None:
+    """Add the figures of each type. Raises FlagError or EngineError."""
+    length = base.ids.shape[1]
+    converted = weight_format(settle(None, None, {"weight_type": options.weight_type}))
+    ops = arithmetic(model.source, options.threads, converted)
+    settings: dict[str, Any] = {"ctx_size": length, "kept_sequences": 0, "parallel": 1, "input_bits": "16"}
+    settings["weight_type"] = options.weight_type
+    note(f"Loading {model.name}")
+    parts = assemble(settle(model.path, None, {**settings, "cache_type": "f16"}), note, ops=ops)
+    cut = windows(base.ids, parts.source.tokenizer.bos_id)
+    try:
         with counting("Scoring", "window", len(types) * len(cut)) as count:
             for one in types:
                 config = settle(None, None, {**settings, **one.settings()})
@@ -90,13 +89,9 @@ def _score(options: Options, model: Model, argv: Sequence[str]) -> None:
                     scores.append(divergence_from(base, number, other.model, window))
                     count(one.label)
                 add_figures(result, TEXT, one.label, scores)
-                bits = other.plan.shape.bits_of_text(base.ids.shape[1])
-                result.add(TEXT, one.label, "bits_per_value", value=bits)
-    writer.write(result, complete=True)
-    lines = ((who, figures) for _, who, figures in result.parts(TEXT))
-    columns: Sequence[Column] = DIVERGENCES
-    sections = [Section("", [Table.of(TYPE, columns, lines)], "The second half of each window is scored.")]
-    Report(f"{model.name} against {options.file}", "", sections, provenance(result, is_timed=False)).show(writer.path)
+                result.add(TEXT, one.label, "bits_per_value", value=other.plan.shape.bits_of_text(length))
+    finally:
+        parts.close()
 
 
 def divergence_from(base: kld_file.KldFile, window: int, model: Transformer, ids: Sequence[int]) -> Divergence:
@@ -137,68 +132,10 @@ def _base_of(path: str, model: Model) -> kld_file.KldFile:
     return base
 
 
-@contextmanager
-def _loaded(options: Options, model: Model, length: int) -> Iterator[tuple[Parts, dict[str, Any]]]:
-    """A context with the model in half precision, with room for `length` tokens, and the settings of its engine."""
-    converted = weight_format(settle(None, None, {"weight_type": options.weight_type}))
-    ops = arithmetic(model.source, options.threads, converted)
-    settings: dict[str, Any] = {"ctx_size": length, "kept_sequences": 0, "parallel": 1, "input_bits": "16"}
-    settings["weight_type"] = options.weight_type
-    note(f"Loading {model.name}")
-    parts = assemble(settle(model.path, None, {**settings, "cache_type": "f16"}), note, ops=ops)
-    try:
-        yield parts, settings
-    finally:
-        parts.close()
-
-
 def windows(ids: np.ndarray, bos_id: int | None) -> list[list[int]]:
     """The windows of a file's ids (windows, tokens) as the model reads them: BOS replaces the first id."""
     cut = [window.tolist() for window in ids]
     return cut if bos_id is None else [[bos_id, *window[1:]] for window in cut]
-
-
-def _write(options: Options, model: Model) -> None:
-    """Raises FlagError or EngineError."""
-    file, length = Path(options.file), min(options.window, model.config.max_context)
-    if file.exists():
-        raise FlagError(f"{file} exists: without --text it is read, and with one it would be overwritten")
-    text = read_text(str(options.text))
-    with _loaded(options, model, length) as (parts, _):
-        tokenizer = parts.source.tokenizer
-        ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.tokenize(text)]
-        if len(ids) < length:
-            raise FlagError(f"--text has {len(ids)} tokens, and a window {length}: give a longer text, or --window")
-        count = min(options.windows, len(ids) // length)
-        cut, vocabulary = np.array(ids[: count * length]).reshape(count, length), model.config.vocab_size
-        _check_room(file, kld_file.nbytes(count, length, vocabulary))
-        logprobs = _write_rows(file, parts, vocabulary, cut)
-    print(f"{file}: perplexity {perplexity(logprobs):.4f} of {len(logprobs):,} tokens, the second half of each window")
-
-
-def _check_room(file: Path, size: int) -> None:
-    try:
-        free = shutil.disk_usage(file.parent).free
-    except OSError as error:
-        raise FlagError(f"{file} cannot be written: {error.strerror}") from None
-    if size > free:
-        raise FlagError(
-            f"{file} would take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: give fewer --windows"
-        )
-
-
-def _write_rows(file: Path, parts: Parts, vocabulary: int, ids: np.ndarray) -> np.ndarray:
-    """Write the windows ids (windows, tokens), and return the log-probabilities of the ids that rows predict."""
-    model, first, logprobs = parts.model, ids.shape[1] // 2, []
-    with kld_file.KldWriter(file, vocabulary, ids.tolist()) as writer, counting("Writing", "window", len(ids)) as count:
-        for window in windows(ids, parts.source.tokenizer.bos_id):
-            hidden, at = exact_states(model, window), first + 1
-            for logits in logits_of(model, hidden[first:-1]):
-                writer.add(logits)
-                logprobs.append(logprobs_of(logits, window[at : at + len(logits)]))
-                at += len(logits)
-            count("")
-    return np.concatenate(logprobs)
 
 
 if __name__ == "__main__":

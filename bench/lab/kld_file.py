@@ -17,11 +17,8 @@ are little-endian. Where a model begins texts with BOS, the first token of a win
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -29,8 +26,6 @@ from polarlm.engine import EngineError
 
 _MAGIC = b"_logits_"
 _HEAD = len(_MAGIC) + 12
-_DEPTH = 16.0  # nats below the largest logit that codes reach
-_STEPS = np.float32(65535)
 _LEAST_WINDOW = 4  # tokens: a window of three has no rows
 
 
@@ -88,65 +83,6 @@ def read(path: str | Path) -> KldFile:
 def nbytes(windows: int, tokens: int, vocabulary: int) -> int:
     """The bytes of a file."""
     return _HEAD + windows * (4 * tokens + 2 * _rows(tokens) * _words(vocabulary))
-
-
-class KldWriter:
-    """Writes a file under another name, which gets its name when all rows are there. A context manager."""
-
-    def __init__(self, path: Path, vocabulary: int, ids: Sequence[Sequence[int]]) -> None:
-        """ids: windows of the same length. Raises EngineError."""
-        self._path, self._part = path, path.with_name(path.name + ".part")
-        self._vocabulary = vocabulary
-        self._missing = len(ids) * _rows(len(ids[0]))
-        try:
-            self._file = self._part.open("wb")
-        except OSError as error:
-            raise self._error(error) from None
-        self._write(_MAGIC + np.array([len(ids[0]), vocabulary, len(ids)], "<i4").tobytes())
-        self._write(np.array(ids, "<i4").tobytes())
-
-    def add(self, logits: np.ndarray) -> None:
-        """Add the next rows: logits (rows, V) float32. Raises EngineError."""
-        self._write(encode(logits).tobytes())
-        self._missing -= len(logits)
-
-    def __enter__(self) -> KldWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._file.close()
-            if self._missing == 0 and error is None:
-                os.replace(self._part, self._path)
-        except OSError as problem:
-            raise self._error(problem) from None
-        finally:
-            self._part.unlink(missing_ok=True)
-
-    def _write(self, data: bytes) -> None:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            raise self._error(error) from None
-
-    def _error(self, error: OSError) -> EngineError:
-        return EngineError(f"{self._path} cannot be written: {error.strerror}", "storage")
-
-
-def encode(logits: np.ndarray) -> np.ndarray:
-    """Rows of a file (T, 4 + V or one more) uint16 of logits (T, V) float32, all finite."""
-    most = logits.max(axis=1, keepdims=True)
-    least = np.maximum(logits.min(axis=1, keepdims=True), most - np.float32(_DEPTH))
-    total = np.log(np.exp((logits - most).astype(np.float64)).sum(axis=1, keepdims=True))
-    scale = (most - least) / _STEPS
-    heads = np.concatenate([scale, (least - most) - total], axis=1, dtype="<f4")
-    rows = np.zeros((len(logits), _words(logits.shape[1])), "<u2")
-    rows[:, :4] = heads.view("<u2")
-    steps = np.divide(logits - least, scale, out=np.zeros_like(logits), where=scale > 0)
-    rows[:, 4 : 4 + logits.shape[1]] = np.clip(np.rint(steps), 0, _STEPS)
-    return rows
 
 
 def decode(rows: np.ndarray, vocabulary: int) -> np.ndarray:

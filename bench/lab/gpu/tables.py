@@ -22,7 +22,7 @@ def report_of(result: Result) -> Report:
         sections=[
             Section("Tokens/s", [rates_table(result, [GENERATION, PROMPT], least_spread=0.1, with_peer=True)]),
             Section(
-                "Prompts, ms to the first token; device: if all is launched before it begins", [prompts_table(result)]
+                "Prompts, ms to the first token; device: if all is launched before it begins", [_prompts_table(result)]
             ),
             Section("Sequences that are asked at the same time", [sequences_table(result)]),
             Section(attention, [_attention(result)]),
@@ -30,7 +30,7 @@ def report_of(result: Result) -> Report:
             Section("Encoding, with metrics", [_encoding(result)]),
         ],
         notes=[
-            *filter(None, [server_in_words(result), _limits(result)]),
+            *filter(None, [_server_in_words(result), _limits(result)]),
             *(f"Not measured: {one['what']}: {one['why']}." for one in result["not_measured"]),
         ],
         partial="" if result["complete"] else "This page is partial: see its last sentences.",
@@ -48,7 +48,7 @@ def _number(factor: float, digits: int = 1) -> str:
 # -- requests of a model ---------------------------------------------------------------------------------------------
 
 
-def prompts_table(result: Result) -> Table:
+def _prompts_table(result: Result) -> Table:
     """A line for each length of a prompt: milliseconds with and without the host for each cache type."""
     times = {
         (row.more["tokens"], row.contestant): result.figures(row.subject, row.contestant)
@@ -64,7 +64,7 @@ def prompts_table(result: Result) -> Table:
     return Table(["tokens", *(f"{cache(who)}{part}" for who in types for part in ("", ", device"))], lines)
 
 
-def server_in_words(result: Result) -> str:
+def _server_in_words(result: Result) -> str:
     """A sentence about a server under load; "" if there was none."""
     if not (figures := result.figures(SERVER, OURS)):
         return ""
@@ -88,11 +88,11 @@ def _limits(result: Result) -> str:
     return f"The device copies {copy / 1e9:,.0f} GB/s, read and written, and multiplies {product / 1e12:,.0f} TFLOP/s."
 
 
-def best_half(result: Result, context: int, batch: int, *, peers: bool = False) -> float | None:
-    """Seconds of the fastest attention over an fp16 cache; ours is included unless it is the best of peers."""
+def _best_half(result: Result, context: int, batch: int) -> float | None:
+    """Seconds of the fastest attention over an fp16 cache, ours included."""
     times = []
     for _, who, figures in result.parts(attention_at(context, batch)):
-        is_half = _is_peer(figures) or (who == "f16" and _is_right(figures) and not peers)
+        is_half = _is_peer(figures) or (who == "f16" and _is_right(figures))
         times += [seconds] if is_half and (seconds := value_of(figures, "seconds")) else []
     return min(times, default=None)
 
@@ -111,7 +111,7 @@ def _attention(result: Result) -> Table:
     times = (row.more for row in result.rows("seconds") if "context" in row.more)
     places = dict.fromkeys((more["context"], more["batch"]) for more in times)
     for context, batch in places:
-        best, parts = best_half(result, context, batch), list(result.parts(attention_at(context, batch)))
+        best, parts = _best_half(result, context, batch), list(result.parts(attention_at(context, batch)))
         for _, who, figures in sorted(parts, key=lambda part: not _is_peer(part[2])):
             time, rate = figures["seconds"], [NOTHING, NOTHING]
             right = _is_peer(figures) or _is_right(figures)

@@ -13,8 +13,8 @@ from tests.server.process import Process
 
 pytestmark = pytest.mark.slow
 
-# Writes a text at once and in small steps (a short one character by character); both elements, in a form that is easy to
-# read.
+# Writes a text at once and in small steps (a short one character by character); both elements, in a form that is easy
+# to read.
 # 《source》 is a formula.
 SHOW = """
     const [whole, grown] = [make("div"), make("div")], text = arguments[0];
