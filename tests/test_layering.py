@@ -176,6 +176,12 @@ def test_a_room_is_imported_by_those_that_know_it() -> None:
         assert knows, f"{name} imports {imported}"
 
 
+def test_only_tests_import_the_lab() -> None:
+    for name, path in (modules("bench") | modules("scripts")).items():
+        if not within(name, "bench.lab"):
+            assert not any(within(imported, "bench.lab") for imported in imports(path)), name
+
+
 def test_a_room_has_few_files() -> None:
     folders = {path.parent for path in ALL.values()}
     assert not [f for f in folders if f.name not in ONE_FILE_EACH and len(list(f.glob("*.py"))) > MOST_FILES]

@@ -172,7 +172,7 @@ def test_a_page_needs_nothing_beside_it(hub: Hub, small_ggufs: dict[str, bytes],
     measured = (("speed", "f16", "generation"), ("speed", "f16", "prompt"), ("room", "balanced", "tokens"))
     assert all(figures.value(*one) > 0 for one in measured)
     assert figures["weights"] == "Q8_0"
-    assert (page.count("<svg") > 1) is pictures.can_draw()
+    assert ("<svg" in page) is pictures.can_draw()
     said = capsys.readouterr().err
     assert str(output) in said
     assert "\r" not in said
