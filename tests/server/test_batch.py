@@ -20,6 +20,7 @@ import pytest
 from polarlm.engine import Engine
 from polarlm.server import batch
 from polarlm.server.http.openai import lines as sending
+from polarlm.server.running import journal
 from tests.lazily import openai
 from tests.server.http_server import KEY, Serving, serving
 from tests.server.lines import PATIENCE, eventually
@@ -45,6 +46,12 @@ def written(lines: list[Any]) -> bytes:
 
 def run(model: Path, requests: Path, output: Path, *more: str) -> int:
     return batch.main([str(requests), "-m", str(model), "-o", str(output), *FLAGS, *more])
+
+
+@pytest.fixture(autouse=True)
+def no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is loaded here sets no log up, which would write to what a later test has closed."""
+    monkeypatch.setattr(journal, "set_up", lambda name: None)
 
 
 @pytest.fixture
@@ -374,7 +381,7 @@ def test_another_request_waits_for_no_line(tiny_path: Path, requests: Path, outp
     settings: dict[str, Any] = {"cache_type": "f16", "calibration": False, "block_size": 16, "parallel": 1}
     with (
         Engine.load(tiny_path, device="cpu", **settings) as engine,
-        serving(engine, max_queue=0, request_seconds=1) as server,
+        serving(engine, max_queue=0) as server,
     ):
         long = {"max_tokens": 160, "temperature": 1.0, "seed": 5}
         requests.write_bytes(written([line(str(n), **long) for n in range(2)]))
@@ -389,6 +396,19 @@ def test_another_request_waits_for_no_line(tiny_path: Path, requests: Path, outp
             assert ours < 120  # of the 160 steps of the answer that was under way, and as many of the next one
         texts = {one["response"]["body"]["choices"][0]["text"] for one in answers_in(output).values()}
         assert texts == {server.post(RAW, BODIES[RAW] | long).json()["choices"][0]["text"]}
+
+
+@pytest.mark.slow
+def test_a_line_may_wait_longer_than_other_requests(tiny: Engine, requests: Path, output: Path) -> None:
+    """Slow: it waits for more than a second to pass."""
+    requests.write_bytes(written([line("a")]))
+    with serving(tiny, request_seconds=1) as server:
+        server.gate.close()
+        with sent_meanwhile(server.url, requests, output) as codes:
+            eventually(lambda: server.busy)
+            threading.Event().wait(1.5)
+            server.gate.open()
+    assert codes == [0]
 
 
 @pytest.mark.slow
