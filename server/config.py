@@ -92,7 +92,10 @@ class ServerConfig:
         help="most tokens of reasoning in answers to requests that name no budget; -1 is no limit",
     )
     request_seconds: int = setting(
-        600, "--request-seconds", metavar="N", help="most seconds from a request's arrival to the end of its answer"
+        600,
+        "--request-seconds",
+        metavar="N",
+        help="most seconds from a request's arrival to the end of its answer, unless it gives way to all others",
     )
     sessions: str | None = setting(
         None, "--sessions", metavar="FOLDER", help="let clients save and load sessions, by name, in this folder"

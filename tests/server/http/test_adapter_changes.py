@@ -99,21 +99,6 @@ def test_an_adapter_answers_from_when_it_is_loaded_until_it_is_unloaded(
     assert answered(server, "sql") == texts["tone"]
 
 
-def test_a_request_ends_as_it_would_when_its_adapter_is_unloaded(server: Serving, texts: dict[str, str]) -> None:
-    loaded(server, "sql")
-    server.gate.close()
-    server.gate.let(3)
-    stream = server.openai.completions.create(
-        model="sql", prompt=PROMPT, temperature=0, max_tokens=12, stream=True, extra_body={"ignore_eos": True}
-    )
-    first = next(iter(stream)).choices[0].text
-    assert server.post(UNLOAD, {"lora_name": "sql"}).is_success
-    assert "sql" not in names(server)
-    assert server.busy
-    server.gate.open()
-    assert first + "".join(chunk.choices[0].text for chunk in stream) == texts["sql"]
-
-
 def test_a_request_whose_adapter_is_unloaded_while_it_is_read_is_not_found(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
