@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from polarlm.engine.chat.config import GROUPS, ChatConfig, read_command_line, read_prompt
 from polarlm.engine.cli.flags import FlagError, check_that, describe, in_flags, parse
-from polarlm.engine.config import EngineConfig, setting
+from polarlm.engine.config import FORMER_SETTINGS, EngineConfig, setting
 from polarlm.engine.errors import EngineError
 from polarlm.engine.params import SamplingParams
 from polarlm.server import config as server_config
@@ -166,6 +166,7 @@ SENTENCES: list[tuple[list[str], str]] = [
     (["--nope"], UNRECOGNIZED + "--nope"),
     (["--tile-cache=1G"], UNRECOGNIZED + "--tile-cache=1G (weights are packed at each start; leave it out)"),
     (["--ctx"], UNRECOGNIZED + "--ctx (did you mean --ctx-size?)"),
+    (["--cache-remote", "x"], UNRECOGNIZED + f"--cache-remote ({FORMER_SETTINGS['cache_remote']})"),
     (["--no-such-thing-at-all"], UNRECOGNIZED + "--no-such-thing-at-all"),
 ]
 

@@ -83,20 +83,41 @@ def test_only_what_the_store_lacks_is_read() -> None:
 
 @pytest.mark.parametrize("times", [0, 2, 5, 6])
 def test_what_is_no_longer_wanted_is_not_read(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five complete blocks and the four tokens after them are read, in threads; what was read up to a gap is found."""
+    """The four tokens after five complete blocks are read, then these; what was read up to a gap is found."""
     kept = Kept("polarquant")
     kept.end(kept.begin(STEM).prompt())
     overwrite(kept.store)
-    _, hashes = kept.prefixes.hashes(STEM)
-    answers, asked = iter([True] * times), []
-    read = kept.place.read
-    monkeypatch.setattr(kept.place, "read", lambda name: [asked.append(name), read(name)][1])
-    monkeypatch.setattr(kept.query, "is_wanted", lambda: next(answers, False))
+    asked, read, kept.place.readers = [], kept.place.read, 1
+
+    def count(name: bytes) -> bytes | None:
+        asked.append(name)
+        if len(asked) == times:
+            kept.query.end()
+        return read(name)
+
+    monkeypatch.setattr(kept.place, "read", count)
+    if not times:
+        kept.query.end()
     hit = kept.find(STEM)
     assert len(asked) == times
-    complete = next((number for number in range(5) if kept.names.block(hashes[number]) not in asked), 5)
-    with_tail = complete == 5 and kept.names.tail(hashes[-1]) in asked
-    assert (0 if hit is None else hit.spans[-1][1]) == (44 if with_tail else complete * N)
+    assert (0 if hit is None else hit.spans[-1][1]) == (44 if times == 6 else max(0, times - 1) * N)
+
+
+@pytest.mark.parametrize("readers", [1, 3, 16])
+def test_several_blocks_are_looked_up_at_a_time(readers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In few rounds of as many as a tier is read by."""
+    kept, rounds = Kept("polarquant", tokens=600), []
+    long, in_threads = words(0, 40 * N + 1), Search._in_threads
+    kept.end(kept.begin(long[: 21 * N]).prompt())
+    overwrite(kept.store)
+    kept.place.readers = readers
+    monkeypatch.setattr(Search, "_in_threads", lambda *args: [rounds.append(len(args[2])), in_threads(*args)][1])
+    hit = kept.find(long)
+    assert hit.spans[-1][1] == 21 * N
+    *lookups, blocks = rounds
+    assert blocks == 21
+    assert max(lookups) <= readers
+    assert len(lookups) <= {1: 6, 3: 4, 16: 2}[readers]
 
 
 class Schedules(test_prefix.Schedules):
@@ -109,9 +130,11 @@ class Schedules(test_prefix.Schedules):
         windows=st.sampled_from([(None,), (12,), (None, 12)]),
         size=st.sampled_from([1 << 24, 30_000]),
         codec=st.sampled_from(["polarquant", "f16"]),
+        readers=st.sampled_from([1, 16]),
     )
-    def start(self, windows, size: int, codec: str) -> None:
+    def start(self, windows, size: int, codec: str, readers: int) -> None:
         self.cached = Kept(codec, windows, size=size, tokens=64, sequences=3, step_rows=N)
+        self.cached.place.readers = readers
         self.is_exact = windows == (None,) and size > 1 << 20
         self.blocks: set[tuple[int, ...]] = set()
         self.tails: dict[tuple[int, ...], tuple[int, ...]] = {}

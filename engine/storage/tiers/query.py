@@ -20,9 +20,9 @@ class Tier:
     """A tier, and counts of what has gone wrong with it."""
 
     def __init__(self, store: TierStore):
-        self.store, self.timeouts = store, 0
+        self.store = store
         self._errors = {"read": 0, "written": 0}
-        self._damaged_count = 0
+        self._damaged_count = self._timeouts = 0
 
     def report_error(self, how: str, error: OSError) -> None:
         """Count an error, and log the first one. how: what its blocks cannot be, "read" or "written"."""
@@ -30,6 +30,13 @@ class Tier:
         self._errors[how] += 1
         if is_first:
             _LOG.warning("blocks on %s cannot be %s for now: %s", self.store.place, how, error)
+
+    def report_timeout(self, seconds: float) -> None:
+        """Count a request that waited for so long in vain, and log the first one."""
+        self._timeouts += 1
+        if self._timeouts == 1:
+            sentence = "kept blocks on %s were not read within %.1f s: prompts are computed without them for now"
+            _LOG.warning(sentence, self.store.label, seconds)
 
     def report_damaged(self, name: bytes, error: Exception) -> None:
         """Count a damaged object. Logs the first ten, then every tenth, from 100 every hundredth, etc."""
@@ -44,7 +51,7 @@ class Tier:
         contents, errors = self.store.contents, self._errors
         size, objects = (None, None) if contents is None else contents
         return TierStatus(
-            self.store.label, size, objects, self._damaged_count, self.timeouts, errors["read"], errors["written"]
+            self.store.label, size, objects, self._damaged_count, self._timeouts, errors["read"], errors["written"]
         )
 
 
@@ -56,8 +63,8 @@ class TierObject(NamedTuple):
 
 
 class TierQuery:
-    """Asks tiers, the fastest one first, until the request no longer waits. One that fails is not asked again by the
-    same query. Any thread may use it; no method raises OSError."""
+    """Asks tiers, the fastest one first, until the request no longer waits; then nothing is there. A tier that fails is
+    not asked again by the same query. Any thread may use it; no method raises OSError."""
 
     def __init__(self, tiers: Sequence[Tier]):
         self._tiers = tiers
@@ -71,12 +78,8 @@ class TierQuery:
         """How many threads may read at a time."""
         return max(tier.store.readers for tier in self._tiers)
 
-    def is_wanted(self) -> bool:
-        """Whether the request still waits."""
-        return not self._has_ended.is_set()
-
     def end(self) -> Tier:
-        """Let nothing more be read, and return a tier that a thread waits for."""
+        """Let nothing more be asked, and return a tier that a thread waits for."""
         self._has_ended.set()
         return next(iter(self._waiting.copy().values()), self._tiers[0])
 
@@ -89,7 +92,7 @@ class TierQuery:
 
         check: raises DamagedObject for a wrong object. Damaged objects are removed.
         """
-        for tier in self._tiers if self.is_wanted() else ():
+        for tier in self._tiers:
             content = self._ask(tier, "read", lambda store: store.read(name), None)
             if content is None:
                 continue
@@ -119,8 +122,8 @@ class TierQuery:
             self._ask(tier, "written", lambda store: store.touch(names), None)
 
     def _ask(self, tier: Tier, how: str, question: Callable[[TierStore], T], default: T) -> T:
-        """Return the answer of a tier, or `default` if it fails or has failed."""
-        if tier in self._failed:
+        """Return the answer of a tier; `default` if it fails or has failed, or the request no longer waits."""
+        if tier in self._failed or self._has_ended.is_set():
             return default
         thread = current_thread()
         self._waiting[thread] = tier

@@ -271,8 +271,10 @@ class Search:
             return runs
         first, end = 0, count  # all blocks before the first are there, and the one at the end is not
         while first < end:
-            steps = min(end - first, self._query.readers)
-            probes = sorted({first + (end - first) * step // steps for step in range(steps)})
+            width, parts = end - first, self._query.readers + 1
+            probes = (
+                [first + width * part // parts for part in range(1, parts)] if width >= parts else range(first, end)
+            )
             there = self._in_threads(self._is_there, probes)
             missing = next((number for number in probes if not there.get(number)), end)
             first = max((number + 1 for number in probes if number < missing), default=first)

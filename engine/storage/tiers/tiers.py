@@ -115,10 +115,8 @@ class Tiers:
             thread.join(seconds)
         if not thread.is_alive():
             return results[0] if results else None
-        self._late_thread, tier = thread, query.end()
-        tier.timeouts += 1
-        sentence = "kept blocks on %s were not read within %.1f s: the prompt is computed without them"
-        _LOG.warning(sentence, tier.store.label, seconds)
+        self._late_thread = thread
+        query.end().report_timeout(seconds)
         return None
 
     # -- keeping -----------------------------------------------------------------------------------------------

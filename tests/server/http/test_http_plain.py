@@ -21,6 +21,14 @@ from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE, eventually
 from tests.tiny import CHARACTERS, PLAIN, VOCABULARY, load_tiny
 
+
+def test_paths_that_are_gone_say_what_to_do(shared: Serving) -> None:
+    for method, path in (("PUT", f"/blocks/{bytes(16).hex()}"), ("POST", "/v1/blocks"), ("GET", "/v1/encoding")):
+        answer = shared.http.request(method, path, json=None if method == "GET" else {})
+        assert answer.status_code == 404
+        assert "--kv-store" in answer.json()["error"]["message"]
+
+
 # -- tokens ----------------------------------------------------------------------------------------------------
 
 
