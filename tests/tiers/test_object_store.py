@@ -29,7 +29,7 @@ from tests.tiny import forget, ids, make_model
 pytest.importorskip("opendal", reason="the extra store is not installed")
 
 NAME = bytes(range(16))
-NGINX = """daemon off; pid {folder}/pid; worker_processes 1; events {{}}
+NGINX = """daemon off; master_process off; pid {folder}/pid; events {{}}
 http {{ access_log off; client_body_temp_path {folder}/t; proxy_temp_path {folder}/p; fastcgi_temp_path {folder}/f;
 uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s; server {{ listen 127.0.0.1:{port}; root {folder}/files;
 location / {{ dav_methods PUT DELETE; create_full_put_path on; client_max_body_size 0; }} }} }}"""
@@ -55,8 +55,7 @@ def store(kind: str, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes
         pytest.skip("moto's server is not installed: pip install 'moto[server]'")
     if (program := shutil.which(words[0], path=f"{os.environ['PATH']}:/usr/sbin")) is None:
         pytest.skip(f"{words[0]} is not installed")
-    user = "user root;" if hasattr(os, "geteuid") and not os.geteuid() else ""  # else it would be another one
-    (folder / "nginx.conf").write_text(user + NGINX.format(folder=folder, port=port))
+    (folder / "nginx.conf").write_text(NGINX.format(folder=folder, port=port))
     (folder / "files").mkdir()
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([program, *words[1:]], **silent) as process:
@@ -70,8 +69,7 @@ def store(kind: str, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes
             else:
                 yield f"{kind}://{host}/{'2/' if kind == 'redis' else ''}conversations", process
         finally:
-            process.send_signal(signal.SIGCONT)
-            process.terminate()
+            process.kill()
 
 
 @pytest.fixture(scope="module", params=["redis", "webdav", "s3"])
