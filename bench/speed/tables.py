@@ -47,20 +47,15 @@ def rates(result: Result, *sections: str) -> dict[str, dict[str, Row]]:
     return subjects
 
 
-def rates_table(result: Result, sections: Sequence[str], *, least_spread: float = 0, with_peer: bool = False) -> Table:
+def rates_table(result: Result, sections: Sequence[str]) -> Table:
     """A table with a line per prompt or context and a column per contestant; ours with the ratio to the strongest peer,
     which is the fastest cache of any peer, in bold if we are slower. With several peers, the last column names it.
-
-    least_spread: share of the median from which half the distance between the slowest and the fastest run is shown,
-    too. with_peer: whether only what a peer has read, too, is shown, if there is one.
     """
     subjects, has_ratios = rates(result, *sections), not _starvation_notes(result)
-    if with_peer and any(strongest(rows.values()) for rows in subjects.values()):
-        subjects = {subject: rows for subject, rows in subjects.items() if strongest(rows.values())}
 
     def cell(subject: str, contestant: str) -> str:
         row, peer = subjects[subject].get(contestant), strongest(subjects[subject].values())
-        return _rate_cell(row, peer.value if peer and has_ratios else None, least_spread)
+        return _rate_cell(row, peer.value if peer and has_ratios else None)
 
     columns = _columns(result)
     table = Table.cross("", subjects, columns, cell)
@@ -77,13 +72,12 @@ def strongest(rows: Iterable[Row]) -> Row | None:
     return max(theirs, key=lambda row: row.value or 0, default=None)
 
 
-def _rate_cell(row: Row | None, best: float | None, least_spread: float) -> str:
+def _rate_cell(row: Row | None, best: float | None) -> str:
     if row is None or row.value is None:
         runs = () if row is None else max(row.more.get("tried", {}).values(), key=max, default=())
         return f"{row.failure if row else NOTHING}{': ' if runs else ''}{', '.join(map(rate_text, runs))}"
-    text, half = rate_text(row.value), (max(row.runs) - min(row.runs)) / 2
-    if half >= least_spread * row.value:
-        text += f" ± {half:,.1f}" if row.value < 100 else f" ± {half:,.0f}"
+    half = (max(row.runs) - min(row.runs)) / 2
+    text = f"{rate_text(row.value)} ± {half:,.1f}" if row.value < 100 else f"{rate_text(row.value)} ± {half:,.0f}"
     if not is_ours(row.contestant) or best is None:
         return text
     ratio = f"{row.value / best:.2f}×"

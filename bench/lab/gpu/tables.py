@@ -20,7 +20,7 @@ def report_of(result: Result) -> Report:
         title=f"{result['model']} on {result['machine']['gpu']['name']}",
         lead="Times beside the limits of the device, PyTorch and llama.cpp",
         sections=[
-            Section("Tokens/s", [rates_table(result, [GENERATION, PROMPT], least_spread=0.1, with_peer=True)]),
+            Section("Tokens/s", [rates_table(result, [GENERATION, PROMPT])]),
             Section(
                 "Prompts, ms to the first token; device: if all is launched before it begins", [_prompts_table(result)]
             ),
