@@ -58,8 +58,7 @@ def test_every_file_of_the_code_is_there_below_one_name_and_nothing_else(members
     licences = {name for name in inside if name.endswith("/LICENSE")}
     assert {Path(name).suffix for name in inside - licences} <= {*suffixes.split()}
     assert {f"polarlm-0.1.0.dist-info/licenses/{name.removeprefix('polarlm/')}" for name in licences} < {*members}
-    packages = ("polarlm", "polarlm/engine", "polarlm/model_loaders", "polarlm/server")
-    assert {f"{package}/py.typed" for package in packages} <= inside
+    assert "polarlm/py.typed" in inside  # for all that is in the package
 
 
 @pytest.mark.slow
