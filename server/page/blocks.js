@@ -3,7 +3,7 @@
 const WORDS = /[^]{1,6000}$|[^]{1,6000}(?<=\s)|[^]{1,6000}/gu; // pieces of a long paragraph, which are read and laid out each on its own
 const MARKS = 12; // bold text, links and the like in each other
 const ROWS = 300; // of a table, which goes on in another one: a browser lays out a whole table anew whenever it grows
-const OFTEN = { length: 8000, share: 128 }; // a longer text is drawn when this share of the rest is new, so that the time for all is linear
+const OFTEN = { length: 4000, share: 128 }; // a longer text is drawn when this share of the rest is new, so that the time for all is linear
 
 /** Beginnings of a line that may still become another kind of line. */
 const UNDECIDED = /^(?:[\s\d>*+_=#~`|:.)([\]$\\-]{0,500}[xX]?|\s*(?:`{3,}|~{3,}).*|.*\r)$/;

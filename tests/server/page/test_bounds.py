@@ -9,7 +9,7 @@ from tests.server.page.visitor import Page
 
 pytestmark = pytest.mark.slow
 
-LENGTH = 200_000  # characters of an answer
+LENGTH = 100_000  # characters of an answer
 EXPANDING = "x" * 1000
 
 # Draws a text as an answer that comes in twenty pieces, with the layout after each: the milliseconds, the elements, and
@@ -201,7 +201,7 @@ def test_an_answer_is_drawn_the_same_however_it_comes(drawing: Page) -> None:
             seed = (seed * 1103515245 + 12345) % 2 ** 31;
             return Math.floor(seed / 65536) % below;
         };
-        for (let round = 0; round < 120; round += 1) {
+        for (let round = 0; round < 80; round += 1) {
             let text = "";
             for (let count = 3 + random(40); count; count -= 1) text += pieces[random(pieces.length)];
             if (round % 20 === 0) text = text.repeat(60);
