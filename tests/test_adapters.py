@@ -23,7 +23,7 @@ from tests.adapters import ALL, changed_model, random_changes, write_peft
 from tests.tiny import assert_idle, load_tiny, make_model
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "cache_type": "f16", "calibration": False}
-_MANY = 10  # tokens of answers, so that all of a batch run at the same time
+_MANY = 20  # tokens of answers, so that all of a batch run at the same time
 PROMPT = [5 + 7 * i % 90 for i in range(41)]
 # Name → rank, modules that are changed, lora_alpha, and use_rslora.
 ADAPTERS: dict[str, tuple[int, tuple[str, ...], float, bool]] = {
@@ -66,7 +66,7 @@ def changed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return of
 
 
-@pytest.fixture(scope="module", params=["native", "numpy"])
+@pytest.fixture(scope="module", params=["native", pytest.param("numpy", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest, base: Path, adapters: dict[str, Path]) -> Iterator[Engine]:
     if request.param == "native":
         pytest.importorskip("llvmlite")
@@ -195,7 +195,7 @@ def test_wrong_names_are_sentences(engine: Engine, base: Path, adapters: dict[st
             load_tiny(base, lora=lora, **SETTINGS)
 
 
-@pytest.fixture(params=["native", "numpy"])
+@pytest.fixture(params=["native", pytest.param("numpy", marks=pytest.mark.slow)])
 def bare(request: pytest.FixtureRequest, base: Path) -> Iterator[Engine]:
     """An engine that was loaded without adapters."""
     ops = NumpyOps() if request.param == "numpy" else None

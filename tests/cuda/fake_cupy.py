@@ -99,7 +99,6 @@ class Machine:
     malloc: Any = None  # the pool in use; None: the common one
     recorded: list[Callable[[], None]] | None = None
     launches: list[str] = field(default_factory=list)
-    compiled: list[str] = field(default_factory=list)  # texts
     overlapped: list[str] = field(default_factory=list)  # launches that may begin before the one before them has ended
     functions: dict[int, _Kernel] = field(default_factory=dict)  # by handle
     asked: weakref.WeakValueDictionary[int, Array] = field(default_factory=weakref.WeakValueDictionary)  # by address
@@ -241,7 +240,7 @@ def _module(machine: Machine, code: str, options: tuple[str, ...]) -> SimpleName
     def get_function(name: str) -> _Kernel:
         return _Kernel(machine, code, name)
 
-    return SimpleNamespace(compile=lambda: machine.compiled.append(code), get_function=get_function)
+    return SimpleNamespace(compile=lambda: None, get_function=get_function)
 
 
 @dataclass
@@ -457,6 +456,7 @@ class Driver:
             return machine.broken
         kernel, sizes = machine.functions[function.value], [[*launch.grid], [*launch.block]]
         assert launch.stream == machine.stream.ptr
+        assert 0 not in (*launch.grid, *launch.block), "an empty grid"
         if launch.count:  # one attribute: programmatic stream serialization is allowed
             assert (launch.count, struct.unpack("i4xi", ctypes.string_at(launch.attributes, 12))) == (1, (6, 1))
             machine.overlapped.append(kernel.name)

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: models and matrices of the shape of an 8B model, and the pass for the sanitizer."""
+"""Tests that need a GPU: models and matrices of the shape of an 8B model, and the batch for the sanitizer."""
 
 from __future__ import annotations
 
@@ -120,6 +120,6 @@ def test_products_with_large_matrices(format: str, name: str, rows: int) -> None
     assert np.abs(x @ weights.T).max() > 5 * allowed.max()
 
 
-def test_the_pass_for_the_sanitizer_gives_numbers() -> None:
+def test_the_batch_for_the_sanitizer_gives_numbers() -> None:
     """It compiles the kernels as well, which CuPy keeps for the sanitizer."""
     assert all(finite for _, finite in small_pass.run(Unrecorded(open_device())))

@@ -26,8 +26,8 @@ from tests.test_expert_cache import load, sizes_of
 from tests.tiny import VOCABULARY, make_model
 
 F16 = "f16", "f16"
-SOME = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 40).tolist()
+SOME = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 20).tolist()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -34,10 +33,11 @@ from tests.adapters import ALL, random_changes, write_peft
 from tests.conftest import FIXTURES
 from tests.cuda.several_devices import LimitedDevice, Traffic
 from tests.cuda.test_model_emulated import N, Talk, model_of, talk
-from tests.eagle3 import DRAFTED_IDS, make_head
-from tests.mtp import make_mtp
+from tests.eagle3 import make_head
+from tests.pairs import mostly_slow
 from tests.requests.drafters import guesses, prompts
-from tests.requests.test_assistants import with_assistant
+from tests.requests.test_assistants import NAMES
+from tests.requests.test_model_drafters import KINDS
 from tests.tiny import assert_idle, load_tiny, make_model
 
 CODES, FULL = ("ring4", "ring3.5"), ("f16", "f16")
@@ -56,7 +56,7 @@ def gpus(*counts: int, rooms: tuple[int, ...] = ()) -> MultiDeviceOps:
         pytest.param("qwen2_mixed_windows", FULL, (2, 1), marks=pytest.mark.slow),
         pytest.param("qwen3_moe_normed", FULL, (1, 1), marks=pytest.mark.slow),
         pytest.param("lfm2_tied", CODES, (2, 2), marks=pytest.mark.slow),
-        ("granite_hybrid_tied", FULL, (2, 1)),
+        pytest.param("granite_hybrid_tied", FULL, (2, 1), marks=pytest.mark.slow),
     ],
 )
 def test_logits_are_those_of_one_gpu(fixture: str, types: tuple[str, str], counts: tuple[int, ...]) -> None:
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_a_sentence(
     assert any(re.search(says, one) for one in said), said
 
 
-@pytest.mark.parametrize("to_several", [True, False])
+@mostly_slow("to_several", [True, False], [True])
 def test_blocks_have_the_same_ids_and_objects_on_one_gpu_and_on_several(to_several: bool) -> None:
     """A sequence of the one continues on the other, with the same logits."""
     both = [model_of(ops, "qwen2_mixed_windows", CODES) for ops in (CudaOps(LimitedDevice(0)), gpus(2, 1))]
@@ -272,6 +272,7 @@ def test_what_runs_on_one_gpu_is_refused_by_name(
 ID, LOGPROB = attrgetter("id"), attrgetter("logprob")
 
 
+@pytest.mark.slow  # of two devices, an adapter that comes meanwhile, and a draft model
 def test_requests_with_adapters_and_drafts_are_answered_as_on_one_gpu(tmp_path: Path) -> None:
     """The draft model is on the last GPU."""
     path, lora, answered = tmp_path / "base", tmp_path / "lora", []
@@ -311,35 +312,21 @@ def test_a_store_that_one_gpu_has_no_room_for_names_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fixture", "ops"),
+    ("kind", "fixture", "has_several"),
     [
-        ("glm4_moe_qk_norm", lambda: gpus(3, 1)),
-        ("qwen3_next_shared_keys", lambda: CudaOps(LimitedDevice(0))),
-        ("nemotron_h_latent", lambda: CudaOps(LimitedDevice(0))),
+        ("mtp", "glm4_moe_qk_norm", True),
+        ("mtp", "qwen3_next_shared_keys", False),
+        ("mtp", "nemotron_h_latent", False),
+        ("eagle3", "llama_gqa_linear", False),
+        *(("assistant", name, False) for name in NAMES),
     ],
 )
-def test_a_layer_of_the_model_drafts_as_on_the_cpu(tmp_path: Path, fixture: str, ops: Callable[[], Ops]) -> None:
-    """Alone on the last GPU, or beside recurrent layers, after prompts and steps."""
-    assert_drafts_alike(make_mtp(tmp_path, fixture), "mtp", ops())
-
-
-@pytest.mark.slow
-def test_an_eagle3_head_drafts_as_on_the_cpu(tmp_path: Path) -> None:
-    make_head(tmp_path / "head", make_model(tmp_path), ids=DRAFTED_IDS)
-    assert_drafts_alike(tmp_path, "eagle3", CudaOps(LimitedDevice(0)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma4_shared_kv", "gemma4_values_are_keys"])
-def test_an_assistant_drafts_as_on_the_cpu(tmp_path: Path, name: str) -> None:
-    with_assistant(tmp_path, name)
-    assert_drafts_alike(tmp_path, "assistant", CudaOps(LimitedDevice(0)))
-
-
-def assert_drafts_alike(path: Path, kind: str, ops: Ops) -> None:
+def test_drafts_are_those_of_the_cpu(tmp_path: Path, kind: str, fixture: str, has_several: bool) -> None:
+    """Of a layer alone on the last GPU, or beside recurrent layers, after prompts and steps."""
+    KINDS[kind].make(tmp_path, fixture)
     (ids,), found = prompts(1, seed=2), []
-    for backend in (ops, NumpyOps()):
-        with load_tiny(path, ops=backend, spec_type=kind, block_size=N, cache_type="f16", ctx_size=128) as engine:
+    for backend in (gpus(3, 1) if has_several else CudaOps(LimitedDevice(0)), NumpyOps()):
+        with load_tiny(tmp_path, ops=backend, spec_type=kind, block_size=N, cache_type="f16", ctx_size=128) as engine:
             drafts = [guesses(engine, ids[:end], max(1, end - 3), 3) for end in (2, 9, 20)]
             answer = engine.generate(ids[:24], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
             found.append((drafts, answer.token_ids, answer.usage.drafted_tokens > 0))

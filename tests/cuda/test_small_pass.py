@@ -10,7 +10,7 @@ from tests.cuda.test_gpu import Unrecorded
 
 
 @pytest.mark.slow
-def test_the_pass_for_the_sanitizer_launches_every_encoder_and_attention_to_two_kinds() -> None:
+def test_the_batch_for_the_sanitizer_launches_every_encoder_and_attention_to_two_kinds() -> None:
     device = EmulatedDevice(checked=False)
     assert all(finite for _, finite in small_pass.run(Unrecorded(device)))
     encoders = {"encode_blocks_kernel", "encode_keys_kernel", "encode_tiles_kernel"}

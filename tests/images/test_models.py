@@ -98,7 +98,10 @@ def fed(model: Transformer, prompt: Prompt, *cuts: int) -> tuple[SequenceKV, np.
 BACKENDS = {"numpy": NumpyOps, "native": NativeOps, "cuda": lambda: CudaOps(EmulatedDevice())}
 
 
-@mostly_slow("name, backend", [*product(MODELS, BACKENDS)], each(MODELS, BACKENDS))
+OFTEN = [*each(MODELS, ["numpy", "native"]), ("qwen3_vl_deepstack_tied", "cuda")]
+
+
+@mostly_slow("name, backend", [*product(MODELS, BACKENDS)], OFTEN)
 def test_logits_after_images_are_those_of_transformers(name: str, backend: str) -> None:
     model, prompt = opened(name, BACKENDS[backend]())
     kv, logits = fed(model, prompt)
@@ -187,7 +190,7 @@ def turns(loaded: Loaded, first: list[dict[str, Any]]) -> tuple[list[str], list[
 FIRST = [said("what is ", picture(1), " here, and ", picture(1, 16, 40), "?")]
 
 
-@mostly_slow("path", KINDS, KINDS[:3], indirect=["path"])
+@mostly_slow("path", KINDS, SOME_KINDS, indirect=["path"])
 def test_no_turn_reads_text_or_images_again(path: Path, tmp_path: Path) -> None:
     """Nor does one after a restart, or one that has a session."""
     disk = {"cache_disk": "1G", "cache_disk_folder": str(tmp_path / "blocks"), "cache_type": "f16"}

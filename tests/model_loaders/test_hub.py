@@ -621,26 +621,24 @@ def test_what_is_not_in_the_cache_as_a_whole_needs_a_connection(large: Hub, cut_
         assert any(part in problem for part in ("network connection", "HF_HUB_OFFLINE is set", "try again later"))
 
 
-def test_a_draft_head_is_fetched_as_a_folder_or_a_file(hub: Hub) -> None:
-    """Its configuration is of no model that is supported, and it has no tokenizer."""
-    files = {"config.json": b'{"draft_vocab_size": 8}', "model.safetensors": b"x", "README.md": b"", "other.pt": b"y"}
-    hub.repositories["user/head"] = Repository(files)
-    folder = hub_package.fetch_part(parse("hf:user/head"), "head")
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
-    hub.repositories["user/file"] = Repository({"eagle3-model-Q8_0.gguf": b"GGUF", "model-Q8_0.gguf": b"GGUF"})
-    assert hub_package.fetch_part(parse("hf:user/file"), "head").name == "eagle3-model-Q8_0.gguf"
+@pytest.mark.parametrize(
+    ("kind", "config", "weights", "gguf", "says"),
+    [
+        ("adapter", "adapter_config", "adapter_model", "adapter-F16", "neither adapter_model"),
+        # Its configuration is of no model that is supported, and it has no tokenizer.
+        ("head", "config", "model", "eagle3-model-Q8_0", "nor a GGUF file of a draft head "),
+    ],
+)
+def test_a_part_is_fetched_as_a_folder_or_a_file(
+    hub: Hub, kind: str, config: str, weights: str, gguf: str, says: str
+) -> None:
+    wanted = {f"{config}.json": b'{"draft_vocab_size": 8}', f"{weights}.safetensors": b"x"}
+    hub.repositories["user/folder"] = Repository({**wanted, "README.md": b"", "optimizer.pt": b"y"})
+    folder = hub_package.fetch_part(parse("hf:user/folder"), kind)
+    assert {path.name for path in folder.iterdir()} == set(wanted)
+    others = {"model-Q8_0.gguf": b"GGUF"} if kind == "head" else {}
+    hub.repositories["user/file"] = Repository({f"{gguf}.gguf": b"GGUF", **others})
+    assert hub_package.fetch_part(parse("hf:user/file"), kind).name == f"{gguf}.gguf"
     hub.repositories["user/none"] = Repository({"README.md": b""})
-    with pytest.raises(LoadError, match="nor a GGUF file of a draft head "):
-        hub_package.fetch_part(parse("hf:user/none"), "head")
-
-
-def test_an_adapter_is_fetched_as_a_folder_or_a_file(hub: Hub) -> None:
-    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x", "README.md": b"", "optimizer.pt": b"y"}
-    hub.repositories["user/adapter"] = Repository(files)
-    folder = hub_package.fetch_part(parse("hf:user/adapter"), "adapter")
-    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    hub.repositories["user/file"] = Repository({"adapter-F16.gguf": b"GGUF"})
-    assert hub_package.fetch_part(parse("hf:user/file"), "adapter").name == "adapter-F16.gguf"
-    hub.repositories["user/none"] = Repository({"README.md": b""})
-    with pytest.raises(LoadError, match="neither adapter_model"):
-        hub_package.fetch_part(parse("hf:user/none"), "adapter")
+    with pytest.raises(LoadError, match=says):
+        hub_package.fetch_part(parse("hf:user/none"), kind)

@@ -136,7 +136,11 @@ def test_rows_attend_to_codes(ops: Any, types: tuple[str, str]) -> None:
     case.check(case.attended())
 
 
-@backend_cases("ops name dim", [(ops, *of) for ops in (NUMPY, *BEST, CUDA) for of in LATENTS])
+@backend_cases(
+    "ops name dim",
+    [(ops, *of) for ops in (NUMPY, *BEST, CUDA) for of in LATENTS],
+    slow=[(ops, *of) for ops in (*SOME, CUDA) for of in (*LATENTS, *MORE_LATENTS)],
+)
 def test_rows_attend_to_keys_that_are_values(ops: Any, name: str, dim: int) -> None:
     """Codes are stored once, in the order for keys. Of 18 heads a pass of compiled kernels has 9."""
     for group, mean_bits, sequences in ((18, 8, [Sequence_(1000, 1), Sequence_(10)]), (5, 0, [Sequence_(320, 3)])):
@@ -144,12 +148,6 @@ def test_rows_attend_to_keys_that_are_values(ops: Any, name: str, dim: int) -> N
         for is_prompt in (False, True):
             case = case_of(ops, shape, sequences, is_prompt=is_prompt)
             case.check(case.attended())
-
-
-@pytest.mark.slow
-@backend_cases("ops name dim", [(ops, *of) for ops in (*SOME, CUDA) for of in (*LATENTS, *MORE_LATENTS)])
-def test_rows_attend_to_keys_that_are_values_of_every_kind(ops: Any, name: str, dim: int) -> None:
-    test_rows_attend_to_keys_that_are_values(ops, name, dim)
 
 
 SMALL = Shape(("ring4", "ring3"), 16, 3, 16, kv_heads=1)

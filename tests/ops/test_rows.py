@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.kv import AttentionRule, HeadRule, HeadTransform
@@ -169,14 +169,12 @@ def check_layer_norm(ops: Any, columns: int, rows: int, seed: int, eps: float) -
 
 
 @given(st.integers(1, 70), st.integers(1, 9), st.integers(0, 99))
+@example(44, 3, 0)
 def test_rows_are_normed_about_their_mean(columns: int, rows: int, seed: int) -> None:
     for backend in (NUMPY, *BEST):
         check_layer_norm(backend.open(), columns, rows, seed, 1e-12)
-
-
-@backends(CUDA)
-def test_rows_are_normed_about_their_mean_on_a_gpu(ops: Any) -> None:
-    check_layer_norm(ops, 44, 3, 0, EPS)
+    if (columns, rows, seed) == (44, 3, 0):
+        check_layer_norm(CUDA.open(), columns, rows, seed, EPS)
 
 
 # Texts are shorter and longer than the sizes that a CPU has code for (32, 64, 128) and a unit of queries (192).

@@ -76,8 +76,8 @@ def test_sequences_join_a_step_until_it_has_as_many_rows_of_prompts_as_one_may_h
     assert scheduler.schedule() == Unit(True, (third,), (answering, first, second))
 
 
-def test_running_sequences_do_not_wait_for_a_pass_that_has_their_step() -> None:
-    """Passes follow one another as long as prompts wait."""
+def test_running_sequences_do_not_wait_for_a_batch_that_has_their_step() -> None:
+    """Batches follow one another as long as prompts wait."""
     scheduler = Scheduler(8)
     running(scheduler, 1)
     step = scheduler.schedule()
