@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,15 +114,6 @@ class Payloads:
             words = mask.view(np.uint16)
             self._masks[key] = words, np.where(words, words, np.uint16(1))
         return self._masks[key]
-
-    @cached_property
-    def most_bytes(self) -> int:
-        """The most bytes of the payload of a quantized or a full-precision block."""
-        sizes = [self.full_parts(self.shape.block_size, self.every_group)[1]]
-        for stored_as in transfer.REPRESENTATIONS:
-            with suppress(ValueError):  # the layers do not have it
-                sizes.append(self.high_precision.quantized_parts(stored_as, self.every_group)[1])
-        return max(sizes)
 
     # -- checks ------------------------------------------------------------------------------------------------
 

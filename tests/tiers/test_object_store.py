@@ -220,10 +220,7 @@ def test_a_store_that_cannot_be_is_a_sentence(model: Path, monkeypatch: pytest.M
     monkeypatch.setattr(object_store, "_SECONDS", 0.2)
     nothing = f"127.0.0.1:{free_port()}"
     for url, words in (
-        (
-            f"redis://:word@{nothing}/0",
-            f"kv_store=redis://{nothing}/0: io operation timeout reached; give a folder, or",
-        ),
+        (f"redis://:word@{nothing}/0", f"kv_store=redis://{nothing}/0: io operation timeout reached; look at"),
         (f"webdav://{nothing}/x", "Connection refused"),
         (f"s3://b/x?region=a&endpoint=http://{nothing}&access_key_id=a&secret_access_key=word", "Connection refused"),
         ("s3:///x", "The bucket is misconfigured"),

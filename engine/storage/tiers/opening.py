@@ -66,6 +66,7 @@ def _shared(where: str) -> TierStore:
         if scheme is None or scheme[1] == "file":
             return FolderTier(Path(where.removeprefix("file://")).expanduser(), None, "remote")
         if scheme[1] in SCHEMES:
+            advice = "look at its address, options and credentials, or leave kv_store out"
             return ObjectStoreTier(where)
         reason = f"{scheme[1]}:// is not one of {', '.join(SCHEMES)}"
         if scheme[1] in ("http", "https"):
@@ -74,7 +75,7 @@ def _shared(where: str) -> TierStore:
         reason, advice = "the library opendal is not here", "pip install 'polarlm[store]' installs it"
     except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    raise EngineError(f"kv_store={without_secrets(where)}: {reason}; {advice}", "storage", ("kv_store",))
+    raise EngineError(f"kv_store={without_secrets(where)}: {reason.rstrip('.')}; {advice}", "storage", ("kv_store",))
 
 
 def digest_folder() -> Path | None:

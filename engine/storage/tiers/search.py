@@ -50,10 +50,6 @@ class Budget:
             claim.bytes += size
             return True
 
-    def give_back(self, claim: Claim, size: int) -> None:
-        with self._lock:
-            claim.bytes -= size
-
 
 class Claim:
     """The bytes of a budget that one request has."""
@@ -337,18 +333,17 @@ class Search:
         return results
 
     def _read_blocks(self, numbers: Sequence[int]) -> dict[int, TierObject | None]:
-        """Read complete blocks, in order, up to one that no tier has. Each takes the most bytes that a block can have
-        from the budget until it has been read."""
-        end, most = len(self._hashes), self._payloads.most_bytes
+        """Read complete blocks, in order, up to one that no tier has, or that the budget has no room for."""
+        end = len(self._hashes)
 
         def read(number: int) -> TierObject | None:
             nonlocal end
-            if number > end or not self._budget.take(self._claim, most):
-                return None  # later ones are of no use
+            if number > end:
+                return None  # it is of no use
             block = self._block(number)
-            self._budget.give_back(self._claim, most - (0 if block is None else len(block.block.payload)))
-            if block is None:
+            if block is None or not self._budget.take(self._claim, len(block.block.payload)):
                 end = min(end, number)
+                return None
             return block
 
         return self._in_threads(read, numbers)
