@@ -10,12 +10,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from polarlm.bench import result as results
-from polarlm.bench.lab import FIRST_TOKEN
 from polarlm.bench.lab.gpu.plan import LLAMA_CPP
-from polarlm.bench.lab.load import LOAD
 from polarlm.bench.quality.scores import CODED, SERVED, TEXT, contestant
 from polarlm.bench.report import NOTHING, Table, rate_text
-from polarlm.bench.result import Figures, Result, Row, read, value_of
+from polarlm.bench.result import Figures, Result, read, value_of
 from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE, subject_of
 from polarlm.bench.speed.tables import (
     cache,
@@ -55,95 +53,49 @@ def _rate(rate: float | None) -> str:
     return NOTHING if rate is None else rate_text(rate)
 
 
-# -- CPUs ----------------------------------------------------------------------------------------------------------
+# -- speed ---------------------------------------------------------------------------------------------------------
 
 _MODELS = {  # results → the model's name
     "speed-smollm2-135m-instruct-q4-0-amd-epyc-*": "SmolLM2-135M",
     "speed-qwen2.5-coder-1.5b-q4-0-amd-epyc-*": "Qwen2.5-Coder-1.5B",
     "speed-qwen2.5-1.5b-random-q4-0-intel-*": "Qwen2.5-1.5B's shape",
 }
-_SERVERS = {"xllamacpp": "llama.cpp's server"}
-_EIGHT = f"{DEFAULT}, 8-bit inputs"  # a column of measurements
+_OF_GPU = (GENERATION, 2048), (GENERATION, 32_768), (PROMPT, 2048)
 
 
 def speed_in_short() -> str:
-    """Prompts and generation of the default type beside the strongest peer, then a server beside llama.cpp's."""
-    lines = list[Sequence[str]]()
-    for name, model in _MODELS.items():
-        measured = newest(name)
-        first = [_machine(measured), f"{model}, {measured['weights']}"]
-        for cells in _rates(measured):
-            lines.append([*first, *cells])
-            first = ["", ""]
-    for measured in _servers():
-        lines += _server_rows(measured)
-    return Table(["Machine, day", "Model", "", "tokens/s", "× strongest peer"], lines, left=3).markdown()
+    """Generation after the longest context and the longest prompt on CPUs, then an 8B model on a GPU; the default type
+    beside the strongest peer and our own half precision."""
+    lines = [line for name, model in _MODELS.items() for line in _cpu_rows(newest(name), model)]
+    header = ["Machine, day", "Model", "", "tokens/s", "× strongest peer", "× our `f16`"]
+    return Table(header, [*lines, *_gpu_rows()], left=3).markdown()
 
 
-def _machine(measured: Result) -> str:
-    return f"{re.sub(r'[(]R[)]| Processor', '', place(measured)).split(',')[0]}, {measured['date']}"
-
-
-def _rates(result: Result) -> Iterator[list[str]]:
+def _cpu_rows(measured: Result, model: str) -> Iterator[list[str]]:
+    machine = re.sub(r"[(]R[)]| Processor", "", place(measured)).split(",")[0]
+    first = [f"{machine}, {measured['date']}", f"{model}, {measured['weights']}"]
     for section in GENERATION, PROMPT:
-        for subject, rows in rates(result, section).items():
-            ours = {cache(who): row.value for who, row in rows.items() if is_ours(who)}
-            peer = strongest(rows.values())
-            name, rate = ("", None) if peer is None else (label(engine(peer.contestant)), peer.value)
-            yield [subject, _rate(ours[DEFAULT]), _ratio(ours[DEFAULT], rate, name)]
-            if section == PROMPT and ours.get(_EIGHT):
-                yield [f"{subject}, inputs of 8 bits", _rate(ours[_EIGHT]), _ratio(ours[_EIGHT], rate, name)]
+        subject, rows = list(rates(measured, section).items())[-1]
+        ours = {cache(who): row.value for who, row in rows.items() if is_ours(who)}
+        peer = strongest(rows.values())
+        beside = NOTHING if peer is None else _ratio(ours[DEFAULT], peer.value, label(engine(peer.contestant)))
+        yield [*first, subject, _rate(ours[DEFAULT]), beside, _ratio(ours[DEFAULT], ours.get(HALF))]
+        first = ["", ""]
 
 
-def _servers() -> list[Result]:
-    """The newest measurement of our server beside others, if there is one."""
-    everything = map(read, results.RESULTS.glob("serving-*.json"))
-    others = [one for one in everything if any(who != OURS and row.value for who, row in _rates_of_servers(one))]
-    return sorted(others, key=lambda one: str(one["date"]))[-1:]
-
-
-def _rates_of_servers(result: Result) -> Iterator[tuple[str, Row]]:
-    for _, who, figures in result.parts(LOAD):
-        yield who, figures[RATE]
-
-
-def _server_rows(measured: Result) -> Iterator[list[str]]:
-    """Tokens/s and the first token of our server, with ratios to the fastest of the others."""
-    load = measured["load_options"]
-    others = [row for who, row in _rates_of_servers(measured) if who != OURS]
-    peer = max(others, key=lambda row: row.value or 0).contestant
-    (rate, own), (theirs, other) = (
-        [measured.value(LOAD, who, name) for name in (RATE, FIRST_TOKEN)] for who in (OURS, peer)
-    )
-    tokens, name = load["shared_prefix"] + load["prompt_tokens"], peer.partition(" ")[0]
-    name = _SERVERS.get(name, name)
-    what = f"server of {load['clients']} clients, {tokens} tokens in and {load['max_tokens']} out"
-    yield [_machine(measured), measured["model"], what, _rate(rate), _ratio(rate, theirs, f"{name}: {_rate(theirs)}")]
-    yield ["", "", f"first token after {own:.2f} s", "", _ratio(other, own, f"{name}: {other:.2f} s")]
-
-
-# -- GPUs ----------------------------------------------------------------------------------------------------------
-
-_GPU_ROWS = (GENERATION, 2048), (GENERATION, 32_768), (PROMPT, 2048)
-
-
-def gpu_in_short() -> str:
-    """An 8B model on the GPU that was measured last, beside llama.cpp and our own half precision."""
+def _gpu_rows() -> Iterator[list[str]]:
     everything = _of_gpus()
     one = next(one for one in everything if _is_8b(one) and rates(one, GENERATION, PROMPT))
     machine, model = _gpu_of(one), str(one["model"]).upper().replace("-", ", ", 1)
     peer = next(m for m in everything if _is_8b(m) and _gpu_of(m) == machine and has_llama_cpp(m))
     when = str(peer.about.get("peer_date", "" if peer is one else peer["date"]))  # llama.cpp's figures of another day
-    lines, first = list[Sequence[str]](), [f"{machine}, {one['date']}", model]
-    for kind, tokens in _GPU_ROWS:
+    first, name = [f"{machine}, {one['date']}", model], f"llama.cpp of {when}" if when else "llama.cpp"
+    for kind, tokens in _OF_GPU:
         subject = subject_of(kind, tokens)
-        rate, half = (one.value(subject, f"{OURS} {name}", RATE) for name in (DEFAULT, HALF))
-        if rate:
-            beside = _ratio(rate, peer.value(subject, f"{LLAMA_CPP} {HALF}", RATE))
-            lines.append([*first, subject, _rate(rate), beside, _ratio(rate, half)])
-            first = ["", ""]
-    beside = f"× llama.cpp of {when}" if when else "× llama.cpp"
-    return Table(["GPU, day", "Model", "", "tokens/s", beside, "× our `f16`"], lines, left=3).markdown()
+        rate, half = (one.value(subject, f"{OURS} {type}", RATE) for type in (DEFAULT, HALF))
+        beside = _ratio(rate, peer.value(subject, f"{LLAMA_CPP} {HALF}", RATE), name)
+        yield [*first, subject, _rate(rate), beside, _ratio(rate, half)]
+        first = ["", ""]
 
 
 def _is_8b(measured: Result) -> bool:
@@ -175,11 +127,12 @@ _NAMES = {
     "quality": "`quality`",
     "f16": "`f16`",
     "q4_0-rotated:plain": "`q4_0`, rotated (llama.cpp)",
+    "fp8:plain": "FP8, E4M3 (vLLM)",
 }
 
 
 def costs_in_short() -> str:
-    """Bits, perplexity and KL of our presets and of llama.cpp's type, all in the same windows."""
+    """Bits, perplexity and KL of our presets and of others' types, all in the same windows."""
     found, elsewhere = _newest_of_each(), newest(_QWEN)
     of_all = {name: rows for _, types in found for name, rows in types.items()}
     full, lines = found[0][0][_EXACT], list[Sequence[str]]()
@@ -230,7 +183,6 @@ def _of(figures: Figures, quantity: str) -> float:
 
 PARTS: Mapping[str, Callable[[], str]] = {
     "speed in short": speed_in_short,
-    "gpu in short": gpu_in_short,
     "costs in short": costs_in_short,
 }
 """Name of a mark → what writes the text between it and its end."""
