@@ -48,12 +48,13 @@ def load_or_fit(
 ) -> LayerEncodings:
     """Return how every layer stores keys and values, with scales from the weights, and smoothing and error metrics from
     a calibration: as kept in the user's cache folder, or else computed now and kept there. tokenizer: None leaves the
-    calibration out; what is left takes too little time to be kept. given_scales: of
-    the layers with K/V, which a pack has."""
+    calibration out; what is left takes too little time to be kept. given_scales: those that a pack has, of each layer
+    with K/V."""
     ids = [] if tokenizer is None else text_ids(tokenizer, min(TOKENS, config.max_context))
     # A calibration on too short a text says so at every start.
     is_kept = can_calibrate(ids, shape.block_size)
-    origin = [fingerprint(ops, config, weights), _digest(given_scales or {})]
+    model = fingerprint(ops, config, weights)
+    origin = model if given_scales is None else [model, _digest(given_scales)]
     layers = [(number, *(codec.name for codec in one.codecs), one.mean_bits) for number, one in shape.kv_layers.items()]
     key = kept_arrays.digest_key(_FORMAT, encoding, shape.block_size, layers, ids, origin)
     if is_kept and (arrays := kept_arrays.read(_KIND, key)) is not None:

@@ -75,7 +75,8 @@ def _shared(where: str) -> TierStore:
         reason, advice = "the library opendal is not here", "pip install 'polarlm[store]' installs it"
     except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    raise EngineError(f"kv_store={without_secrets(where)}: {reason.rstrip('.')}; {advice}", "storage", ("kv_store",))
+    shown = where if scheme is None else without_secrets(where)
+    raise EngineError(f"kv_store={shown}: {reason.rstrip('.')}; {advice}", "storage", ("kv_store",))
 
 
 def digest_folder() -> Path | None:
