@@ -404,7 +404,7 @@ WITHOUT_GGUF = (
     "qwen3_next_shared_keys",
     "kimi_linear_nope",
 )
-IN_FORMAT = [name for name in NAMES if stored(name).family in IN_GGUF and name not in WITHOUT_GGUF]
+IN_FORMAT = [name for name in NAMES if read_as(written(name)).family in IN_GGUF and name not in WITHOUT_GGUF]
 SOME = (
     "llama_mqa_yarn",
     "granite_tied",

@@ -219,15 +219,20 @@ LAYERS: list[tuple[Any, ...]] = [  # rows, biased, activation, normed, added
         (NUMPY, (FORMATS[0], *LAYERS[1])),
         *((CUDA, (formats, *layer)) for formats, layer in each(OF_GPU, LAYERS[:5])),
     ],
-    slow=[
-        *((backend, case) for backend in EVERY_LEVEL for case in pairs(*AXES)),
-        *((CUDA, (formats, *layer)) for formats, layer in product(OF_GPU, LAYERS)),
-    ],
+    slow=[(CUDA, (formats, *layer)) for formats, layer in product(OF_GPU, LAYERS)],
 )
 def test_results_of_experts(ops: Any, case: Sequence[Any]) -> None:
     """Any two of a level, formats, rows and the rest are together somewhere: every case has kernels of its own. On a
     GPU steps, prompts, and batches of few rows: formats and rows decide together which kernels multiply."""
     check_experts(CUDA.open(checked=False) if ops.backend == "cuda" and case[1] > 60 else ops, *case)
+
+
+@pytest.mark.slow
+@backends(*EVERY_LEVEL)
+def test_results_of_experts_at_a_level(ops: Any) -> None:
+    """Any two of formats, rows and the rest are together at each level."""
+    for case in pairs(*AXES):
+        check_experts(ops, *case)
 
 
 ADAPTERS = pairs(["f32", "f16", "bf16"], [1, 6, 33], [8, 24, 64], [1, 3])
