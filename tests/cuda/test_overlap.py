@@ -32,7 +32,7 @@ WAITING = {
     *("rotate_kernel", "rotate_dense_kernel", "decode_attention_kernel", "decode_two_kinds_kernel"),
     *("route_kernel", "group_pairs_kernel", "add_experts_kernel", "elementwise_kernel", "softcap_kernel"),
     *("centre_kernel", "join_latents_kernel", "take_latents_kernel", "latent_attention_kernel", "latent_sums_kernel"),
-    *("activate_mul_kernel", "short_conv_kernel", "gated_delta_kernel", "channel_delta_kernel", "mamba2_kernel"),
+    *("activate_mul_kernel", "short_conv_kernel", "delta_step_kernel", "channel_delta_kernel"),
     "mamba2_results_kernel",
     *("sample_adjust_kernel", "sample_kernel", "sample_shaped_kernel", "sample_restore_kernel"),
 }
