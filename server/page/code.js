@@ -24,7 +24,7 @@ function inPieces(language) {
 /** A block of code. Text is appended to it, and coloured when it has grown and when it is complete. */
 class Code {
   constructor(language, room) {
-    Object.assign(this, { language, room, text: "", coloured: 0, isComplete: false });
+    Object.assign(this, { room, text: "", coloured: 0, isComplete: false });
     const bar = put(make("figcaption"), make("span", "language", language || "Code"), copyButton("Copy code", () => this.text));
     this.pre = region("pre", "", "", language ? `Code, ${language}` : "Code");
     this.parts = new Parts(this.pre.appendChild(make("code")), "\n", Infinity);
