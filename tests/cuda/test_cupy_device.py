@@ -34,6 +34,7 @@ from tests.cuda.fake_cupy import CUDADriverError, CUDARuntimeError, Machine
 from tests.cuda.formats import STEP, read, store
 from tests.cuda.test_model_emulated import model_of, talk
 from tests.cuda.test_sampler_inputs import stepped
+from tests.tiny import load_tiny
 from tests.weights import random_matrix
 
 SILU = source("activate_mul", ACTIVATION="silu")
@@ -409,6 +410,24 @@ def test_a_result_is_carried_over_to_later_calls(device, rng: np.random.Generato
         np.testing.assert_array_equal(wait(), ids)
         np.testing.assert_array_equal(device.to_host(result), [*ids, 0][: 3 + turn % 2])
     assert len(device._recordings._recordings_by_key) == 6
+
+
+@pytest.mark.slow
+def test_first_requests_run_what_was_warmed_up(device, tiny_path: Path) -> None:
+    """A prompt and steps of one request record nothing, and the store's pool is as large as before."""
+    settings = {"block_size": 16, "ctx_size": 128, "cache_type": "f16", "calibration": False, "parallel": 2}
+    with load_tiny(tiny_path, ops=CudaOps(device), **settings) as engine:
+        engine._parts.warm_up_timer.cancel()
+        engine._parts.warm_up_timer.join()
+        while engine.warm_up():
+            pass
+        recorded = {whole: [*one.parts] for whole, one in device._recordings._recordings_by_key.items()}
+        assert all(recorded.values())
+        before = device._recordings._memory.total_bytes()
+        engine.generate([*range(5, 60)], temperature=0, ignore_eos=True, max_tokens=4)
+        assert {whole: one.parts for whole, one in device._recordings._recordings_by_key.items()} == recorded
+        assert device._recordings._memory.total_bytes() == before
+    assert not device._recordings._recordings_by_key  # the engine is closed
 
 
 @pytest.mark.slow
