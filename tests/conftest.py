@@ -88,6 +88,13 @@ EMBEDDING_DECODERS = FIXTURES.with_name("embedding_decoders")
 TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")  # written by scripts/train_hybrid.py
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of slow tests alone are not read for tests that are not."""
+    if config.option.markexpr != _NOT_SLOW or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text(encoding="utf-8") or None
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Remove what earlier runs have kept and no run has used for long: in the process that starts the others."""
     if not hasattr(session.config, "workerinput"):
