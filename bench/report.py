@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from polarlm.bench import pictures
-from polarlm.bench.pictures import Picture
 from polarlm.bench.result import Figures, Result, Row, load_in_words, origin
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note
@@ -119,7 +117,7 @@ class Report:
     """What is said of a result.
 
     about: what was measured, and how: name and text. notes: sentences, such as what is missing. columns: what columns
-    mean. bold: first cells of lines in bold type. brief: how many sections a terminal has.
+    mean. bold: first cells of lines in bold type. pictures: title → SVG. brief: how many sections a terminal has.
     """
 
     title: str
@@ -130,7 +128,7 @@ class Report:
     partial: str = ""  # what is missing; empty if the measurement has ended
     columns: Mapping[str, str] = field(default_factory=dict)
     bold: frozenset[str] = frozenset()
-    pictures: Sequence[Picture] = ()
+    pictures: Mapping[str, str] = field(default_factory=dict)
     brief: int | None = None
 
     def __post_init__(self) -> None:
@@ -164,12 +162,9 @@ class Report:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        svgs = pictures.as_svg(self.pictures)
         values = {
             **vars(self),
-            "pictures": svgs and [(title, Markup(svg)) for title, svg in svgs],
-            "no_pictures": pictures.NO_PICTURES,
-            "colours": pictures.PAGE_COLOURS,
+            "pictures": {title: Markup(svg) for title, svg in self.pictures.items()},
             "plain": lambda cell: cell.replace("**", "").replace("`", ""),
         }
         try:
@@ -183,7 +178,7 @@ class Report:
         self.write_page(page)
         is_narrow = self.brief is not None and sys.stdout.isatty()  # the page has the other columns
         print(self.terminal(shutil.get_terminal_size().columns if is_narrow else sys.maxsize))
-        where = "The page:" if self.brief is None else "More tables and pictures are on the page"
+        where = "The page:" if self.brief is None else "More is on the page"
         note(f"{where} {page}, all figures in {json}")
 
 

@@ -46,7 +46,7 @@ class Output:
         None,
         "--output",
         metavar="FILE",
-        help="where the JSON goes, and the page and pictures next to it; else <benchmark>-<subject>-<date>.json in the "
+        help="where the JSON goes, and the page next to it; else <benchmark>-<subject>-<date>.json in the "
         "current folder, or in a checkout's bench/results/local",
     )
     publish: bool = setting(

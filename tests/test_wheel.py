@@ -17,7 +17,7 @@ from polarlm.command import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 # Packages of the extras that measurements use.
-_EXTRAS = ("httpx", "matplotlib", "llvmlite", "starlette", "uvicorn", "prometheus_client", "huggingface_hub")
+_EXTRAS = ("httpx", "llvmlite", "starlette", "uvicorn", "prometheus_client", "huggingface_hub")
 
 
 def build(out: Path, *flags: str, checkout: Path = ROOT) -> Path:

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from polarlm import model_loaders
 from polarlm.bench.command import cache_types, model_named, numbers
-from polarlm.bench.pictures import NO_PICTURES, can_draw, write_png
 from polarlm.bench.result import Output, Result, Writer, about_gpu, digest_of_model, machine
 from polarlm.bench.runner import Runner
 from polarlm.bench.speed import peers
@@ -35,7 +34,7 @@ _NONE = "none"  # --peer-types without any
 
 
 def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
-    """Measure, write the JSON as figures come, and a page and a picture at the end; print the report. Raises FlagError,
+    """Measure, write the JSON as figures come, and a page at the end; print the report. Raises FlagError,
     EngineError or LoadError."""
     runner = Runner(math.inf if options.minutes is None else 60 * options.minutes)
     types, threads = cache_types(options.types), sorted(numbers("--threads", options.threads))
@@ -103,12 +102,7 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     runner.write = lambda complete: writer.write(result, complete=complete)
     with runner.final_write():
         Measurement(plan, subject, result, runner).run()
-    report = report_of(result)
-    if report.pictures:
-        note(f"Picture: {write_png(report.pictures[0], output).name}" if can_draw() else NO_PICTURES)
-    else:
-        note("No picture: generation was measured after fewer than two contexts")
-    report.show(output)
+    report_of(result).show(output)
 
 
 def _type_in_name(source: model_loaders.Model) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from polarlm.bench import pictures
-from polarlm.bench.pictures import Picture, Series
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, cell_of, provenance, rate_text, size_text
 from polarlm.bench.result import Figures, Result, Row, value_of
 from polarlm.bench.speed import peers
@@ -29,7 +27,6 @@ def report_of(result: Result) -> Report:
         about=[*_about(result), *provenance(result)],
         notes=[*_starvation_notes(result), *result["left_out"]],
         partial="" if result["complete"] else "This page is partial: see its last sentences.",
-        pictures=pictures_of(result),
     )
 
 
@@ -212,29 +209,3 @@ def _where(result: Result) -> str:
 
 def _figure(figures: Figures, quantity: str) -> float:
     return value_of(figures, quantity) or 0.0
-
-
-# -- the picture -----------------------------------------------------------------------------------------------------
-
-
-def pictures_of(result: Result) -> list[Picture]:
-    """Generated tokens per second against the context, if there are two at least."""
-    measured: dict[str, list[Row]] = {}
-    for row in result.rows(RATE):
-        if row.more.get("section") == GENERATION and row.value is not None:
-            measured.setdefault(row.contestant, []).append(row)
-    if not any(len(rows) > 1 for rows in measured.values()):
-        return []
-    colours = {True: iter(2 * pictures.OURS), False: iter(2 * pictures.PEERS)}
-    series = [
-        Series(
-            cache(who) if is_ours(who) else name(who),
-            [row.more["tokens"] for row in rows],
-            [row.value or 0 for row in rows],
-            next(colours[is_ours(who)]),
-            "-" if is_ours(who) else "--",
-        )
-        for who, rows in measured.items()
-    ]
-    title = f"{_model_name(result)}, one request"
-    return [Picture(title, lambda: pictures.lines(series, "tokens of context", "generated tokens/s"))]
