@@ -124,12 +124,14 @@ def weight_files(model: str | None) -> frozenset[Path]:
         source.close()
 
 
-_MOVED = {"--tools": "tool_cost", "--kld-base": "kld", "--parts": "parts", "compare": "compare"}
+_MOVED = {"--tools": "tool_cost", "--kld-base": "kld", "--parts": "parts"}
 
 
 def refuse_what_moved(argv: Sequence[str]) -> None:
-    """Raises FlagError for a measurement that `bench.lab` has, and says how it is called there."""
-    for name in (*argv[:1], *(word.partition("=")[0] for word in argv if word.startswith("--"))):
+    """Raises FlagError for a measurement that `bench.lab` has or that has left, and says what to take instead."""
+    if argv[:1] == ["compare"]:
+        raise FlagError("compare has left: the JSON of a result has the figures of each window, as runs of its rows")
+    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
         if name in _MOVED:
             raise FlagError(
                 f"{name} has a command of its own, in a checkout: python -m polarlm.bench.lab.{_MOVED[name]}"

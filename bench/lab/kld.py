@@ -1,4 +1,20 @@
-"""`python -m polarlm.bench.lab.kld FILE`: cache types against full precision from a file of llama.cpp."""
+"""`python -m polarlm.bench.lab.kld FILE`: cache types against full precision from a file that llama.cpp's
+`llama-perplexity --kl-divergence-base` writes.
+
+A file has the tokens of a text in windows of the same length, and for the second half of each window the distribution
+of the token after it:
+
+| bytes | what |
+|---|---|
+| 8 | `_logits_` |
+| 4 × 3 | tokens of a window n, vocabulary V, number of windows, as int32 |
+| 4·n·windows | the tokens of the text, as int32 |
+| 2·(V + 4) for each row, V rounded up to even | scale and least log-probability as float32, V codes as uint16 |
+
+A window has n − 1 − ⌊n/2⌋ rows, a row for each token from ⌊n/2⌋ on but the last; the log-probability of a token is
+least + scale · code. Log-probabilities more than 16 below the largest are stored as if they were 16 below. All numbers
+are little-endian. Where a model begins texts with BOS, the first token of a window is read as BOS, whatever it is.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +27,6 @@ from typing import Any
 import numpy as np
 
 from polarlm.bench.command import TYPES_HELP, CacheType, at_least, cache_types
-from polarlm.bench.lab import kld_file
 from polarlm.bench.quality.divergence import Divergence, add_figures, joined, softmax
 from polarlm.bench.quality.inputs import Model, open_model, page_file
 from polarlm.bench.quality.scores import TEXT
@@ -20,6 +35,7 @@ from polarlm.bench.quality.survey import arithmetic
 from polarlm.bench.quality.tables import DIVERGENCES, TYPE
 from polarlm.bench.report import Report, Section, Table, provenance
 from polarlm.bench.result import Result, Writer
+from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.cli.progress import counting
@@ -31,6 +47,9 @@ from polarlm.engine.model.forward import Transformer
 
 LEAST_STORED = -16.0
 """Nats: what is less likely is not compared with a file's log-probabilities."""
+_MAGIC = b"_logits_"
+_HEAD = len(_MAGIC) + 12
+_LEAST_WINDOW = 4  # tokens: a window of three has no rows
 
 
 @dataclass(frozen=True)
@@ -69,7 +88,7 @@ def main(argv: Sequence[str]) -> None:
     Report(f"{model.name} against {options.file}", "", sections, provenance(result, is_timed=False)).show(writer.path)
 
 
-def _score(result: Result, options: Options, model: Model, base: kld_file.KldFile, types: Sequence[CacheType]) -> None:
+def _score(result: Result, options: Options, model: Model, base: KldFile, types: Sequence[CacheType]) -> None:
     """Add the figures of each type. Raises FlagError or EngineError."""
     length = base.ids.shape[1]
     converted = weight_format(settle(None, None, {"weight_type": options.weight_type}))
@@ -94,7 +113,7 @@ def _score(result: Result, options: Options, model: Model, base: kld_file.KldFil
         parts.close()
 
 
-def divergence_from(base: kld_file.KldFile, window: int, model: Transformer, ids: Sequence[int]) -> Divergence:
+def divergence_from(base: KldFile, window: int, model: Transformer, ids: Sequence[int]) -> Divergence:
     """The divergence of a model's steps from a file's rows of a window, ids (T,), as `llama-perplexity --kl-divergence`
     computes it."""
     hidden = served_states(model, ids)[base.first : -1]
@@ -108,7 +127,7 @@ def divergence_from(base: kld_file.KldFile, window: int, model: Transformer, ids
 def compare_stored(log_p: np.ndarray, logits: np.ndarray) -> Divergence:
     """The divergence of `logits` (T, V) float32 from log-probabilities (T, V) float32 of a file.
 
-    A file has log-probabilities in 16 bits, and none below −16 (`kld_file`). These tokens are left out, and the others'
+    A file has log-probabilities in 16 bits, and none below −16. These tokens are left out, and the others'
     probabilities add up to 1 but for the rounding. So a sum can be slightly negative.
     """
     stored, (log_q, q) = log_p.astype(np.float64), softmax(logits)
@@ -117,9 +136,9 @@ def compare_stored(log_p: np.ndarray, logits: np.ndarray) -> Divergence:
     return Divergence(kl, log_p.argmax(axis=-1) == logits.argmax(axis=-1), np.minimum(p, q).sum(axis=-1))
 
 
-def _base_of(path: str, model: Model) -> kld_file.KldFile:
+def _base_of(path: str, model: Model) -> KldFile:
     """Open a file for a model. Raises EngineError, and FlagError if it is of another one."""
-    base, config = kld_file.read(path), model.config
+    base, config = read(path), model.config
     if base.vocabulary != config.vocab_size:
         raise FlagError(
             f"{path} is of a model with {base.vocabulary:,} tokens in its vocabulary, and {model.name} has "
@@ -136,6 +155,75 @@ def windows(ids: np.ndarray, bos_id: int | None) -> list[list[int]]:
     """The windows of a file's ids (windows, tokens) as the model reads them: BOS replaces the first id."""
     cut = [window.tolist() for window in ids]
     return cut if bos_id is None else [[bos_id, *window[1:]] for window in cut]
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KldFile:
+    """An open file. Rows are mapped, not read."""
+
+    path: Path
+    vocabulary: int
+    ids: np.ndarray  # (windows, tokens) int32, the text's
+    codes: np.ndarray  # (windows, rows, 4 + V or one more) uint16, the first four two float32
+
+    @property
+    def first(self) -> int:
+        """The position in a window whose row is the first."""
+        return self.ids.shape[1] // 2
+
+    def logprobs(self, window: int, first: int, last: int) -> np.ndarray:
+        """Log-probabilities (last − first, V) float32 of rows of a window."""
+        rows = self.codes[window, first:last]
+        heads = np.ascontiguousarray(rows[:, :4]).view("<f4")
+        return heads[:, :1] * rows[:, 4 : 4 + self.vocabulary].astype(np.float32) + heads[:, 1:]
+
+
+def read(path: str | Path) -> KldFile:
+    """Open a file. Raises EngineError with a sentence for one that cannot be read, or is not a whole file."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+            if len(head) < _HEAD or not head.startswith(_MAGIC):
+                raise EngineError(
+                    f"{path} is no file of log-probabilities: llama-perplexity --kl-divergence-base writes them"
+                )
+            tokens, vocabulary, windows = (int(number) for number in np.frombuffer(head, "<i4", 3, len(_MAGIC)))
+            if tokens < _LEAST_WINDOW or vocabulary < 1 or windows < 1:
+                raise EngineError(
+                    f"{path} is damaged: it names {windows} windows of {tokens} tokens, and a vocabulary of "
+                    f"{vocabulary}"
+                )
+            rows, words = _rows(tokens), _words(vocabulary)
+            if size != (expected := nbytes(windows, tokens, vocabulary)):
+                raise EngineError(
+                    f"{path} is damaged: it has {size:,} bytes, and {windows} windows of {tokens} tokens take "
+                    f"{expected:,}; let llama-perplexity write it to its end"
+                )
+            ids = np.frombuffer(file.read(4 * windows * tokens), "<i4").reshape(windows, tokens)
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror}") from None
+    if not 0 <= ids.min() <= ids.max() < vocabulary:
+        raise EngineError(f"{path} is damaged: it has token ids outside of its vocabulary of {vocabulary}")
+    codes = np.memmap(path, "<u2", "r", _HEAD + ids.nbytes, (windows, rows, words))
+    return KldFile(path, vocabulary, ids, codes)
+
+
+def nbytes(windows: int, tokens: int, vocabulary: int) -> int:
+    """The bytes of a file."""
+    return _HEAD + windows * (4 * tokens + 2 * _rows(tokens) * _words(vocabulary))
+
+
+def _rows(tokens: int) -> int:
+    return tokens - 1 - tokens // 2
+
+
+def _words(vocabulary: int) -> int:
+    return 4 + vocabulary + vocabulary % 2
 
 
 if __name__ == "__main__":

@@ -83,10 +83,10 @@ def _drawing(panels: Mapping[str, Mapping[str, tuple[float, float]]], marks: Map
         for bits in range(math.ceil(left), math.floor(right) + 1):
             yield f'<path d="M{x(bits)} 0V{_HEIGHT}" stroke="var(--grid)"/>'
             yield f'<text x="{x(bits)}" y="{_HEIGHT + 16}" fill="var(--faint)">{bits}</text>'
-        for kl in (tick for tick in ticks if low <= math.log10(tick) <= high):
-            yield f'<path d="M0 {y(kl)}H{_WIDTH}" stroke="var(--grid)"/>'
+        for tick in (tick for tick in ticks if low <= math.log10(tick) <= high):
+            yield f'<path d="M0 {y(tick)}H{_WIDTH}" stroke="var(--grid)"/>'
             if not number:
-                yield f'<text x="-6" y="{y(kl) + 4}" text-anchor="end" fill="var(--faint)">{kl:.4g}</text>'
+                yield f'<text x="-6" y="{y(tick) + 4}" text-anchor="end" fill="var(--faint)">{tick:.4g}</text>'
         yield f'<text x="{_WIDTH / 2}" y="{_HEIGHT + 36}">bits per value</text>'
         yield f'<text x="{_WIDTH / 2}" y="-10">{escape(title) if len(panels) > 1 else ""}</text>'
         for label, (bits, kl) in points.items():

@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 import pytest
 
-from polarlm.bench.lab import kld, kld_file
+from polarlm.bench.lab import kld
 from polarlm.bench.quality.states import exact_states, logits_of
 from polarlm.bench.result import read
 from polarlm.engine import EngineError
@@ -63,7 +63,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def full_precision(model: Path, base: kld_file.KldFile) -> list[np.ndarray]:
+def full_precision(model: Path, base: kld.KldFile) -> list[np.ndarray]:
     """Logits (rows, V) of a model at the rows of each window, of a prefill in float32."""
     settings = {"cache_type": "f16", "ctx_size": TOKENS, "kept_sequences": 0}
     parts = assemble(settle(model, None, settings), None, ops=NumpyOps(1))
@@ -91,7 +91,7 @@ def test_a_damaged_file_is_refused(change: Any, sentence: str, tmp_path: Path) -
     file = tmp_path / "base"
     file.write_bytes(change((RECORDED / "base.kld").read_bytes()))
     with pytest.raises(EngineError, match=sentence):
-        kld_file.read(file)
+        kld.read(file)
 
 
 # -- files and figures of llama.cpp ----------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_a_damaged_file_is_refused(change: Any, sentence: str, tmp_path: Path) -
 
 def test_its_figures_are_ours(models: SimpleNamespace) -> None:
     """The rounded model's figures, in as many digits as it prints."""
-    base = kld_file.read(RECORDED / "base.kld")
+    base = kld.read(RECORDED / "base.kld")
     actual = [
         kld.compare_stored(base.logprobs(window, 0, len(logits)), logits)
         for window, logits in enumerate(full_precision(models.rounded, base))

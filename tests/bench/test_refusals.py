@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.bench.lab import kld, kld_file, load
+from polarlm.bench.lab import kld, load
 from polarlm.bench.lab.gpu import __main__ as gpu
 from polarlm.bench.quality import __main__ as quality
 from polarlm.bench.speed import __main__ as speed
@@ -40,6 +40,7 @@ quality: text.txt --codec taken.py => --codec taken.py: 'ring3': there is such a
 quality: text.txt --codec text.txt => its name does not end with .py
 quality:  => TEXT is missing: give a UTF-8 text like what the model will read; figures of
 quality: --kld-base a.kld => --kld-base has a command of its own, in a checkout: python -m polarlm.bench.lab.kld
+quality: compare a.json b.json => compare has left: the JSON of a result has the figures of each window
 kld: none.kld => none.kld cannot be read: No such file or directory
 kld: other.kld => other.kld is of a model with 5 tokens in its vocabulary, and tiny
 kld: long.kld => long.kld has windows of 514 tokens, and tiny
@@ -74,7 +75,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "taken.py").write_text(MINE.replace("mine3", "ring3"))
     for name, tokens, vocabulary in (("other.kld", 4, 5), ("long.kld", 514, VOCABULARY)):
         head = b"_logits_" + np.array([tokens, vocabulary, 1], "<i4").tobytes()
-        (folder / name).write_bytes(head.ljust(kld_file.nbytes(1, tokens, vocabulary), b"\0"))
+        (folder / name).write_bytes(head.ljust(kld.nbytes(1, tokens, vocabulary), b"\0"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield folder
