@@ -80,9 +80,9 @@ def _drawing(panels: Mapping[str, Mapping[str, tuple[float, float]]], marks: Map
     yield "KL divergence, nats (mean)</text>"
     for number, (title, points) in enumerate(panels.items()):
         yield f'<g transform="translate({_LEFT + number * (_WIDTH + _GAP)} {_TOP})" text-anchor="middle">'
-        for bits in range(math.ceil(left), math.floor(right) + 1):
-            yield f'<path d="M{x(bits)} 0V{_HEIGHT}" stroke="var(--grid)"/>'
-            yield f'<text x="{x(bits)}" y="{_HEIGHT + 16}" fill="var(--faint)">{bits}</text>'
+        for whole in range(math.ceil(left), math.floor(right) + 1):
+            yield f'<path d="M{x(whole)} 0V{_HEIGHT}" stroke="var(--grid)"/>'
+            yield f'<text x="{x(whole)}" y="{_HEIGHT + 16}" fill="var(--faint)">{whole}</text>'
         for tick in (tick for tick in ticks if low <= math.log10(tick) <= high):
             yield f'<path d="M0 {y(tick)}H{_WIDTH}" stroke="var(--grid)"/>'
             if not number:

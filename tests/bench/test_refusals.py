@@ -94,7 +94,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(
     rows = re.findall(rf"(?m)^{command}: (.*)=> (.*)$", REFUSED.format(port=free_port()))
     assert rows
     for words, sentence in rows:
-        assert main([*always.split(), *words.split()]) == 2, words
+        assert main([*words.split(), *always.split()]) == 2, words
         printed = capsys.readouterr()
         assert printed.out == "", words
         told = printed.err.splitlines()[-1]
