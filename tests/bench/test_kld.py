@@ -56,13 +56,6 @@ def _recorded_weights(model: Path) -> None:
             tensor.data[:] = 1
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_bytes((RECORDED / "text.txt").read_bytes())
-    return tmp_path
-
-
 def full_precision(model: Path, base: kld.KldFile) -> list[np.ndarray]:
     """Logits (rows, V) of a model at the rows of each window, of a prefill in float32."""
     settings = {"cache_type": "f16", "ctx_size": TOKENS, "kept_sequences": 0}
@@ -123,13 +116,16 @@ def run(model: Path, *words: str) -> int:
     return kld.main([*words, "--model", str(model), "-t", "1"])
 
 
-def test_cache_types_are_scored_against_its_file(models: SimpleNamespace, here: Path) -> None:
+def test_cache_types_are_scored_against_its_file(
+    models: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """f16 hardly diverges; codes do, and so do weights that are converted."""
+    monkeypatch.chdir(tmp_path)
     assert run(models.base, str(RECORDED / "base.kld"), "--types", "f16,ring3", "-o", "out.html") == 0
-    result = read(here / "out.json")
+    result = read(tmp_path / "out.json")
     f16, ring3 = (result.figures("text", name)["kl_mean"] for name in ("f16", "ring3"))
     assert len(f16.runs) == WINDOWS
     assert abs(f16.value) < 1e-5 < ring3.value
     words = ("--types", "f16", "--weight-type", "q4_0", "-o", "out.html")
     assert run(models.base, str(RECORDED / "base.kld"), *words) == 0
-    assert read(here / "out.json").value("text", "f16", "kl_mean") > 1e-5
+    assert read(tmp_path / "out.json").value("text", "f16", "kl_mean") > 1e-5

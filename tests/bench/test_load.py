@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from polarlm.bench.lab import load
-from polarlm.bench.lab.client import Answer, connect, send
+from polarlm.bench.lab.client import Answer, connect
 from polarlm.bench.lab.load import LoadRecord, Plan, main, own_server, poisson
 from polarlm.bench.result import Result, read
 
@@ -76,25 +75,6 @@ def test_errors_have_a_kind(status: int, lines: Sequence[str], kind: str) -> Non
     assert answer_of(status, lines).error == kind
 
 
-def test_a_request_waits_for_the_first_free_client() -> None:
-    """And none begins before its time."""
-    busy, most, begun_at = 0, [], []
-
-    def request(number: int, begun: float) -> Answer:
-        nonlocal busy
-        busy += 1
-        most.append(busy)
-        begun_at.append(time.perf_counter() - begun)
-        time.sleep(0.02)
-        busy -= 1
-        return Answer(0.0, 0.0)
-
-    taken: list[Answer] = []
-    send([0.0, 0.0, 0.0, 0.2], 2, request, taken.append)
-    assert (len(taken), max(most)) == (4, 2)
-    assert max(begun_at) >= 0.2
-
-
 # -- what is made of it --------------------------------------------------------------------------------------------
 
 
@@ -146,27 +126,3 @@ def test_a_server_of_its_own_is_measured(
         assert result.figures("load", who)["first token"].more["count"] == 12
     assert result.value("load", "polarlm", "blocks") > 0
     assert re.search(r"\| polarlm .*\n\| another ", printed)
-
-
-@pytest.mark.slow
-def test_results_are_kept_when_the_command_is_stopped(
-    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers, request = [], load.request
-
-    def stopped_at_the_third(http, plan, number, begun):
-        if len(answers) == 2:
-            raise KeyboardInterrupt
-        answers.append(request(http, plan, number, begun))
-        return answers[-1]
-
-    monkeypatch.setenv("POLARLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(load, "request", stopped_at_the_third)
-    flags = ["--clients", "1", "--rate", "40", "--seconds", "30", "--requests", "5", "--max-tokens", "3"]
-    flags += ["--prompt-tokens", "10", "--shared-prefix", "10", "--output", str(tmp_path / "out.json")]
-    assert main(["--weights", str(tiny_path), *flags]) == 130
-    result = read(tmp_path / "out.json")
-    assert (result.value("load", "polarlm", "requests"), result["complete"]) == (2, False)
-    printed = capsys.readouterr()
-    assert "first token ms" in printed.out
-    assert "Requests arrive for 30 s" in printed.err

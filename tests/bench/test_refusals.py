@@ -40,7 +40,6 @@ quality: text.txt --codec taken.py => --codec taken.py: 'ring3': there is such a
 quality: text.txt --codec text.txt => its name does not end with .py
 quality:  => TEXT is missing: give a UTF-8 text like what the model will read; figures of
 quality: --kld-base a.kld => --kld-base has a command of its own, in a checkout: python -m polarlm.bench.lab.kld
-quality: compare a.json b.json => compare has left: the JSON of a result has the figures of each window
 kld: none.kld => none.kld cannot be read: No such file or directory
 kld: other.kld => other.kld is of a model with 5 tokens in its vocabulary, and tiny
 kld: long.kld => long.kld has windows of 514 tokens, and tiny
@@ -94,7 +93,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(
     rows = re.findall(rf"(?m)^{command}: (.*)=> (.*)$", REFUSED.format(port=free_port()))
     assert rows
     for words, sentence in rows:
-        assert main([*words.split(), *always.split()]) == 2, words
+        assert main([*always.split(), *words.split()]) == 2, words
         printed = capsys.readouterr()
         assert printed.out == "", words
         told = printed.err.splitlines()[-1]

@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.bench.command import CacheType, cache_types
 from polarlm.bench.quality.divergence import TAIL, Divergence, add_figures, compare, perplexity
-from polarlm.bench.quality.scores import CODED, SERVED, add_stretches, contestant, windows
+from polarlm.bench.quality.scores import add_stretches, windows
 from polarlm.bench.quality.states import exact_logprobs, exact_states, score_of, served_states
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.bench.result import Figures, Result
@@ -26,7 +26,6 @@ from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer
 from polarlm.model_loaders import load_weights
 from tests.bare import bare_model, prefill_logits, read_model
-from tests.shared_data import shared
 
 IDS = np.random.default_rng(3).integers(5, 90, 150).tolist()
 
@@ -190,16 +189,6 @@ def test_figures_are_those_of_all_logits(tiny_path: Path, parts: Parts, label: s
     np.testing.assert_allclose(exact_logprobs(parts.model, exact, IDS), expected, atol=1e-4)
 
 
-def test_few_rows_of_logits_are_in_memory_at_a_time(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
-    logits = Transformer.logits
-    monkeypatch.setattr(Transformer, "logits", lambda model, x: rows.append(len(x)) or logits(model, x))
-    exact = exact_states(parts.model, IDS)
-    score_of(parts.model, exact, parts.model, served_states(parts.model, IDS), IDS)
-    assert sum(rows) == 2 * (len(IDS) - 1)
-    assert max(rows) <= 64
-
-
 # -- windows that all types read -----------------------------------------------------------------------------------
 
 
@@ -264,30 +253,3 @@ def test_no_type_is_compared_on_other_windows_than_the_rest(tiny_path: Path) -> 
     next(passes)
     assert (survey.windows, quality(survey)["scored_tokens"]) == (2, 149 + 99)
     survey.close()
-
-
-# -- a real model --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # a whole model reads 1,024 tokens six times
-def test_what_conditioning_is_for_on_a_real_model(demo_path: Path) -> None:
-    """KL in nats on WikiText-2: the least and the most of each type, with compiled kernels."""
-    bounds = {
-        ("f16", SERVED): (0, 2e-3),
-        ("polarquant", SERVED): (0, 0.025),
-        ("polarquant", CODED): (0, 0.09),
-        ("polarquant:plain", SERVED): (0.03, 0.06),
-        ("polarquant:plain", CODED): (0.15, 0.25),
-    }
-    text = shared("text", "wikitext2_test_raw.txt").read_bytes().decode().replace("\r\n", "\n")
-    types, ops = cache_types("f16,polarquant,polarquant:plain"), select("cpu", 0)[0]
-    survey = Survey(str(demo_path), types, 1024, ops, lambda sentence: None, every_token_coded=True)
-    list(survey.score(survey.tokenizer.tokenize(text[:8192])[:1024]))
-    result = Result({})
-    survey.add_to(result)
-    survey.close()
-    kl = {key: result.value("text", contestant(*key), "kl_mean") for key in bounds}
-    assert all(low <= kl[key] <= high for key, (low, high) in bounds.items()), kl
-    # Block means of the keys alone: 8 bits for each channel, and 16 for the scale of all 64, over 64 tokens.
-    bits = [result.value("text", type, "bits_per_value") for type in ("polarquant", "polarquant:plain")]
-    assert bits[0] - bits[1] == pytest.approx((8 + 16 / 64) / 64 / 2)

@@ -1,30 +1,17 @@
-"""The engines to compare speed with: what they are asked, and what is made of their answers.
-
-The answers in tests/fixtures/peers come from the real packages, of the versions that they name.
-"""
+"""The engines to compare speed with: what they import, and how llama-cpp-python is asked."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from polarlm.bench.speed import peers
-from polarlm.bench.speed.peers import NoPeer, openvino_genai
+from polarlm.bench.speed.peers import NoPeer
 from polarlm.bench.speed.peers.llama_cpp_python import Model
-from tests.conftest import FIXTURES
-
-SAID = FIXTURES.parent / "peers"
-
-
-def recorded(name: str) -> dict[str, Any]:
-    answers: dict[str, Any] = json.loads((SAID / f"{name}.json").read_text(encoding="utf-8"))
-    return answers
 
 
 @pytest.mark.parametrize("peer", peers.every().values(), ids=lambda peer: peer.name)
@@ -33,74 +20,6 @@ def test_a_peer_imports_nothing_that_its_own_python_lacks(peer: peers.Peer) -> N
     foreign = "'numpy', 'polarlm.engine.'"
     program = f"import sys, {peer.module}; print([m for m in sys.modules if m.startswith(({foreign}))])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
-
-
-# -- OpenVINO ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pipelines(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A stand-in for the packages: the settings of the pipeline, then its requests. It measures what the real one has
-    measured."""
-    said = recorded("openvino_genai")
-    calls: list[Any] = []
-
-    class Pipeline:
-        def __init__(self, path: str, device: str, **settings: Any) -> None:
-            if "unknown" in path:
-                raise IndexError("unordered_map::at")
-            calls.append((path, device, settings))
-
-        def generate(self, inputs: Any, settings: Any) -> Any:
-            calls.append((inputs, settings))
-            one = said["prompt" if settings.max_new_tokens == 1 else "steps"]
-            return SimpleNamespace(
-                perf_metrics=SimpleNamespace(
-                    get_ttft=lambda: SimpleNamespace(mean=one["ttft_mean"]),
-                    get_tpot=lambda: SimpleNamespace(mean=one["tpot_mean"]),
-                    get_num_generated_tokens=lambda: one["generated"],
-                )
-            )
-
-    genai = SimpleNamespace(
-        LLMPipeline=Pipeline,
-        SchedulerConfig=SimpleNamespace,
-        GenerationConfig=SimpleNamespace,
-        TokenizedInputs=lambda *arrays: arrays,
-        get_version=lambda: said["version"],
-    )
-    core = SimpleNamespace(get_property=lambda device, name: said["capabilities"])
-    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
-    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Core=lambda: core, Tensor=lambda array: array))
-    return calls
-
-
-def test_openvino_is_asked_for_ids_and_measures_by_its_own_clock(pipelines: list[Any]) -> None:
-    said = recorded("openvino_genai")
-    other = openvino_genai.Pipeline("model.gguf", 512, 2, "u8")
-    ((path, device, settings),) = pipelines
-    assert (path, device) == ("model.gguf", "CPU")
-    assert (settings["INFERENCE_NUM_THREADS"], settings["KV_CACHE_PRECISION"]) == (2, "u8")
-    assert settings["scheduler_config"].enable_prefix_caching is False, "a prompt is computed as a whole"
-    assert other.about() == {"version": said["version"], "built_with": "FP32 INT8 BIN EXPORT_IMPORT"}
-
-    assert other.prompt_rate(list(range(5, 105))) == pytest.approx(100 / (said["prompt"]["ttft_mean"] / 1e3))
-    (ids, mask), request = pipelines[1]
-    assert (ids.tolist(), mask.tolist()) == ([list(range(5, 105))], [[1] * 100])
-    assert (request.max_new_tokens, request.ignore_eos) == (1, True)
-    rate = other.generation_rate([5] * 100, [6] * 17)
-    _, *steps = said["steps"]["durations_ms"]
-    assert rate == pytest.approx(16 / (sum(steps) / 1e3), rel=0.02), "the first token is the prompt's"
-
-
-def test_what_openvino_cannot_do_is_named(pipelines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NoPeer, match=r"^cannot load the model: unordered_map::at$"):
-        openvino_genai.Pipeline("unknown.gguf", 512, 2, "u8")
-    with pytest.raises(NoPeer, match=r"^cannot generate 5 tokens after 101$"):
-        openvino_genai.Pipeline("model.gguf", 512, 2, "u8").generation_rate([5] * 100, [6] * 5)
-    monkeypatch.setitem(sys.modules, "openvino_genai", None)
-    with pytest.raises(NoPeer, match=r"^not installed \(pip install openvino-genai\)$"):
-        openvino_genai.Pipeline("model.gguf", 512, 2, "u8")
 
 
 # -- llama-cpp-python -----------------------------------------------------------------------------------------------

@@ -84,15 +84,6 @@ def test_the_right_calls_solve_a_chain_and_no_others(engine: Engine) -> None:
             assert not solves(Clerk(engine, tasks, spoil), EARLIER, number, tasks)  # type: ignore[arg-type]
 
 
-def test_texts_are_compared_without_case_and_full_stops(engine: Engine) -> None:
-    tasks = next(tasks for tasks in (chain(number, LISTED) for number in range(99)) if "reason" in tasks[0][1][1])
-
-    def spoil(step: int, name: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        return name, {key: f" {value.upper()}. " if key == "reason" else value for key, value in arguments.items()}
-
-    assert solves(Clerk(engine, tasks, spoil), EARLIER, 0, tasks)  # type: ignore[arg-type]
-
-
 @pytest.mark.slow
 def test_the_command_writes_what_types_solve(tmp_path: Path) -> None:
     """A random model solves nothing; each type has the same chains, and a page is there."""
