@@ -42,7 +42,6 @@ CONFIG = replace(
 SMALL = {"block_size": 16, "blocks": 3, "rotated": 1 << 13, "copied": 1 << 12, "gemm": 32, "rows": (1, 65)}
 ASKED = {"prompts": (4,), "depths": (8,), "steps": 2, "sequences": (1,), "asked": (4, 2)}
 SIZES = Sizes(CONFIG, **SMALL, **ASKED, runs=1)
-DEVICE, *OTHERS = (f"polarlm.engine.backends.cuda.device.{name}" for name in ("cupy_device", "cupy_recording"))
 
 
 # -- the machine ---------------------------------------------------------------------------------------------------
@@ -208,14 +207,6 @@ def test_a_failing_task_does_not_affect_others(
     ]
     assert len([*results.parts(prefix="attention")]) == 1
     assert "Traceback" in capsys.readouterr().err, "a fault of a kernel is worth its place"
-
-
-def test_the_file_is_written_before_the_end(tmp_path: Path) -> None:
-    def stopped(*shape: Any) -> None:
-        raise KeyboardInterrupt
-
-    assert run(tmp_path / "out.json", "--only", "kernels", gpu=emulated(), peers=stopped) == 130
-    assert [*read(tmp_path / "out.json").parts("device")]
 
 
 def test_what_does_not_fit_is_reported(tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,10 +90,3 @@ A note."""
         assert page.count(sentence) >= 1, sentence
     assert "how far" in page
     assert "how fast" not in page
-
-
-def test_published_results_are_read() -> None:
-    files = [*result.RESULTS.glob("*.json")]
-    assert files
-    for file in files:
-        assert list(result.read(file).rows()), file.name

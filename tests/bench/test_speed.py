@@ -18,7 +18,6 @@ from polarlm.bench.result import Result, Row
 from polarlm.bench.speed import __main__ as speed
 from polarlm.bench.speed import compare, contestants, measure
 from polarlm.bench.speed.child import Failed, OutOfTime
-from polarlm.bench.speed.contestants import Cell, Contestant
 from polarlm.bench.speed.measure import Memory
 from polarlm.engine import EngineError
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -237,14 +236,6 @@ def test_a_peer_s_figure_counts_if_two_runs_agree(measure_with: Measure, stands:
 
 
 @pytest.mark.parametrize(
-    ("runs", "is_stable"),
-    [([100.0, 90.0], True), ([100.0, 89.0], False), ([100.0, 20.0, 91.0], True), ([100.0, 50.0, 50.0], False)],
-)
-def test_runs_are_stable_if_the_two_fastest_differ_by_a_tenth_at_most(runs: list[float], is_stable: bool) -> None:
-    assert Cell(Contestant(PEER, "f16"), 1, runs).is_stable is is_stable
-
-
-@pytest.mark.parametrize(
     ("threads", "why"), [("1,2", "slower with 2 threads than with 1"), ("2", "of the memory's bandwidth")]
 )
 def test_a_peer_that_lacked_a_core_gives_no_ratio(
@@ -336,19 +327,6 @@ def test_a_contestant_that_fails_is_a_line_in_the_table(
     assert "| crashed (SIGSEGV) |" in out
     failures = [figures["peak"].failure for _, _, figures in whole.parts("memory")]
     assert failures == ["", "" if failing == "prompt" else "crashed (SIGSEGV)", "", ""], "a part of its own"
-
-
-def test_results_are_kept_when_the_command_is_stopped(measure_with: Measure, stands: type[Stand]) -> None:
-    def rates(label: str, threads: int, call: str, tokens: int) -> float:
-        if call == "steps" and tokens == 100:
-            raise KeyboardInterrupt
-        return 100.0
-
-    stands.rates = staticmethod(rates)
-    whole, _, err = measure_with(*FOUR, status=130)
-    assert subjects(whole) == ["generation, depth ≤ 64", "prompt of 40", "prompt of 100"]
-    assert whole["complete"] is False
-    assert "prompt of 100, polarlm balanced: 100.0 tokens/s" in err
 
 
 def test_a_gpu_has_no_threads_and_no_peer_and_what_the_context_lacks_is_named(

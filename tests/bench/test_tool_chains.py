@@ -12,10 +12,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from polarlm.bench.lab.tool_chains import TOOLS, Task, beginning, chain, history, orders, receipt, solves
+from polarlm.bench.lab.tool_chains import TOOLS, Task, chain, history, orders, receipt, solves
 from polarlm.bench.lab.tool_cost import CHAINS, main
 from polarlm.bench.result import read
-from polarlm.engine import Engine, PromptOptions
+from polarlm.engine import Engine
 from tests import call_templates
 from tests.tool_model import tool_engine, tool_model
 
@@ -55,17 +55,6 @@ def test_tasks_are_done_by_calls_that_fit_the_functions() -> None:
         for _, (name, arguments) in tasks:
             jsonschema.validate(arguments, SCHEMAS[name])
     assert lengths == {2, 3, 4}
-
-
-def test_the_history_is_as_long_as_it_may_be(engine: Engine) -> None:
-    options, lengths = PromptOptions(tools=TOOLS), []
-    for tokens in (6000, 9000):
-        messages = beginning(engine, LISTED, tokens)
-        lengths.append(len(engine.prompt_ids(messages, options)))
-        assert 0.9 * tokens < lengths[-1] <= tokens
-        assert all(order.customer in json.dumps(messages) for order in LISTED)
-    names = [name for order in LISTED for name in order.customer.split()]
-    assert len({*names}) == len(names)
 
 
 def test_the_right_calls_solve_a_chain_and_no_others(engine: Engine) -> None:
