@@ -99,6 +99,18 @@ def breaking(engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: int) -> Non
     monkeypatch.setattr(engine._model, "step", failing)
 
 
+def submitted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the engine is asked from now on: each request's prompt and options, and the arguments that have names."""
+    made, submit = list[dict[str, Any]](), engine.submit
+
+    def noted(prompt: Any, params: Any, options: Any, **how: Any) -> Any:
+        made.append({"prompt": prompt, "options": options, **how})
+        return submit(prompt, params, options, **how)
+
+    monkeypatch.setattr(engine, "submit", noted)
+    return made
+
+
 def renamed(more: Mapping[str, Any], names: Mapping[str, str]) -> Body:
     return {names.get(name, name): value for name, value in more.items()}
 

@@ -16,7 +16,7 @@ from polarlm.server.http.generation import ModelInfo
 from polarlm.server.http.warnings import HEADER
 from tests.pairs import in_turn
 from tests.server.answers.test_http_tools import WEATHER
-from tests.server.apis import APIS, CALLING, CONVERSATIONS, Reply, alone, breaking, events
+from tests.server.apis import APIS, CALLING, CONVERSATIONS, Reply, alone, breaking, events, submitted
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
 from tests.server.reading.test_http_fuzz import has_shape
@@ -154,19 +154,12 @@ def test_tokens_can_be_counted_before(server: Serving, name: str, path: str) -> 
 @EACH
 def test_openais_slow_tier_is_the_background(shared: Serving, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a request gives way to all others: tests/server/test_batch.py."""
-    api, background = APIS[name], list[Any]()
-    submit = shared.engine.submit
-
-    def noted(*arguments: Any, in_background: bool, **how: Any) -> Any:
-        background.append(in_background)
-        return submit(*arguments, in_background=in_background, **how)
-
-    monkeypatch.setattr(shared.engine, "submit", noted)
+    api, requests = APIS[name], submitted(shared.engine, monkeypatch)
     for tier in ("flex", "default"):
         response = shared.post(api.path, api.body(QUESTION, max_tokens=1) | {"service_tier": tier})
         assert response.status_code == 200
         assert HEADER not in response.headers
-    assert background == [True, False]
+    assert [request["in_background"] for request in requests] == [True, False]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.server.http.app import create_app
+from tests.server.apis import submitted
 from tests.server.http_server import Serving, serving
 
 TEXT = "then he ran on and the rain ran on and then the end"
@@ -46,15 +47,8 @@ def test_every_endpoint_is_here(filling: Serving) -> None:
 
 
 def test_a_salt_separates(filling: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, salts = filling.engine, list[str]()
-    submit = engine.submit
-
-    def noted(prompt: Any, params: SamplingParams, options: PromptOptions, **how: Any) -> Any:
-        salts.append(options.cache_salt)
-        return submit(prompt, params, options, **how)
-
+    engine, requests = filling.engine, submitted(filling.engine, monkeypatch)
     one = (TEXT, SamplingParams(max_tokens=0), PromptOptions(pooling="mean"))  # this model cannot rank
-    monkeypatch.setattr(engine, "submit", noted)
     monkeypatch.setattr(engine, "rank_jobs", lambda *_, **__: [one])
     monkeypatch.setattr(engine, "ranking_note", lambda: None)
 
@@ -69,7 +63,7 @@ def test_a_salt_separates(filling: Serving, monkeypatch: pytest.MonkeyPatch) -> 
         salt = f"of {path}"
         cached()
         assert cached(cache_salt=salt) == 0, path
-        assert salts[-2:] == ["", salt], path
+        assert [request["options"].cache_salt for request in requests[-2:]] == ["", salt], path
         if path in GENERATING:
             assert min(cached(), cached(cache_salt=salt)) > 0, path
             assert cached(cache_salt=salt, cache_prompt=False) == 0, path

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from polarlm.engine.requests.request import Ticket
 from polarlm.server.reading.messages import read_messages
 from tests.images.test_forms import frames
 from tests.images.test_models import Loaded, picture
 from tests.images.test_reading import slow_jpeg
 from tests.lazily import ollama
+from tests.server.apis import submitted
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
 from tests.tiny import make_model
@@ -37,19 +37,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     path = make_model(tmp_path_factory.mktemp("model"), "qwen3_vl_deepstack_tied")
     with Loaded(path) as loaded, serving(loaded.engine, max_body=4096, max_tokens=2) as running:
         yield running
-
-
-@pytest.fixture
-def prompts(server: Serving, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the engine is asked."""
-    asked, submit = list[Any](), server.engine.submit
-
-    def noting(prompt: Any, *arguments: Any, **more: Any) -> Ticket:
-        asked.append(prompt)
-        return submit(prompt, *arguments, **more)
-
-    monkeypatch.setattr(server.engine, "submit", noting)
-    return asked
 
 
 def user(*parts: dict[str, Any]) -> list[Any]:
@@ -75,9 +62,10 @@ BESIDE = {"role": "user", "content": TEXT["text"], "images": [FILE]}
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_every_client_sends_an_image(server: Serving, prompts: list[Any], name: str) -> None:
+def test_every_client_sends_an_image(server: Serving, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    requests = submitted(server.engine, monkeypatch)
     CLIENTS[name](server)
-    assert prompts == [user(IMAGE, TEXT)]
+    assert [request["prompt"] for request in requests] == [user(IMAGE, TEXT)]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +164,7 @@ def test_clients_are_told_that_the_model_reads_images(server: Serving) -> None:
     assert "vision" in ollama.Client(server.url).show("any").capabilities
 
 
-def test_a_request_with_images_may_have_sixteen_times_the_bytes(server: Serving, prompts: list[Any]) -> None:
+def test_a_request_with_images_may_have_sixteen_times_the_bytes(server: Serving) -> None:
     large = OPENAI | {"image_url": {"url": "data:image/png;base64," + base64.b64encode(picture(1, 80, 60)).decode()}}
     assert len(str(large)) > 4096
     assert server.post("/v1/chat/completions", {"messages": user(large)}).status_code == 200

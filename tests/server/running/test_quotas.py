@@ -16,6 +16,7 @@ from polarlm.server.models.child import KEY_NAME, PRIORITY, _with_clients_of_par
 from polarlm.server.running import journal
 from polarlm.server.running.quotas import Quotas
 from polarlm.server.running.refusals import Refusal
+from tests.server.apis import submitted
 from tests.server.http_server import serving
 from tests.server.lines import Client
 from tests.server.running.test_keys import ANNA, BEN, ask
@@ -92,20 +93,14 @@ def test_a_client_is_told_when_to_come_again(tiny: Engine, start, tmp_path: Path
 def test_requests_of_a_key_have_its_priority_or_a_larger_one(
     tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, seen, submit = tmp_path / "keys", list[int](), tiny.submit
+    file, requests = tmp_path / "keys", submitted(tiny, monkeypatch)
     file.write_text(f"anna {ANNA} priority=5\nben {BEN}\n")
-
-    def submitted(prompt: Any, params: Any, options: Any, **more: Any) -> Any:
-        seen.append(options.priority)
-        return submit(prompt, params, options, **more)
-
-    monkeypatch.setattr(tiny, "submit", submitted)
     with serving(tiny, api_key_file=str(file)) as server:
         for key in (ANNA, BEN):
             for priority in (-3, 8):
                 body = {"prompt": "a", "max_tokens": 1, "priority": priority}
                 assert server.http.post("/v1/completions", json=body, headers={"X-Api-Key": key}).status_code == 200
-    assert seen == [5, 8, -3, 8]
+    assert [request["options"].priority for request in requests] == [5, 8, -3, 8]
 
 
 @pytest.mark.anyio

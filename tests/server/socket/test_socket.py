@@ -25,6 +25,7 @@ from polarlm.children import Lines
 from polarlm.engine import Engine, SamplingParams
 from polarlm.server.running.listening import ListenError, unix_socket
 from polarlm.server.socket import connection
+from tests.server.apis import submitted
 from tests.server.http_server import Serving
 from tests.server.lines import PATIENCE, Client, eventually
 from tests.server.reading.test_http_fuzz import VALID, broken, changed
@@ -106,18 +107,11 @@ def test_cancel(client: Client, socket_server: Serving) -> None:
     assert socket_server.driver.snapshot().requests == {"cancelled": 1, "length": 1}
 
 
-@pytest.mark.usefixtures("slow_steps")
 def test_openais_slow_tier_is_the_background(client: Client, socket_server: Serving, monkeypatch) -> None:
-    background, submit = list[bool](), socket_server.engine.submit
-
-    def noted(*arguments: Any, in_background: bool, **how: Any) -> Any:
-        background.append(in_background)
-        return submit(*arguments, in_background=in_background, **how)
-
-    monkeypatch.setattr(socket_server.engine, "submit", noted)
+    requests = submitted(socket_server.engine, monkeypatch)
     for tier in ("flex", "auto"):
         assert client.ask(id=1, prompt="a", max_tokens=1, service_tier=tier)[1]["done"]
-    assert background == [True, False]
+    assert [request["in_background"] for request in requests] == [True, False]
 
 
 def test_an_id_names_one_request_at_a_time(client: Client) -> None:
@@ -138,12 +132,6 @@ def test_a_client_that_ends_its_side_gets_its_answers(client: Client) -> None:
     client.half_close()
     messages = list(client.rest())
     assert {message["id"] for message in messages if message.get("done")} == {0, 1, 2, "no line end"}
-
-
-def test_a_message_in_pieces(client: Client) -> None:
-    for byte in '{"id": "é", "prompt": "é", "max_tokens": 1}\r\n'.encode():
-        client.send_raw(bytes([byte]))
-    assert client.rest_of("é")[1]["done"]
 
 
 # -- what is refused -------------------------------------------------------------------------------------------
@@ -330,27 +318,16 @@ def test_a_key_is_ignored_where_none_is_needed(client: Client) -> None:
 
 # -- clients that go away, or do not read ----------------------------------------------------------------------
 
-VANISHED = """
-import socket, sys
-client = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-client.sendall(sys.argv[2].encode() + b"\\n")
-print(client.recv(1) if sys.argv[3] == "streams" else "", flush=True)
-sys.stdin.read()
-"""
-
 
 @pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_is_killed(socket_server: Serving, stream: bool) -> None:
-    request = json.dumps({"id": 1, "stream": stream, **LONG})
-    arguments = [str(socket_server.address[1]), request, "streams" if stream else "waits"]
-    client = subprocess.Popen(
-        [sys.executable, "-c", VANISHED, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    with client:
-        client.stdout.readline()
+def test_a_client_that_leaves(socket_server: Serving, stream: bool) -> None:
+    """As the system closes its connection if it is killed."""
+    with Client(socket_server.address) as client:
+        client.send(id=1, stream=stream, **LONG)
+        if stream:
+            client.receive()
         eventually(lambda: socket_server.engine.status().running == 1)
-        client.kill()
     eventually(socket_server.is_idle)
     assert socket_server.driver.snapshot().requests == {"cancelled": 1}
 
