@@ -8,12 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.compiled import share_kernels
@@ -113,18 +113,13 @@ class Process:
         return Client((host, int(port)) if host else where)
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=PATIENCE) as response:
-            return response.read().decode()
+        return httpx.get(self.url + path, timeout=PATIENCE).raise_for_status().text
 
     def ask(self, path: str, method: str = "POST", **body: Any) -> tuple[int, dict[str, Any]]:
         """An HTTP status, and the JSON that came with it."""
-        data = json.dumps(body).encode() if method == "POST" else None
-        asked = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
-        try:
-            with urllib.request.urlopen(asked, timeout=PATIENCE) as response:
-                return response.status, json.loads(response.read() or b"{}")
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
+        sent = body if method == "POST" else None
+        answer = httpx.request(method, self.url + path, json=sent, timeout=PATIENCE)
+        return answer.status_code, json.loads(answer.content or b"{}")
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         """The JSON of an answer without an error."""

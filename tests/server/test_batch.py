@@ -24,7 +24,7 @@ from polarlm.server.running import journal
 from tests.lazily import openai
 from tests.server.http_server import KEY, Serving, serving
 from tests.server.lines import PATIENCE, eventually
-from tests.server.process import ROOT, Process
+from tests.server.process import ROOT
 
 FLAGS = ("--device", "cpu", "--no-calibration", "--cache-type", "f16")
 CHAT, RAW = "/v1/chat/completions", "/v1/completions"
@@ -409,30 +409,6 @@ def test_a_line_may_wait_longer_than_other_requests(tiny: Engine, requests: Path
             threading.Event().wait(1.5)
             server.gate.open()
     assert codes == [0]
-
-
-@pytest.mark.slow
-def test_a_server_that_starts_again_answers_what_is_left(
-    tiny_path: Path, tmp_path: Path, requests: Path, output: Path
-) -> None:
-    requests.write_bytes(written([line(str(n), max_tokens=16) for n in range(12)]))
-    with Process(tiny_path, tmp_path, "--cache-type", "f16", troubled=True) as process:
-        address, url = process.address, process.url
-        with sent_meanwhile(url, requests, output) as codes:
-            eventually(lambda: count(output) >= 2)
-            process.signal(signal.SIGKILL)
-            process.wait()
-            before = output.read_bytes()
-            assert 2 <= before.count(b"\n") < 12
-            with Process(tiny_path, tmp_path, "--cache-type", "f16", "--port", str(address[1])) as again:
-                eventually(lambda: codes)
-                again.signal(signal.SIGTERM)
-                assert again.wait() == 0
-    assert codes == [0]
-    assert output.read_bytes().startswith(before)
-    assert sorted(map(int, answers_in(output))) == [*range(12)]
-    logged = [one["in_background"] for one in again.log() if one.get("route") == f"POST {RAW}"]
-    assert logged == [True] * (12 - before.count(b"\n"))
 
 
 def test_openais_endpoints_of_batches_say_what_to_take(server: Serving) -> None:

@@ -20,7 +20,6 @@ from polarlm.server.http.generation import ModelInfo
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest
 from tests.server.apis import API, CONVERSATIONS
-from tests.server.http_server import Serving
 
 ARGUMENTS = r'{"city": "Ro\"me}", "days": [1, 25], "so": {"a": true, "b": -1.5e2}, "none": null}'
 CALLS = [("time", "{}", ""), ("weather", ARGUMENTS, "")]
@@ -117,53 +116,6 @@ def test_a_sign_that_begins_no_call_is_text(hermes_engine: Engine) -> None:
     assert fold(pieces(hermes_engine, ["1 <"], "stop", " 2")).text == "1 <"
     assert fold(pieces(hermes_engine, ["1 <"], "stop")).text == "1 <"
     assert fold(pieces(hermes_engine, ["1 <"], "length")).text == "1"
-
-
-# -- over HTTP ---------------------------------------------------------------------------------------------------------
-
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-BODY: dict[str, Any] = {
-    "messages": [QUESTION],
-    "tools": [{"type": "function", "function": {"name": "weather", "parameters": CITY}}],
-    "tool_choice": "required",
-    "temperature": 1,
-    "seed": 1,
-}
-
-
-def chat(hermes: Serving, **more: Any) -> dict[str, Any]:
-    return hermes.chat(**{**BODY, **more})
-
-
-def test_a_conversation_goes_on_after_a_call_that_is_cut_off(hermes: Serving) -> None:
-    cut = chat(hermes, max_tokens=60)
-    (call,) = cut["message"]["tool_calls"]
-    with pytest.raises(ValueError):
-        json.loads(call["function"]["arguments"])
-    result = {"role": "tool", "tool_call_id": call["id"], "content": "The arguments are no JSON."}
-    messages = [QUESTION, cut["message"], result]
-    assert chat(hermes, messages=messages, tool_choice="none", max_tokens=1)["finish_reason"] == "length"
-    shown = hermes.post("/apply-template", {"messages": messages}).json()["prompt"]
-    assert (
-        json.dumps(call["function"]["arguments"], ensure_ascii=False) in shown
-    )  # this template writes the text as a JSON string
-
-
-@pytest.mark.parametrize("stop", ['"city"', '{"city": "', '"name"', "weather"])
-def test_a_stop_string_ends_a_call_if_it_is_looked_for_anywhere(hermes: Serving, stop: str) -> None:
-    assert chat(hermes, max_tokens=400, stop=[stop], logit_bias={'"': 30})["finish_reason"] == "tool_calls"
-    choice = chat(hermes, max_tokens=200, stop=[stop], stop_anywhere=True)
-    assert choice["finish_reason"] == "stop"
-    assert not choice["message"]["content"]
-    for call in choice["message"].get("tool_calls", ()):
-        assert '{"city": "'.startswith(call["function"]["arguments"])
-
-
-def test_a_stop_string_after_the_arguments_leaves_the_call_whole(hermes: Serving) -> None:
-    choice = chat(hermes, max_tokens=400, stop=["\n</tool_call>"], stop_anywhere=True, logit_bias={'"': 30})
-    (call,) = choice["message"]["tool_calls"]
-    assert choice["finish_reason"] == "tool_calls"
-    json.loads(call["function"]["arguments"])
 
 
 # -- what comes back ---------------------------------------------------------------------------------------------------

@@ -114,16 +114,6 @@ def test_required_calls_parse_in_every_family(name: str, tmp_path: Path) -> None
         assert_calls_or_text_of_a_schema(server, 3)
 
 
-def test_a_named_function_is_called(family: Serving) -> None:
-    for name in ("weather", "time"):
-        answer = ask(
-            family, tool_choice={"type": "function", "function": {"name": name}}, seed=5, extra_body=at_once(family)
-        )
-        (call,) = answer.choices[0].message.tool_calls
-        assert call.function.name == name
-        assert_valid(call)
-
-
 def test_some_of_the_tools_may_be_allowed_alone(hermes: Serving) -> None:
     for name in ("weather", "time"):
         tools = [{"type": "function", "function": {"name": name}}]

@@ -14,7 +14,6 @@ from tests.server.apis import SLIP, alone, events
 from tests.server.http_server import KEY, Serving, serving
 from tests.tiny import forget
 
-KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 QUESTION: list[Any] = [{"role": "user", "content": "then he ran on"}]
 
 
@@ -27,7 +26,7 @@ def client(server: Serving) -> Iterator[anthropic.Anthropic]:
 def arguments(**more: Any) -> dict[str, Any]:
     """A request for an answer of 24 tokens; the client takes names that it does not know in `extra_body`."""
     body = {"model": "any", "messages": QUESTION, "max_tokens": 24, **more}
-    aside = {name: body.pop(name) for name in ("ignore_eos", "extra", "context_management", *SLIP) if name in body}
+    aside = {name: body.pop(name) for name in ("ignore_eos", *SLIP) if name in body}
     return body | {"extra_body": {"temperature": 0, **aside}}
 
 
@@ -63,12 +62,6 @@ def test_the_stop_sequence_is_named(server: Serving, client: anthropic.Anthropic
     text = alone(server.engine, QUESTION, temperature=0, max_tokens=24, ignore_eos=True).text
     message = client.messages.create(**arguments(stop_sequences=["no such text", text[8:10]], ignore_eos=True))
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", text[8:10])
-
-
-def test_fields_of_the_api_that_change_nothing_are_taken(client: anthropic.Anthropic) -> None:
-    more: Any = {"metadata": {"user_id": "me"}, "service_tier": "auto", "thinking": {"type": "disabled"}}
-    more |= {"output_config": {"effort": "low"}}
-    assert client.messages.create(**arguments(**more, tools=[], extra=[{}], context_management=KEEPS_ALL)).content
 
 
 def test_the_betas_name_of_a_format_counts_where_the_later_one_is_missing(server: Serving) -> None:

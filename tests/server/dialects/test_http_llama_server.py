@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
-from polarlm.server.http.warnings import HEADER
 from tests.pairs import in_turn
 from tests.server.fill_model import FILLS, token
 from tests.server.http_server import Serving, serving
@@ -138,22 +137,15 @@ def test_every_form_of_a_prompt_is_taken(shared: Serving) -> None:
 
 
 def test_settings_are_those_that_were_used(shared: Serving) -> None:
-    settings = complete(shared, top_k=7, stop=["zzz"], logit_bias=[[7, 1.5], [8, False]], seed=3)["generation_settings"]
+    of_role_play = {"top_n_sigma": 2.0, "xtc_probability": 0.5, "xtc_threshold": 0.2}
+    answer = complete(shared, top_k=7, stop=["zzz"], logit_bias=[[7, 1.5], [8, False]], seed=3, **of_role_play)
+    settings = answer["generation_settings"]
+    assert "warnings" not in answer
+    assert {name: settings[name] for name in of_role_play} == of_role_play
     assert (settings["top_k"], settings["temperature"], settings["seed"], settings["n_predict"]) == (7, 0, 3, 8)
     assert settings["stop"] == ["zzz"]
     assert settings["logit_bias"] == [[7, 1.5], [8, False]]
     assert (settings["top_p"], settings["n_ctx"]) == (0.95, CONTEXT)
-
-
-def test_samplers_of_role_play_are_taken(shared: Serving) -> None:
-    """Without a warning, and with their own settings in the answer."""
-    asked = {"top_n_sigma": 2.0, "xtc_probability": 0.5, "xtc_threshold": 0.2}
-    body = {"prompt": PROMPT, "n_predict": 8, "temperature": 2.0, "seed": 1, **asked}
-    response = shared.post("/completion", body)
-    assert response.status_code == 200, response.text
-    assert HEADER not in response.headers
-    settings = response.json()["generation_settings"]
-    assert {name: settings[name] for name in asked} == asked
 
 
 # -- /infill ---------------------------------------------------------------------------------------------------

@@ -80,10 +80,6 @@ def test_ollamas_client_gets_calls_of_a_model_that_wants_to(hermes: Serving, her
                     assert isinstance(call.function.arguments.get("days", 1), int)
             seen += len(calls)
     assert seen > 2
-    turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "time", "arguments": {}}}]}
-    result = {"role": "tool", "tool_name": "time", "content": "noon"}
-    options = {"num_predict": 4, "ignore_eos": True}
-    assert client.chat("any", [*QUESTION, turn, result], tools=tools, options=options).eval_count
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

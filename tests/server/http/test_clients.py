@@ -35,30 +35,6 @@ def server(demo: Engine) -> Iterator[Serving]:
         yield running
 
 
-# -- the makers' own ---------------------------------------------------------------------------------------------------
-
-
-def test_openai_parses_a_response(server: Serving) -> None:
-    response = server.openai.responses.parse(
-        model="any", input="The weather in Paris?", text_format=Weather, max_output_tokens=200, temperature=0
-    )
-    assert isinstance(response.output_parsed, Weather)
-    with server.openai.responses.stream(
-        model="any", input="The weather in Paris?", text_format=Weather, max_output_tokens=200, temperature=0
-    ) as stream:
-        for _ in stream:
-            pass
-        assert isinstance(stream.get_final_response().output_parsed, Weather)
-
-
-def test_anthropic_parses_a_message(server: Serving) -> None:
-    with server.anthropic() as client:
-        message = client.messages.parse(
-            model="any", max_tokens=200, messages=[{"role": "user", "content": "The weather?"}], output_format=Weather
-        )
-    assert isinstance(message.parsed_output, Weather)
-
-
 # -- LiteLLM -----------------------------------------------------------------------------------------------------------
 
 

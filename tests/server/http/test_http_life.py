@@ -12,7 +12,6 @@ import pytest
 
 from polarlm.engine import Engine
 from polarlm.server.http import streams
-from tests.lazily import ollama
 from tests.pairs import in_turn
 from tests.server.apis import APIS, events
 from tests.server.http_server import Serving, serving
@@ -21,7 +20,6 @@ from tests.server.lines import eventually
 WORDS = "the rain " * 8
 CHAT = {"messages": [{"role": "user", "content": WORDS}]}
 SHORT = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
-OPTIONS = {"options": {"num_predict": 4, "temperature": 0}}
 BODIES = {api.path: api.body(WORDS, **SHORT) for api in APIS.values()}
 
 
@@ -61,6 +59,8 @@ def test_a_stream_shows_life_before_its_first_token(server: Serving, path: str) 
 
 
 def test_makers_clients_pass_over_the_signs(server: Serving) -> None:
+    """And Ollama's: tests/server/models/test_http_models.py."""
+
     def opened_by_a_sign() -> None:
         eventually(lambda: server.busy)
         server.loop.call_soon_threadsafe(server.loop.call_later, 0.2, server.gate.open)
@@ -86,12 +86,6 @@ def test_makers_clients_pass_over_the_signs(server: Serving) -> None:
     ):
         opened_by_a_sign()
         assert stream.get_final_message().usage.output_tokens > 0
-    server.gate.close()
-    lines = ollama.Client(server.url).chat("any", CHAT["messages"], stream=True, options=OPTIONS["options"])
-    first = next(lines)
-    assert (first.done, first.message.content) == (False, "")
-    server.gate.open()
-    assert list(lines)[-1].done
 
 
 def test_a_stream_that_falls_silent_later_shows_life_too(server: Serving) -> None:

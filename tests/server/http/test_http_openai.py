@@ -74,7 +74,7 @@ def test_answers_to_several_prompts_are_in_the_order_of_the_prompts(shared: Serv
 
 
 def test_the_usage_counts_each_prompt_once(shared: Serving) -> None:
-    answer = complete(shared, prompt=PROMPTS, n=2)
+    answer = complete(shared, prompt=PROMPTS, n=2, best_of=2)
     assert answer.usage.prompt_tokens == sum(len(shared.engine.tokenize(prompt)) for prompt in PROMPTS)
     assert answer.usage.completion_tokens == 3 * 2 * 8
     *_, last = complete(shared, prompt=PROMPTS, n=2, stream=True, stream_options={"include_usage": True})
@@ -131,21 +131,12 @@ def test_echo_with_logprobs_has_those_of_the_prompt(shared: Serving) -> None:
 
 def test_echo_without_tokens_scores_the_prompt_alone(shared: Serving) -> None:
     """As lm-eval asks for it."""
-    several = [shared.engine.tokenize(prompt) for prompt in PROMPTS]
+    several = [[7], *(shared.engine.tokenize(prompt) for prompt in PROMPTS)]
     for choice, ids in zip(choices(shared, prompt=several, echo=True, logprobs=1, max_tokens=0), several, strict=True):
         known = shared.engine.generate(ids, SamplingParams(max_tokens=0, prompt_logprobs=1)).prompt_logprobs
         assert choice.logprobs.token_logprobs == [None, *(token.logprob for token in known)]
         assert choice.text == shared.engine.detokenize(ids)
         assert choice.finish_reason == "length"
-
-
-def test_a_prompt_of_one_token_has_no_log_probability(shared: Serving) -> None:
-    (choice,) = choices(shared, prompt=[7], echo=True, logprobs=0, max_tokens=0)
-    assert choice.logprobs.token_logprobs == [None]
-
-
-def test_best_of_n_changes_nothing(shared: Serving) -> None:
-    assert len(complete(shared, prompt="the rain", n=2, best_of=2).choices) == 2
 
 
 # -- suffix --------------------------------------------------------------------------------------------------------

@@ -92,20 +92,16 @@ def test_a_connection_that_breaks_is_noticed(server: Serving) -> None:
     assert_all_free(server, 1)
 
 
-def test_a_client_that_leaves_before_its_request_is_whole_harms_nobody(server: Serving) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(head + b'Content-Length: 100\r\n\r\n{"prompt"')
+def test_a_request_that_never_becomes_whole_is_given_up(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its client has left or not."""
+    monkeypatch.setattr(bodies, "_BODY_SECONDS", 0.2)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    for leaves in (True, False):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+            connection.sendall(head + b'Content-Length: 100\r\n\r\n{"prompt"')
+            assert leaves or until_closed(connection).startswith(b"HTTP/1.1 408 ")
     assert server.post("/v1/completions", {**ENDLESS, "max_tokens": 3}).status_code == 200
     assert server.outcomes() == {"length": 1}
-
-
-def test_a_request_that_never_becomes_whole_is_given_up(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_BODY_SECONDS", 0.2)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(head + b'Content-Length: 100\r\n\r\n{"prompt"')
-        assert until_closed(connection).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_client_that_does_not_read_is_cut_off(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

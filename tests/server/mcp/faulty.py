@@ -40,12 +40,6 @@ def environment() -> str:
 
 
 @server.tool()
-def secret() -> str:
-    """Says what it was given in confidence, in an error."""
-    raise ValueError(f"the token is {os.environ['TOKEN']}")
-
-
-@server.tool()
 def crash() -> str:
     """Ends the program."""
     print("Traceback: out of luck", file=sys.stderr, flush=True)

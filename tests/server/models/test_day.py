@@ -206,7 +206,7 @@ def test_a_day_with_a_kill_and_two_restarts(tmp_path: Path) -> None:
         assert all(map(same, first, everyone(house)))
         assert house.models()["plain"].pid != killed.pid
         house.assert_memory()
-        with answering(house, "hybrid") as lines:
+        with answering(house, "hybrid", 16) as lines:  # of which half wait
             house.models()
             house.process.send_signal(signal.SIGTERM)
             assert [*lines][-1] == "data: [DONE]"

@@ -17,7 +17,7 @@ import pytest
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from polarlm.server.models import process
-from polarlm.server.models.process import FAILED, LOADING, READY, UNLOADED
+from polarlm.server.models.process import FAILED, LOADING
 from tests.compiled import share_kernels
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.server.lines import PATIENCE, eventually
@@ -77,18 +77,6 @@ def test_a_process_that_hangs_keeps_no_model_waiting_and_is_given_up(
         assert server.state("big") == FAILED
         monkeypatch.setattr(process, "_IDLE_SECONDS", 120)
         assert server.ask("big").status_code == 200
-
-        server.http.post("/models/unload", json={"model": "big"})
-        server.becomes("big", UNLOADED)
-        waits = asking.submit(server.ask, "big")
-        hung(server, "big")
-        unloads = server.http.post("/api/generate", json={"model": "big", "keep_alive": 0})
-        assert unloads.json()["done_reason"] == "unload"
-        answer = waits.result(PATIENCE)
-        assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
-        assert "big was unloaded before it was loaded" in answer.text
-        assert server.ask("big").status_code == 200  # at once, although the process before may not have ended yet
-        assert server.state("big") == READY
 
 
 @pytest.mark.slow

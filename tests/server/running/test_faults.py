@@ -10,10 +10,10 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
@@ -157,26 +157,7 @@ def test_a_device_that_is_lost_ends_the_server(tiny_path: Path, tmp_path: Path) 
             told = until_closed(connection)
             assert told.startswith(b"HTTP/1.1 503 ")
             assert b"has stopped with an error: start this program again" in told
-        with pytest.raises(OSError):  # a status of 503 is one, too
+        with pytest.raises(httpx.HTTPError):  # a status of 503 is one, too
             process.get("/health")
         assert process.wait() == 1
         assert "error: The GPU has stopped with an error" in process.errors.read_text().splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_sigterm_under_load_ends_every_stream_properly(tiny_path: Path, tmp_path: Path) -> None:
-    """Those that run, and those that wait."""
-    with (
-        Process(tiny_path, tmp_path, "--parallel", "3", troubled=True, STEP_SECONDS="0.05") as process,
-        ExitStack() as ends,
-    ):
-        with process.held() as let:
-            let(SOME)
-            connections = [ends.enter_context(stream(process, max_tokens=40)) for _ in range(9)]
-            eventually(lambda: process.metric("requests_active") == 9)
-            select.select(connections, [], [])
-            process.signal(signal.SIGTERM)
-        received = [until_closed(connection) for connection in connections]
-        assert [data.count(b"data: [DONE]") for data in received] == [1] * 9
-        assert [data.count(b'"finish_reason":"length"') for data in received] == [1] * 9
-        assert process.wait() == 0
