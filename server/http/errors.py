@@ -116,7 +116,7 @@ class ErrorShapes:
         path = request.scope["path"]
         if isinstance(error, HTTPException):
             sentence = f"{error.detail}: this API has no {request.method} {path[:_MOST_PATH]}"
-            former = _FORMER.get(path.removeprefix("/v1").split("/")[1])
+            former = _FORMER.get(path.removeprefix("/v1").lstrip("/").partition("/")[0])
             sentence = f"{sentence}; {former}" if former else sentence
             code = error.detail.lower().replace(" ", "_")
             error = ApiError(error.status_code, sentence, code, headers=error.headers or {})

@@ -243,7 +243,8 @@ def test_a_body_may_be_as_large_as_the_limit_and_no_larger(tiny: Engine) -> None
 
 
 def test_other_paths_and_methods_are_errors_of_the_same_shape(server: Serving) -> None:
-    assert_error(server.http.get("/nowhere"), 404, "not_found")
+    for path in ("/nowhere", "/v1", "/v1nowhere"):
+        assert_error(server.http.get(path), 404, "not_found")
     assert_error(server.post("/v1/images/generations", {"prompt": "the"}), 404, "not_found")
     response = server.http.get("/v1/chat/completions")
     assert_error(response, 405, "method_not_allowed")
