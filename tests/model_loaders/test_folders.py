@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -27,112 +28,95 @@ def indexed(tensor: str, file: str) -> str:
     return json.dumps({"weight_map": {**places, tensor: file}})
 
 
-# The model, what happens to its files (text is written, "> …" moves, "@ …" links, None deletes), the path that is
-# given, and words in the message; None if the model loads.
-Case = tuple[str, dict[str, str | None], str, str | None]
-CASES: dict[str, Case] = {
-    "other layouts beside": (
-        SHARDED,
-        {"consolidated.safetensors": "x", "original/consolidated.00.pth": "x"},
-        ".",
-        None,
-    ),
-    "an adapter beside": (ONE, {"adapter_config.json": "{}", "adapter_model.safetensors": "x"}, ".", None),
-    "macOS's files": (ONE, {f"._{name}": "\0" for name in (CONFIG, WHOLE, TOKENIZER)}, ".", None),
-    "a GGUF file beside": (ONE, {"a.gguf": "x", "mmproj.gguf": "x"}, ".", None),
-    "an index that is out of date": (ONE, {INDEX: '{"weight_map": {"x": "gone.safetensors"}}'}, ".", None),
-    "parts without an index": (SHARDED, {INDEX: None}, ".", None),
-    "a stray part": (SHARDED, {STRAY: "x"}, ".", None),
-    "a stray part, no index": (SHARDED, {INDEX: None, STRAY: "x"}, ".", None),
-    "a small file beside parts": (SHARDED, {WHOLE: "x"}, ".", None),
-    "another model's index": (SHARDED, {INDEX: '{"weight_map": {"x": "gone.safetensors"}}'}, ".", None),
-    "a part that nobody needs": (SHARDED, {INDEX: indexed("mtp.fc.weight", "gone.safetensors")}, ".", None),
-    "a tensor that nobody needs": (SHARDED, {INDEX: indexed("mtp.fc.weight", FIRST)}, ".", None),
-    "a tensor in another part": (SHARDED, {INDEX: indexed("model.norm.weight", FIRST)}, ".", None),
-    "a tensor in a part that is gone": (SHARDED, {INDEX: indexed("lm_head.weight", "gone.safetensors")}, ".", None),
-    "a tensor of a part that is gone": (
+class Case(NamedTuple):
+    """What happens to the files of a model: text is written, "> …" moves, "@ …" links, None deletes."""
+
+    model: str
+    changes: dict[str, str | None]
+    message: str | None = None  # words in it; None if the model loads
+    path: str = "."  # that is given
+
+
+CASES = {
+    "other layouts beside": Case(SHARDED, {"consolidated.safetensors": "x", "original/consolidated.00.pth": "x"}),
+    "an adapter beside": Case(ONE, {"adapter_config.json": "{}", "adapter_model.safetensors": "x"}),
+    "macOS's files": Case(ONE, {f"._{name}": "\0" for name in (CONFIG, WHOLE, TOKENIZER)}),
+    "a GGUF file beside": Case(ONE, {"a.gguf": "x", "mmproj.gguf": "x"}),
+    "an index that is out of date": Case(ONE, {INDEX: '{"weight_map": {"x": "gone.safetensors"}}'}),
+    "parts without an index": Case(SHARDED, {INDEX: None}),
+    "a stray part": Case(SHARDED, {STRAY: "x"}),
+    "a stray part, no index": Case(SHARDED, {INDEX: None, STRAY: "x"}),
+    "a small file beside parts": Case(SHARDED, {WHOLE: "x"}),
+    "another model's index": Case(SHARDED, {INDEX: '{"weight_map": {"x": "gone.safetensors"}}'}),
+    "a part that nobody needs": Case(SHARDED, {INDEX: indexed("mtp.fc.weight", "gone.safetensors")}),
+    "a tensor that nobody needs": Case(SHARDED, {INDEX: indexed("mtp.fc.weight", FIRST)}),
+    "a tensor in another part": Case(SHARDED, {INDEX: indexed("model.norm.weight", FIRST)}),
+    "a tensor in a part that is gone": Case(SHARDED, {INDEX: indexed("lm_head.weight", "gone.safetensors")}),
+    "a tensor of a part that is gone": Case(
         SHARDED,
         {INDEX: indexed("lm_head.weight", "gone.safetensors"), FIRST: None},
-        ".",
         "gone.safetensors and 1 more of 4 parts are missing",
     ),
-    "some parts, no index": (SHARDED, {INDEX: None, FIRST: None, SECOND: None}, ".", f"{FIRST} and 1 more of 4 parts"),
-    "parts missing": (SHARDED, {FIRST: None, SECOND: None}, ".", f"{FIRST} and 1 more of 4 parts are missing"),
-    "a part under way": (SHARDED, {FIRST: f"> {FIRST}.incomplete"}, ".", "not finished (" + FIRST),
-    "weights under way": (ONE, {WHOLE: f"> {WHOLE}.crdownload"}, ".", f"({WHOLE}.crdownload): start it again"),
-    "the hub's download": (ONE, {WHOLE: "> .cache/huggingface/download/a.incomplete"}, ".", "(a.incomplete): start it"),
-    "aria2's download": (ONE, {f"{WHOLE}.aria2": "x"}, ".", f"{WHOLE} is not downloaded completely"),
-    "another name": (ONE, {WHOLE: "> all.safetensors"}, ".", "if all.safetensors holds all of its weights, call it so"),
-    "Mistral's layout": (ONE, {WHOLE: "> consolidated.safetensors"}, ".", "consolidated.safetensors is in Mistral's"),
-    "no configuration": (ONE, {CONFIG: None}, ".", "has weights but no config.json; put"),
-    "no tokenizer": (
-        ONE,
-        {TOKENIZER: None, "vocab.json": "{}"},
-        ".",
-        "next to its weights (vocab.json cannot be read)",
+    "some parts, no index": Case(SHARDED, {INDEX: None, FIRST: None, SECOND: None}, f"{FIRST} and 1 more of 4 parts"),
+    "parts missing": Case(SHARDED, {FIRST: None, SECOND: None}, f"{FIRST} and 1 more of 4 parts are missing"),
+    "a part under way": Case(SHARDED, {FIRST: f"> {FIRST}.incomplete"}, f"not finished ({FIRST}"),
+    "weights under way": Case(ONE, {WHOLE: f"> {WHOLE}.crdownload"}, f"({WHOLE}.crdownload): start it again"),
+    "the hub's download": Case(ONE, {WHOLE: "> .cache/huggingface/download/a.incomplete"}, "(a.incomplete): start it"),
+    "aria2's download": Case(ONE, {f"{WHOLE}.aria2": "x"}, f"{WHOLE} is not downloaded completely"),
+    "another name": Case(ONE, {WHOLE: "> all.safetensors"}, "if all.safetensors holds all of its weights, call it so"),
+    "Mistral's layout": Case(ONE, {WHOLE: "> consolidated.safetensors"}, "consolidated.safetensors is in Mistral's"),
+    "no configuration": Case(ONE, {CONFIG: None}, "has weights but no config.json; put"),
+    "no tokenizer": Case(ONE, {TOKENIZER: None, "vocab.json": "{}"}, "next to its weights (vocab.json cannot be read)"),
+    "a pointer as weights": Case(ONE, {WHOLE: POINTER}, f"{WHOLE} is a pointer of Git LFS"),
+    "a pointer as a part": Case(SHARDED, {SECOND: POINTER}, f"{SECOND} is a pointer of Git LFS"),
+    "a pointer as its model": Case(ONE, {TOKENIZER: None, "tokenizer.model": POINTER}, "is a pointer of Git LFS"),
+    "a pointer as GGUF": Case(ONE, {"a.gguf": POINTER}, "is a pointer of Git LFS", "a.gguf"),
+    "a web page": Case(ONE, {WHOLE: PAGE}, f"{WHOLE} is a web page"),
+    "GGUF beside config.json": Case(
+        ONE, {WHOLE: None, "._a.gguf": "x", "b.gguf": "x", "a-mmproj.gguf": "x"}, "/b.gguf"
     ),
-    "a pointer as weights": (ONE, {WHOLE: POINTER}, ".", f"{WHOLE} is a pointer of Git LFS"),
-    "a pointer as a part": (SHARDED, {SECOND: POINTER}, ".", f"{SECOND} is a pointer of Git LFS"),
-    "a pointer as its model": (ONE, {TOKENIZER: None, "tokenizer.model": POINTER}, ".", "is a pointer of Git LFS"),
-    "a pointer as GGUF": (ONE, {"a.gguf": POINTER}, "a.gguf", "is a pointer of Git LFS"),
-    "a web page": (ONE, {WHOLE: PAGE}, ".", f"{WHOLE} is a web page"),
-    "GGUF beside config.json": (
-        ONE,
-        {WHOLE: None, "._a.gguf": "x", "b.gguf": "x", "a-mmproj.gguf": "x"},
-        ".",
-        "/b.gguf",
+    "GGUF in parts": Case(
+        ONE, {WHOLE: None, **{f"a-0000{n}-of-00002.gguf": "x" for n in (1, 2)}}, "00001-of-00002.gguf"
     ),
-    "GGUF in parts": (
-        ONE,
-        {WHOLE: None, **{f"a-0000{n}-of-00002.gguf": "x" for n in (1, 2)}},
-        ".",
-        "00001-of-00002.gguf",
+    "a projector alone": Case(
+        ONE, {WHOLE: None, CONFIG: None, "mmproj-F16.gguf": "x"}, "reads images (mmproj-F16.gguf)"
     ),
-    "a projector alone": (
-        ONE,
-        {WHOLE: None, CONFIG: None, "mmproj-F16.gguf": "x"},
-        ".",
-        "reads images (mmproj-F16.gguf)",
-    ),
-    "a folder too high": (ONE, {CONFIG: f"> m/{CONFIG}", WHOLE: f"> m/{WHOLE}"}, ".", "give one, such as {root}/m."),
-    "GGUF in folders below": (ONE, {CONFIG: None, WHOLE: None, "Q8/a.gguf": "x"}, ".", "such as {root}/Q8/a.gguf."),
-    "a folder too deep": (ONE, {"original/a.pth": "x"}, "original", "is only a part of the model in {root};"),
-    "a file of a folder": (ONE, {}, CONFIG, "give its folder, {root},"),
-    "a link to nothing": (ONE, {WHOLE: "@ blobs/gone"}, ".", f"{WHOLE} is a link to a file that does not exist"),
+    "a folder too high": Case(ONE, {CONFIG: f"> m/{CONFIG}", WHOLE: f"> m/{WHOLE}"}, "give one, such as {root}/m."),
+    "GGUF in folders below": Case(ONE, {CONFIG: None, WHOLE: None, "Q8/a.gguf": "x"}, "such as {root}/Q8/a.gguf."),
+    "a folder too deep": Case(ONE, {"original/a.pth": "x"}, "is only a part of the model in {root};", "original"),
+    "a file of a folder": Case(ONE, {}, "give its folder, {root},", CONFIG),
+    "a link to nothing": Case(ONE, {WHOLE: "@ blobs/gone"}, f"{WHOLE} is a link to a file that does not exist"),
     **{
-        f"the hub's cache at {place}": (
+        f"the hub's cache at {path}": Case(
             ONE,
             {CONFIG: f"> {SNAPSHOT}/{CONFIG}", WHOLE: f"> {SNAPSHOT}/{WHOLE}", "hub/models--x--y/blobs/a": "x"},
-            place,
             "such as {root}/" + SNAPSHOT,
+            path,
         )
-        for place in ("hub", "hub/models--x--y/blobs")
+        for path in ("hub", "hub/models--x--y/blobs")
     },
-    "a link to no GGUF": (ONE, {"a.gguf": "@ blobs/gone"}, "a.gguf", "a.gguf is a link to a file that does not exist"),
-    "a blob of the hub's cache": (ONE, {WHOLE: "> blobs/a1b2"}, "blobs/a1b2", "give one, or the folder of a model"),
-    "a pickle": (ONE, {WHOLE: "> pytorch_model.bin"}, ".", "pickle (pytorch_model.bin)"),
-    "a pickle's file": (ONE, {WHOLE: "> pytorch_model.bin"}, "pytorch_model.bin", "pytorch_model.bin is a pickle"),
-    "a pickle alone": (ONE, {WHOLE: "> pytorch_model.bin", CONFIG: None}, ".", "pickle (pytorch_model.bin)"),
-    "weights without their folder": (ONE, {}, WHOLE, "give its folder, {root}"),
-    "an empty folder": (ONE, {CONFIG: None, WHOLE: None}, ".", "no config.json"),
-    "no weights": (ONE, {WHOLE: None}, ".", "no weights"),
-    "an index without a map": (SHARDED, {INDEX: "{}"}, ".", "weight_map"),
+    "a link to no GGUF": Case(ONE, {"a.gguf": "@ blobs/gone"}, "a.gguf is a link to a file that does not", "a.gguf"),
+    "a blob of the hub's cache": Case(ONE, {WHOLE: "> blobs/a1b2"}, "give one, or the folder of a model", "blobs/a1b2"),
+    "a pickle": Case(ONE, {WHOLE: "> pytorch_model.bin"}, "pickle (pytorch_model.bin)"),
+    "a pickle's file": Case(ONE, {WHOLE: "> a.bin"}, "a.bin is a pickle", "a.bin"),
+    "a pickle alone": Case(ONE, {WHOLE: "> pytorch_model.bin", CONFIG: None}, "pickle (pytorch_model.bin)"),
+    "weights without their folder": Case(ONE, {}, "give its folder, {root}", WHOLE),
+    "an empty folder": Case(ONE, {CONFIG: None, WHOLE: None}, "no config.json"),
+    "no weights": Case(ONE, {WHOLE: None}, "no weights"),
+    "an index without a map": Case(SHARDED, {INDEX: "{}"}, "weight_map"),
     **{
-        f"a configuration that is no JSON {number}": (
-            ONE,
-            {CONFIG: text},
-            ".",
-            f"{CONFIG} is {'not valid JSON' if text else 'empty'}",
+        f"a configuration that is no JSON {number}": Case(
+            ONE, {CONFIG: text}, f"{CONFIG} is {'not valid JSON' if text else 'empty'}"
         )
         for number, text in enumerate(("", "{", "[" * 100_000, '{"a": 1}}', "\xff", '{"a": ' + "9" * 5000 + "}"))
     },
-    "a list as configuration": (ONE, {CONFIG: "[1]"}, ".", "holds a list"),
+    "a list as configuration": Case(ONE, {CONFIG: "[1]"}, "holds a list"),
     **{
-        f"nothing at {path[:9]!r}": (ONE, {}, path, "does not exist")
+        f"nothing at {path[:9]!r}": Case(ONE, {}, "does not exist", path)
         for path in ("nothing", "model.gguf", "x" * 5000, "a\0b")
     },
-    "a path in quotation marks": (ONE, {}, "'{root}'", "does not exist; give {root}."),
-    "a path without its end": (ONE, {"a.gguf": "x"}, "a", "does not exist; give {root}/a.gguf."),
+    "a path in quotation marks": Case(ONE, {}, "does not exist; give {root}.", "'{root}'"),
+    "a path without its end": Case(ONE, {"a.gguf": "x"}, "does not exist; give {root}/a.gguf.", "a"),
 }
 
 
@@ -153,15 +137,15 @@ def changed(folder: Path, changes: dict[str, str | None]) -> None:
 
 
 def test_a_folder_loads_or_the_advice_helps(tmp_path: Path) -> None:
-    for number, (name, changes, place, message) in enumerate(CASES.values()):
-        root = Path(shutil.copytree(MODELS / name, tmp_path / str(number) / "root"))
+    for number, (model, changes, message, given) in enumerate(CASES.values()):
+        root = Path(shutil.copytree(MODELS / model, tmp_path / str(number) / "root"))
         (root / TOKENIZER).write_text(tokenizer_json(), encoding="utf-8")
         changed(root, changes)
-        path = place.format(root=root) if "{root}" in place else root / place
+        path = given.format(root=root) if "{root}" in given else root / given
         if message is None:
-            model = load(path)
-            assert model.tokenizer.vocab_size > 0
-            model.weights.close()
+            loaded = load(path)
+            assert loaded.tokenizer.vocab_size > 0
+            loaded.weights.close()
             continue
         with pytest.raises(LoadError) as caught:
             _ = load(path).tokenizer
