@@ -18,20 +18,6 @@ from tests.rendering import rendered
 from tests.shared_data import shared
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
-GENERAL = CallFormat()
-TAGGED = CallFormat(is_native=True)
-GEMMA = CallFormat(
-    opening="<|tool_call>call:",
-    middle=("",),
-    closing="<tool_call|>",
-    call_separator="",
-    shown_closing=("<tool_call|>",),
-    separators=(",", ":"),
-    quote='<|"|>',
-    is_native=True,
-    takes_any_text=False,
-    takes_results=True,
-)
 
 
 def template_of(name: str) -> ChatTemplate:
@@ -44,113 +30,92 @@ def template_of(name: str) -> ChatTemplate:
     return ChatTemplate(source, bos_token="<s>", eos_token="</s>")
 
 
+def native(opening: str, middle: Sequence[str], closing: str, **more: Any) -> CallFormat:
+    return CallFormat(opening=opening, middle=(*middle,), closing=closing, is_native=True, **more)
+
+
 def plain(opening: str, *middle: str, **more: Any) -> CallFormat:
     """A format with nothing around calls, and nothing after the arguments."""
-    return CallFormat("", opening, middle, "", "", "", ("",), is_native=True, **more)
+    return native(opening, middle, "", begin="", call_separator="", end="", shown_closing=("",), **more)
 
 
-def apart(fields: Fields, **more: Any) -> CallFormat:
+def apart(fields: Fields, opening: str, middle: str, closing: str, **more: Any) -> CallFormat:
     """A format whose arguments are no object."""
-    return CallFormat(fields=fields, shown_closing=(more["closing"],), is_native=True, takes_any_text=False, **more)
+    return native(opening, [middle], closing, fields=fields, shown_closing=(closing,), takes_any_text=False, **more)
 
 
+GEMMA = native(
+    "<|tool_call>call:",
+    [""],
+    "<tool_call|>",
+    call_separator="",
+    shown_closing=("<tool_call|>",),
+    separators=(",", ":"),
+    quote='<|"|>',
+    takes_any_text=False,
+    takes_results=True,
+)
+MISTRAL = CallFormat(
+    begin="[TOOL_CALLS] [",
+    opening='{"name": "',
+    closing="}",
+    call_separator=", ",
+    end="]",
+    shown_closing=(', "id": "', '"}'),
+    is_native=True,
+    short_ids=True,
+)
+LLAMA = native(*('{"name": "', ['", "parameters": '], "}"), call_separator="", shown_closing=("}",), has_several=False)
+KIMI = native(
+    "<|tool_call_begin|>functions.",
+    [":", "<|tool_call_argument_begin|>"],
+    "<|tool_call_end|>",
+    begin="<|tool_calls_section_begin|>",
+    end="<|tool_calls_section_end|>",
+    call_separator="",
+    shown_closing=("<|tool_call_end|>",),
+    id_form="functions.{name}:{index}",
+)
+PARAMETER_TAGS = apart(
+    Fields("<parameter=", ">\n", "\n</parameter>\n", "", python=("words",)),
+    "<tool_call>\n<function=",
+    ">\n",
+    "</function>\n</tool_call>",
+)
+KEY_TAGS = Fields("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "")
+KEY_TAGS_IN_A_LINE = Fields("<arg_key>", "</arg_key><arg_value>", "</arg_value>", "")
+PYTHON = apart(
+    Fields("", "=", "", ", ", "'", python=("words", "array", "object")),
+    "",
+    "(",
+    ")",
+    begin="<|tool_call_start|>[",
+    call_separator=", ",
+    end="]<|tool_call_end|>",
+)
+GPT_OSS = plain(
+    " to=functions.",
+    "<|channel|>commentary json<|message|>",
+    has_several=False,
+    content_is_reasoning=True,
+    needs_descriptions=True,
+)
 FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and the marker
-    "HERMES": (TAGGED, "<tool_call>"),
-    "MISTRAL": (
-        CallFormat(
-            begin="[TOOL_CALLS] [",
-            opening='{"name": "',
-            closing="}",
-            call_separator=", ",
-            end="]",
-            shown_closing=(', "id": "', '"}'),
-            is_native=True,
-            short_ids=True,
-        ),
-        "[TOOL_CALLS]",
-    ),
+    **dict.fromkeys(("HERMES", "qwen3", "qwq", "qwen2.5"), (CallFormat(is_native=True), "<tool_call>")),
+    **dict.fromkeys(("NO_TOOLS", "deepseek-r1-distill"), (CallFormat(), "<tool_call>")),
+    **dict.fromkeys(("GEMMA", "GEMMA_OF_APRIL"), (GEMMA, "<|tool_call>call:")),
+    "MISTRAL": (MISTRAL, "[TOOL_CALLS]"),
     "MISTRAL_ARGS": (plain("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]"),
     "MISTRAL_IDS": (plain("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), "[TOOL_CALLS]"),
-    "LLAMA": (
-        CallFormat(
-            opening='{"name": "',
-            middle=('", "parameters": ',),
-            closing="}",
-            call_separator="",
-            shown_closing=("}",),
-            has_several=False,
-            is_native=True,
-        ),
-        "",
-    ),
     "TEXT_ARGUMENTS": (plain("[TOOL_CALLS]", "[ARGS]", arguments_as_text=True), "[TOOL_CALLS]"),
-    **dict.fromkeys(("GEMMA", "GEMMA_OF_APRIL"), (GEMMA, "<|tool_call>call:")),
-    **dict.fromkeys(("NO_TOOLS", "deepseek-r1-distill"), (GENERAL, "<tool_call>")),
-    "PARAMETER_TAGS": (
-        apart(
-            Fields("<parameter=", ">\n", "\n</parameter>\n", "", python=("words",)),
-            opening="<tool_call>\n<function=",
-            middle=(">\n",),
-            closing="</function>\n</tool_call>",
-        ),
-        "<tool_call>\n<function=",
-    ),
-    "KEY_TAGS": (
-        apart(
-            Fields("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", ""),
-            opening="<tool_call>",
-            middle=("\n",),
-            closing="</tool_call>",
-        ),
-        "<tool_call>",
-    ),
-    "KEY_TAGS_IN_A_LINE": (
-        apart(
-            Fields("<arg_key>", "</arg_key><arg_value>", "</arg_value>", ""),
-            opening="<tool_call>",
-            middle=("",),
-            closing="</tool_call>",
-        ),
-        "<tool_call>",
-    ),
-    "PYTHON": (
-        apart(
-            Fields("", "=", "", ", ", "'", python=("words", "array", "object")),
-            begin="<|tool_call_start|>[",
-            opening="",
-            middle=("(",),
-            closing=")",
-            call_separator=", ",
-            end="]<|tool_call_end|>",
-        ),
-        "<|tool_call_start|>",
-    ),
+    "LLAMA": (LLAMA, ""),
+    "PARAMETER_TAGS": (PARAMETER_TAGS, "<tool_call>\n<function="),
+    "KEY_TAGS": (apart(KEY_TAGS, "<tool_call>", "\n", "</tool_call>"), "<tool_call>"),
+    "KEY_TAGS_IN_A_LINE": (apart(KEY_TAGS_IN_A_LINE, "<tool_call>", "", "</tool_call>"), "<tool_call>"),
+    "PYTHON": (PYTHON, "<|tool_call_start|>"),
     "XML": (CallFormat(is_unknown=True), "<tool_call>"),
-    "KIMI": (
-        CallFormat(
-            begin="<|tool_calls_section_begin|>",
-            opening="<|tool_call_begin|>functions.",
-            middle=(":", "<|tool_call_argument_begin|>"),
-            closing="<|tool_call_end|>",
-            call_separator="",
-            end="<|tool_calls_section_end|>",
-            shown_closing=("<|tool_call_end|>",),
-            is_native=True,
-            id_form="functions.{name}:{index}",
-        ),
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
-    ),
-    **dict.fromkeys(("qwen3", "qwq", "qwen2.5"), (TAGGED, "<tool_call>")),
-    "gpt-oss": (
-        plain(
-            " to=functions.",
-            "<|channel|>commentary json<|message|>",
-            has_several=False,
-            content_is_reasoning=True,
-            needs_descriptions=True,
-        ),
-        " to=functions.",
-    ),
+    "KIMI": (KIMI, "<|tool_calls_section_begin|><|tool_call_begin|>functions."),
+    "gpt-oss": (GPT_OSS, " to=functions."),
 }
 
 
