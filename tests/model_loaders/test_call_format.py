@@ -65,7 +65,7 @@ MISTRAL = CallFormat(
     is_native=True,
     short_ids=True,
 )
-LLAMA = native(*('{"name": "', ['", "parameters": '], "}"), call_separator="", shown_closing=("}",), has_several=False)
+LLAMA = native('{"name": "', ['", "parameters": '], "}", call_separator="", shown_closing=("}",), has_several=False)
 KIMI = native(
     "<|tool_call_begin|>functions.",
     [":", "<|tool_call_argument_begin|>"],

@@ -61,22 +61,25 @@ def qwen_encoder(module: object, **vision: object) -> QwenVisionEncoder:
     return module.configure(Fields({"model_type": "qwen3_vl", "vision_config": sizes}, "config.json"), Fields({}, ""))
 
 
-def gemma_encoder(module: Any, prepared: dict[str, object], more: dict[str, object], **vision: object) -> Any:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 2, **vision}
-    fields = {"text_config": {"hidden_size": 16}, "vision_config": {"head_dim": 16, "image_size": 896, **sizes}, **more}
-    return module.configure(Fields(fields, "config.json"), Fields(prepared, "preprocessor_config.json"))
+def gemma_encoder(module: Any, prepared: dict[str, object] | None = None, **vision: object) -> Any:
+    """prepared: what preprocessor_config.json says. `whole` of vision: what config.json says of the whole model."""
+    whole = vision.pop("whole", {})
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 2}
+    sizes |= {"patch_size": 14, "head_dim": 16, "image_size": 896, **vision}
+    fields = {"text_config": {"hidden_size": 16}, "vision_config": sizes, **whole}
+    return module.configure(Fields(fields, "config.json"), Fields(prepared or {}, "preprocessor_config.json"))
 
 
 def test_images_get_the_sizes_that_transformers_gives_them() -> None:
     deep = qwen_encoder(qwen3_vl, deepstack_visual_indexes=[])
-    small, large = (gemma_encoder(gemma4, {"max_soft_tokens": rows}, {}) for rows in (70, 280))
-    square = gemma_encoder(gemma3, {}, {}, patch_size=14)
-    lines = gemma_encoder(pixtral, {}, {}, patch_size=14, image_size=1540)
-    whole = gemma_encoder(lfm2_vl, {}, {}, patch_size=16)
+    small, large = (gemma_encoder(gemma4, {"max_soft_tokens": rows}, patch_size=16) for rows in (70, 280))
+    square = gemma_encoder(gemma3)
+    lines = gemma_encoder(pixtral, image_size=1540)
+    whole = gemma_encoder(lfm2_vl, patch_size=16)
     frames = qwen_encoder(glm4v)
     assert not loss(whole, 720, 720)  # tiles are for more than twice the most pixels
     assert "512 × 512 pixels, and not in tiles" in loss(whole, 730, 730)
-    assert not loss(gemma_encoder(lfm2_vl, {"do_image_splitting": False}, {}, patch_size=16), 730, 730)
+    assert not loss(gemma_encoder(lfm2_vl, {"do_image_splitting": False}, patch_size=16), 730, 730)
     for sizes, of in ((SIZES, (qwen_encoder(qwen2_5_vl), deep, lines, whole, frames)), (GEMMAS_SIZES, (large, small))):
         for image, *wanted in sizes:
             for vision_encoder, size in zip(of, wanted, strict=True):
@@ -105,75 +108,52 @@ def test_a_folder_without_the_tensors_or_of_another_kind_has_no_vision_encoder(t
 
 
 PLAIN: dict[str, Any] = {"deepstack_visual_indexes": []}
+UNREADABLE: list[tuple[Callable[..., object], Any, dict[str, Any], str]] = [
+    (qwen_encoder, qwen3_vl, {**PLAIN, "hidden_size": 60}, "60, which is not a multiple of 4 for each of 4 heads"),
+    (qwen_encoder, qwen3_vl, {**PLAIN, "num_position_embeddings": 24}, "embeddings is 24, which is not a square"),
+    (qwen_encoder, qwen3_vl, {"deepstack_visual_indexes": [2]}, "but there are 2 layers"),
+    (qwen_encoder, qwen3_vl, {**PLAIN, "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    (qwen_encoder, qwen3_vl, {**PLAIN, "temporal_patch_size": 1}, "temporal_patch_size is 1"),
+    (qwen_encoder, glm4v, {"attention_bias": True}, "attention_bias is True, but only False"),
+    (qwen_encoder, glm4v, {"hidden_act": "gelu"}, "hidden_act is 'gelu', but only 'silu'"),
+    (gemma_encoder, gemma3, {"whole": {"mm_tokens_per_image": 200}}, "is 200, but an image has 64 × 64 patches"),
+    (gemma_encoder, gemma3, {"prepared": {"image_mean": [0.4] * 3}}, "image_mean is"),
+    (gemma_encoder, gemma3, {"hidden_size": 33}, "hidden_size is 33, which is not a multiple"),
+    (gemma_encoder, pixtral, {"hidden_size": 36}, "hidden_size is 36, which is not a multiple of 4 for each of 2 head"),
+    (gemma_encoder, pixtral, {"whole": {"multimodal_projector_bias": True}}, "projector_bias is True, but only False"),
+    (gemma_encoder, lfm2_vl, {"patch_size": 16, "num_patches": 200}, "num_patches is 200, which is not a square"),
+    (gemma_encoder, gemma4, {"patch_size": 16, "head_dim": 18}, "head_dim is 18, but must be a multiple of 4"),
+]
 
 
-@pytest.mark.parametrize(
-    ("made", "problem"),
-    [
-        (
-            lambda: qwen_encoder(qwen3_vl, **PLAIN, hidden_size=60),
-            "60, which is not a multiple of 4 for each of 4 heads",
-        ),
-        (
-            lambda: qwen_encoder(qwen3_vl, **PLAIN, num_position_embeddings=24),
-            "embeddings is 24, which is not a square",
-        ),
-        (lambda: qwen_encoder(qwen3_vl, deepstack_visual_indexes=[2]), "but there are 2 layers"),
-        (lambda: qwen_encoder(qwen3_vl, **PLAIN, hidden_act="gelu"), "hidden_act is 'gelu'"),
-        (lambda: qwen_encoder(qwen3_vl, **PLAIN, temporal_patch_size=1), "temporal_patch_size is 1"),
-        (lambda: qwen_encoder(glm4v, attention_bias=True), "attention_bias is True, but only False"),
-        (lambda: qwen_encoder(glm4v, hidden_act="gelu"), "hidden_act is 'gelu', but only 'silu'"),
-        (
-            lambda: gemma_encoder(gemma3, {}, {"mm_tokens_per_image": 200}, patch_size=14),
-            "mm_tokens_per_image is 200, but an image has 64 × 64 patches",
-        ),
-        (lambda: gemma_encoder(gemma3, {"image_mean": [0.4] * 3}, {}, patch_size=14), "image_mean is"),
-        (
-            lambda: gemma_encoder(gemma3, {}, {}, hidden_size=33, patch_size=14),
-            "hidden_size is 33, which is not a multiple",
-        ),
-        (
-            lambda: gemma_encoder(pixtral, {}, {}, patch_size=14, hidden_size=36),
-            "hidden_size is 36, which is not a multiple of 4 for each of 2 heads",
-        ),
-        (
-            lambda: gemma_encoder(lfm2_vl, {}, {}, patch_size=16, num_patches=200),
-            "num_patches is 200, which is not a square",
-        ),
-        (
-            lambda: gemma_encoder(pixtral, {}, {"multimodal_projector_bias": True}, patch_size=14),
-            "multimodal_projector_bias is True, but only False",
-        ),
-        (
-            lambda: gemma_encoder(gemma4, {}, {}, head_dim=18, patch_size=16),
-            "head_dim is 18, but must be a multiple of 4",
-        ),
-    ],
-)
-def test_a_vision_encoder_that_cannot_be_read_is_named(made: Callable[[], object], problem: str) -> None:
-    with pytest.raises(LoadError, match=problem):
-        made()
+def test_a_vision_encoder_that_cannot_be_read_is_named() -> None:
+    for encoder, module, settings, problem in UNREADABLE:
+        with pytest.raises(LoadError, match=problem):
+            encoder(module, **settings)
 
 
-def write_mmproj(path: Path, name: str, **changes: object) -> Path:
+def header(path: Path, vision_encoder: Any, **numbers: int) -> gguf.GGUFWriter:
+    """A writer of llama.cpp's file of a vision encoder, with what all of them say, and further numbers."""
+    writer = gguf.GGUFWriter(path, "clip")
+    numbers |= {"embedding_length": vision_encoder.hidden_size, "block_count": vision_encoder.layers}
+    numbers |= {"patch_size": vision_encoder.patch, "attention.head_count": vision_encoder.heads}
+    for key, number in numbers.items():
+        writer.add_uint32(f"clip.vision.{key}", number)
+    for key in ("mean", "std"):
+        writer.add_array(f"clip.vision.image_{key}", list(getattr(vision_encoder, key, (0.5,) * 3)))
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", vision_encoder.eps)
+    return writer
+
+
+def write_mmproj(path: Path, name: str) -> Path:
     """The vision encoder of a fixture as llama.cpp's converter writes it, in F32."""
     found = vision_encoders.vision_encoder_of(MODELS / name)
     assert found is not None
-    (vision_encoder, weights), writer = found, gguf.GGUFWriter(path, "clip")
-    numbers = {
-        "embedding_length": vision_encoder.hidden_size,
-        "block_count": vision_encoder.layers,
-        "patch_size": vision_encoder.patch,
-    }
-    numbers |= {"attention.head_count": vision_encoder.heads, "spatial_merge_size": vision_encoder.merge}
-    numbers |= dict(zip(("image_min_pixels", "image_max_pixels"), vision_encoder.pixels, strict=True))
+    vision_encoder, weights = found
+    numbers = dict(zip(("image_min_pixels", "image_max_pixels"), vision_encoder.pixels, strict=True))
     if isinstance(vision_encoder, WindowVisionEncoder):
         numbers |= {"n_wa_pattern": 2, "window_size": 8}
-    for key, number in numbers.items():
-        writer.add_uint32(f"clip.vision.{key}", number)
-    for key, values in (("mean", vision_encoder.mean), ("std", vision_encoder.std)):
-        writer.add_array(f"clip.vision.image_{key}", list(values))
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", vision_encoder.eps)
+    writer = header(path, vision_encoder, spatial_merge_size=vision_encoder.merge, **numbers)
     writer.add_string("clip.projector_type", PROJECTORS[name])
     for spec in vision_encoders.tensors(vision_encoder).specs():
         x = read_all(weights)[spec.name]
@@ -257,21 +237,11 @@ def write_plain(path: Path, name: str, *, is_swapped: bool) -> Path:
     """The vision encoder of a fixture as llama.cpp's converter writes it. is_swapped: as an older one did."""
     found = vision_encoders.vision_encoder_of(MODELS / name)
     assert found is not None
-    vision_encoder, writer = found[0], gguf.GGUFWriter(path, "clip")
+    vision_encoder = found[0]
     found[1].close()
-    numbers = {
-        "embedding_length": vision_encoder.hidden_size,
-        "block_count": vision_encoder.layers,
-        "patch_size": vision_encoder.patch,
-    }
-    numbers |= {"attention.head_count": vision_encoder.heads, "feed_forward_length": vision_encoder.ffn_size}
     merge = "spatial_merge_size" if vision_encoder.kind == "pixtral" else "projector.scale_factor"
-    numbers |= {"image_size": 24, merge: vision_encoder.merge}
-    for key, number in numbers.items():
-        writer.add_uint32(f"clip.vision.{key}", number)
-    for key in ("mean", "std"):
-        writer.add_array(f"clip.vision.image_{key}", list(getattr(vision_encoder, key, (0.5,) * 3)))
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", vision_encoder.eps)
+    numbers = {"feed_forward_length": vision_encoder.ffn_size, "image_size": 24, merge: vision_encoder.merge}
+    writer = header(path, vision_encoder, **numbers)
     writer.add_string("clip.vision.projector_type", KINDS[vision_encoder.kind])
     labels = {spec.name: spec.gguf for spec in vision_encoders.tensors(vision_encoder).specs()}
     for key, x in load_file(MODELS / name / "model.safetensors").items():
