@@ -85,7 +85,7 @@ _NOT_SLOW = "not slow"  # what `make test` gives as -m
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
 ENCODERS = FIXTURES.with_name("encoders")  # written by scripts/make_encoder_fixtures.py
 EMBEDDING_DECODERS = FIXTURES.with_name("embedding_decoders")
-TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")  # by scripts/train_hybrid.py of commit a587da27
+TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")  # written by scripts/train_hybrid.py
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
