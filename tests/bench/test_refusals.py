@@ -27,6 +27,16 @@ ALWAYS: dict[str, tuple[Callable[..., int | None], str]] = {  # the functions of
     "load": (load.main, ""),
     "speed": (speed.main, "--weights random-Q8_0.gguf --output out.json --device cpu --prompt 40 --depth 100"),
 }
+WRONG = f"""{MINE}
+
+def spoiled(name, options, make=create):
+    codec = make(name, options)
+    codec.__dict__["sizes"] = lambda fields: (3, 4)
+    return codec
+
+
+create = spoiled
+"""
 # Further words, and what they are told.
 REFUSED = """
 quality: none.txt => TEXT: none.txt cannot be read: No such file or directory
@@ -37,6 +47,7 @@ quality: text.txt --ablate polarquant:plain => --ablate polarquant:plain: give a
 quality: text.txt --types q8_0 => --types q8_0: Cache type q8_0 needs a head dimension
 quality: text.txt --codec none.py => --codec none.py is no codec (FileNotFoundError
 quality: text.txt --codec taken.py => --codec taken.py: 'ring3': there is such a cache type already
+quality: text.txt --codec wrong.py --types mine3 => 'mine3': sizes says (3, 4) of blocks with 64 vectors of 128
 quality: text.txt --codec text.txt => its name does not end with .py
 quality:  => TEXT is missing: give a UTF-8 text like what the model will read; figures of
 quality: --kld-base a.kld => --kld-base has a command of its own, in a checkout: python -m polarlm.bench.lab.kld
@@ -72,6 +83,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "text.txt").write_text("Once upon a time there was a cat.\n" * 20, encoding="utf-8")
     (folder / "latin1.txt").write_bytes(b"caf\xe9" * 99)
     (folder / "taken.py").write_text(MINE.replace("mine3", "ring3"))
+    (folder / "wrong.py").write_text(WRONG)
     for name, tokens, vocabulary in (("other.kld", 4, 5), ("long.kld", 514, VOCABULARY)):
         head = b"_logits_" + np.array([tokens, vocabulary, 1], "<i4").tobytes()
         (folder / name).write_bytes(head.ljust(kld.nbytes(1, tokens, vocabulary), b"\0"))
