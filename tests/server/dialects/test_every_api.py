@@ -342,10 +342,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"template": "{{ .Prompt }}"}, "template"),
     ],
     "completion": [
-        ({"n_predict": "x"}, "n_predict"),
         ({"return_tokens": 1}, "return_tokens"),
         ({"timings_per_token": "yes"}, "timings_per_token"),
-        ({"min_p": 2}, "min_p"),
         ({"prompt": None}, "prompt"),
         ({"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, "prompt.multimodal_data"),
     ],

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator
-from typing import Any
 
 import pytest
 
@@ -116,29 +113,3 @@ def test_a_client_that_does_not_read_is_cut_off(tiny: Engine, monkeypatch: pytes
             eventually(lambda: not server.busy)
             server.gate.open()
             assert server.post("/v1/completions", {**ENDLESS, "max_tokens": 3}).status_code == 200
-
-
-@pytest.mark.anyio
-async def test_a_client_may_leave_at_the_very_moment_something_is_sent() -> None:
-    now, closed = asyncio.Event(), asyncio.Event()
-
-    async def events() -> AsyncGenerator[streams.Event, None]:
-        try:
-            yield {"number": 0}
-            await asyncio.Event().wait()
-        finally:
-            closed.set()
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            await now.wait()
-
-    async def receive() -> Any:
-        await now.wait()
-        return {"type": "http.disconnect"}
-
-    each = events()
-    stream = streams.EventStream(await anext(each), each, streams.DATA)
-    asyncio.get_running_loop().call_later(0.05, now.set)
-    await asyncio.wait_for(stream({"type": "http"}, receive, send), 60)
-    assert closed.is_set()

@@ -374,13 +374,8 @@ def test_a_model_that_cannot_be_loaded_says_why_in_a_stream_that_has_begun(
         sentence = whole.json()["error"]["message"]
         assert "torn.gguf" in sentence
         assert str(tmp_path) not in sentence
-        for path, read in (
-            ("/v1/completions", lambda line: json.loads(line.removeprefix("data: "))["error"]["message"]),
-            ("/v1/messages", lambda line: json.loads(line.removeprefix("data: "))["error"]["message"]),
-            ("/v1/responses", lambda line: json.loads(line.removeprefix("data: "))["message"]),
-            ("/api/generate", lambda line: json.loads(line)["error"]),
-        ):
+        for path in ("/v1/completions", "/v1/messages", "/v1/responses", "/api/generate"):
             answer = server.ask("torn", path, stream=True)
             assert answer.status_code == 200
-            assert read([line for line in answer.text.splitlines() if line][-1]) == sentence, path
+            assert sentence in answer.text.splitlines()[-1 if path == "/api/generate" else -2], path
         assert server.slot("torn").error is not None

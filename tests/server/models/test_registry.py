@@ -53,22 +53,15 @@ def in_folder(folder: Path, *files: str) -> Registry:
 
 def test_models_of_a_folder_are_called_as_their_files(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    with pytest.raises(FlagError, match=r"no \.gguf file"):
+        Registry(common(), tmp_path, (), ())
     registry = in_folder(tmp_path, "a-Q8_0.gguf", *PARTS, "mmproj-a.gguf", ".b.gguf", "notes.txt")
     assert names(registry) == ["a-Q8_0", "huge-Q4_K_M", "safe"]
     model = registry.find("huge-Q4_K_M")
     assert model.path == tmp_path / PARTS[0]
-
-
-def test_a_file_that_comes_later_is_found(tmp_path: Path) -> None:
-    registry = in_folder(tmp_path, "a.gguf")
-    assert registry.find("b") is None
-    (tmp_path / "b.gguf").touch()
-    assert registry.find("b") is not None
-
-
-def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FlagError, match=r"no \.gguf file"):
-        Registry(common(), tmp_path, (), ())
+    assert registry.find("later") is None
+    (tmp_path / "later.gguf").touch()
+    assert registry.find("later") is not None
 
 
 def test_what_has_been_downloaded_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

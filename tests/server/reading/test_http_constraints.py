@@ -50,28 +50,16 @@ def test_several_answers_of_one_form(server: Serving) -> None:
     assert [choice["text"] for choice in again["choices"]] == texts
 
 
+def strict(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}}
+
+
 @in_turn(
     "more reason",
     [
         ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 1}}, "Unsatisfiable schema: minimum (3)"),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"schema": {"not": {"const": 3}}, "strict": True},
-                }
-            },
-            '"not"',
-        ),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"schema": '{"not": {"const": 3}}', "strict": True},
-                }
-            },
-            '"not"',
-        ),
+        (strict({"not": {"const": 3}}), '"not"'),
+        (strict('{"not": {"const": 3}}'), '"not"'),
         ({"guided_regex": "(a"}, "unclosed group"),
         ({"grammar": "root ::= word"}, "the rule root refers to word, which is not defined"),
     ],
