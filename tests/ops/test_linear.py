@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import replace
 from itertools import product as combinations
 from typing import Any
 
@@ -19,9 +20,9 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear, get
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.formats import EPS32, STEP
-from tests.ops.backends import BEST, CUDA, NUMPY, SOME, backend_cases, backends
+from tests.ops.backends import BEST, CUDA, EVERY_LEVEL, NUMPY, SOME, Backend, backend_cases, backends
 from tests.ops.products import EPS, product, width_of
-from tests.pairs import mostly_slow, pairs
+from tests.pairs import each, in_turn, mostly_slow, pairs
 from tests.weights import BLOCKS, StoredArray, StoredBytes, load, pack, random_matrix
 
 FORMATS = tuple(name for name in BLOCKS if packed.is_packed(get(name)))  # those that a GPU has packed
@@ -361,6 +362,63 @@ def test_inputs_beyond_half_precision_saturate(ops: Any, rows: int) -> None:
 
 
 # -- compiled kernels, whose inputs become words -------------------------------------------------------------------
+
+OF_EACH_KIND = ["q4_1", "q4_k", "q6_k", "q8_0", "iq3_s", "mxfp4", "tq1_0", "f16", "bf16"]  # of ways to be unpacked
+COUNTS = [1, 3, 5, 9, 20, 40, 210]  # also more panels of rows than those for which weights are unpacked once
+OPTIONS = ["norm", "bias added", "silu", "norm bias silu"]
+
+
+def check_compiled(backend: Backend, name: str, rows: int, bits: str, options: str) -> None:
+    """The last tile has outputs that do not exist, and the last group of 32 inputs no neighbour. Inputs are integers,
+    which are exact in words and in bytes, unless a norm changes them."""
+    ops = backend.open()
+    ops._launch.input_bits = bits
+    columns = 512 if get(name).values == 256 else 544
+    case = product(ops, [(name, 64 if "silu" in options else 36)], columns, rows, options)
+    x = np.random.default_rng(1).integers(-127, 128, case.x.shape).astype(np.float32)
+    x[:, ::32] = 127
+    case = replace(case, x=x / 64)
+    case.result()
+    ops._launch.library.wait([*ops._launch.library._futures])  # the kernels of so few rows
+    actual = case.result()
+    case.check(actual)
+    if get(name).unpack is not None:  # to the bit what the row has alone
+        alone = replace(case, x=case.x[-1:], before=None if case.before is None else case.before[-1:])
+        np.testing.assert_array_equal(alone.result(), actual[-1:])
+
+
+INPUTS = [("16", options) for options in OPTIONS] + [("8", options) for options in OPTIONS if "norm" not in options]
+test_products_at_some_levels = in_turn(
+    "backend name rows bits options",
+    [(*of, rows, *inputs) for of, rows, inputs in each(pairs(SOME, OF_EACH_KIND), COUNTS, INPUTS)],
+)(check_compiled)
+# Every format at every level, with every number of rows: minutes of compilation.
+test_products_of_all_levels = pytest.mark.slow(
+    in_turn(
+        "backend name rows bits options",
+        [(*of, *inputs) for *of, inputs in pairs(EVERY_LEVEL, weight_formats.available(), COUNTS, INPUTS)],
+    )(check_compiled)
+)
+
+
+@in_turn("backend name", each(SOME or [NUMPY], weight_formats.available()))
+def test_rows_of_a_matrix_are_those_of_the_file(backend: Backend, name: str) -> None:
+    """To the bit: of whole tiles, and of a tile with rows that do not exist. Kernels of the level pack the matrix."""
+    ops, file = backend.open(), random_matrix(np.random.default_rng(2), name, 36, 256)
+    (held,) = ops.load([file])
+    np.testing.assert_array_equal(ops.embed(held, np.array([35, 0, 17, 17], np.int32)), file.values[[35, 0, 17, 17]])
+
+
+@in_turn("backend most", pairs(SOME, [2**7, 2**15]))
+def test_inputs_are_rounded_to_the_nearest(backend: Backend, most: int) -> None:
+    """Errors are as those of numbers that are anywhere in a step; what is cut off instead makes twice as much."""
+    ops, rows = backend.open(), 20
+    ops._launch.input_bits = "8" if most == 2**7 else "16"
+    case = product(ops, [("q4_k", 48)], 512, rows)
+    weights = case.files[0].values.astype(np.float64)
+    steps = np.abs(case.x.reshape(rows, -1, 32)).max(-1).repeat(32, axis=1) / most
+    usual = np.sqrt(steps**2 / 12 @ weights.T**2)
+    assert np.linalg.norm(case.result() - case.x @ weights.T) < 1.15 * np.linalg.norm(usual)
 
 
 @backends(*BEST)
