@@ -9,13 +9,10 @@ import re
 from dataclasses import fields, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from polarlm.bench.command import cache_types
 from polarlm.bench.quality import __main__ as cost
 from polarlm.bench.quality import cache_cost, survey, types
-from polarlm.bench.quality.speeds import Speeds
 from polarlm.bench.result import Result, read, today
 from polarlm.engine import codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -198,26 +195,6 @@ def test_what_was_measured_is_kept_when_it_is_stopped(
     said = capsys.readouterr().err
     assert str(output) in said
     assert "Traceback" not in said
-
-
-@pytest.mark.slow  # the kernels of three types are compiled
-def test_types_take_turns_while_there_is_time(tiny_path: Path) -> None:
-    clock, figures = Clock(), Result({})
-    ids = np.random.default_rng(0).integers(5, 90, 150).tolist()
-    types = cache_types(",".join([*TYPES, "q8_0"]))
-    speeds = Speeds(str(tiny_path), types, ids, {"device": "cpu", "threads": 1}, lambda: max(0.0, 32 - clock.now))
-    passed = 0
-    for _ in speeds.measure():
-        passed += 1
-        clock.now += 5
-    # Three to warm up; rounds of two runs, which take ten seconds: another one would end at 35.
-    assert passed == 3 + 2
-    speeds.add_to(figures)
-    rates = {who: rows for _, who, rows in figures.parts("speed")}
-    assert {who: len(rows["generation"].runs) for who, rows in rates.items()} == {"f16": 1, "balanced": 1, "q8_0": 0}
-    assert all(row.value > 0 for label in TYPES for row in rates[label].values())
-    assert "multiple of 32" in rates["q8_0"]["generation"].failure
-    assert figures["speed_context"] in (64, 128, 150)
 
 
 def test_types_that_do_not_fit_the_model_are_left_out_of_the_default(tiny_path: Path, text: Path, capsys) -> None:

@@ -5,7 +5,6 @@ Times are what the clock or the stand-in's events say. No test looks at a clock.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
@@ -20,13 +19,12 @@ import numpy as np
 import pytest
 
 from polarlm.bench.command import CacheType
-from polarlm.bench.lab import load, parts
+from polarlm.bench.lab import load
 from polarlm.bench.lab.gpu import __main__ as gpu_bench
 from polarlm.bench.lab.gpu import plan
 from polarlm.bench.lab.gpu.attention import measure_attention
 from polarlm.bench.lab.gpu.cache import ALLOWED_ERROR, Content
 from polarlm.bench.lab.gpu.peer import NAMES, attention_at, half_attention
-from polarlm.bench.lab.gpu.plan import Plan
 from polarlm.bench.lab.gpu.setup import Gpu, Sizes
 from polarlm.bench.lab.gpu.tables import report_of
 from polarlm.bench.result import Result, read
@@ -73,15 +71,9 @@ def emulated(free: int = 1 << 30) -> Gpu:
     return Gpu(fresh, HostClock(), {"name": "Emulated GPU", "driver": "1.2"})
 
 
-def no_peers(result: Result, config: Any, context: int, batch: int, rotated: int, runs: int) -> None:
-    more: dict[str, Any] = {"context": context, "batch": batch}
-    result.add(attention_at(context, batch), "one", "seconds", value=4e-3, **more)
-    result.add(attention_at(context, batch), "two", "seconds", failure="not installed", **more)
-
-
-def run(output: Path, *flags: str, gpu: Gpu | None = None, sizes: Sizes = SIZES, peers: Any = no_peers) -> int:
+def run(output: Path, *flags: str, gpu: Gpu | None = None, sizes: Sizes = SIZES, peers: Any = None) -> int:
     argv = ["--output", str(output), "--contexts", "64", *flags]
-    with mock.patch.object(plan, "half_attention", peers):
+    with mock.patch.object(plan, "half_attention", peers or mock.Mock()):
         return gpu_bench.main(argv, gpu, sizes)
 
 
@@ -95,13 +87,9 @@ PRINTED = {
 
 
 @pytest.fixture
-def commands() -> list[Any]:
-    return []
-
-
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch, commands: list[Any]) -> Gpu:
-    """An emulated GPU for a model of the tests; programs and loads of a server are noted."""
+def tiny(monkeypatch: pytest.MonkeyPatch) -> tuple[Gpu, list[Any]]:
+    """An emulated GPU for a model of the tests, and the programs and loads of a server that were asked for."""
+    commands = list[Any]()
 
     def serving(options: Any, destination: Any, argv: Sequence[str]) -> None:
         asked = options.clients, options.requests, options.prompt_tokens, options.max_tokens
@@ -123,15 +111,15 @@ def tiny(monkeypatch: pytest.MonkeyPatch, commands: list[Any]) -> Gpu:
     )
     monkeypatch.setattr(plan, "subprocess", programs)
     monkeypatch.setattr(load, "run", serving)
-    return gpu
+    return gpu, commands
 
 
 def test_every_section_is_measured_in_the_order_of_its_importance(
-    tiny: Gpu, commands: list[Any], tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: tuple[Gpu, list[Any]], tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, model = tmp_path / "out.json", str(tiny_path)
     flags = ["--weights", model, "--llama-cpp", "bin", "--types", "ring4/ring3.5", "--budget", "100000"]
-    assert run(output, *flags, "--batches", "1", gpu=tiny) == 0
+    assert run(output, *flags, "--batches", "1", gpu=tiny[0]) == 0
     results = read(output)
     assert (results["not_measured"], results["complete"]) == ([], True)
     done = [line.split("s  ", 1)[1].split(",")[0] for line in capsys.readouterr().err.splitlines()[1:-1]]
@@ -150,46 +138,11 @@ def test_every_section_is_measured_in_the_order_of_its_importance(
     assert {rows for _, rows, _ in results.parts(prefix="product of ")} == {"1", "65"}
     rates = {(row.contestant, row.subject) for row in results.rows("tokens/s") if "section" in row.more}
     assert rates == {(one, subject) for one in (who, "llama.cpp f16") for subject in ("prompt of 4", "generation at 8")}
-    prompts, steps, batched, serving = commands
+    prompts, steps, batched, serving = tiny[1]
     assert prompts[:3] == steps[:3] == ["bin/llama-bench", "-m", model]
     assert (prompts[-4:], steps[-6:]) == (["-p", "4", "-n", "0"], ["-p", "0", "-n", "2", "-d", "8"])
     assert batched[:3] == ["bin/llama-batched-bench", "-m", model]
     assert serving == [model, 32, 96, 512, 128]
-
-
-def test_the_parts_of_a_prompt_are_those_that_are_launched(
-    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device, assemble = EmulatedDevice(checked=False), parts.assemble
-    plain = {"calibration": False, "block_size": 16}
-    monkeypatch.setattr(parts, "assemble", lambda config, say: assemble(replace(config, **plain), say, CudaOps(device)))
-    monkeypatch.setattr(parts, "EventClock", parts.HostClock)
-    output = tmp_path / "out.json"
-    flags = ["--weights", str(tiny_path), "--output", str(output), "--types", "f16", "--prompt", "20"]
-    assert parts.main([*flags, "--repeat", "1"]) == 0
-    launches = {part: row["launches"].value for part, _, row in read(output).parts() if "launches" in row}
-    assert 2 * sum(launches.values()) == len(device.launches), "one prompt before it"
-    assert "attention" in launches
-
-
-def test_a_section_gets_what_earlier_ones_leave_and_what_lacks_time_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The start, then two looks at the time for each task; the server has 60 of 220 seconds, and need two."""
-    now = itertools.chain([0, 1, 1, 2, 2, 219, 219], itertools.repeat(221))
-    monkeypatch.setattr(gpu_bench, "time", SimpleNamespace(monotonic=lambda: next(now)))
-
-    def serving(name: str) -> Any:
-        return name, lambda result: result.add("server", name, "tokens/s", value=1000.0)
-
-    monkeypatch.setattr(Plan, "_server", lambda self: iter([serving("one"), serving("two")]))
-    assert run(tmp_path / "out.json", "--only", "kernels,server", "--budget", "220", gpu=emulated()) == 0
-    results = read(tmp_path / "out.json")
-    assert [len([*results.parts(prefix=part)]) for part in ("server", "device", "attention")] == [2, 2, 0]
-    assert results["not_measured"][0]["what"] == "fp16 kernels of PyTorch, 64 × 1"
-    assert not results["complete"]
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "Not measured: attention, turbo4, 64 × 16: the time of its section was over."
 
 
 def test_a_failing_task_does_not_affect_others(

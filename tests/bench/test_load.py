@@ -1,4 +1,4 @@
-"""A server under load: arrivals, and figures."""
+"""A server under load: answers, their errors, and figures."""
 
 from __future__ import annotations
 
@@ -9,26 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 
 from polarlm.bench.lab import load
 from polarlm.bench.lab.client import Answer, connect
-from polarlm.bench.lab.load import LoadRecord, Plan, main, own_server, poisson
+from polarlm.bench.lab.load import LoadRecord, Plan, main, own_server
 from polarlm.bench.result import Result, read
-
-# -- what is asked, and when ---------------------------------------------------------------------------------------
-
-
-def test_arrivals_are_a_poisson_process() -> None:
-    starts = poisson(50, 100, None, np.random.default_rng(1))
-    assert starts == sorted(starts)
-    assert 0 < starts[0] < starts[-1] < 100
-    assert len(starts) == pytest.approx(5000, rel=0.05)
-    gaps = np.diff(starts)
-    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # as in an exponential distribution
-    assert poisson(50, 100, 7, np.random.default_rng(1)) == starts[:7]
-
 
 # -- what a client sees --------------------------------------------------------------------------------------------
 

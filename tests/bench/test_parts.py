@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from polarlm.bench.lab.gpu.products import MATRICES, shape_of
-from polarlm.bench.lab.parts import KINDS, REST, WHOLE, kind_of, main
+from polarlm.bench.lab.parts import KINDS, REST, WHOLE, main
 from polarlm.bench.result import read
-from polarlm.engine.backends.cuda.device.kernel_source import folder
-from tests.cuda_emulator.build import kernel_names
 from tests.random_model import TINY, random_model
 
 
@@ -33,10 +31,3 @@ def test_the_parts_of_a_prompt_are_all_of_it(tmp_path: Path, capsys: pytest.Capt
         rows = length * (layers - 1) + 1  # of the last layer only the last row is needed behind keys and values
         assert work == pytest.approx(shapes["qkv"] * length * layers + sum(others[1:]) * rows + head)
     assert "| products: q8_0 512 × 256 " in capsys.readouterr().out
-
-
-def test_a_kernel_without_a_kind_is_a_part_by_its_name() -> None:
-    assert kind_of("later_64") == "later_64"
-    kernels = [name for file in folder().rglob("*.cu") for name in kernel_names(file.read_text(encoding="utf-8"))]
-    assert {kind_of(kernel) for kernel in kernels} <= {*KINDS}
-    assert (kind_of("dequantize_kernel"), kind_of("dequantize_q8_0")) == ("weights of products", "embedding")

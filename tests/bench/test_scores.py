@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.bench.command import CacheType, cache_types
 from polarlm.bench.quality.divergence import TAIL, Divergence, add_figures, compare, perplexity
-from polarlm.bench.quality.scores import add_stretches, windows
+from polarlm.bench.quality.scores import windows
 from polarlm.bench.quality.states import exact_logprobs, exact_states, score_of, served_states
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.bench.result import Figures, Result
@@ -41,27 +41,6 @@ def test_divergence_matches_its_definition_in_every_row(rng: np.random.Generator
     np.testing.assert_allclose(actual.kl, (p * np.log(p / q)).sum(axis=1), rtol=1e-12)
     assert actual.same_top1.tolist() == [p[t].argmax() == q[t].argmax() for t in range(150)]
     assert 0 < actual.same_top1.mean() < 1
-
-
-def test_divergence_by_position_by_hand() -> None:
-    """Two windows of 300 and 129 positions: the second one reaches one position of the second stretch."""
-    long, short = np.repeat([1.0, 2.0, 6.0], [128, 128, 44]), np.repeat([3.0, 131.0], [128, 1])
-    same = [np.repeat([True, False, True], [128, 128, 44]), np.repeat([False, True], [128, 1])]
-    result = Result({})
-    windows = [Divergence(*both, both[0]) for both in zip((long, short), same, strict=True)]
-    add_stretches(result, "type", windows)
-    actual = [
-        (subject, kl.more["positions"], kl.value, kl.error, top1.value, top1.error)
-        for subject, _, figures in result.parts()
-        for kl, top1 in [(figures["kl_mean"], figures["same_top1"])]
-    ]
-    half, eighth = pytest.approx(0.5**0.5, rel=0.1), pytest.approx(0.125**0.5, rel=0.1)
-    far, few = pytest.approx(55.6, rel=0.15), pytest.approx(0.43, rel=0.15)
-    assert actual == [
-        ("positions 0 to 127", 256, 2.0, half, 0.5, eighth),
-        ("positions 128 to 255", 129, (128 * 2 + 131) / 129, far, 1 / 129, few),
-        ("positions 256 to 299", 44, 6.0, None, 1.0, None),
-    ]
 
 
 # -- windows and cache types ---------------------------------------------------------------------------------------

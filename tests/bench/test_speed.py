@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,64 +76,44 @@ def measure_with(
 
 
 class Stand:
-    """A contestant that computes nothing: its rates are what `rates` says of its label, threads, call and tokens."""
+    """A child that computes nothing: its rates are what `rates` says of its label, threads, call and tokens."""
 
+    pid = os.getpid()
     calls: list[tuple[str, int, str, int]]
     rates: Rates
 
-    def __init__(self, path: str, context: int, threads: int, cache: str | dict[str, Any]) -> None:
-        is_peer = isinstance(cache, str)
-        self.label = f"peer {cache}" if is_peer else f"ours {cache.get('cache_type_k') or cache['cache_type']}"  # type: ignore[union-attr,index]
-        self.threads, self.context = threads, context
-        self._record("start", context)
-
-    def _record(self, call: str, tokens: int) -> float:
-        Stand.calls.append((self.label, self.threads, call, tokens))
-        return Stand.rates(self.label, self.threads, call, tokens)
-
-    def about(self) -> dict[str, str]:
-        return {"version": "1.2.3", "built_with": "AVX2 = 1", "backend": "native", "loaded": "24 MiB"}
-
-    def prompt_rate(self, ids: Sequence[int]) -> float:
-        return self._record("prompt", len(ids))
-
-    def generation_rate(self, ids: Sequence[int], following: Sequence[int]) -> float:
-        assert len(ids) + len(following) <= self.context
-        return self._record("steps", len(ids))
-
-    def together(self, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
-        assert len(prompts) * (len(prompts[0]) + tokens) <= self.context
-        return {"first": 0.5, "seconds": 2.0, "steps": [len(prompts) / self._record("together", len(prompts))]}
-
-    def weight_bytes(self) -> int:
-        return 1_000_000
-
-    def cache_bytes(self, tokens: int) -> int:
-        return 1000 * tokens
-
-
-class Local:
-    """A child in this process."""
-
-    pid = os.getpid()
-
     def __init__(self, module: str, python: str = sys.executable, end: float = math.inf) -> None:
-        pass
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        if name == "start":
-            self._contestant = Stand(*json.loads(json.dumps(arguments)))
-            return None
-        return json.loads(json.dumps(getattr(self._contestant, name)(*arguments)))
+        self._engine = "ours" if module == "polarlm.bench.speed.ours" else "peer"
 
     def close(self) -> None:
         pass
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        first, *rest = json.loads(json.dumps(arguments)) or [1000]
+        if name == "start":
+            self._context, self._threads, cache = rest
+            keys = cache if self._engine == "peer" else cache.get("cache_type_k") or cache["cache_type"]
+            self._label = f"{self._engine} {keys}"
+            return self._record("start", self._context)
+        if name == "about":
+            return {"version": "1.2.3", "built_with": "AVX2 = 1", "backend": "native", "loaded": "24 MiB"}
+        if name in ("weight_bytes", "cache_bytes"):
+            return 1000 * first
+        if name == "together":
+            assert len(first) * (len(first[0]) + rest[0]) <= self._context
+            return {"first": 0.5, "seconds": 2.0, "steps": [len(first) / self._record(name, len(first))]}
+        assert len(first) + sum(map(len, rest)) <= self._context
+        return self._record("prompt" if name == "prompt_rate" else "steps", len(first))
+
+    def _record(self, call: str, tokens: int) -> float:
+        Stand.calls.append((self._label, self._threads, call, tokens))
+        return Stand.rates(self._label, self._threads, call, tokens)
 
 
 @pytest.fixture
 def stands(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
     """Stand-ins for all contestants. Ours are twice as fast, and two threads are faster than one."""
-    monkeypatch.setattr(contestants, "Child", Local)
+    monkeypatch.setattr(contestants, "Child", Stand)
     monkeypatch.setattr(Stand, "calls", [], raising=False)
     usual = staticmethod(lambda label, threads, call, tokens: 100.0 * threads * (2 if "ours" in label else 1))
     monkeypatch.setattr(Stand, "rates", usual, raising=False)
