@@ -33,18 +33,7 @@ def answer_of(status: int, lines: Sequence[str]) -> Answer:
 
 TEXT = 'data: {"choices": [{"text": "a"}], "usage": null}'
 END = 'data: {"choices": [{"text": "", "finish_reason": "length"}], "usage": null}'
-USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}
 ERROR = 'data: {"error": {"message": "…", "type": "server_error", "param": null, "code": "internal"}}'
-
-
-def test_an_answer() -> None:
-    answer = answer_of(
-        200, [":", TEXT, ":", TEXT, END, f'data: {{"choices": [], "usage": {json.dumps(USAGE)}}}', "data: [DONE]"]
-    )
-    assert answer.error is None
-    assert len(answer.pieces) == 2
-    assert 0.5 < answer.sent <= answer.pieces[0] <= answer.pieces[1] <= answer.ended
-    assert (answer.prompt_tokens, answer.cached_from, answer.completion_tokens) == (2, {"store": 1}, 3)
 
 
 @pytest.mark.parametrize(

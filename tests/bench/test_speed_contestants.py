@@ -56,7 +56,7 @@ def test_a_child_answers_and_reports_failures_and_goes_on(child: Child) -> None:
 
 def test_a_call_ends_with_the_time_of_its_child() -> None:
     with closing(Child(MODULE, end=time.monotonic())) as child, pytest.raises(OutOfTime, match=r"^its time was over$"):
-        child.call("wait", os.devnull)
+        child.call("wait")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a symbolic link")
