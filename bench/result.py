@@ -244,12 +244,10 @@ def load() -> float:
 
 
 def load_in_words(result: Result, *, is_timed: bool = True) -> str:
-    """The load before the measurement and after; a warning if the machine was busy; "" of an older result.
+    """The load before the measurement and after; a warning if the machine was busy.
 
     is_timed: whether it has times or speeds, which other work changes.
     """
-    if "load" not in result.about:
-        return ""
     before, after = result["load"]["before"], result["load"]["after"]
     warning = "; the machine had other work, so times say little" if before > _BUSY and is_timed else ""
     return f"{before:.1f} before, {after:.1f} after, on {result['machine']['cores']} cores{warning}"
@@ -326,7 +324,7 @@ def _program() -> dict[str, str]:
 
 
 def origin(measured: Mapping[str, Any]) -> str:
-    """Text, model and program of a result in a line, with the first digits of digests; empty for an older one.
+    """Text, model and program of a result in a line, with the first digits of digests.
 
     >>> origin({"text": "a.txt", "text_sha256": "bbf94c53a05abe9e", "version": "1.0", "commit": "9de2b42f modified"})
     'Text a.txt (sha256 bbf94c53a05a…); polarlm 1.0 at commit 9de2b42f modified.'
@@ -336,11 +334,9 @@ def origin(measured: Mapping[str, Any]) -> str:
         parts.append(f"text {measured['text']} (sha256 {measured['text_sha256'][:_DIGITS]}…)")
     if "model_sha256" in measured:
         parts.append(f"model {measured.get('model', 'file')} (sha256 {measured['model_sha256'][:_DIGITS]}…)")
-    if parts or "version" in measured:
-        commit = f" at commit {measured['commit']}" if "commit" in measured else ""
-        parts.append(f"polarlm {measured.get('version', '')}".rstrip() + commit)
-    line = "; ".join(parts)
-    return f"{line[0].upper()}{line[1:]}." if parts else ""
+    commit = f" at commit {measured['commit']}" if "commit" in measured else ""
+    line = "; ".join([*parts, f"polarlm {measured.get('version', '')}".rstrip() + commit])
+    return f"{line[0].upper()}{line[1:]}."
 
 
 # -- words -----------------------------------------------------------------------------------------------------------

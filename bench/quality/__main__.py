@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
             f"{ENOUGH_TOKENS:,} tokens, about 16 KB of English, say little; - is standard input"
         )
     with compared.also_of_file(options.codec) as names:
-        if names and not options.changed("types"):
+        if names and options.types == compared.DEFAULT_TYPES:
             options = replace(options, types=",".join([*names, options.types]))
         cache_cost.measure(options, argv, time.monotonic)
 

@@ -91,10 +91,6 @@ class QualityConfig:
         0, "-t", "--threads", metavar="N", help="CPU threads; 0 follows OMP_NUM_THREADS or the cores"
     )
 
-    def changed(self, *names: str) -> bool:
-        """Whether any of these fields has another value than its default."""
-        return any(getattr(self, name) != getattr(QualityConfig(), name) for name in names)
-
 
 class Model(NamedTuple):
     """An open model. digest: of its weights."""
@@ -130,14 +126,10 @@ def read_texts(files: str) -> dict[str, str]:
     """The name and the beginning of each text of TEXT, by turns the same number of characters. Raises FlagError."""
     texts: dict[str, str] = {}
     for file in files.split(",") if not Path(files).exists() else [files]:
-        if (name := name_of_text(file)) in texts:
+        if (name := "standard input" if file == "-" else Path(file).name) in texts:
             raise FlagError(f"TEXT: two texts are called {name}, which their figures go by: rename one")
         texts[name] = read_text(file)
     return texts
-
-
-def name_of_text(file: str) -> str:
-    return "standard input" if file == "-" else Path(file).name
 
 
 def read_text(file: str) -> str:

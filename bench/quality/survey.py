@@ -18,7 +18,6 @@ from polarlm.engine.config import AS_STORED
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.assembly import Parts, assemble, replace_cache
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders.files.weights import WeightSource
@@ -95,11 +94,6 @@ class Survey:
     def context(self) -> int:
         """The tokens of the longest window that all KV stores have room for."""
         return min(parts.plan.tokens for parts in (self._parts, *self._others))
-
-    @property
-    def reference(self) -> Transformer:
-        """The model in full precision, as `states.exact_states` reads it."""
-        return self._parts.model
 
     @property
     def tokenizer(self) -> Tokenizer:

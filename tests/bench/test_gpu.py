@@ -197,7 +197,8 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> None:
     machine = {"cpu": "", "cores": 2, "system": "", "gpu": {"name": "A GPU"}}
-    result = Result({"model": "m", "date": "", "command": "", "complete": True, "machine": machine, "not_measured": []})
+    about = {"date": "", "command": "", "complete": True, "machine": machine, "load": {"before": 0.0, "after": 0.0}}
+    result = Result({"model": "m", **about, "not_measured": []})
     at, batched = ({"context": 1024, "batch": batch} for batch in (1, 16))
     for subject, who, values, more in (
         ("device", "copy", {"bytes/s": 4e12}, {}),

@@ -112,20 +112,15 @@ def test_its_figures_are_ours(models: SimpleNamespace) -> None:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-def run(model: Path, *words: str) -> int:
-    return kld.main([*words, "--model", str(model), "-t", "1"])
-
-
 def test_cache_types_are_scored_against_its_file(
     models: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """f16 hardly diverges; codes do, and so do weights that are converted."""
     monkeypatch.chdir(tmp_path)
-    assert run(models.base, str(RECORDED / "base.kld"), "--types", "f16,ring3", "-o", "out.html") == 0
-    result = read(tmp_path / "out.json")
-    f16, ring3 = (result.figures("text", name)["kl_mean"] for name in ("f16", "ring3"))
+    words = [str(RECORDED / "base.kld"), "--model", str(models.base), "-t", "1", "-o", "out.html"]
+    assert kld.main([*words, "--types", "f16,ring3"]) == 0
+    f16, ring3 = (read(tmp_path / "out.json").figures("text", name)["kl_mean"] for name in ("f16", "ring3"))
     assert len(f16.runs) == WINDOWS
     assert abs(f16.value) < 1e-5 < ring3.value
-    words = ("--types", "f16", "--weight-type", "q4_0", "-o", "out.html")
-    assert run(models.base, str(RECORDED / "base.kld"), *words) == 0
+    assert kld.main([*words, "--types", "f16", "--weight-type", "q4_0"]) == 0
     assert read(tmp_path / "out.json").value("text", "f16", "kl_mean") > 1e-5
