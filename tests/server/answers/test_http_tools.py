@@ -13,8 +13,7 @@ import pytest
 from tests import call_templates
 from tests.lazily import openai
 from tests.pairs import in_turn
-from tests.server.answers.test_call_arguments import FORMS
-from tests.server.answers.test_call_forms import OBJECTS
+from tests.server.answers.test_call_arguments import FORMS, OBJECTS
 from tests.server.apis import APIS
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine

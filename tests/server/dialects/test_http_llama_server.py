@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
+from polarlm.server.reading.infill import infill_of
+from tests.model_loaders.vocabularies import real
 from tests.pairs import in_turn
 from tests.server.fill_model import FILLS, token
 from tests.server.http_server import Serving, serving
@@ -250,3 +252,24 @@ def test_a_template_is_applied(shared: Serving) -> None:
 def test_what_this_server_does_otherwise_is_refused(shared: Serving, path: str) -> None:
     error = refused(shared, path, {}, 501)
     assert error["type"] == "not_supported_error"
+
+
+# -- which vocabularies have tokens for filling in -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-json"])
+def test_vocabularies_with_the_tokens(name: str) -> None:
+    tokenizer = real(name)
+    infill = infill_of(tokenizer)
+    names = [tokenizer.token_name(token) for token in (infill.prefix, infill.suffix, infill.middle)]
+    assert names == ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    assert {tokenizer.token_name(token) for token in infill.ends} == {"<|repo_name|>", "<|file_sep|>", "<|fim_pad|>"}
+    assert infill.prompt("a", "b") == [infill.prefix, "a", infill.suffix, "b", infill.middle]
+    with_file = infill.prompt("a", "", "c", [("x.py", "y")])
+    assert with_file[:4] == [infill.repository, "myproject\n", infill.file, "x.py\ny\n"]
+    assert with_file[4:] == [infill.file, "filename\n", infill.prefix, "a", infill.suffix, infill.middle, "c"]
+
+
+@pytest.mark.parametrize("name", ["llama3-json", "llama2-model", "stories15M-json"])
+def test_vocabularies_without_them(name: str) -> None:
+    assert infill_of(real(name)) is None

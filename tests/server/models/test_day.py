@@ -44,6 +44,7 @@ def test_a_day_with_a_kill_and_two_restarts(tmp_path: Path) -> None:
         session = house.post("/sessions/save", model="mixture", name="talk", prompt=PROMPT)["tokens"]
         assert session > 128
         house.processes()["plain"].kill()
+        eventually(lambda: house.models()["plain"]["status"].get("failed"))
         assert different(first, everyone(house)) == set()
         assert starts(house) == {**dict.fromkeys(NAMES, 1), "plain": 2, "encoder": starts(house)["encoder"]}
         assert_memory(house)

@@ -28,6 +28,7 @@ from tests.encoders import make_folder
 from tests.lazily import anthropic, ollama, openai
 from tests.server.lines import PATIENCE, eventually
 from tests.server.models.running import KEY, Front, front, two_models
+from tests.server.reading.test_http_fuzz import JUNK, status_of
 
 # Answers that are more than all buffers on the way take, so that their process waits for who reads them.
 ANNAS = "sk-of-anna"  # a key with a name
@@ -274,6 +275,24 @@ def test_every_path_of_one_model_is_one_of_several(engine: Any, running: Front) 
     paths, known = ({getattr(route, "path", "") for route in app.routes} for app in (one, several))
     assert paths <= known
     assert {*expand_v1(POST_PATHS), *expand_v1(GET_PATHS)} <= paths
+
+
+@pytest.mark.slow  # some times unload a model
+def test_no_name_and_no_time_breaks_the_front(running: Front) -> None:
+    """What else bodies may hold, one model reads: tests/server/reading/test_http_fuzz.py."""
+    durations = ["1h30m", "9" * 90, "-1", "1e9", "٣m", ".", "h", 1e300, -(10**400)]
+    names = ["..", "../small", "big/../small", "big\0", "small:latest:latest", "hf:a/b", "a" * 5000, "\x1b[31m"]
+    asks = {"messages": [{"role": "user", "content": "on"}], "options": {"num_predict": 1}, "stream": False}
+    bodies: list[tuple[str, Any]] = [
+        ("/api/chat", asks | {"model": "small", "keep_alive": o}) for o in JUNK + durations
+    ]
+    for path in ("/models/load", "/models/unload", "/api/show", "/api/pull", "/tokenize"):
+        bodies += [(path, {"model": odd, "content": "on", "stream": False}) for odd in JUNK + names]
+    for path, body in bodies:
+        status_of(running.http, path, json.dumps(body).encode(), {200, 400, 404, 501})
+    for listed in ("/models", "/v1/models", "/api/tags", "/api/ps", "/metrics", "/health"):
+        assert running.http.get(listed).status_code == 200
+    eventually(lambda: running.slot("big").active == running.slot("small").active == 0)
 
 
 def test_a_killed_process_ends_its_streams_with_an_error_and_nothing_else(running: Front) -> None:
