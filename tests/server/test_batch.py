@@ -247,7 +247,7 @@ class Moody(BaseHTTPRequestHandler):
     moods: list[Any]
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.body = self.rfile.read(int(self.headers["Content-Length"]))
         (self.moods.pop(0) if self.moods else fine)(self)
 
     def log_message(self, format: str, *args: Any) -> None:

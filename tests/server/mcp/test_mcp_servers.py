@@ -6,11 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from tests.server.lines import eventually
 from tests.server.mcp.faults import TOKEN, mcp_file, over_http
 from tests.server.models.running import front, two_models
 from tests.server.process import Process
+from tests.server.test_batch import Moody, moody
 from tests.tiny import load_tiny
 
 pytestmark = [
@@ -260,21 +259,15 @@ def test_a_list_of_tools_that_is_none_is_refused(kind: str, why: str) -> None:
 def web(status: int, pieces: int) -> Iterator[str]:
     """The address of a server that answers everything with so many pieces of a megabyte."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            for _ in range(pieces):
-                self.wfile.write(b"a" * (1 << 20))
+    def answer(handler: Moody) -> None:
+        handler.send_response(status)
+        handler.send_header("Content-Type", "application/json")
+        handler.end_headers()
+        for _ in range(pieces):
+            handler.wfile.write(b"a" * (1 << 20))
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/mcp?{SECRET}"
-        server.shutdown()
+    with moody(*[answer] * 9) as url:
+        yield f"{url}/mcp?{SECRET}"
 
 
 @pytest.mark.parametrize(

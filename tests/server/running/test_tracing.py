@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from polarlm.server.running import journal, tracing
 from tests.server.http_server import Serving
 from tests.server.lines import PATIENCE, eventually
+from tests.server.test_batch import Moody, moody, says
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -194,26 +194,18 @@ def test_a_collector_gets_spans(
 
     bodies: list[tuple[str, str | None, bytes]] = []
 
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
-            bodies.append((self.path, self.headers["x-team"], self.rfile.read(length)))
-            self.send_response(200)
-            self.end_headers()
+    def collect(handler: Moody) -> None:
+        bodies.append((handler.path, handler.headers["x-team"], handler.body))
+        says(200, b"")(handler)
 
-        def log_message(self, *_: Any) -> None:
-            """No lines."""
-
-    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
-        threading.Thread(target=collector.serve_forever, daemon=True).start()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+    with moody(collect) as url:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-team=rain")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
         monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
         tracer = new_tracer()
         tracing.RequestSpan(tracer, {}, "tiny", is_chat=True).end(1, 2, None)
         assert tracer.span_processor.force_flush(10_000)
-        collector.shutdown()
     ((path, team, body),) = bodies
     assert (path, team) == ("/v1/traces", "rain")
     (resource,) = ExportTraceServiceRequest.FromString(body).resource_spans

@@ -146,14 +146,8 @@ WRONG: list[tuple[bytes, int | None, str | None]] = [
     (b'{"id": NaN, "prompt": "a"}', None, "id"),
     (b'{"id": 1}', 1, "messages"),
     (b'{"id": 1, "cancel": 1}', 1, "cancel"),
-    (b'{"id": 1, "prompt": "a", "temperature": NaN}', 1, "temperature"),
     (b'{"id": 1, "prompt": "a", "n": 2}', 1, "n"),
-    (
-        b'{"id": 1, "messages": [{"role": "user", "content": "a"}], "tools": '
-        b'[{"type": "function", "function": {"name": "f"}}]}',
-        1,
-        "tools",
-    ),
+    (json.dumps({"id": 1, **CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}).encode(), 1, "tools"),
     (b'{"id": 1, "prompt": [1000000]}', 1, None),
     (b'{"id": 1, "prompt": ""}', 1, None),
     (LONG_PROMPT, 1, None),
@@ -161,6 +155,7 @@ WRONG: list[tuple[bytes, int | None, str | None]] = [
 
 
 def test_wrong_messages_get_errors_and_the_connection_lives(client: Client) -> None:
+    client.send(api_key="whatever")  # ignored where none is needed
     assert answers(client)
     for line, request_id, field in WRONG:
         client.send_raw(line + b"\n")
@@ -309,11 +304,6 @@ def test_a_client_without_the_key_is_disconnected(start: Start, monkeypatch) -> 
         assert client.receive()["error"]["code"] == "unauthorized"
         with pytest.raises(EOFError):
             client.receive()
-
-
-def test_a_key_is_ignored_where_none_is_needed(client: Client) -> None:
-    client.send(api_key="whatever")
-    assert answers(client)
 
 
 # -- clients that go away, or do not read ----------------------------------------------------------------------
@@ -465,3 +455,46 @@ def test_the_example_of_the_document(socket_server: Serving) -> None:
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.strip()
     assert sum(socket_server.driver.snapshot().requests.values()) == 1
+
+
+# -- log-probabilities -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stream", "count"), [(True, 3), (False, 3), (True, 0)])
+def test_log_probabilities_come_with_the_pieces(socket_server: Serving, stream: bool, count: int) -> None:
+    with Client(socket_server.address) as client:
+        client.send(id=1, prompt="once", max_tokens=20, logprobs=count, stream=stream, **GREEDY)
+        pieces = []
+        while "delta" in (message := client.receive()):
+            pieces.append(message)
+    answer = socket_server.engine.generate(
+        "once", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=count)
+    )
+    tokenizer = socket_server.engine.model.tokenizer
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        return {"id": token_id, "token": text, "logprob": pytest.approx(logprob, abs=1e-5)}
+
+    expected_pieces = [
+        entry(token.id, token.logprob) | {"top": [entry(*other) for other in token.top]} for token in answer.logprobs
+    ]
+    assert "".join(piece["delta"] for piece in pieces) == answer.text
+    assert [token for piece in pieces for token in piece.get("logprobs", [])] == expected_pieces
+    assert len(pieces) == 1 or stream
+
+
+def test_a_whole_answer_larger_than_what_may_wait_arrives(socket_server: Serving, monkeypatch) -> None:
+    def small(peer: Any) -> None:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    monkeypatch.setattr(connection, "MOST_PENDING", 1000)
+    monkeypatch.setattr(connection, "notice_lost_peers", small)
+    with Client(socket_server.address, receive_buffer=4096) as client:
+        client.send(id=1, prompt="once", max_tokens=200, logprobs=20, stream=False, **GREEDY)
+        eventually(lambda: socket_server.driver.snapshot().requests == {"length": 1})  # all of it has been written
+        message = client.receive()
+        assert len(message["logprobs"]) == 200
+        assert len(json.dumps(message)) > 200_000
+        assert client.receive()["done"]
+        assert client.ask(id=2, prompt="a", max_tokens=3, **GREEDY)[1]["done"]
