@@ -103,17 +103,13 @@ def test_a_variable_that_is_no_flag_gets_a_note_from_every_command(
         ("help run", "usage: polarlm chat"),
         ("version", "polarlm "),
         ("run --help", "usage: polarlm chat"),
+        ("--version", f"polarlm {importlib.metadata.version('polarlm')}\n"),
     ],
 )
-def test_words_of_other_programs(words: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_are_no_commands(words: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     with suppress(SystemExit):
         main(words.split())
     assert capsys.readouterr().out.startswith(shown)
-
-
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"polarlm {importlib.metadata.version('polarlm')}\n"
 
 
 INTERRUPTED = """

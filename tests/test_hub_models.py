@@ -38,12 +38,6 @@ def test_the_quantization_is_one_that_fits(
         assert engine.model.dtype == "Q4_K"
 
 
-def test_a_problem_of_the_hub_is_an_error_of_the_engine(hub: Hub) -> None:
-    with pytest.raises(EngineError, match="There is no model user/none on the hub") as caught:
-        Engine.load("hf:user/none", device="cpu")
-    assert caught.value.code == "model_unavailable"
-
-
 def test_the_kv_store_of_the_context_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     ops, _ = select("cpu", 1)
     model = load_weights(MODELS / "llama_mha")[0]

@@ -85,15 +85,6 @@ def test_nothing_else_is_removed(run: Run, hub: Hub, small_ggufs: dict[str, byte
     assert names(run) == ["user/tiny:Q8_0"]
 
 
-def test_the_demonstration_model_is_listed_and_removed(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "ours").mkdir()
-    file = tmp_path / "ours" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    file.write_bytes(b"demonstration")
-    assert names(run) == ["SmolLM2-135M-Instruct"]
-    assert run(removing.main, "SmolLM2-135M-Instruct")[0] == 0
-    assert not file.exists()
-
-
 def test_each_name_that_is_listed_goes_to_every_command(
     run: Run,
     hub: Hub,

@@ -39,14 +39,6 @@ def test_the_size_of_a_model_in_parts_is_that_of_all(
     assert f"takes {mib:.1f} MiB on the disk" in capsys.readouterr().err
 
 
-def test_a_folder_of_a_revision(hub: Hub, small_folder: dict[str, bytes], capsys: pytest.CaptureFixture[str]) -> None:
-    hub.repositories["user/tiny"] = Repository(small_folder, tags={"v1": "b" * 40})
-    assert pull.main(["hf:user/tiny@v1", "--device", "cpu"]) == 0
-    said = capsys.readouterr()
-    assert said.err.endswith("polarlm chat user/tiny@v1\n")
-    assert {path.name for path in Path(said.out.strip()).iterdir()} <= set(small_folder)
-
-
 def test_a_prepared_model_is_fitted_ahead(
     hub: Hub, small_ggufs: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

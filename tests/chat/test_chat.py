@@ -98,15 +98,6 @@ def test_the_prompt_the_file_and_what_is_piped_in_are_one_message(chat, engine, 
     assert chat("-no-cnv", lines="line one\nline two\n")[1] == "you said: line one\nline two\n"
 
 
-@pytest.mark.slow  # three processes; the tests beside it give the same lines to a chat in this one
-def test_a_shell_pipes_into_a_message_or_line_by_line():
-    fake = f"'{sys.executable}' '{FAKE_CHAT}'"
-    pipe = "printf 'a\\nb\\n' |"
-    script = f"{pipe} {fake} -p Sum: && {pipe} {fake} --lines -p Sum: && {fake} -p Sum: 0> /dev/null"
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "you said: Sum:\n\na\nb\n" + "you said: Sum:\nyou said: a\nyou said: b\n" + "you said: Sum:\n"
-
-
 def test_a_pipe_that_stays_open_is_told_of(chat, monkeypatch):
     class Slow(io.StringIO):
         def read(self, size=-1):
@@ -301,9 +292,15 @@ def test_a_session_without_a_conversation_is_refused(chat, engine, tmp_path, not
         ("/regne", "There is no command /regne. Did you mean /regen? /help"),
         ("/ststs", "There is no command /ststs. Did you mean /stats? /help"),
         ("/lod x", "There is no command /lod. Did you mean /load? /help"),
+        (
+            "/set tempratur 1",
+            "there is no parameter tempratur; did you mean temperature? /set takes dry-allowed-length",
+        ),
+        ("/set temp warm", "--temp: takes a number, not 'warm'"),
+        ("/set top-p 0", "--top-p: this is 0.0, but must be a number above 0 and at most 1"),
     ],
 )
-def test_an_unknown_command_is_not_sent_and_answered_with_the_one_that_was_meant(chat, engine, typed, told):
+def test_what_is_wrong_is_not_sent_and_answered_with_what_was_meant(chat, engine, typed, told):
     assert told in chat(lines=f"{typed}\n")[2]
     assert engine.prompts == []
 
@@ -332,13 +329,6 @@ def test_parameters_that_nobody_set_have_the_models_values(chat, engine):
     err = chat(lines="/set\n")[2]
     assert "predict 300, temp 0, top-k 20, top-p 0.95, min-p 0.05, top-n-sigma -1, " in err
     assert ", repeat-penalty 1, " in err
-
-
-def test_a_parameter_that_cannot_be_set_is_a_sentence(chat):
-    err = chat(lines="/set tempratur 1\n/set temp warm\n/set top-p 0\n")[2]
-    assert "there is no parameter tempratur; did you mean temperature? /set takes dry-allowed-length, " in err
-    assert "--temp: takes a number, not 'warm'" in err
-    assert "--top-p: this is 0.0, but must be a number above 0 and at most 1" in err
 
 
 @pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])

@@ -1,6 +1,5 @@
 """The command line: what each flag means, and what is said about one that cannot be understood."""
 
-import importlib.metadata
 import math
 from dataclasses import MISSING, dataclass
 from functools import partial
@@ -197,13 +196,6 @@ def test_no_flag_is_offered_in_place_of_one_that_only_the_chat_has():
     with pytest.raises(FlagError) as error:
         server_config.read_command_line(["--temp", "0.7"])
     assert str(error.value) == "unrecognized arguments: --temp"
-
-
-def test_the_version_is_that_of_the_package(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        read_command_line(["--version"])
-    assert exit_.value.code == 0
-    assert capsys.readouterr().out == f"polarlm {importlib.metadata.version('polarlm')}\n"
 
 
 def test_an_error_names_settings_by_their_flags():

@@ -606,7 +606,6 @@ UNUSABLE: list[tuple[str, dict[str, object], str]] = [
     ("qwen3", {"expert_count": 8}, "mixture of experts.*qwen3 models have not"),
     ("llama", {"attention__causal": False}, "embedding model.*llama.attention.causal is false"),
     ("llama", {"expert_count": 8, "expert_used_count": 9}, "llama.expert_used_count is 9.*only 8 experts"),
-    ("llama", {"split.count": 3}, "is part 1 of 3, but its name does not say so"),
     ("llama", {"rope__dimension_count": 4}, "llama.rope.dimension_count is 4"),
     ("llama", {"rope__scaling__type": "longrope"}, "llama.rope.scaling.type.*longrope"),
     ("llama", {"attention__head_count": 3}, "llama.attention.head_count is 3"),

@@ -189,12 +189,6 @@ def test_the_part_that_reads_images_comes_with_a_gguf_file_of_a_model_that_has_o
     assert there == {"images": {"m-Q8_0.gguf", "mmproj-BF16.gguf"}, "text": {"m-Q8_0.gguf"}}
 
 
-@pytest.mark.parametrize("wanted", ["q4_k_m", "tiny-Q4_K_M.gguf"])
-def test_the_wanted_quantization_is_fetched_alone(ggufs: Hub, wanted: str) -> None:
-    assert fetch(f"user/tiny:{wanted}").name == "tiny-Q4_K_M.gguf"
-    assert ggufs.ranges_of("tiny-Q8_0.gguf") == []
-
-
 def test_without_a_wish_the_best_one_that_fits_is_fetched(ggufs: Hub, small_ggufs: dict[str, bytes]) -> None:
     models = []
 
@@ -402,14 +396,12 @@ def without_links(cache: Path) -> None:
         shutil.rmtree(blobs)
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
-def test_files_of_another_size_are_fetched_again(large: Hub, links: bool) -> None:
+def test_files_of_another_size_are_fetched_again_where_there_are_no_links(large: Hub) -> None:
     large.repositories["user/adapter"] = Repository(
         {"adapter_config.json": b"{}", "adapter_model.safetensors": CONTENT}
     )
     folder, adapter = fetch("user/large"), hub_package.fetch_part(parse("user/adapter"), "adapter")
-    if not links:
-        without_links(Path(constants.HF_HUB_CACHE))
+    without_links(Path(constants.HF_HUB_CACHE))
     files = [folder / "model.safetensors", folder / "tokenizer.json", adapter / "adapter_model.safetensors"]
     wanted = [file.read_bytes() for file in files]
     for broken in (b"", CONTENT[:1000]):
@@ -483,45 +475,34 @@ def test_a_repository_that_was_renamed(hub: Hub, small_folder: dict[str, bytes])
     assert said[0] == "user/old is called user/new today."
 
 
-# What the hub has, or does; the name; the sentence, with {page} for the model's page.
-PROBLEMS: list[tuple[Callable[[Hub], object], str, str]] = [
-    (
-        lambda hub: None,
-        "user/none",
-        "There is no model user/none on the hub ({page}), nor is there such a folder",
-    ),
-    (lambda hub: hub.tokens.add("token"), "user/none", "it may be private for another account"),
-    (lambda hub: None, "user/tiny@v9", "user/tiny has no revision 'v9': choose one of those at {page}"),
-    (lambda hub: None, "user/tiny:Q4_K_M", "leave out :Q4_K_M"),
-    (
-        lambda hub: hub.trouble.refuse.append(("hub", 429, {})),
-        "user/tiny",
-        "too many requests (429): try again in some",
-    ),
-    (lambda hub: hub.trouble.refuse.append(("hub", 429, {"Retry-After": "17"})), "user/tiny", "in 17 seconds; with a"),
-    (lambda hub: hub.trouble.refuse.append(("cdn", 429, {"RateLimit": '"a";r=0;t=55'})), "user/tiny", "in 55 seconds"),
-    (lambda hub: hub.trouble.refuse.append(("hub", 500, {})), "user/tiny", "an error (500) about user/tiny: try again"),
-    (lambda hub: hub.trouble.refuse.append(("cdn", 403, {})), "user/tiny", "refuses access to user/tiny"),
-    *(
-        (lambda hub, files=files: hub.repositories.update({"user/other": Repository(files)}), "user/other", sentence)
-        for files, sentence in (
-            ({"pytorch_model.bin": b""}, "as pickles"),
-            ({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, "an adapter (LoRA)"),
-            ({"README.md": b""}, "neither model.safetensors with a config.json nor GGUF files"),
-        )
-    ),
+OTHER: list[tuple[dict[str, bytes], str]] = [  # what a repository has, and the sentence
+    ({"pytorch_model.bin": b""}, "as pickles"),
+    ({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, "an adapter (LoRA)"),
+    ({"README.md": b""}, "neither model.safetensors with a config.json nor GGUF files"),
+]
+# How the next request is refused (server, status, headers), the name, and the sentence; {page} is the model's page.
+PROBLEMS: list[tuple[tuple[str, int, dict[str, str]] | None, str, str]] = [
+    (None, "user/none", "There is no model user/none on the hub ({page}), nor is there such a folder"),
+    (None, "user/tiny@v9", "user/tiny has no revision 'v9': choose one of those at {page}"),
+    (None, "user/tiny:Q4_K_M", "leave out :Q4_K_M"),
+    (("hub", 429, {}), "user/tiny", "too many requests (429): try again in some"),
+    (("hub", 429, {"Retry-After": "17"}), "user/tiny", "in 17 seconds; with a"),
+    (("cdn", 429, {"RateLimit": '"a";r=0;t=55'}), "user/tiny", "in 55 seconds"),
+    (("hub", 500, {}), "user/tiny", "an error (500) about user/tiny: try again"),
+    (("cdn", 403, {}), "user/tiny", "refuses access to user/tiny"),
 ]
 
 
 def test_a_problem_is_a_sentence(folders: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    for happens, name, sentence in PROBLEMS:
-        happens(folders)
-        for token in folders.tokens:
-            monkeypatch.setenv("HF_TOKEN", token)
-        page = f"{folders.url}/{name.partition('@')[0]}"
-        assert sentence.format(page=page) in refusal(name)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        folders.tokens.clear()
+    for refused, name, sentence in PROBLEMS:
+        folders.trouble.refuse = [refused] if refused else []
+        assert sentence.format(page=f"{folders.url}/{name.partition('@')[0]}") in refusal(name)
+    for files, sentence in OTHER:
+        folders.repositories["user/other"] = Repository(files)
+        assert sentence in refusal("user/other")
+    folders.tokens.add("token")
+    monkeypatch.setenv("HF_TOKEN", "token")
+    assert "it may be private for another account" in refusal("user/none")
 
 
 def test_an_architecture_is_refused_before_the_weights_are_fetched(hub: Hub, small_folder: dict[str, bytes]) -> None:
