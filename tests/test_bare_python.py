@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.programs import output_of
 from tests.random_model import random_model
 
-ROOT = Path(__file__).resolve().parents[1]
 _WITHOUT = "import sys; sys.modules.update({name: None for name in %r})\n"
 
 
 def run_without(missing: list[str], program: str, *arguments: object, **variables: str) -> str:
     """What a Python in which `missing` cannot be imported prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "POLARLM_CACHE"} | variables
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT % missing + program, *map(str, arguments)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = [sys.executable, "-c", _WITHOUT % missing + program, *arguments]
+    return output_of(*command, **{"POLARLM_CACHE": None, **variables})
 
 
 @pytest.mark.slow

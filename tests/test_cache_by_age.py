@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from polarlm.engine.state.cache_types import PRESETS, PRESETS_BY_NAME, setting_b
 from polarlm.engine.state.requantize import blocks as requantize_blocks
 from polarlm.engine.state.requantize.blocks import MixedPrecisionBlocks, Requantizer
 from tests.conftest import TRAINED_HYBRID
+from tests.model.test_vision_encoders import finished
 from tests.pairs import mostly_slow
 from tests.state.test_mixed_precision import ALL_NEWEST, COMPACT, Unchecked, make_store
 from tests.tiny import assert_idle, make_model
@@ -114,14 +114,6 @@ def test_older_blocks_are_requantized_in_every_phase(path: Path, monkeypatch: py
         assert_idle(engine)
 
 
-def logits(engine: Engine, units: Generator[int, None, Any]) -> np.ndarray:
-    while True:
-        try:
-            next(units)
-        except StopIteration as end:
-            return engine._model.logits(end.value)
-
-
 def test_a_prompt_goes_on_where_its_blocks_have_moved(tiny_path: Path) -> None:
     """Between two layers of a prompt, blocks that it reads are moved, to make room for others."""
     with load(tiny_path, "by-age", parallel=1, kept_sequences=1) as engine:
@@ -141,7 +133,7 @@ def test_a_prompt_goes_on_where_its_blocks_have_moved(tiny_path: Path) -> None:
             while is_disturbed and [mixed.blocks.placement[block] for block in blocks] == before:
                 assert mixed.blocks.begin_next() not in (None, *blocks)  # but blocks of other prompts
                 mixed.requantize()
-            found.append(logits(engine, units))
+            found.append(engine._model.logits(finished(units)[0]))
             store.abort(span)
         np.testing.assert_array_equal(*found)
 

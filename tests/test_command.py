@@ -16,9 +16,9 @@ import pytest
 from polarlm.command import COMMANDS, main
 from polarlm.engine.cli.flags import parse
 from tests.pairs import mostly_slow
+from tests.programs import ROOT, output_of
 from tests.random_model import random_model
 
-ROOT = Path(__file__).resolve().parents[1]
 FLAGS_OF_THE_ENGINE = (
     "quality",
     "speed",
@@ -133,9 +133,7 @@ def test_ctrl_c_while_any_command_is_imported_shows_no_traceback(words: str, tmp
 
 def test_help_imports_nothing_that_takes_time() -> None:
     program = "import sys; from polarlm.command import main; main([]); main(['caht']); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    imported = {*done.stdout.splitlines()[-1].split()}
+    imported = {*output_of(sys.executable, "-c", program).splitlines()[-1].split()}
     assert "polarlm.command" in imported
     ours = {name for name in imported if name.split(".")[0] in ("polarlm", "engine", "model_loaders", "server")}
     assert ours <= {"polarlm", "polarlm.aliases", "polarlm.command", "polarlm.engine"}  # which has names alone
@@ -156,9 +154,8 @@ except SystemExit:
     pass
 print(*sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    imported = {*done.stdout.splitlines()[-1].split()}
-    assert "polarlm.engine.cli.flags" in imported, done.stderr
+    imported = {*output_of(sys.executable, "-c", program).splitlines()[-1].split()}
+    assert "polarlm.engine.cli.flags" in imported
     heavy = {"polarlm.engine.engine", "polarlm.engine.codecs", "tokenizers", "llvmlite", "prompt_toolkit", "starlette"}
     assert not imported & (heavy if words == "list" else {*heavy, "numpy"})  # which reads what files say
 

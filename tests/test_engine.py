@@ -12,11 +12,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine import Chunk, Engine, PromptOptions, SamplingParams
 from polarlm.engine.model import score
 from polarlm.engine.outputs import fold
 from tests.cpu import CpuOps
-from tests.tiny import CONTEXT, EOS, PLAIN, VOCABULARY, assert_idle, blocks_left, forget, load_tiny, runs_nothing
+from tests.tiny import (
+    CONTEXT,
+    EOS,
+    PLAIN,
+    VOCABULARY,
+    assert_idle,
+    blocks_left,
+    forget,
+    load_tiny,
+    refused,
+    runs_nothing,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11, 12, 13]
@@ -24,13 +35,6 @@ PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11, 12, 13]
 
 def with_max(count: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-
-
-def refused(call, *words: str, code: str = "invalid_request") -> None:
-    with pytest.raises(EngineError) as raised:
-        call()
-    assert raised.value.code == code
-    assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
 def test_a_context_beyond_the_models_is_warned_of_without_verbose(tiny_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,17 +10,13 @@ import pytest
 import polarlm
 from polarlm import aliases
 from polarlm import engine as package
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.programs import ROOT, output_of
 
 
 def run(program: str, folder: Path, *, module: str = "") -> str:
     """The output of a program in `folder`; with `module`, of `python -m module` and the program's words."""
     command = [sys.executable, *(("-m", module, *program.split()) if module else ("-c", program))]
-    paths = {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env={**os.environ, **paths}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return output_of(*command, folder=folder, PYTHONPATH=str(ROOT)).strip()
 
 
 def test_it_exports_what_the_engine_exports() -> None:

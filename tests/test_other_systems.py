@@ -6,7 +6,6 @@ What kernels of another operating system do is not simulated. docs/install.md sa
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.compiled import share_kernels
+from tests.programs import ROOT, output_of
 
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[1]
 WORKER = ROOT / "engine" / "sampling" / "grammar_worker.py"
 # What this program's own modules see of the standard library. Other packages see this system, which they know.
 _SHOWN = """
@@ -116,17 +115,9 @@ import polarlm.server.running.driver, polarlm.server.running.listening, polarlm.
 def run(folder: Path, words: list[str], program: str) -> str:
     """What a program writes, which gets `words`."""
     (folder / "program.py").write_text(program, encoding="utf-8")
-    variables = {
-        "PYTHONPATH": str(ROOT),
-        "POLARLM_CACHE": str(share_kernels(folder / "user's cache")),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, str(folder / "program.py"), *words],
-        **{"env": {**os.environ, **variables}, "cwd": folder, "capture_output": True, "text": True, "timeout": 300},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    variables = {"PYTHONPATH": str(ROOT), "POLARLM_CACHE": str(share_kernels(folder / "user's cache"))}
+    command = [sys.executable, folder / "program.py", *words]
+    return output_of(*command, folder=folder, OMP_NUM_THREADS="1", **variables)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

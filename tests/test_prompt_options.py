@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
-from tests.tiny import CONTEXT, assert_idle, blocks_left, forget, held, preempt
+from tests.tiny import CONTEXT, assert_idle, blocks_left, forget, held, preempt, refused
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SPECIAL = PromptOptions(parse_special=True)
 WRITTEN = "<|im_start|>user\nthe end<|im_end|>\n<|im_start|>assistant\n"
 MESSAGES = [{"role": "user", "content": "then he ran on and on"}]
 PROMPT = list(range(5, 45))
-
-
-def refused(engine: Engine, prompt: Any, options: PromptOptions, *words: str) -> EngineError:
-    with pytest.raises(EngineError) as raised:
-        engine.generate(prompt, GREEDY, options)
-    assert all(word in str(raised.value) for word in words), str(raised.value)
-    return raised.value
 
 
 # -- control tokens ------------------------------------------------------------------------------------------------
@@ -52,8 +46,7 @@ def test_text_that_begins_with_bos_gets_no_second_bos(tiny: Engine, monkeypatch:
 
 
 def test_the_error_for_a_prompt_that_is_too_long_has_numbers(tiny: Engine) -> None:
-    error = refused(tiny, [7] * 300, SPECIAL, "300", str(CONTEXT))
-    assert error.code == "context_length_exceeded"
+    error = refused(lambda: tiny.generate([7] * 300), "300", str(CONTEXT), code="context_length_exceeded")
     assert error.numbers == {"n_prompt_tokens": 300, "n_ctx": CONTEXT}
 
 
@@ -70,9 +63,9 @@ def test_a_text_that_cannot_fit_is_not_tokenized(tiny: Engine, monkeypatch: pyte
         return tokenize(text, **options)
 
     monkeypatch.setattr(tiny.model.tokenizer, "tokenize", tokenized)
-    error = refused(tiny, prompt, SPECIAL, str(CONTEXT), "or more")
+    call = partial(tiny.generate, prompt, GREEDY, SPECIAL)
+    error = refused(call, str(CONTEXT), "or more", code="context_length_exceeded")
     assert max(sizes) <= 16 * CONTEXT
-    assert error.code == "context_length_exceeded"
     assert CONTEXT < error.numbers["n_prompt_tokens"] < 250_000
 
 
@@ -181,6 +174,4 @@ def test_a_text_between_ids_may_have_control_tokens_and_must_fit(tiny: Engine) -
     taken = tiny.generate([7, "<|im_start|>"], none, PromptOptions(parse_special=True)).usage.prompt_tokens
     spelt = tiny.generate([7, "<|im_start|>"], none).usage.prompt_tokens
     assert (taken, spelt > 2) == (2, True)
-    with pytest.raises(EngineError) as caught:
-        tiny.generate([7, "the " * 5000], none)
-    assert caught.value.code == "context_length_exceeded"
+    refused(lambda: tiny.generate([7, "the " * 5000], none), code="context_length_exceeded")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from polarlm.engine.jit.isa import VARIABLE as LEVEL
 from polarlm.engine.outputs import fold
 from tests.backends.native.test_arm_emulated import VARIABLE as ARM
 from tests.model_loaders.test_elementary import FEATURES
-from tests.test_bare_python import ROOT
+from tests.programs import output_of
 from tests.tiny import VOCABULARY, assert_idle, blocks_left, load_tiny, make_model
 
 SETTINGS: dict[str, Any] = {"block_size": 32, "ctx_size": 256, "replayable": True}
@@ -178,15 +177,8 @@ def digest(path: Path, *, with_prompts: bool, ops: Ops | None = None) -> str:
 
 def answers_elsewhere(python: str | Path, folder: Path, level: str, *flags: str) -> str:
     """The digest of another process's answers; NumPy has the instructions of its oldest CPUs."""
-    done = subprocess.run(
-        [str(python), "-m", "tests.replay_digest", *flags, str(folder)],
-        cwd=ROOT,
-        env={**os.environ, LEVEL: level, "OPENBLAS_NUM_THREADS": "1", "NPY_DISABLE_CPU_FEATURES": FEATURES},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    variables = {LEVEL: level, "OPENBLAS_NUM_THREADS": "1", "NPY_DISABLE_CPU_FEATURES": FEATURES}
+    return output_of(python, "-m", "tests.replay_digest", *flags, folder, **variables)
 
 
 @pytest.mark.slow

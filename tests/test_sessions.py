@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.storage import identity, objects, sessions
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
+from tests import tiny
 from tests.bare import feed
 from tests.tiny import VOCABULARY, assert_idle, forget, held, ids, load_tiny, make_model
 
@@ -24,6 +26,7 @@ N = 8
 LENGTH = 61  # sink, six quantized blocks, and five tokens in the current block
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 NOTE = {"messages": ["é😀", None, 1.5]}
+refused = partial(tiny.refused, code="session")
 
 
 def load(path: Path, cache_type: str = "polarquant", **more) -> Engine:
@@ -37,14 +40,6 @@ def talk(engine: Engine, length: int = LENGTH, seed: int = 1) -> list[int]:
         prompt, SamplingParams(temperature=0, max_tokens=length - len(prompt) + 1, ignore_eos=True)
     )
     return [*prompt, *answer.token_ids][:length]
-
-
-def refused(call: Callable[[], object], *words: str, code: str = "session") -> None:
-    with pytest.raises(EngineError) as raised:
-        call()
-    assert raised.value.code == code
-    assert all(word in str(raised.value) for word in words), str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 def next_logits(engine: Engine, past: list[int]) -> list[np.ndarray]:

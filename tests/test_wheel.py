@@ -14,17 +14,15 @@ from pathlib import Path
 import pytest
 
 from polarlm.command import COMMANDS
+from tests.programs import ROOT, output_of
 
-ROOT = Path(__file__).resolve().parents[1]
 # Packages of the extras that measurements use.
 _EXTRAS = ("httpx", "llvmlite", "starlette", "uvicorn", "prometheus_client", "huggingface_hub")
 
 
 def build(out: Path, *flags: str, checkout: Path = ROOT) -> Path:
     """The wheel of a checkout; without --wheel, of a source distribution, which is made first."""
-    command = [sys.executable, "-m", "build", "--no-isolation", *flags, "--outdir", str(out), str(checkout)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of(sys.executable, "-m", "build", "--no-isolation", *flags, "--outdir", out, checkout)
     (wheel,) = out.glob("*.whl")
     return wheel
 
@@ -88,13 +86,8 @@ class Installed:
 
     def run(self, folder: Path, program: str, *words: str) -> str:
         """What a program of the environment prints in `folder`."""
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"POLARLM_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [str(self.bin / program), *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        variables = {"PYTHONPATH": None, "POLARLM_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1"}
+        return output_of(self.bin / program, *words, folder=folder, **variables)
 
 
 @pytest.fixture(scope="module")

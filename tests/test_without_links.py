@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.test_wheel import ROOT, build, contents
+from tests.programs import ROOT, output_of
+from tests.test_wheel import build, contents
 
 pytestmark = pytest.mark.slow
 
@@ -32,12 +32,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(checkout: Path, folder: Path, *words: str) -> str:
-    paths = {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env={**os.environ, **paths}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(sys.executable, *words, folder=folder, PYTHONPATH=str(checkout), OMP_NUM_THREADS="1")
 
 
 def test_commands_run_by_every_name(checkout: Path, tmp_path: Path) -> None:

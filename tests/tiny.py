@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from polarlm.engine import Engine
+from polarlm.engine import Engine, EngineError
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.checks import settle
@@ -105,6 +105,16 @@ def blocks_left(engine: Engine, count: int, group: int = 0) -> Iterator[None]:
     finally:
         for block in taken:
             allocator.release(block)
+
+
+def refused(call: Callable[[], object], *words: str, code: str = "invalid_request") -> EngineError:
+    """The error of a call, whose sentence has these words."""
+    with pytest.raises(EngineError) as raised:
+        call()
+    assert raised.value.code == code
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+    assert "\n" not in str(raised.value)
+    return raised.value
 
 
 def preempt(engine: Engine) -> Request:

@@ -32,6 +32,7 @@ from polarlm.model_loaders.vision_encoders import fit
 from tests.bare import bare_model, spread
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice
+from tests.model.test_vision_encoders import finished
 from tests.pairs import each, mostly_slow
 from tests.tiny import make_model, preempt
 
@@ -84,12 +85,7 @@ def fed(model: Transformer, prompt: Prompt, *cuts: int) -> tuple[SequenceKV, np.
     for first, end in pairwise(edges):
         span = model.store.open(kv, end - first)
         units = model.forward_chunks([span], prompt.ids[first:end], images=prompt.images)
-        while True:
-            try:
-                next(units)
-            except StopIteration as done:
-                hidden = done.value
-                break
+        hidden, _ = finished(units)
         model.store.commit(span)
         logits.append(model.logits(hidden))
     return kv, np.concatenate(logits)

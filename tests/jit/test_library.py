@@ -32,7 +32,7 @@ from polarlm.model_loaders.errors import LoadError
 from tests.compiled import end_of_compilation
 from tests.jit.levels import Function, declared
 from tests.jit.test_workers import PATIENCE, until
-from tests.test_bare_python import ROOT
+from tests.programs import ROOT
 
 LEVEL = levels()[-1]
 needs_users = pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner of this kind here")

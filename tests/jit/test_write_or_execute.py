@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.test_bare_python import ROOT
+from tests.programs import ROOT
 
 UNAVAILABLE = 77  # exit code of a process that cannot have system calls refused
 

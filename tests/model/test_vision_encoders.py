@@ -14,7 +14,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.model.vision_encoders import ImageReader, ImageRows
+from polarlm.engine.model.vision_encoders import ImageReader
 from polarlm.engine.model.vision_encoders._patches import qwen_patches
 from polarlm.engine.model.weights import load_vision_encoder
 from polarlm.model_loaders import vision_encoders
@@ -39,8 +39,8 @@ def read_vision_encoder(path: Path, ops: Ops) -> ImageReader:
     return reader
 
 
-def finished(reading: Generator[int, None, ImageRows]) -> tuple[ImageRows, int]:
-    """What a reader returns, and how often it has yielded."""
+def finished(reading: Generator[int, None, Any]) -> tuple[Any, int]:
+    """What units of work return, and how often they have yielded."""
     pauses = 0
     while True:
         try:

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 from polarlm.model_loaders import elementary
-from tests.test_bare_python import ROOT
+from tests.programs import ROOT
 
 EPS = np.finfo(np.float64).eps
 RNG = np.random.default_rng(0)

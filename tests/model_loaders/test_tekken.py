@@ -14,28 +14,13 @@ from hypothesis import strategies as st
 
 from polarlm.model_loaders import LoadError
 from polarlm.model_loaders.tokenizers import load_for_folder
+from tests.model_loaders.vocabularies import RANKED
 
-WORDS = (
-    "he",
-    "ll",
-    "hell",
-    "hello",
-    " w",
-    "or",
-    " wor",
-    "ld",
-    " world",
-    "\u00e9",
-    "\u4e16",
-    "12",
-    "ing",
-    "th",
-    "the",
-    " the",
-)
+WORDS = (*RANKED, "\u00e9", "ing", "th", "the", " the")
 TOKENS = [bytes([i]) for i in range(256)] + [word.encode() for word in WORDS]
 PATTERN = r" ?[A-Za-z\u00e0-\u00ff]+|[0-9]{1,2}|[^A-Za-z0-9]"
 SPECIAL = 30
+SIZES = {"default_vocab_size": SPECIAL + len(TOKENS), "default_num_special_tokens": SPECIAL}
 
 
 def write(folder: Path, **changes: object) -> Path:
@@ -44,8 +29,7 @@ def write(folder: Path, **changes: object) -> Path:
         {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
         for rank, token in enumerate([*TOKENS, b"beyond", b"the size"])
     ]
-    sizes = {"pattern": PATTERN, "default_vocab_size": SPECIAL + len(TOKENS), "default_num_special_tokens": SPECIAL}
-    stored = {"config": {**sizes, "version": "v3"}, "vocab": entries, **changes}
+    stored = {"config": {**SIZES, "pattern": PATTERN, "version": "v3"}, "vocab": entries, **changes}
     (folder / "tekken.json").write_text(json.dumps(stored))
     return folder
 
@@ -93,13 +77,7 @@ def test_special_tokens_are_numbered_first(tokenizer, tmp_path: Path) -> None:
         {"config": {}},
         {"vocab": []},
         {"vocab": [{"rank": 0, "token_bytes": "?"}]},
-        {
-            "config": {
-                "pattern": "(",
-                "default_vocab_size": SPECIAL + len(TOKENS),
-                "default_num_special_tokens": SPECIAL,
-            }
-        },
+        {"config": {**SIZES, "pattern": "("}},
         {"special_tokens": [3]},
     ],
 )

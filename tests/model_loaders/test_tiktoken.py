@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from polarlm.model_loaders import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer, load_for_folder
+from tests.model_loaders.vocabularies import RANKED
 
 _ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _FIRST, _REST = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
@@ -22,22 +23,7 @@ PUBLISHED = "|".join((
     *(rf"[^\r\n\p{{L}}\p{{N}}]?{_FIRST}+{_REST}*{_ENDING}", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*"),
     *(r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"),
 ))  # fmt: skip
-WORDS = (
-    "he",
-    "ll",
-    "hell",
-    "hello",
-    " w",
-    "or",
-    " wor",
-    "ld",
-    " world",
-    "\u4e16",
-    "\u754c",
-    "\u4e16\u754c",
-    "12",
-    "'s",
-)
+WORDS = (*RANKED, "\u754c", "\u4e16\u754c", "'s")
 WORDS += (
     "a\u4e16",
     "\u4e16a",

@@ -17,6 +17,8 @@ from polarlm.model_loaders.tokenizers import Tokenizer, load_for_folder, load_fo
 from polarlm.model_loaders.tokenizers._pieces import SPELLING
 from tests.shared_data import shared
 
+# Words of tiny vocabularies whose merges go by ranks.
+RANKED = ("he", "ll", "hell", "hello", " w", "or", " wor", "ld", " world", "\u4e16", "12")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 BYTE_LEVEL = ("llama3-gguf", "llama3-json", "llama3-tiktoken", "qwen2-gguf", "qwen2.5-json")

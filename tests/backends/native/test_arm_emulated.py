@@ -21,7 +21,7 @@ import pytest
 from polarlm.engine.jit.isa import VARIABLE as LEVEL
 from polarlm.model_loaders.user_dirs import cache_folder
 from tests.jit.emulated import HOST
-from tests.test_bare_python import ROOT
+from tests.programs import ROOT
 
 VARIABLE, ALL = "TESTS_ARM64_PYTHON", "TESTS_ARM64_SELECTION"
 LEVEL_OF = {"cortex-a72": "neon", "neoverse-n1": "neon-dot", "neoverse-v1": "neon-i8mm"}

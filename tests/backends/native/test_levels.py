@@ -26,7 +26,7 @@ from tests.compiled import end_of_compilation
 from tests.jit.levels import Narrow
 from tests.ops.attending import Sequence_, Shape, case_of
 from tests.ops.backends import native
-from tests.test_bare_python import ROOT
+from tests.programs import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native import thread_count as counting
 from polarlm.engine.backends.native.ops import NativeOps
 from tests.jit.test_workers import Counted
+from tests.programs import ROOT
 from tests.requests.test_forks import begun_in_child
-from tests.test_bare_python import ROOT
 from tests.tiny import load_tiny
 
 CALLERS, COUNTERS, TIMES, FORKS = 6, 2, 3, 4

@@ -15,8 +15,8 @@ from polarlm.bench.shapes import llama
 from polarlm.engine.jit.compile import images
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from scripts.make_random_model import write
+from tests.programs import ROOT
 from tests.random_model import random_model, tokenizer_file
-from tests.test_bare_python import ROOT
 
 pytestmark = pytest.mark.skipif(not images.AVAILABLE, reason="LLVM links kernels on this system")
 
