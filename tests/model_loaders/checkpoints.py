@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +24,18 @@ NAMES = sorted(folder.name for folder in MODELS.iterdir())
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {spec.name: spec.shape for spec in families.tensors(config).specs()}
+
+
+def copied(name: str, folder: Path, **settings: object) -> Path:
+    """A stored model with other values in its configuration, or without a key for None."""
+    shutil.copytree(MODELS / name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    text.update(settings)
+    for key in [key for key, value in settings.items() if value is None]:
+        del text[key]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def read(weights: WeightSource, name: str) -> np.ndarray:

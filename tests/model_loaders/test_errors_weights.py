@@ -15,13 +15,14 @@ import pytest
 from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from polarlm.model_loaders import LoadError, load_weights
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.gguf_file import GgufFile
-from polarlm.model_loaders.files.safetensors_source import read_header
+from polarlm.model_loaders.files.safetensors_source import open_safetensors, read_header
 from polarlm.model_loaders.files.tensors import READABLE, StoredWeights
-from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, read, read_all, safetensors_file
+from tests.model_loaders.checkpoints import MODELS, as_gguf, copied, finish, read, read_all, safetensors_file
 from tests.model_loaders.hub_server import Hub
 
 
@@ -102,23 +103,78 @@ def moved(new: str, old: str = "lm_head.weight") -> Callable[[dict], object]:
     return lambda header: header.update({new: header.pop(old)})
 
 
+NORM, Q_OF_FOUR = "model.norm.weight", "model.layers.3.self_attn.q_proj.weight"
 Q_BIAS, FREQUENCIES = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.rotary_emb.inv_freq"
-# What happens to the configuration and to the header, and the sentence.
-UNFIT: list[tuple[dict[str, int], Callable[[dict], object] | None, str]] = [
-    ({"intermediate_size": 65}, None, r"mlp\.gate_proj\.weight has the shape \(64, 32\), .* asks for \(65, 32\)"),
-    ({"num_hidden_layers": 3}, None, r"lacks the tensor model\.layers\.2\.input_layernorm\.weight.* and 6 more"),
-    ({}, moved(Q_BIAS), f"has the tensor '{Q_BIAS}'"),  # it would change every result
-    ({}, lambda header: header["model.norm.weight"].update(dtype="I32"), r"model\.norm\.weight is stored as I32.*F32"),
+# A stored model, what changes in its configuration, and the sentence.
+MISFITS: list[tuple[str, dict[str, object], str]] = [
+    ("llama_mha", {"intermediate_size": 65}, r"gate_proj\.weight has the shape \(64, 32\), .* asks for \(65, 32\)"),
+    ("llama_mha", {"num_hidden_layers": 3}, r"lacks the tensor model\.layers\.2\.input_layernorm\.weight.* and 6 more"),
+    ("llama_mha", {"quantization_config": {"quant_method": "mxfp4"}}, "has a quantization_config"),
+    ("gpt_oss_mxfp4", {"quantization_config": {"quant_method": "gptq"}}, "has a quantization_config"),
+    ("gpt_oss_transposed", {"swiglu_limit": 5.0}, "swiglu_limit"),
+    ("gpt_oss_transposed", {"swiglu_alpha": 1.0}, "swiglu_alpha"),
+    ("olmoe_all_heads", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but .* only 8 experts"),
+    ("olmoe_all_heads", {"num_experts": 9}, r"lacks .*experts\.8\.gate_proj.* and 3 more"),
+    ("gemma4_experts_beside", {"top_k_experts": 5}, "top_k_experts is 5, but each layer has only 4"),
+    ("deepseek_v3_yarn", {"rope_interleave": False}, "rope_interleave"),
+    ("deepseek_v3_yarn", {"kv_lora_rank": 23}, "kv_lora_rank.*even"),
+    ("deepseek_v3_yarn", {"n_group": 3, "topk_group": 2}, "n_group.*divide 8 experts"),
+    ("deepseek_v3_yarn", {"n_group": 8, "topk_group": 4}, "n_group.*divide 8 experts"),  # a group's score is of two
+    ("deepseek_v3_yarn", {"n_group": 4, "topk_group": 1}, "topk_group.*3 experts"),
+    ("deepseek_v3_yarn", {"qk_nope_head_dim": 0}, "qk_nope_head_dim"),
+    ("qwen3_5_tied", {"layer_types": ["linear_attention"] * 4}, "a model without attention in any layer is not"),
+    ("qwen3_5_tied", {"layer_types": ["linear_attention", "mamba"] * 2}, "must say linear_attention or full_attention"),
+    ("qwen3_5_tied", {"linear_num_value_heads": 3}, "not a multiple of the 2 key heads"),
+    ("qwen3_5_tied", {"linear_num_key_heads": 1}, "has the shape"),
+    ("granite_hybrid_tied", {"layer_types": ["mamba"] * 3}, "without attention in any layer"),
+    ("granite_hybrid_tied", {"layer_types": ["mamba", "linear"]}, "must say mamba, linear_attention, "),
+    ("granite_hybrid_tied", {"mamba_n_groups": 3}, "not a multiple of the 3 groups"),
+    ("granite_hybrid_tied", {"mamba_d_head": "auto", "mamba_n_heads": 5}, "does not divide the 64 channels"),
+    ("granite_hybrid_experts", {"num_local_experts": 5}, "asks for .* belong to different models"),
+    ("nemotron_h_dense", {"layers_block_type": ["mlp", "mamba", "attention"]}, "a network that does not follow"),
+    ("nemotron_h_dense", {"layers_block_type": ["mamba", "attention"]}, "a model without networks"),
+    ("nemotron_h_dense", {"layers_block_type": ["mamba", "rwkv"]}, "must name linear_attention"),
+    ("nemotron_h_dense", {"mlp_hidden_act": "silu"}, "only relu2 is supported"),
+    ("nemotron_h_latent", {"moe_latent_size": 8}, "has the shape"),
+    ("nemotron_h_experts", {"n_group": 2}, "chosen by groups"),
+    ("kimi_linear_nope", {"mla_use_nope": False}, "mla_use_nope is False, but only True"),
+    (
+        "kimi_linear_nope",
+        {"linear_attn_config": {"full_attn_layers": []}},
+        "a model without attention in any layer is not",
+    ),
+    ("kimi_linear_nope", {"linear_attn_config": {"full_attn_layers": [3]}}, "lacks the tensor model.layers.1"),
 ]
 
 
-def test_tensors_that_do_not_fit_the_configuration(folder: Path) -> None:
-    for number, (values, change, sentence) in enumerate(UNFIT):
-        copy = Path(shutil.copytree(folder, folder.parent / str(number)))
-        edit_json(copy / "config.json", lambda config, values=values: config.update(values))
-        if change is not None:
-            edit_header(copy / "model.safetensors", change)
-        assert re.search(sentence, refused(copy))
+def test_a_configuration_that_does_not_fit_its_weights_or_is_not_supported(tmp_path: Path) -> None:
+    for number, (name, changes, sentence) in enumerate(MISFITS):
+        assert re.search(sentence, refused(copied(name, tmp_path / str(number), **changes))), changes
+
+
+EXPERTS, OF_ALL = "model.layers.0.mlp.experts.3.down_proj.weight", "model.layers.0.experts.gate_up_proj"
+Tensors = dict[str, np.ndarray]
+# A stored model, what happens to its tensors, and the sentence.
+UNFIT: list[tuple[str, Callable[[Tensors], object], str]] = [
+    (
+        "llama_mha",
+        lambda x: x.update({Q_BIAS: x.pop("lm_head.weight")}),
+        f"has the tensor '{Q_BIAS}'",
+    ),
+    ("llama_mha", lambda x: x.update({NORM: x[NORM].astype(np.int32)}), r"model\.norm\.weight is stored as I32.*F32"),
+    ("olmoe_all_heads", lambda x: x.update({EXPERTS: x[EXPERTS][:31]}), r"experts\.3\.down_proj.* has the shape \(31"),
+    ("gemma4_experts_beside", lambda x: x.update({OF_ALL: x[OF_ALL][:3]}), r"\(3, 32, 64\), but .* \(4, 32, 64\)"),
+    ("qwen3_5_tied", lambda x: x.pop(Q_OF_FOUR), r"lacks the tensor model\.layers\.3\.self_attn\.q_proj\.weight"),
+]
+
+
+def test_tensors_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
+    for number, (name, change, sentence) in enumerate(UNFIT):
+        file = copied(name, tmp_path / str(number)) / "model.safetensors"
+        tensors = read_all(open_safetensors(file.parent))
+        change(tensors)
+        save_file(tensors, file)
+        assert re.search(sentence, refused(file.parent))
 
 
 def test_derived_tensors_of_old_checkpoints_are_ignored_and_a_missing_head_is_tied(folder: Path) -> None:
