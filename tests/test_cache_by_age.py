@@ -13,7 +13,7 @@ from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.outputs import Completion
 from polarlm.engine.sampling.sample import log_softmax
-from polarlm.engine.state.cache_types import PRESETS, PRESETS_BY_NAME, setting_by_layer
+from polarlm.engine.state.cache_types import PRESETS, PRESETS_BY_NAME
 from polarlm.engine.state.requantize import blocks as requantize_blocks
 from polarlm.engine.state.requantize.blocks import MixedPrecisionBlocks, Requantizer
 from tests.conftest import TRAINED_HYBRID
@@ -31,15 +31,6 @@ OLDER, NEWEST = "/".join(dict.fromkeys(PRESETS_BY_NAME["by-age"].low_precision))
 def load(path: Path, cache_type: str, **settings: Any) -> Engine:
     common = {"device": "cpu", "block_size": N, "ctx_size": 256, "threads": 1}
     return Engine.load(path, cache_type=cache_type, **{**common, **settings})
-
-
-def load_high_precision(path: Path, cache_type: str, **settings: Any) -> Engine:
-    """The engine whose blocks are all high-precision ones of this preset."""
-    with load(path, cache_type) as engine:
-        layers = engine.cache_shape.high_precision_shape.kv_layers
-    sides = ([getattr(layers.get(n), side, None) for n in range(max(layers) + 1)] for side in ("codec_k", "codec_v"))
-    k, v = (setting_by_layer([codec and codec.name for codec in side]) for side in sides)
-    return load(path, "f16", cache_type_k=k, cache_type_v=v, **settings)
 
 
 def prompt(number: int, tokens: int = 120) -> list[int]:
@@ -67,18 +58,6 @@ def continued(engine: Engine, number: int, answer: Completion, more: int = 20) -
 def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     (folder := tmp_path / request.param).mkdir()
     return make_model(folder, request.param)
-
-
-def test_texts_of_the_newest_blocks_alone_have_the_answers_of_their_type(path: Path) -> None:
-    with load(path, "by-age") as by_age, load_high_precision(path, "by-age") as high_precision:
-        ids = prompt(0, 2 * N)
-        for _ in range(2):  # 32 + 20 tokens, and 20 more: the sink, three blocks and the current one
-            own, expected = (
-                engine.generate(ids, replace(GREEDY, max_tokens=20)) for engine in (by_age, high_precision)
-            )
-            assert (own.token_ids, own.logprobs) == (expected.token_ids, expected.logprobs)
-            ids = [*ids, *own.token_ids]
-        assert types(by_age)[1] == 0
 
 
 def test_drafts_are_verified_over_blocks_of_both_kinds(tiny_path: Path) -> None:

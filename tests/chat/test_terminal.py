@@ -140,6 +140,7 @@ def test_text_is_shown_while_it_comes_and_ctrl_c_keeps_the_session(open_chat):
     chat = open_chat()
     chat.say("slow")
     chat.until("slow slow slow")  # the whole answer takes half a minute
+    assert not chat.flags() & termios.ECHO
     chat.type(CTRL_C)
     assert "^C" not in chat.until("The answer was stopped.")
     chat.say("/stats")
@@ -151,6 +152,8 @@ def test_text_is_shown_while_it_comes_and_ctrl_c_keeps_the_session(open_chat):
     chat.until("you said: still there?")
     chat.say("/exit")
     assert chat.end() == 0
+    assert chat.flags() & termios.ECHO, "the terminal is not left as it was"
+    assert chat.flags() & termios.ICANON
 
 
 @pytest.mark.slow
@@ -331,18 +334,6 @@ def test_messages_of_earlier_chats_come_back(open_chat, tmp_path):
     second.until("you said: remember me")
     (history,) = tmp_path.rglob("chat_history")
     assert history.stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.slow
-def test_the_terminal_is_left_as_it_was(open_chat):
-    chat = open_chat("-p", "slow")
-    chat.until("slow slow")
-    assert not chat.flags() & termios.ECHO
-    chat.type(CTRL_C)
-    chat.until("The answer was stopped.")
-    assert chat.leave() == 0
-    assert chat.flags() & termios.ECHO
-    assert chat.flags() & termios.ICANON
 
 
 @pytest.mark.slow

@@ -155,6 +155,7 @@ FORMS: dict[str, tuple[Callable[[], Any], Sequence[Sequence[int]]]] = {  # name 
     "eXIf behind the pixels": (
         lambda: png(8, 0, bytes((3, 9)), 2, after=chunk(b"eXIf", EXIF.tobytes()[6:])), ((9,) * 3, (3,) * 3)),
     "Pillow image with alpha": (lambda: row("RGBA", *HIDDEN), SEEN),
+    "Pillow image in CMYK": (lambda: row("CMYK", (0, 255, 255, 0)), ((255, 0, 0),)),
     "Pillow image of a palette": (lambda: indexed(0, 1), (BLACK, RED)),
     "Pillow image of 16 bits": (lambda: Image.fromarray(np.array([[0, 257, 65535]], "<u2")), (BLACK, (1,) * 3, WHITE)),
     "integers": (lambda: row("I", 0, 257, 65535), (BLACK, (1,) * 3, WHITE)),

@@ -202,12 +202,6 @@ def test_images_beyond_the_context_are_not_decoded(monkeypatch: pytest.MonkeyPat
     assert raised.value.code == "context_length_exceeded"
 
 
-def test_a_pillow_image_of_any_mode_is_read(reader: Images) -> None:
-    image = picture(mode="CMYK")
-    expected = image.convert("RGB").resize((20, 12), Image.Resampling.BICUBIC)
-    np.testing.assert_array_equal(only(reader.read(user_message(image))).pixels, np.asarray(expected))
-
-
 def test_damaged_metadata_harms_no_image(reader: Images) -> None:
     assert only(reader.read(user_message(file_of(picture(), "WEBP", exif=b"?")))).shape.rows == 15
 
