@@ -100,11 +100,15 @@ GPU_SHAPES = [
 ]  # D, N, tokens at once, bits of means
 
 
-@pytest.mark.slow
+OFTEN = ["f16", "polarquant", "ring3.5", "polarpair-m4n2+minmax-radius+g16"]
+OF_GPU = [*enumerate([*OFTEN, *(name for name in [*TABLED, "ring4+norm16"] if name not in OFTEN)])]
+
+
 @backends(CUDA)
-@pytest.mark.parametrize(("number", "name"), list(enumerate([*TABLED, "ring4+norm16"])))
+@mostly_slow("number, name", OF_GPU, OF_GPU[: len(OFTEN)])
 def test_codes_of_every_codec_on_a_gpu(ops: Any, monkeypatch: pytest.MonkeyPatch, number: int, name: str) -> None:
-    """Each codec rounds in its own way, and packs its codes in another order for keys, which have a mean."""
+    """Each codec rounds in its own way, its search ends in its own way, and it packs its codes in another order for
+    keys, which have a mean."""
     dim, size, tokens, mean_bits = GPU_SHAPES[number % len(GPU_SHAPES)]
     use_tokens(monkeypatch, tokens)
     ops._device.seed = number % 3
@@ -112,40 +116,11 @@ def test_codes_of_every_codec_on_a_gpu(ops: Any, monkeypatch: pytest.MonkeyPatch
         if values and "v" not in codecs.get(name).serves:
             continue
         shape = one_sided(name, values, dim, size, mean_bits)
-        case_of(ops, shape, vectors(np.random.default_rng(0), shape, 2, bias=2.0)).check_same()
+        for x in (vectors(np.random.default_rng(0), shape, 2, bias=2.0), edges(shape)):
+            case_of(ops, shape, x).check_same()
         if name.startswith("trellis"):
             for along in (True, False):
                 case_of(ops, shape, metrics=metrics_of(shape, along=along)).check_as_good()
-
-
-@backends(CUDA)
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("f16", False),
-        ("polarquant", False),
-        ("polarquant", True),
-        ("ring3.5", True),
-        ("polarpair-m4n2+minmax-radius+g16", False),
-    ],
-)
-def test_codes_without_a_metric_on_a_gpu(ops: Any, monkeypatch: pytest.MonkeyPatch, name: str, values: bool) -> None:
-    use_tokens(monkeypatch, 16)
-    for dim, size, mean_bits in ((64, 16, 8), (80, 32, 16)):
-        shape = one_sided(name, values, dim, size, mean_bits, 1)
-        case_of(ops, shape, vectors(np.random.default_rng(0), shape, 2, bias=2.0)).check_same()
-
-
-@pytest.mark.slow
-@backends(CUDA)
-@pytest.mark.parametrize("name", ["ring5", "turbo3", "ring4+norm16", "trellis3.5", "polarquant"])
-def test_exceptional_blocks_on_a_gpu(ops: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The searches of codecs end in different ways: the nearest point, a path, thresholds of angles."""
-    for dim, size, mean_bits in ((16, 16, 8), (64, 32, 16)):
-        use_tokens(monkeypatch, size)
-        for values in (False, True):
-            shape = one_sided(name, values, dim, size, mean_bits, 1)
-            case_of(ops, shape, edges(shape)).check_same()
 
 
 @pytest.mark.slow
