@@ -44,7 +44,7 @@ def bytes_and_norms(codec: Codec, fields: dict[str, np.ndarray]) -> tuple[np.nda
 
 @levels_and_codecs
 def test_scores(name: str, level: Level) -> None:
-    """Exact integers, and within half a step of the table and half a step of the query of the decoded keys."""
+    """Of exact integers: the table's bytes, and those of the query. test_tiles.py compares with decoded keys."""
     d, n, heads = attend.sizes(NAMES.index(name), level)
     codec = codecs.get(name)
     fields, queries, got = attend.scored(codec, level, n, d, heads)
@@ -59,19 +59,10 @@ def test_scores(name: str, level: Level) -> None:
     last_half = (step * table.scale)[:, None] * norms[:, None] * table.half_step
     np.testing.assert_array_less(np.abs(got - model), 1e-6 * size + 1.001 * last_half + 1e-12)
 
-    keys = codec.decode(fields).astype(np.float64)
-    exact = np.einsum("hd,bnd->bhn", queries.astype(np.float64), keys)
-    of_table = np.abs(queries).sum(-1)[:, None] * table.scale / 2 * norms[:, None]
-    of_query = np.abs(keys).sum(-1)[:, None] * step[:, None] / 2
-    both = d * table.scale * step[:, None] / 4 * norms[:, None]
-    roundings = of_table + of_query + both + last_half
-    np.testing.assert_array_less(np.abs(got - exact), 1.001 * roundings + 1e-5 * size + 1e-12)
-
 
 @levels_and_codecs
 def test_mix(name: str, level: Level) -> None:
-    """Exact integers, and within half a step of the table and of the weights of the mix of the decoded values. A step
-    of weights is 1/255 of the largest sum of two neighbours."""
+    """Of exact integers. A step of weights is 1/255 of the largest sum of two neighbours."""
     d, n, heads = attend.sizes(NAMES.index(name) + 3, level)
     codec = codecs.get(name)
     fields, weights, got = attend.mix_of_random_blocks(codec, level, n, d, heads)
@@ -87,13 +78,6 @@ def test_mix(name: str, level: Level) -> None:
     model = 7 + np.einsum("bhn,bnd->hd", rounded * step, bytes_ * table.scale)
     few = 2 * 127 * table.scale * step.sum(0)
     np.testing.assert_array_less(np.abs(got - model), few + 1e-5 * (size + 7))
-
-    values = codec.decode(fields).astype(np.float64)
-    exact = 7 + np.einsum("bhn,bnd->hd", weights, values)
-    of_table = np.einsum("bhn->h", scaled)[:, None] * table.scale / 2
-    points = np.abs(bytes_) * table.scale + table.scale / 2
-    of_weights = np.einsum("bh,bd->hd", step[..., 0] / 2, points.sum(1))
-    np.testing.assert_array_less(np.abs(got - exact), 1.001 * (of_table + of_weights) + 1e-5 * (size + 7))
 
 
 @levels_and_codecs

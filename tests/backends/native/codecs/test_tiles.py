@@ -83,6 +83,32 @@ def test_what_has_no_tiles(name: str, n: int) -> None:
     assert tiles.keys(codecs.get(name), n, 64) is None
 
 
+# Four levels of angles or three, and odd numbers of groups.
+OF_ANGLES = [(64, 64, 3), (8, 128, 4), (80, 48, 1), (40, 32, 3), (48, 16, 2), (256, 16, 2)]
+SIZED = [
+    *(
+        (level, name, attend.sizes(NAMES.index(name), level, of_32=name.startswith("q")))
+        for level, name in each(SOME, NAMES)
+    ),
+    *((level, name, (d, max(n, 32), heads)) for level, name, (d, n, heads) in each(SOME, OF_KEYS, attend.SIZES)),
+    *((level, "polarquant", size) for level, size in each(SOME, OF_ANGLES)),
+]
+
+
+@in_turn("level name size", SIZED)
+def test_scores_and_mixes_are_those_of_what_is_decoded(name: str, level: Level, size: tuple[int, int, int]) -> None:
+    """Any codes, and weights that are zeros for a block: off by what bytes in place of queries, points and weights
+    make, root mean square, which a single other code of a table is beyond."""
+    (d, n, heads), codec = size, codecs.get(name)
+    fields, queries, got = attend.scored(codec, level, n, d, heads)
+    exact = np.einsum("hd,bnd->bhn", queries.astype(np.float64), codec.decode(fields).astype(np.float64))
+    assert np.linalg.norm(got - exact) < 0.02 * np.linalg.norm(exact)
+    if "v" in codec.serves:
+        fields, weights, got = attend.mix_of_random_blocks(codec, level, n, d, heads)
+        exact = np.einsum("bhn,bnd->hd", weights.astype(np.float64), codec.decode(fields).astype(np.float64))
+        assert np.linalg.norm(got - 7 - exact) < 0.03 * np.linalg.norm(exact)
+
+
 @some_levels
 @in_turn("name", ["ring4", "polarquant", "q8_0", "f16"])
 def test_a_query_of_zeros(name: str, level: Level) -> None:
