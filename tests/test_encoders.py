@@ -157,13 +157,6 @@ def test_an_embedding_model_writes_no_answers(engine: Engine) -> None:
         engine.score([5, 6, 7])
 
 
-def test_what_an_engine_says_of_an_encoder(engine: Engine) -> None:
-    assert "embedding model: vectors of 64, texts of up to 64 tokens" in engine.fit_line()
-    status = engine.status()
-    assert (status.blocks, status.running, status.waiting) == (0, 0, 0)
-    assert engine.cache_stats().tokens == 0
-
-
 @pytest.mark.parametrize(("name", "kind"), [("bert_f32", "an embedding model"), ("rerankers/bert", "a reranker")])
 def test_a_gpu_leaves_encoders_to_the_cpu(tmp_path: Path, name: str, kind: str) -> None:
     ops, said = type("Device", (NativeOps,), {"backend": "cuda"})(1), list[str]()

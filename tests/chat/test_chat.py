@@ -258,31 +258,33 @@ def test_without_an_answer_nothing_is_saved(chat, state, lines):
     assert not (state / "chat.session").exists()
 
 
-@pytest.mark.parametrize("command", ["/save /no/such/folder", "/load /no/such/file"])
-def test_a_failed_save_or_load_leaves_the_conversation(chat, engine, command):
-    code, out, err = chat(lines=f"one\n{command}\ntwo\n")
-    assert err.count("error: The session") == 1
-    assert out == "you said: one\nyou said: two\n"
-    assert len(engine.prompts[-1]) == 3
-    assert code == 2  # a script learns of it
+NOTES = (  # of sessions, which are no conversations
+    None,
+    {"messages": [{"role": "user", "content": "one"}]},
+    {"messages": ["one", "two"]},
+    {"messages": [{"role": "user"}, {"role": "assistant", "content": "one"}]},
+    {"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "one"}]},
+)
 
 
 @pytest.mark.parametrize(
-    "note",
+    ("line", "told"),
     [
-        None,
-        {"messages": [{"role": "user", "content": "one"}]},
-        {"messages": ["one", "two"]},
-        {"messages": [{"role": "user"}, {"role": "assistant", "content": "one"}]},
-        {"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "one"}]},
+        ("error", "the prompt has 200 tokens"),
+        ("/save /no/such/folder", "The session"),
+        ("/load /no/such/file", "The session"),
+        *((f"/load {number}", f"{number} holds no conversation: give a file that /save has") for number in range(5)),
     ],
 )
-def test_a_session_without_a_conversation_is_refused(chat, engine, tmp_path, note):
-    (tmp_path / "talk").write_text(json.dumps(note))
-    code, _, err = chat(lines=f"one\n/load {tmp_path / 'talk'}\ntwo\n")
-    assert "holds no conversation: give a file that /save has written" in err
+def test_what_fails_leaves_the_conversation_as_it_was(chat, engine, tmp_path, monkeypatch, line, told):
+    monkeypatch.chdir(tmp_path)
+    for number, note in enumerate(NOTES):
+        (tmp_path / str(number)).write_text(json.dumps(note))
+    code, out, err = chat(lines=f"one\n{line}\ntwo\n")
+    assert err.count(f"error: {told}") == 1
+    assert out == "you said: one\nyou said: two\n"
     assert [message["content"] for message in engine.prompts[-1]] == ["one", "you said: one", "two"]
-    assert code == 2
+    assert code == 2  # a script learns of it
 
 
 @pytest.mark.parametrize(
@@ -396,14 +398,6 @@ def test_a_flag_that_cannot_be_understood_ends_in_a_sentence(chat, argv):
 def test_a_model_that_cannot_be_loaded_ends_in_its_sentence(chat):
     sentence = "/models/x.gguf is cut short; fetch it again"
     assert chat(load=fails(EngineError(sentence, "model_unavailable"))) == (2, "", f"error: {sentence}\n")
-
-
-def test_a_turn_that_fails_leaves_the_conversation_as_it_was(chat, engine):
-    code, out, err = chat(lines="one\nerror\ntwo\n")
-    assert "error: the prompt has 200 tokens" in err
-    assert out == "you said: one\nyou said: two\n"
-    assert [message["content"] for message in engine.prompts[-1]] == ["one", "you said: one", "two"]
-    assert code == 2  # a script learns that one message has no answer
 
 
 def test_an_unexpected_error_is_one_sentence_or_a_traceback_on_request(chat):
