@@ -110,14 +110,11 @@ def assert_alike(found: Completion, wanted: Completion, reference: Engine) -> No
 
 def together(engine: Engine, names: Sequence[str]) -> list[list[int]]:
     """The tokens of answers to requests with these adapters, which are computed in the same steps."""
-    outboxes: list[deque[Any]] = [deque() for _ in names]
-    for name, outbox in zip(names, outboxes, strict=True):
-        engine.submit(PROMPT, params(_MANY), PromptOptions(lora=name), into=outbox)
-    most = 0
+    outboxes, most = [submitted(engine, name, 0) for name in names], 0
     while engine.work():
         most = max(most, engine.status().running)
     assert most == len(names)
-    return [[token for chunk in outbox for token in chunk.token_ids] for outbox in outboxes]
+    return [tokens_of(engine, outbox) for outbox in outboxes]
 
 
 @pytest.mark.parametrize("name", ["", *ADAPTERS])

@@ -132,6 +132,7 @@ def test_dimensions_cut_a_vector(engine: Engine) -> None:
 
 def test_a_long_text_is_refused_or_cut(engine: Engine) -> None:
     assert engine.context == 64
+    assert "embedding model: vectors of 64, texts of up to 64 tokens" in engine.fit_line()
     assert len(engine.embed(reference("bert_wide")[3][0]).vector) == 64  # the whole context
     text = "rain " * 100
     with pytest.raises(

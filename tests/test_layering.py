@@ -211,16 +211,11 @@ def test_pure_rooms_need_almost_nothing() -> None:
             assert outside <= PURE[room], f"{name} imports {outside - PURE[room]}"
 
 
-def test_only_the_cuda_backend_imports_cupy() -> None:
-    users = {name for name, path in ALL.items() if any(i.split(".")[0] == "cupy" for i in imports(path))}
-    names = ("cupy_device", "cupy_recording")
-    assert users <= {f"engine.backends.cuda.device.{name}" for name in names}
-
-
-def test_only_the_language_of_kernels_imports_llvmlite() -> None:
-    users = {name for name, path in ALL.items() if any(i.split(".")[0] == "llvmlite" for i in imports(path))}
-    assert users
-    assert all(within(name, "engine.jit") for name in users)
+def test_packages_of_one_room_are_imported_there_alone() -> None:
+    for package, room in (("cupy", "engine.backends.cuda.device"), ("llvmlite", "engine.jit")):
+        users = {name for name, path in ALL.items() if any(within(one, package) for one in imports(path))}
+        assert users
+        assert all(within(name, room) for name in users), package
 
 
 def test_the_language_of_kernels_knows_nothing_of_models() -> None:

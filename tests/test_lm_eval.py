@@ -154,7 +154,11 @@ def test_the_command_runs_tasks_by_name(tasks: Path, tiny_path: Path, model: Pol
         right += int(np.argmax([logprob for logprob, _ in scores])) == 1
     words = ["--model", "polarlm", "--tasks", "chosen", "--include_path", str(tasks), "--device", "cpu"]
     for arguments, code, said in (
-        (f"weights={tiny_path},cache_type=f16,ctx_size={CONTEXT}", 0, rf"\|chosen\|.*{right / len(CONTEXTS):.4f}\|"),
+        (
+            f"weights={tiny_path},cache_type=f16,ctx_size={CONTEXT}",
+            0,
+            rf"\|chosen *\|.*\b{right / len(CONTEXTS):.4f}\b",
+        ),
         ("weights=none.gguf", 2, "error: none.gguf does not exist"),
     ):
         done = subprocess.run(

@@ -20,15 +20,21 @@ def refusal(path: Path | str) -> EngineError:
     return caught.value
 
 
-def test_a_missing_model(tmp_path: Path) -> None:
-    error = refusal(tmp_path / "none")
-    assert str(error).startswith(f"{tmp_path / 'none'} does not exist")
-    assert error.code == "model_unavailable"
-
-
-def test_a_model_that_cannot_be_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "code", "words"),
+    [
+        ("./none", "model_unavailable", "./none does not exist"),
+        ("model.gguf", "model_unavailable", "not a GGUF file"),
+        ("", "model_unavailable", "path is empty"),
+        *((path, "invalid_request", repr(path)) for path in (123, ["model.gguf"], b"model.gguf")),
+    ],
+)
+def test_what_is_no_model(path: Any, code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"no model")
-    assert refusal(tmp_path / "model.gguf").code == "model_unavailable"
+    error = refusal(path)
+    assert error.code == code
+    assert words in str(error)
 
 
 @pytest.mark.parametrize("reads_in_a_thread", [True, False])
@@ -72,14 +78,3 @@ def test_memory_that_runs_out_before_sizes_are_known_is_a_sentence(
     error = refusal(tiny_path)
     assert error.code == "out_of_memory"
     assert f"There is not enough memory for {tiny_path.name}. End" in str(error)
-
-
-@pytest.mark.parametrize("path", [123, ["model.gguf"], b"model.gguf"])
-def test_what_is_no_path_is_refused(path: Any) -> None:
-    error = refusal(path)
-    assert error.code == "invalid_request"
-    assert repr(path) in str(error)
-
-
-def test_an_empty_path_is_not_the_current_folder() -> None:
-    assert "path is empty" in str(refusal(""))

@@ -60,6 +60,7 @@ def test_a_context_that_does_not_fit(
     assert "error: Of user/tiny, no file fits in memory here" in capsys.readouterr().err
 
 
+BESIDE = ("README.md", "optimizer.pt")  # which no part needs
 ADAPTER = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"an adapter"}
 KINDS = {  # what a repository has, and what is said of it
     "a folder of weights": "To talk to it: polarlm chat user/it\n",
@@ -88,14 +89,27 @@ def test_a_damaged_file_of_any_kind_is_mended(
         "a folder of weights": (small_folder, "model.safetensors", None),
         "GGUF files": (small_ggufs, "tiny-Q8_0.gguf", None),
         "what reads images": ({"m-Q8_0.gguf": images, "mmproj-F16.gguf": b"GGUF of images"}, "mmproj-F16.gguf", None),
-        "a folder of an adapter": ({**ADAPTER, "tokenizer.json": b"{}"}, "adapter_model.safetensors", "adapter"),
+        "a folder of an adapter": (
+            {**ADAPTER, **dict.fromkeys(BESIDE, b"x"), "tokenizer.json": b"{}"},
+            "adapter_model.safetensors",
+            "adapter",
+        ),
         "an adapter's GGUF file": ({"adapter-F16.gguf": b"GGUF of one"}, "adapter-F16.gguf", "adapter"),
         "a folder of a head": (
-            {**small_folder, "config.json": b'{"model_type": "llama", "draft_vocab_size": 8}'},
+            # Its configuration is of no model that is supported, and it needs no tokenizer.
+            {
+                **dict.fromkeys(BESIDE, b"x"),
+                "config.json": b'{"draft_vocab_size": 8}',
+                "model.safetensors": b"x",
+            },
             "config.json",
             "head",
         ),
-        "a head's GGUF file": ({"eagle3-m-Q8_0.gguf": b"GGUF of a head"}, "eagle3-m-Q8_0.gguf", "head"),
+        "a head's GGUF file": (
+            {"eagle3-m-Q8_0.gguf": b"GGUF of a head"},
+            "eagle3-m-Q8_0.gguf",
+            "head",
+        ),
         "a pack": ({"a.pack": b"tokens", "README.md": b""}, "a.pack", "pack"),
     }[kind]
     hub.repositories["user/it"] = Repository(files)
@@ -106,6 +120,7 @@ def test_a_damaged_file_of_any_kind_is_mended(
 
     where, wanted = load(), files[damaged]
     file = (where if where.is_dir() else where.parent) / damaged
+    assert not {*BESIDE} & {path.name for path in file.parent.iterdir()}
     for mend, content in ((load, wanted[:5]), (None, wanted[:5]), (None, wanted[::-1])):
         file.resolve().write_bytes(content)
         if mend is not None:

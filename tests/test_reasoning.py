@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -15,10 +16,9 @@ from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.requests.prompts import prompt_ids
 from polarlm.model_loaders import load
 from polarlm.model_loaders.chat.reasoning import Tags, find_tags
-from tests.rendering import rendered
+from tests.rendering import TEMPLATES, rendered
 from tests.tiny import VOCABULARY, assert_idle, forget, make_model
 
-TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
 CONTROL = ("<s>", "</s>", "<|im_end|>", "<|im_start|>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
 TAGS = ("<think>", "</think>")
 BLOCK = 16
@@ -44,8 +44,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """The tiny model with the template of a model that reasons."""
     tmp_path = make_model(tmp_path_factory.mktemp("reasons"))
     (tmp_path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
-    template = (TEMPLATES / f"{request.param}.jinja").read_text(encoding="utf-8")
-    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    shutil.copy(TEMPLATES / f"{request.param}.jinja", tmp_path / "chat_template.jinja")
     with Engine.load(tmp_path, device="cpu", cache_type="f16", calibration=False, block_size=BLOCK) as engine:
         yield engine
 

@@ -14,6 +14,7 @@ from polarlm.engine import Completion, Engine, SamplingParams
 from polarlm.engine.outputs import fold
 from tests.cpu import CpuOps
 from tests.test_async_engine import PATIENCE, job
+from tests.test_engine import fail_at
 from tests.tiny import assert_idle, by_count, runs_nothing
 
 THREADS = 6
@@ -91,18 +92,6 @@ def test_closing_the_engine_fails_the_streams_of_other_threads(tiny_path: Path) 
     assert in_threads(read, read, close) == ["closed", "closed", None]
 
 
-def interrupting(engine: Engine, monkeypatch, call: int) -> None:
-    """Raise KeyboardInterrupt in the `call`-th matrix product from now on."""
-    linear, calls = engine._model.ops.linear, iter(range(1, 1_000_000))
-
-    def interrupted(*arguments, **options):
-        if next(calls) == call:
-            raise KeyboardInterrupt
-        return linear(*arguments, **options)
-
-    monkeypatch.setattr(engine._model.ops, "linear", interrupted)
-
-
 @pytest.mark.parametrize(("call", "reason"), [(1, "cancelled"), (6, "cancelled"), (12, "length")])
 def test_ctrl_c_ends_the_requests_of_the_unit_and_the_stream_that_is_read(
     shared_engine: Engine, monkeypatch, call: int, reason: str
@@ -112,7 +101,7 @@ def test_ctrl_c_ends_the_requests_of_the_unit_and_the_stream_that_is_read(
     first, second = shared_engine.stream(*job(2)), shared_engine.stream(*job(3))
     alone = shared_engine.generate(*job(1))
     assert next(first).token_ids
-    interrupting(shared_engine, monkeypatch, call)
+    fail_at(monkeypatch, shared_engine, call, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         next(second)  # its turn comes after the first one's, and so it works on that
     *_, last = first
@@ -128,7 +117,7 @@ def test_ctrl_c_in_the_prefill_of_another_stream(shared_engine: Engine, monkeypa
     alone = shared_engine.generate(*job(1))
     monkeypatch.setattr(CpuOps, "prefill_rows", 16)
     assert next(first).prefilled
-    interrupting(shared_engine, monkeypatch, call)
+    fail_at(monkeypatch, shared_engine, call, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         next(second)
     assert [chunk.finish_reason for chunk in first][-1] == "cancelled"

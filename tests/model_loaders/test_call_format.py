@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,8 @@ from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
 from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder
 from tests import call_templates
-from tests.rendering import rendered
+from tests.rendering import published, rendered
 from tests.shared_data import shared
-
-TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
 
 
 def template_of(name: str) -> ChatTemplate:
@@ -25,9 +22,9 @@ def template_of(name: str) -> ChatTemplate:
     if name == "qwen2.5":
         folder = shared("tokenizers", "qwen2_5")
         return for_folder(folder, json.loads((folder / "tokenizer_config.json").read_text()))
-    file = TEMPLATES / f"{name}.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else getattr(call_templates, name)
-    return ChatTemplate(source, bos_token="<s>", eos_token="</s>")
+    if not name.isupper():
+        return published(name)
+    return ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>")
 
 
 def native(opening: str, middle: Sequence[str], closing: str, **more: Any) -> CallFormat:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,24 +10,18 @@ import pytest
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.chat.reasoning import Tags
-from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.model_loaders.tokenizers import known_names
+from tests.rendering import published
 from tests.tool_model import tool_engine
 
-TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
 USER = {"role": "user", "content": "why"}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
 RESULT = {"role": "tool", "tool_call_id": "c", "content": "so"}
 
 
-def template(name: str) -> ChatTemplate:
-    source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-    return ChatTemplate(source, bos_token="<s>", eos_token="</s>")
-
-
 def test_channels_of_gpt_oss() -> None:
-    gpt_oss = template("gpt-oss")
+    gpt_oss = published("gpt-oss")
     expected = Channels("<|start|>", "assistant", "<|channel|>", "<|message|>", "<|end|>", "analysis", "final")
     assert gpt_oss.channels == expected
     assert gpt_oss.tags == Tags("<|channel|>analysis<|message|>", "<|end|>")
@@ -50,8 +43,7 @@ def prompt(messages: list[dict[str, Any]], model: Any, **more: Any) -> str:
 
 @pytest.fixture(scope="class")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    folder = tmp_path_factory.mktemp("model")
-    with tool_engine(folder, (TEMPLATES / "gpt-oss.jinja").read_text(encoding="utf-8")) as engine:
+    with tool_engine(tmp_path_factory.mktemp("model"), published("gpt-oss").source) as engine:
         yield engine.model
 
 

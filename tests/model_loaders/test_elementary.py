@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
 import sys
 
 import numpy as np
 
 from polarlm.model_loaders import elementary
-from tests.programs import ROOT
+from tests.programs import output_of
 
 EPS = np.finfo(np.float64).eps
 RNG = np.random.default_rng(0)
@@ -42,13 +40,6 @@ def test_they_are_as_exact_as_float64() -> None:
 
 
 def test_they_do_not_depend_on_the_instructions_of_numpy() -> None:
-    environment = {**os.environ, "NPY_DISABLE_CPU_FEATURES": FEATURES}
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        "from tests.model_loaders import test_elementary as t; print(t.digest())",
-    ]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == digest()
+    program = "from tests.model_loaders import test_elementary as t; print(t.digest())"
+    found = output_of(sys.executable, "-W", "ignore", "-c", program, NPY_DISABLE_CPU_FEATURES=FEATURES)
+    assert found.strip() == digest()

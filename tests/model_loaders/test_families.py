@@ -101,6 +101,14 @@ def shared_of(config: ModelConfig) -> GatedMLP | None:
     return config.ffn.shared
 
 
+SLIDING = {"sliding_window": 32, "use_sliding_window": True}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+QWEN: list[tuple[dict[str, Any], tuple[int | None, ...]]] = [
+    ({"sliding_window": 32, "max_window_layers": 1}, (None, None, None)),
+    ({**SLIDING, "max_window_layers": 1, "use_sliding_window": False}, (None, None, None)),
+    ({**SLIDING, "max_window_layers": 1}, (None, 32, 32)),
+    ({**SLIDING, "layer_types": KINDS}, (32, None, 32)),
+]
 # Keys, what is looked at, and what it is.
 MEANT: list[tuple[dict[str, Any], Callable[[ModelConfig], Any], Any]] = [
     ({}, lambda config: config.attention.kv_heads, 4),  # one per query head
@@ -127,29 +135,13 @@ MEANT: list[tuple[dict[str, Any], Callable[[ModelConfig], Any], Any]] = [
     ({**SMALL, "tie_word_embeddings": True}, lambda config: config.tied_head, True),
     ({"model_type": "lfm3", "num_hidden_layers": 5}, windows_of, (None, 256)),  # of layers 2 and 4
     ({"model_type": "granite", "position_embedding_type": "nope"}, has_rope, [False] * 3),
+    *(({"model_type": model, **keys}, windows_of, found) for model in ("qwen2", "qwen3") for keys, found in QWEN),
 ]
 
 
 def test_what_keys_mean_and_what_their_absence() -> None:
     for changes, look, expected in MEANT:
         assert look(configured(**changes)) == expected, changes
-
-
-def test_qwen_windows() -> None:
-    def windows(**changes: object) -> tuple[int | None, ...]:
-        windows = windows_of(configured(model_type="qwen2", **changes))
-        assert windows_of(configured(model_type="qwen3", **changes)) == windows
-        return windows
-
-    assert windows(sliding_window=32, max_window_layers=1) == (None, None, None)
-    assert windows(sliding_window=32, max_window_layers=1, use_sliding_window=False) == (None, None, None)
-    assert windows(sliding_window=32, max_window_layers=1, use_sliding_window=True) == (None, 32, 32)
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert windows(sliding_window=32, use_sliding_window=True, layer_types=kinds) == (32, None, 32)
-    with pytest.raises(LoadError, match="layer_types"):
-        windows(sliding_window=32, use_sliding_window=True, layer_types=kinds[:2])
-    with pytest.raises(LoadError, match="max_window_layers"):
-        windows(sliding_window=32, use_sliding_window=True)
 
 
 def test_muse_glimmer_without_lists_has_no_rope_and_no_window_in_every_fourth_layer_from_the_last_one() -> None:
@@ -317,6 +309,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
     ({"model_type": "smollm3", "no_rope_layers": [1, 1]}, "no_rope_layers"),
+    ({"model_type": "qwen2", **SLIDING, "layer_types": KINDS[:2]}, "layer_types"),
+    ({"model_type": "qwen2", **SLIDING}, "max_window_layers"),
     ({"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}, "text_config: model_type is 'mistral4'"),
 ]
 

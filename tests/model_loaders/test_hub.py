@@ -603,23 +603,9 @@ def test_what_is_not_in_the_cache_as_a_whole_needs_a_connection(large: Hub, cut_
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "weights", "gguf", "says"),
-    [
-        ("adapter", "adapter_config", "adapter_model", "adapter-F16", "neither adapter_model"),
-        # Its configuration is of no model that is supported, and it has no tokenizer.
-        ("head", "config", "model", "eagle3-model-Q8_0", "nor a GGUF file of a draft head "),
-    ],
+    ("kind", "says"), [("adapter", "neither adapter_model"), ("head", "nor a GGUF file of a draft head ")]
 )
-def test_a_part_is_fetched_as_a_folder_or_a_file(
-    hub: Hub, kind: str, config: str, weights: str, gguf: str, says: str
-) -> None:
-    wanted = {f"{config}.json": b'{"draft_vocab_size": 8}', f"{weights}.safetensors": b"x"}
-    hub.repositories["user/folder"] = Repository({**wanted, "README.md": b"", "optimizer.pt": b"y"})
-    folder = hub_package.fetch_part(parse("hf:user/folder"), kind)
-    assert {path.name for path in folder.iterdir()} == set(wanted)
-    others = {"model-Q8_0.gguf": b"GGUF"} if kind == "head" else {}
-    hub.repositories["user/file"] = Repository({f"{gguf}.gguf": b"GGUF", **others})
-    assert hub_package.fetch_part(parse("hf:user/file"), kind).name == f"{gguf}.gguf"
+def test_a_repository_without_the_part_is_refused(hub: Hub, kind: str, says: str) -> None:
     hub.repositories["user/none"] = Repository({"README.md": b""})
     with pytest.raises(LoadError, match=says):
         hub_package.fetch_part(parse("hf:user/none"), kind)

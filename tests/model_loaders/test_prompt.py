@@ -16,6 +16,7 @@ from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder, for_g
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.tokenizers import Tokenizer, load_for_gguf
 from tests.model_loaders import vocabularies as vocab
+from tests.rendering import published
 from tests.shared_data import shared
 
 # As Llama 2's: past answers stand between spaces that the model was not asked with.
@@ -35,7 +36,6 @@ MOVING = (
 )
 # Says how long an answer was, which frames around it change.
 COUNTING = "{% for m in messages %}{{ '<s>' + m.content + ' (' + m.content|length|string + ')</s>' }}{% endfor %}"
-TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
 OPENERS = {"qwen3": "", "qwq": "<think>\n", "deepseek-r1-distill": "<think>\n"}  # what a prompt opens for its answer
 MODELS = ("smollm2", "qwen2.5", "llama2", "thinking")
 TEXTS = st.text(max_size=20)
@@ -170,10 +170,9 @@ class TestConversationsOnlyGrow:
 
 def reasoning_model(name: str) -> tuple[Tokenizer, ChatTemplate]:
     """The template of a model that reasons, and a vocabulary with its control tokens."""
-    source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     control = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
     tokenizer = load_for_gguf(vocab.tiny_bpe(*((token, vocab.CONTROL) for token in control)))
-    return tokenizer, ChatTemplate(source, bos_token="<s>", eos_token="</s>")
+    return tokenizer, published(name)
 
 
 def with_ids(tokenizer: Tokenizer, text: str) -> dict[str, object]:

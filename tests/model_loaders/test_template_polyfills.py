@@ -12,7 +12,7 @@ from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from tests import call_templates
 from tests.pairs import mostly_slow
-from tests.rendering import rendered
+from tests.rendering import TEMPLATES, rendered
 from tests.tool_model import tool_engine
 
 _HEADED = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
@@ -47,8 +47,7 @@ SHORT = {
         for name in ("MISTRAL", "MISTRAL_IDS", "LLAMA", "NO_TOOLS", "XML", "GEMMA", "GEMMA_OF_APRIL")
     },
 }
-FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
-REAL = {path.stem: path.read_text(encoding="utf-8") for path in FIXTURES.glob("*.jinja")}
+REAL = {path.stem: path.read_text(encoding="utf-8") for path in TEMPLATES.glob("*.jinja")}
 
 TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
 TALK = [{"role": "user", "content": "why"}]
