@@ -71,8 +71,13 @@ def test_it_does_what_the_engine_does(engine: Engine) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     ids = list(range(5, 30))
     expected = engine.chat(messages, params), engine.embed("one two"), engine.score(ids)
+    several = [answer.text for answer in engine.generate(["the end", "rain"], params, max_tokens=3)]
 
     async def work(asynchronous: AsyncEngine) -> tuple[Any, ...]:
+        answers = await asynchronous.generate(["the end", "rain"], params, max_tokens=3)
+        assert [answer.text for answer in answers] == several
+        with pytest.raises(EngineError, match=r"^prompts\[1\]: "):
+            await asynchronous.generate(["the end", [96]], params)
         return (
             await asynchronous.chat(messages, params),
             await asynchronous.embed("one two"),

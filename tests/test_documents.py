@@ -19,7 +19,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
-from scripts import docs
+from scripts import docs, keywords
 from scripts.docs import ROOT
 from tests.examples.test_deploy import PROJECT
 from tests.test_snippets import PAGES
@@ -32,6 +32,10 @@ NUMBERS = {"n_ctx", "n_prompt_tokens", "lacking"}  # attributes of an EngineErro
 def test_the_parts_of_a_document_are_current(page):
     text = page.read_text(encoding="utf-8")
     assert text == docs.written(text, {**docs.PARTS, **tables.PARTS}), "run `make readme`"
+
+
+def test_the_keyword_arguments_that_editors_know_are_the_settings_that_there_are():
+    assert keywords.FILE.read_text(encoding="utf-8") == keywords.text()
 
 
 def rows(document, header):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
@@ -56,22 +55,6 @@ def test_settings_of_one_call_override_the_params(tiny: Engine) -> None:
     assert [len(one.token_ids) for one in tiny.generate(["the", "end"], GREEDY, max_tokens=2)] == [2, 2]
     assert len(tiny.chat("the end", max_tokens=4, temperature=0, ignore_eos=True).token_ids) == 4
     assert len(list(tiny.stream("the end", GREEDY, max_tokens=5))) == 5
-
-
-def test_coroutines_may_do_the_same(tiny: Engine) -> None:
-    expected = [answer.text for answer in tiny.generate(["the end", "rain"], GREEDY, max_tokens=6)]
-
-    async def work() -> None:
-        asynchronous = AsyncEngine(tiny)
-        answers = await asynchronous.generate(["the end", "rain"], GREEDY, max_tokens=6)
-        assert [answer.text for answer in answers] == expected
-        assert len((await asynchronous.chat("the rain", GREEDY, max_tokens=3)).token_ids) == 3
-        with pytest.raises(EngineError, match=r"^prompts\[1\]: "):
-            await asynchronous.generate(["the end", [96]], GREEDY)
-        asynchronous._thread.stop()
-
-    asyncio.run(work())
-    assert_idle(tiny)
 
 
 CALLS: list[tuple[Callable[[Engine], Any], str]] = [

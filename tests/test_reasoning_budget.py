@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.sampling.constraints import mask_words, only_token
 from polarlm.engine.sampling.reasoning_budget import ReasoningBudget, ReasoningEdges, budget_of
+from polarlm.model_loaders.chat.channels import Channels
 from tests import call_templates
 from tests.test_reasoning import QUESTION, engine, loaded  # noqa: F401 - fixtures
 from tests.tool_model import tool_engine
@@ -91,35 +93,46 @@ def test_a_schema_holds_behind_the_budget(tmp_path: Path) -> None:
         assert isinstance(json.loads(answer)["is"], bool)
 
 
+def of_channels(
+    tools: Engine, tokens: int, constraint: Any = None, *, calls_tools: bool = False
+) -> tuple[ReasoningBudget, Channels]:
+    """A budget of a model that answers in channels."""
+    edges, channels = ReasoningEdges.from_template(tools.model, calls_tools=calls_tools), tools.model.template.channels
+    assert edges is not None
+    assert channels is not None
+    return ReasoningBudget(tokens, edges, tools.model, constraint, is_open=False), channels
+
+
+def write(tools: Engine, budget: ReasoningBudget, text: str) -> None:
+    for token in tools.tokenize(text, control=True):
+        budget.accept(token)
+
+
+def forced(tools: Engine, budget: ReasoningBudget) -> str:
+    """The text of the tokens that are forced now."""
+    ids = []
+    while (mask := budget.allowed()) is not None:
+        if (token := only_token(mask, tools.model.vocabulary.stop)) is None:
+            break
+        ids.append(token)
+        budget.accept(token)
+    return tools.detokenize(ids, control=True)
+
+
 @pytest.mark.parametrize("calls_tools", [False, True])
 def test_channels_of_reasoning_share_a_budget(calls_tools: bool, tmp_path: Path) -> None:
     """Where a call may come next, the model chooses; reasoning that is opened again is closed at once."""
     with tool_engine(tmp_path, call_templates.GPT_OSS) as tools:
-        model, channels = tools.model, tools.model.template.channels
-        assert channels is not None
-        edges = ReasoningEdges.from_template(model, calls_tools=calls_tools)
-        assert edges is not None
-        budget = ReasoningBudget(6, edges, model, None, is_open=False)
-        header = tools.tokenize(channels.header(channels.reasoning), control=True)
-
-        def forced() -> str:
-            ids = []
-            while (mask := budget.allowed()) is not None:
-                token = only_token(mask, model.vocabulary.stop)
-                assert token is not None
-                ids.append(token)
-                budget.accept(token)
-            return tools.detokenize(ids, control=True)
-
-        for token in [*header, *tools.tokenize("abcde")]:
-            budget.accept(token)
-        assert not forced()
-        budget.accept(tools.tokenize("f")[0])
+        budget, channels = of_channels(tools, 6, calls_tools=calls_tools)
+        header = channels.header(channels.reasoning)
+        write(tools, budget, f"{header}abcde")
+        assert not forced(tools, budget)
+        write(tools, budget, "f")
         answer = f"{channels.message_separator}{channels.header(channels.final)}"
-        assert forced() == (channels.message_separator if calls_tools else answer)
-        for token in header:
-            budget.accept(token)
-        assert forced() == answer
+        assert forced(tools, budget) == (channels.message_separator if calls_tools else answer)
+        assert budget.allowed() is None
+        write(tools, budget, header)
+        assert forced(tools, budget) == answer
 
 
 def test_a_closing_text_goes_as_far_as_the_answer_may(tmp_path: Path) -> None:
@@ -130,11 +143,11 @@ def test_a_closing_text_goes_as_far_as_the_answer_may(tmp_path: Path) -> None:
 
         finished = False
 
-        def __init__(self, token: int) -> None:
-            self._token = token
+        def __init__(self, tools: Engine, token: int) -> None:
+            self._words, self._token = mask_words(tools.model.vocabulary.stop), token
 
         def allowed(self) -> np.ndarray:
-            mask = np.full(mask_words(model.vocabulary.stop), 0xFFFFFFFF, np.uint32)
+            mask = np.full(self._words, 0xFFFFFFFF, np.uint32)
             mask[self._token // 32] ^= 1 << self._token % 32
             return mask
 
@@ -142,19 +155,11 @@ def test_a_closing_text_goes_as_far_as_the_answer_may(tmp_path: Path) -> None:
             assert token != self._token
 
     with tool_engine(tmp_path, call_templates.GPT_OSS) as tools:
-        model, channels = tools.model, tools.model.template.channels
-        edges = ReasoningEdges.from_template(model, calls_tools=False)
-        assert channels is not None
-        assert edges is not None
-        budget = ReasoningBudget(1, edges, model, Without(tools.tokenize(channels.final)[0]), is_open=False)
-        for token in tools.tokenize(f"{channels.header(channels.reasoning)}a", control=True):
-            budget.accept(token)
-        ids = []
-        while (token := only_token(budget.allowed(), model.vocabulary.stop)) is not None:  # type: ignore[arg-type]
-            ids.append(token)
-            budget.accept(token)
-        answer = f"{channels.message_separator}{channels.header(channels.final)}"
-        assert tools.detokenize(ids, control=True) == answer.partition(channels.final)[0]
+        final = tools.model.template.channels.final
+        budget, channels = of_channels(tools, 1, Without(tools, tools.tokenize(final)[0]))
+        write(tools, budget, f"{channels.header(channels.reasoning)}a")
+        answer = f"{channels.message_separator}{channels.header(final)}"
+        assert forced(tools, budget) == answer.partition(final)[0]
 
 
 def test_a_character_ends_before_reasoning_does(tmp_path: Path) -> None:

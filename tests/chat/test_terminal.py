@@ -321,23 +321,7 @@ def test_a_hub_that_is_silent_holds_no_chat_up(monkeypatch):
 
 
 @pytest.mark.slow
-def test_messages_of_earlier_chats_come_back(open_chat, tmp_path):
-    first = open_chat()
-    first.say("remember me")
-    first.until("you said: remember me")
-    assert first.leave() == 0
-    second = open_chat()
-    second.until("> ")
-    second.type(UP)
-    second.until("remember me")
-    second.type(ENTER)
-    second.until("you said: remember me")
-    (history,) = tmp_path.rglob("chat_history")
-    assert history.stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.slow
-def test_a_paste_that_was_refused_does_not_come_back(open_chat, tmp_path):
+def test_messages_of_earlier_chats_come_back_but_for_a_paste_that_was_refused(open_chat, tmp_path):
     first = open_chat()
     for message in ("error", "\x1b[200~error" + " paste" * 400 + "\x1b[201~"):
         first.say(message)
@@ -349,6 +333,12 @@ def test_a_paste_that_was_refused_does_not_come_back(open_chat, tmp_path):
     assert first.leave() == 0
     (history,) = tmp_path.rglob("chat_history")
     assert [line for line in history.read_text().splitlines() if line.startswith("+")] == ["+error", "+errors?"]
+    assert history.stat().st_mode & 0o077 == 0
+    second = open_chat()
+    second.until("> ")
+    second.type(UP + " again" + ENTER)
+    second.until("errors? again")
+    second.until("the prompt has 200 tokens")
 
 
 def test_without_a_home_folder_messages_come_back_in_the_same_chat(tmp_path, monkeypatch):

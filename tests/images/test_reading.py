@@ -71,8 +71,8 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Any:
     reader.close()
 
 
-def reading_of(vision_encoder: VisionEncoder | None = VISION_ENCODER, context: int = 4096) -> Images:
-    return Images(SimpleNamespace(vision_encoder=vision_encoder, name="Model"), context)  # type: ignore[arg-type]
+def reading_of(context: int = 4096) -> Images:
+    return Images(SimpleNamespace(vision_encoder=VISION_ENCODER, name="Model"), context)  # type: ignore[arg-type]
 
 
 def picture(width: int = 40, height: int = 24, mode: str = "RGB") -> Image.Image:
@@ -291,11 +291,6 @@ def test_what_cannot_be_read_is_a_sentence_now_and_left_out_later(reader: Images
     assert [sentence in warning for warning in warnings] == [True]
     assert len(read.images) == 1
     reader.read([*wrong, {"role": "assistant", "content": "?"}, {"role": "tool", "content": "!"}])  # an answer follows
-
-
-def test_a_model_without_a_vision_encoder_says_so() -> None:
-    with pytest.raises(EngineError, match="Model takes text alone"):
-        reading_of(None).read(user_message(file_of(picture())))
 
 
 def test_a_decoder_that_dies_harms_no_other_image(reader: Images, monkeypatch: pytest.MonkeyPatch) -> None:
