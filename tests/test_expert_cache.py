@@ -51,6 +51,12 @@ GIB = 1 << 30
 PROMPTS = [ids(seed, 40 + seed) for seed in range(3)]
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A mixture of eight experts, of which a token chooses four."""
+    return make_model(tmp_path, "qwen3_moe_normed")
+
+
 def load(path: Path, ops: Ops | None = None, said: list[str] | None = None, **settings: Any) -> Engine:
     config = settle(path, None, {**SETTINGS, **settings})
     return Engine(assembly.assemble(config, None if said is None else said.append, ops=ops or NativeOps(1)))
@@ -93,8 +99,7 @@ def together_ids(rounds: list[tuple[Any, ...]]) -> list[list[int]]:
     return [[token for chunk in chunks if chunk for token in chunk.token_ids] for chunks in zip(*rounds, strict=True)]
 
 
-def test_the_memory_is_what_was_given(tmp_path: Path) -> None:
-    path = make_model(tmp_path, "qwen3_moe_normed")
+def test_the_memory_is_what_was_given(path: Path) -> None:
     whole = sizes_of(path)
     with load(path, expert_cache=str(whole.experts // 2 + 100)) as engine:
         parts = expert_parts(engine)
@@ -122,7 +127,7 @@ def plan_for(path: Path, whole: Sizes, **settings: Any) -> ExpertPlan | None:
     ],
 )
 def test_as_many_experts_as_memory_leaves_are_loaded(
-    tmp_path: Path,
+    path: Path,
     memory: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -132,7 +137,7 @@ def test_as_many_experts_as_memory_leaves_are_loaded(
 ) -> None:
     monkeypatch.setattr(placed_experts, "fitting_bytes", lambda shape: 2 * GIB)
     memory(free)
-    plan = plan_for(make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,)), **settings)
+    plan = plan_for(path, Sizes(10 * GIB, (8 * GIB,)), **settings)
     assert (plan and plan.experts) == experts
     if experts == 5:
         assert plan.bytes == 5 * GIB
@@ -140,10 +145,10 @@ def test_as_many_experts_as_memory_leaves_are_loaded(
         assert plan.room == (8 - 2 - 4) * GIB // 2
 
 
-def test_experts_of_one_token_have_to_fit(tmp_path: Path, memory: Callable[[int], None]) -> None:
+def test_experts_of_one_token_have_to_fit(path: Path, memory: Callable[[int], None]) -> None:
     memory(5 * GIB)
     with pytest.raises(EngineError, match=r"weights take 10\.0 GiB"):
-        plan_for(make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,)))
+        plan_for(path, Sizes(10 * GIB, (8 * GIB,)))
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim", "layers"), [(8, 64, 4), (16, 128, 2)])
@@ -160,9 +165,9 @@ def test_what_fitting_the_cache_takes_is_counted(kv_heads: int, head_dim: int, l
     assert most < fitting_bytes(shape) < 1.5 * most
 
 
-def test_fit_says_how_many_experts_are_in_memory(tmp_path: Path, memory: Callable[[int], None]) -> None:
+def test_fit_says_how_many_experts_are_in_memory(path: Path, memory: Callable[[int], None]) -> None:
     """Weights that can be converted until they fit are converted, since a token then reads nothing."""
-    path, ops, config = make_model(tmp_path, "qwen3_moe_normed"), NativeOps(1), EngineConfig()
+    ops, config = NativeOps(1), EngineConfig()
     model, source, _ = model_loaders.load_weights(path)
     source.close()
     memory(8 * GIB)
@@ -182,8 +187,7 @@ def test_fit_says_how_many_experts_are_in_memory(tmp_path: Path, memory: Callabl
     assert both.settings == {"weight_type": "q4_0"}
 
 
-def test_experts_have_their_share_of_a_file_that_is_not_fetched(tmp_path: Path) -> None:
-    path = make_model(tmp_path, "qwen3_moe_normed")
+def test_experts_have_their_share_of_a_file_that_is_not_fetched(path: Path) -> None:
     model, source, _ = model_loaders.load_weights(path)
     source.close()
     whole = sizes_of(path)
@@ -192,8 +196,7 @@ def test_experts_have_their_share_of_a_file_that_is_not_fetched(tmp_path: Path) 
     )
 
 
-def test_a_size_for_less_than_a_token_says_what_is_needed(tmp_path: Path) -> None:
-    path = make_model(tmp_path, "qwen3_moe_normed")
+def test_a_size_for_less_than_a_token_says_what_is_needed(path: Path) -> None:
     with pytest.raises(EngineError, match=r"room for 3 of the 8 experts.*a token needs 4: give at least 1M"):
         load(path, expert_cache=str(sizes_of(path).experts * 3 // 8 + 10))
     with pytest.raises(EngineError, match=r"expert_cache=some: this is not a size"):
@@ -201,9 +204,9 @@ def test_a_size_for_less_than_a_token_says_what_is_needed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("ops", [NumpyOps(1), CudaOps(EmulatedDevice())], ids=["numpy", "cuda"])
-def test_other_backends_load_all_experts_and_say_so(ops: Ops, tmp_path: Path) -> None:
+def test_other_backends_load_all_experts_and_say_so(ops: Ops, path: Path) -> None:
     said: list[str] = []
-    load(make_model(tmp_path, "qwen3_moe_normed"), ops, said, expert_cache="1G").close()
+    load(path, ops, said, expert_cache="1G").close()
     assert any(f"expert_cache has no effect with {ops.backend}" in sentence for sentence in said)
 
 
@@ -214,8 +217,7 @@ def test_a_model_without_experts_says_so(tiny_path: Path) -> None:
     assert "state_cache has no effect on this model: it has no recurrent layers." in said
 
 
-def test_a_file_that_changes_ends_the_request_and_not_the_engine(tmp_path: Path) -> None:
-    path = make_model(tmp_path, "qwen3_moe_normed")
+def test_a_file_that_changes_ends_the_request_and_not_the_engine(path: Path) -> None:
     (weights,) = path.glob("*.safetensors")
     with load(path, expert_cache=str(sizes_of(path).experts // 2), kept_sequences=0) as engine:
         expected = engine.generate(PROMPTS[0], SOME).token_ids
@@ -229,8 +231,7 @@ def test_a_file_that_changes_ends_the_request_and_not_the_engine(tmp_path: Path)
         assert engine.generate(PROMPTS[0], SOME).token_ids == expected
 
 
-def test_a_server_counts_what_was_read(tmp_path: Path) -> None:
-    path = make_model(tmp_path, "qwen3_moe_normed")
+def test_a_server_counts_what_was_read(path: Path) -> None:
     with load(path, expert_cache=str(sizes_of(path).experts // 2)) as engine:
         engine.generate(PROMPTS[0], SOME)
         now = engine.status()

@@ -9,7 +9,6 @@ from polarlm.engine import Engine, EngineConfig, EngineError
 from polarlm.engine.backends.select import select
 from polarlm.engine.chat import terminal
 from polarlm.engine.chat.config import read_command_line as chat_flags
-from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.placement.request import fit_check
 from polarlm.model_loaders import load_weights
@@ -60,12 +59,6 @@ def test_the_flag_names_a_model_without_the_prefix() -> None:
             assert settle(None, config, {}).weights == "hf:user/tiny:q4_k_m"
         assert model_named(None, name) == "hf:user/tiny:q4_k_m"
         assert model_named("a/path", None) == "a/path"
-
-
-def test_a_path_and_a_name_are_one_model_too_many() -> None:
-    with pytest.raises(EngineError) as caught:
-        chat_flags(["-hf", "user/tiny", "-m", "model.gguf"])
-    assert in_flags(caught.value) == "--hf-repo user/tiny: a path is given as well; leave one of the two out"
 
 
 def test_the_chat_takes_a_name(hub: Hub, small_ggufs: dict[str, bytes], capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,11 +106,6 @@ def test_a_continuation_without_room_is_refused(model: PolarLM) -> None:
         model.loglikelihood(requests("loglikelihood", ("the", LONG)), disable_tqdm=True)
 
 
-def test_an_unknown_setting_is_named(tiny_path: Path) -> None:
-    with pytest.raises(EngineError, match="There is no setting 'cache_typ'"):
-        PolarLM(str(tiny_path), cache_typ="f16")
-
-
 def test_a_conversation_is_the_templates(tiny_path: Path, model: PolarLM) -> None:
     history = [{"role": "user", "content": "where"}]
     text = model.apply_chat_template(history)

@@ -195,12 +195,6 @@ def test_an_error_names_settings_by_their_flags():
     assert in_flags(EngineError("the file ctx_size is damaged")) == "the file ctx_size is damaged"
 
 
-def test_a_prompt_file_loses_one_line_end(tmp_path):
-    file = tmp_path / "prompt.txt"
-    file.write_text("Größe?\n\n", encoding="utf-8")
-    assert read_prompt(ChatConfig(file=str(file)), str) == "Größe?\n"
-
-
 def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path):
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe")
