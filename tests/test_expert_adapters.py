@@ -14,13 +14,14 @@ from safetensors.numpy import load_file
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.model_loaders import LoadError, load_weights
+from polarlm.model_loaders import LoadError
 from polarlm.model_loaders.adapters import read_adapter
 from tests.adapters import write_gguf, write_peft
 from tests.bare import log_softmax, spread
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.model_loaders import checkpoints
+from tests.model_loaders.checkpoints import config_of
 from tests.tiny import load_tiny, make_model
 
 ADAPTERS = FIXTURES.parent / "adapters"
@@ -117,8 +118,7 @@ def test_what_is_not_computed_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         EngineError, match="of experts, which is computed on a CPU alone: run the model with device=cpu"
     ):
         load_tiny(base, ops=CudaOps(open_device()), lora={"one": str(adapter)}, **{**SETTINGS, "block_size": 64})
-    config, weights, _ = load_weights(base)
-    weights.close()
+    config = config_of(base)
     a, b = np.zeros((24, 32), np.float32), np.zeros((32, 24), np.float32)
     folder = write_peft(tmp_path / "other", {"model.layers.0.mlp.experts": (a, b)}, 4)
     with pytest.raises(LoadError, match=r"changes model.layers.0.mlp.experts, .* does not have"):

@@ -42,6 +42,7 @@ from tests.call_templates import NO_TOOLS
 from tests.compiled import end_of_compilation
 from tests.cuda.emulated import EmulatedDevice
 from tests.little_memory import answer_in
+from tests.model_loaders.checkpoints import config_of
 from tests.tiny import ids, make_model
 from tests.tool_model import tool_model
 
@@ -110,10 +111,7 @@ def test_the_memory_is_what_was_given(path: Path) -> None:
 
 
 def plan_for(path: Path, whole: Sizes, **settings: Any) -> ExpertPlan | None:
-    config, ops = EngineConfig(**settings), NativeOps(1)
-    model, source, _ = model_loaders.load_weights(path)
-    source.close()
-    wanted = PlacementRequest(config, model, whole)
+    ops, wanted = NativeOps(1), PlacementRequest(EngineConfig(**settings), config_of(path), whole)
     return expert_plan(wanted, ops, wanted.shape(ops))
 
 
@@ -167,9 +165,7 @@ def test_what_fitting_the_cache_takes_is_counted(kv_heads: int, head_dim: int, l
 
 def test_fit_says_how_many_experts_are_in_memory(path: Path, memory: Callable[[int], None]) -> None:
     """Weights that can be converted until they fit are converted, since a token then reads nothing."""
-    ops, config = NativeOps(1), EngineConfig()
-    model, source, _ = model_loaders.load_weights(path)
-    source.close()
+    ops, config, model = NativeOps(1), EngineConfig(), config_of(path)
     memory(8 * GIB)
     stored, q4_0 = (
         fit_weights(PlacementRequest(config, model, Sizes(size * GIB, ((size - 1) * GIB,))), ops) for size in (10, 4)
@@ -188,12 +184,9 @@ def test_fit_says_how_many_experts_are_in_memory(path: Path, memory: Callable[[i
 
 
 def test_experts_have_their_share_of_a_file_that_is_not_fetched(path: Path) -> None:
-    model, source, _ = model_loaders.load_weights(path)
-    source.close()
     whole = sizes_of(path)
-    assert request_from_bytes(EngineConfig(), NativeOps(1), model, whole.weights).sizes.experts == pytest.approx(
-        whole.experts, rel=0.02
-    )
+    wanted = request_from_bytes(EngineConfig(), NativeOps(1), config_of(path), whole.weights)
+    assert wanted.sizes.experts == pytest.approx(whole.experts, rel=0.02)
 
 
 def test_a_size_for_less_than_a_token_says_what_is_needed(path: Path) -> None:

@@ -45,7 +45,7 @@ from polarlm.model_loaders.config import Attention, GatedMLP, Layer
 from polarlm.server.http.plain.stats import stats
 from polarlm.server.running.counters import Totals
 from tests.cuda.emulated import EmulatedDevice
-from tests.model_loaders.checkpoints import quantized_model
+from tests.model_loaders.checkpoints import config_of, quantized_model
 from tests.tiny import make_model
 
 MIB = 1 << 20
@@ -273,9 +273,7 @@ def hybrid(tmp_path: Path) -> Path:
 def test_snapshots_are_counted_where_they_lie(hybrid: Path, on_gpu: bool) -> None:
     """In the computer's memory: a GPU's KV store leaves them out."""
     ops = CudaOps(EmulatedDevice(checked=False)) if on_gpu else cpu()
-    model, source, _ = model_loaders.load_weights(hybrid)
-    source.close()
-    plans = []
+    model, plans = config_of(hybrid), []
     for size in (1 * MIB, 3 * MIB):
         config = EngineConfig(state_cache=str(size), cache_type="f16")
         plans.append(plan_for_tokens(cache_shape(config, FULL_ENCODING, ops, model), 256, 1))

@@ -38,6 +38,12 @@ def copied(name: str, folder: Path, **settings: object) -> Path:
     return folder
 
 
+def config_of(path: Path) -> ModelConfig:
+    config, weights, _ = load_weights(path)
+    weights.close()
+    return config
+
+
 def read(weights: WeightSource, name: str) -> np.ndarray:
     out = np.full(weights.shape(name), np.nan, np.float32)
     weights.read_into(name, out)

@@ -17,6 +17,7 @@ from polarlm.model_loaders import LoadError, load_weights
 from polarlm.model_loaders.adapters import Adapter, read_adapter
 from polarlm.model_loaders.config import Experts, ModelConfig
 from tests.adapters import Changes, random_changes, write_gguf, write_peft
+from tests.model_loaders.checkpoints import config_of
 from tests.tiny import make_model
 
 
@@ -27,9 +28,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(base: Path) -> ModelConfig:
-    base_config, weights, _ = load_weights(base)
-    weights.close()
-    return base_config
+    return config_of(base)
 
 
 @pytest.fixture
@@ -100,8 +99,7 @@ def test_rows_of_neighbouring_channels_are_ordered_as_the_weights_are(
 
 
 def test_matrices_of_latent_vectors_are_refused(tmp_path: Path) -> None:
-    config, weights, _ = load_weights(make_model(tmp_path, "glm4_moe_lite"))
-    weights.close()
+    config = config_of(make_model(tmp_path, "glm4_moe_lite"))
     changes = {"model.layers.1.self_attn.kv_b_proj.weight": (np.ones((2, 32)), np.ones((128, 2)))}
     with pytest.raises(LoadError, match=r"kv_b_proj, which makes keys and values of a latent vector"):
         read_adapter(write_peft(tmp_path / "a", changes, 4), config, is_gguf=False)

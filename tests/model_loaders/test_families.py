@@ -20,7 +20,7 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from polarlm.model_loaders.files.weights import as_stored
 from tests.conftest import ENCODERS
-from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, granite_config, read, read_all
+from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, config_of, granite_config, read, read_all
 from tests.pairs import mostly_slow
 from tests.shared_data import shared
 
@@ -58,9 +58,7 @@ def with_rope(config: ModelConfig, rope: RopeConfig) -> ModelConfig:
 
 
 def stored(name: str | Path) -> ModelConfig:
-    config, weights, _ = load_weights(MODELS / name)
-    weights.close()
-    return config
+    return config_of(MODELS / name)
 
 
 def written(name: str) -> dict[str, Any]:
@@ -525,20 +523,26 @@ def gemma4(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, obj
     }
 
 
+def copied_as_gguf(
+    folder: Path, name: str, arch: str, tensors: dict[str, np.ndarray] | None = None, **changes: object
+) -> Path:
+    """A stored model in a GGUF file, with further tensors and metadata."""
+    config, weights, _ = load_weights(MODELS / name)
+    return as_gguf(folder / "model.gguf", arch, config, {**read_all(weights), **(tensors or {})}, **changes)
+
+
 def test_the_head_of_a_gguf_file_is_read_if_it_has_one(tmp_path: Path) -> None:
     """Also for families that are tied by default."""
-    config, weights, _ = load_weights(MODELS / "gemma3_tied")
+    config = stored("gemma3_tied")
     head = np.full((config.vocab_size, config.hidden_size), 0.5, np.float32)
-    tensors = {**read_all(weights), "lm_head.weight": head}
-    got, copy, _ = load_weights(as_gguf(tmp_path / "model.gguf", config.family, config, tensors))
+    got, copy, _ = load_weights(copied_as_gguf(tmp_path, "gemma3_tied", "gemma3", {"lm_head.weight": head}))
     assert not got.tied_head
     np.testing.assert_array_equal(read(copy, "lm_head.weight"), head)
 
 
 def test_a_gguf_file_of_olmo3_is_refused(tmp_path: Path) -> None:
     """Its architecture says olmo2, and three layers of four have windows."""
-    config, weights, _ = load_weights(MODELS / "olmo2_post_norms")
-    path = as_gguf(tmp_path / "model.gguf", "olmo2", config, read_all(weights), attention__sliding_window=16)
+    path = copied_as_gguf(tmp_path, "olmo2_post_norms", "olmo2", attention__sliding_window=16)
     with pytest.raises(LoadError, match=r"olmo2\.attention\.sliding_window is 16, which makes it an OLMo 3"):
         load_weights(path)
 
@@ -551,25 +555,21 @@ def longrope(rope: RopeConfig, tensors: dict[str, np.ndarray]) -> dict[str, obje
 
 
 def test_a_gguf_files_rope_divisors(tmp_path: Path) -> None:
-    config, weights, _ = load_weights(MODELS / "llama_mha")
     divisors = np.array([1.0, 1.5, 4.0, 8.0], np.float32)
-    tensors = {**read_all(weights), "rope_freqs.weight": divisors}
-    got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, tensors))
-    assert rope_of(got) == replace(rope_of(config), divisors=(1.0, 1.5, 4.0, 8.0))
-    tensors["rope_freqs.weight"] = divisors[:3]
+    got = config_of(copied_as_gguf(tmp_path, "llama_mha", "llama", {"rope_freqs.weight": divisors}))
+    assert rope_of(got) == replace(rope_of(stored("llama_mha")), divisors=(1.0, 1.5, 4.0, 8.0))
     with pytest.raises(LoadError, match=r"rope_freqs.weight.*\(3,\).*\(4,\)"):
-        load_weights(as_gguf(tmp_path / "other.gguf", "llama", config, tensors))
+        load_weights(copied_as_gguf(tmp_path, "llama_mha", "llama", {"rope_freqs.weight": divisors[:3]}))
 
 
 def test_yarn_in_a_gguf_file(tmp_path: Path) -> None:
     """Its magnitude multiplies yarn's own. Without a factor it does not scale."""
-    config, weights, _ = load_weights(MODELS / "llama_mqa_yarn")
-    yarn, tensors = {"rope__scaling__type": "yarn"}, read_all(weights)
+    yarn = {"rope__scaling__type": "yarn"}
     scaling = {**yarn, "rope__scaling__factor": 4.0, "rope__scaling__attn_factor": 0.5}
-    got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, tensors, **scaling))
+    got = config_of(copied_as_gguf(tmp_path, "llama_mqa_yarn", "llama", **scaling))
     assert rope_of(got).attention_factor == pytest.approx(0.5 * (1 + 0.1 * np.log(4)), rel=1e-12)
     scaling = {**yarn, "rope__scaling__original_context_length": 32}
-    got, _, _ = load_weights(as_gguf(tmp_path / "other.gguf", "llama", config, tensors, **scaling))
+    got = config_of(copied_as_gguf(tmp_path, "llama_mqa_yarn", "llama", **scaling))
     rope, dim = rope_of(got), got.attention.head_dim
     assert (rope.kind, rope.factor) == ("yarn", 1.0)
     plain, _ = rope_frequencies(RopeConfig(theta=rope.theta), dim)
@@ -587,10 +587,9 @@ SCALINGS: list[tuple[dict[str, object], float | None]] = [
 
 
 def test_a_gguf_files_scaling_without_a_type_is_linear(tmp_path: Path) -> None:
-    config, weights, _ = load_weights(MODELS / "llama_mha")
-    plain = RopeConfig(theta=rope_of(config).theta)
+    plain = RopeConfig(theta=rope_of(stored("llama_mha")).theta)
     for scaling, factor in SCALINGS:
-        got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, read_all(weights), **scaling))
+        got = config_of(copied_as_gguf(tmp_path, "llama_mha", "llama", **scaling))
         assert rope_of(got) == (replace(plain, kind="linear", factor=factor) if factor else plain), scaling
 
 
@@ -608,10 +607,9 @@ UNUSABLE: list[tuple[str, dict[str, object], str]] = [
 
 
 def test_unusable_gguf_metadata_names_the_files_own_key(tmp_path: Path) -> None:
-    config, weights, _ = load_weights(MODELS / "llama_mha")
     for arch, changes, named in UNUSABLE:
         with pytest.raises(LoadError, match=named) as caught:
-            load_weights(as_gguf(tmp_path / "model.gguf", arch, config, read_all(weights), **changes))
+            load_weights(copied_as_gguf(tmp_path, "llama_mha", arch, **changes))
         assert "model.gguf" in str(caught.value)
 
 
