@@ -66,14 +66,21 @@ def changed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return of
 
 
-@pytest.fixture(scope="module", params=["native", pytest.param("numpy", marks=pytest.mark.slow)])
-def engine(request: pytest.FixtureRequest, base: Path, adapters: dict[str, Path]) -> Iterator[Engine]:
-    if request.param == "native":
+BACKENDS = ["native", pytest.param("numpy", marks=pytest.mark.slow)]
+
+
+def opened(base: Path, backend: str, lora: dict[str, str]) -> Engine:
+    if backend == "native":
         pytest.importorskip("llvmlite")
-    ops = NumpyOps() if request.param == "numpy" else None
-    lora = {name: str(path) for name, path in adapters.items()}
-    with load_tiny(base, ops=ops, lora=lora, weight_type="f32", **SETTINGS) as made:
-        assert made.status().backend == request.param
+    ops = NumpyOps() if backend == "numpy" else None
+    engine = load_tiny(base, ops=ops, lora=lora, weight_type="f32", **SETTINGS)
+    assert engine.status().backend == backend
+    return engine
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def engine(request: pytest.FixtureRequest, base: Path, adapters: dict[str, Path]) -> Iterator[Engine]:
+    with opened(base, request.param, {name: str(path) for name, path in adapters.items()}) as made:
         yield made
 
 
@@ -190,12 +197,10 @@ def test_wrong_names_are_sentences(engine: Engine, base: Path) -> None:
             load_tiny(base, lora=lora, **SETTINGS)
 
 
-@pytest.fixture(params=["native", pytest.param("numpy", marks=pytest.mark.slow)])
+@pytest.fixture(params=BACKENDS)
 def bare(request: pytest.FixtureRequest, base: Path) -> Iterator[Engine]:
     """An engine that was loaded without adapters."""
-    ops = NumpyOps() if request.param == "numpy" else None
-    with load_tiny(base, ops=ops, weight_type="f32", **SETTINGS) as made:
-        assert made.status().backend == request.param
+    with opened(base, request.param, {}) as made:
         yield made
 
 

@@ -11,9 +11,8 @@ import pytest
 
 import polarlm
 from polarlm import AsyncEngine, Engine, EngineConfig, EngineError, PromptOptions, SamplingParams
-from tests.tiny import assert_idle
+from tests.tiny import GREEDY, assert_idle
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ANEW = PromptOptions(cache_prompt=False)
 SAID = [{"role": "user", "content": "the rain"}]
 SEVERAL: list[Any] = [[], ["the end", "rain", "on"], ("the end",), [[5, 6, 7], [8]], [SAID, [*SAID, *SAID]]]

@@ -13,6 +13,7 @@ import pytest
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from tests.conftest import FIXTURES
+from tests.pairs import mostly_slow
 from tests.shared_data import shared
 from tests.tiny import load_tiny, make_model
 
@@ -77,7 +78,7 @@ RUNS: dict[str, dict[str, Any]] = json.loads((FIXTURES.parent / "greedy.json").r
 OF_200 = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, repeat_penalty=1, dry_multiplier=0)
 
 
-@pytest.mark.parametrize("name", ["gemma4_shared_kv", "gpt_oss_mxfp4"])
+@mostly_slow("name", RUNS, ["gemma4_shared_kv", "gpt_oss_mxfp4"])  # 20 models, 200 steps each
 def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Also with compiled kernels, where there are any."""
     path, run = make_model(tmp_path, name), RUNS[name]
@@ -85,10 +86,3 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     for ops in (NumpyOps(), None):
         with load_tiny(path, ops=ops, device="cpu", ctx_size=256, cache_type="f16") as engine:
             assert [*engine.generate(run["prompt"], params).token_ids] == run["answer"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_answers_of_every_model_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Slow: 20 models, 200 steps each."""
-    test_answers_are_those_of_transformers(name, tmp_path)

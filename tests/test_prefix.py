@@ -12,9 +12,8 @@ import pytest
 from polarlm.engine import Completion, Engine, EngineError, SamplingParams
 from polarlm.engine.backends.kv import KVLocation
 from polarlm.engine.outputs import fold
-from tests.tiny import assert_idle, held, ids, make_model
+from tests.tiny import GREEDY, assert_idle, held, ids, make_model
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 N = 16
 
 
@@ -79,15 +78,6 @@ def test_an_engine_without_kept_sequences_hits_nothing(fresh: Engine) -> None:
     fresh.generate(ids(1, 20), GREEDY)
     assert held(fresh) == [(0, 0)]
     assert fresh.generate(ids(1, 20), SamplingParams(max_tokens=0)).usage.cached_tokens == 0
-
-
-def test_kept_blocks_never_block_a_request(engine: Engine, fresh: Engine) -> None:
-    for seed in (1, 2, 3):
-        prompt = ids(seed, 200)
-        answer = engine.generate(prompt, GREEDY)
-        assert answer.finish_reason == "length"
-        assert len(answer.token_ids) == GREEDY.max_tokens
-        assert_as_alone(answer, prompt, fresh)
 
 
 def test_cache_stats_are_those_of_the_newest_sequence(tiny: Engine) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
-from tests.tiny import CONTEXT, assert_idle, blocks_left, forget, held, preempt, refused
+from tests.tiny import CONTEXT, GREEDY, assert_idle, blocks_left, forget, held, preempt, refused
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SPECIAL = PromptOptions(parse_special=True)
 WRITTEN = "<|im_start|>user\nthe end<|im_end|>\n<|im_start|>assistant\n"
 MESSAGES = [{"role": "user", "content": "then he ran on and on"}]

@@ -10,7 +10,6 @@ from polarlm import pull
 from polarlm.model_loaders import hub as hub_package
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.model_loaders.test_vision_encoders import write_gguf
-from tests.random_model import random_model, write_in_parts
 
 
 def test_the_path_is_printed_and_how_to_talk_to_the_model(
@@ -25,18 +24,6 @@ def test_the_path_is_printed_and_how_to_talk_to_the_model(
     mib = path.stat().st_size / (1 << 20)
     last = said.err.splitlines()[-1]
     assert last == f"user/tiny:Q8_0 takes {mib:.1f} MiB on the disk. To talk to it: polarlm chat user/tiny:Q8_0"
-
-
-def test_the_size_of_a_model_in_parts_is_that_of_all(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "parts").mkdir()
-    first = write_in_parts(tmp_path / "parts" / "tiny-Q8_0.gguf", random_model(tmp_path), 8)
-    parts = {path.name: path.read_bytes() for path in first.parent.iterdir()}
-    hub.repositories["user/tiny"] = Repository(parts)
-    assert pull.main(["user/tiny", "--device", "cpu"]) == 0
-    mib = sum(map(len, parts.values())) / (1 << 20)
-    assert f"takes {mib:.1f} MiB on the disk" in capsys.readouterr().err
 
 
 def test_a_prepared_model_is_fitted_ahead(

@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.storage import identity, objects, sessions
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
 from tests import tiny
 from tests.bare import feed
-from tests.tiny import VOCABULARY, assert_idle, forget, held, ids, load_tiny, make_model
+from tests.tiny import GREEDY, VOCABULARY, assert_idle, forget, held, ids, load_tiny, make_model
 
 N = 8
 LENGTH = 61  # sink, six quantized blocks, and five tokens in the current block
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 NOTE = {"messages": ["é😀", None, 1.5]}
 refused = partial(tiny.refused, code="session")
 
@@ -221,15 +220,6 @@ def test_a_file_that_is_no_session_is_not_replaced(engine: Engine, tmp_path: Pat
     assert engine.load_session(tmp_path / "empty").token_ids
 
 
-def assert_keeps_the_old_file(file: Path, save: Callable[[], object], error: type[BaseException]) -> EngineError:
-    before, files = file.read_bytes(), os.listdir(file.parent)
-    with pytest.raises(error) as raised:
-        save()
-    assert file.read_bytes() == before
-    assert os.listdir(file.parent) == files
-    return raised.value
-
-
 def test_an_interrupted_save_leaves_the_old_file(engine: Engine, file: Path) -> None:
     talk(engine)
     engine.save_session(file)
@@ -237,8 +227,10 @@ def test_an_interrupted_save_leaves_the_old_file(engine: Engine, file: Path) -> 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    assert_keeps_the_old_file(file, lambda: engine.save_session(file, progress=interrupt), KeyboardInterrupt)
-    before = held(engine)
+    content, before = file.read_bytes(), held(engine)
+    with pytest.raises(KeyboardInterrupt):
+        engine.save_session(file, progress=interrupt)
+    assert (file.read_bytes(), os.listdir(file.parent)) == (content, [file.name])
     with pytest.raises(KeyboardInterrupt):
         engine.load_session(file, progress=interrupt)
     assert held(engine) == before

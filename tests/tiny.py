@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from polarlm.engine import Engine, EngineError
+from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.checks import settle
@@ -28,6 +28,7 @@ from tests.state import fed
 VOCABULARY = 96
 CONTROL = ("<|pad|>", "<s>", "<|im_end|>", "<|endoftext|>", "<|im_start|>")  # ids 0 to 4; 2 and 3 end a generation
 EOS = (2, 3)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 CONTEXT = 256
 # How the fixture `tiny` is loaded. Compiled kernels read blocks of 16 tokens; of 8, NumPy takes five times as long.
 PLAIN: dict[str, Any] = {

@@ -102,8 +102,12 @@ def joined_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
+# Architectures whose rows of queries and keys are in another order in GGUF files.
+INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe", "mistral3", "ernie4_5", "command-r", "cohere2")
+
+
 def interleaved(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """q or k as llama.cpp's converter writes it for the architecture `llama`: channel j beside channel j + D/2."""
+    """q or k as llama.cpp's converter writes it for these architectures: channel j beside channel j + D/2."""
     halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
     return halves.swapaxes(1, 2).reshape(tensor.shape)
 
@@ -153,20 +157,8 @@ def as_gguf(path: Path, arch: str, config: ModelConfig, tensors: dict[str, np.nd
     """The model as llama.cpp's converter writes it, in F32; tensors with ggml's names are not changed."""
     writer, written = gguf_header(path, arch, config, **changes), {}
     for name, tensor in tensors.items():
-        is_interleaved = arch in (
-            "llama",
-            "smollm3",
-            "granite",
-            "granitemoe",
-            "mistral3",
-            "ernie4_5",
-            "command-r",
-            "cohere2",
-        )
-        if is_interleaved and ".q_proj." in name:
-            tensor = interleaved(tensor, config.attention.heads)
-        if is_interleaved and ".k_proj." in name:
-            tensor = interleaved(tensor, config.attention.kv_heads)
+        if arch in INTERLEAVED and (of := re.search(r"\.([qk])_proj\.", name)):
+            tensor = interleaved(tensor, config.attention.heads if of[1] == "q" else config.attention.kv_heads)
         heads = {
             "qkv_proj": config.attention.heads + config.attention.kv_heads,
             "q_proj": config.attention.heads,

@@ -178,6 +178,8 @@ def test_keys_that_nobody_knows_are_told_once(
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 EMPTY = np.zeros((2, 48), np.float32)
+LARGE = np.zeros((513, 48), np.float32)
+OF_RANK_513 = {f"{Q}.lora_A.weight": LARGE, f"{Q}.lora_B.weight": LARGE.T.copy()}
 
 
 def renamed(old: str, new: str) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
@@ -197,16 +199,7 @@ TENSORS: list[tuple[Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], st
     (lambda t: t | {f"{Q}.lora_A.weight": np.zeros((4, 40), np.float32)}, "belongs to another base model"),
     (lambda t: t | {f"{Q}.lora_B.weight": np.zeros((48, 3), np.float32)}, "cannot be multiplied"),
     (lambda t: t | {f"{Q}.lora_A.weight": np.full((4, 48), np.nan, np.float32)}, "not finite"),
-    (
-        lambda t: (
-            t
-            | {
-                f"{Q}.lora_A.weight": np.zeros((513, 48), np.float32),
-                f"{Q}.lora_B.weight": np.zeros((48, 513), np.float32),
-            }
-        ),
-        "the rank of model.layers.0.self_attn.q_proj is 513, but 1 to 512",
-    ),
+    (lambda t: t | OF_RANK_513, "the rank of model.layers.0.self_attn.q_proj is 513, but 1 to 512"),
     (lambda t: {}, "holds no low-rank factors"),
 ]
 

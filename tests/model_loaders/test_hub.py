@@ -19,7 +19,7 @@ import pytest
 from huggingface_hub import constants, utils
 from tqdm import tqdm
 
-from polarlm import model_loaders
+from polarlm import model_loaders, pull
 from polarlm.model_loaders import hub as hub_package
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.repository import RepositoryFile, gguf_contents
@@ -256,7 +256,9 @@ def test_quantizations_come_in_the_order_of_preference() -> None:
     ]
 
 
-def test_a_model_in_parts_is_fetched_with_all_of_them(hub: Hub, tmp_path: Path) -> None:
+def test_a_model_in_parts_is_fetched_with_all_of_them(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "parts").mkdir()
     first = write_in_parts(tmp_path / "parts" / "tiny-Q8_0.gguf", random_model(tmp_path), 8)
     parts = {path.name: path.read_bytes() for path in first.parent.iterdir()}
@@ -266,6 +268,8 @@ def test_a_model_in_parts_is_fetched_with_all_of_them(hub: Hub, tmp_path: Path) 
         path = fetch(name)
         assert path.name == first.name
         assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == parts
+    assert pull.main(["user/tiny", "--device", "cpu"]) == 0
+    assert f"takes {sum(map(len, parts.values())) / (1 << 20):.1f} MiB on the disk" in capsys.readouterr().err
     model = model_loaders.load("hf:user/tiny")
     model.weights.close()
     assert model.name == "tiny"

@@ -13,7 +13,8 @@ from polarlm.model_loaders import LoadError, load_weights
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.joined_experts import split_experts
 from polarlm.model_loaders.files.safetensors_source import read_header
-from tests.model_loaders.checkpoints import MODELS, as_gguf, read_all, safetensors_file
+from tests.model_loaders.checkpoints import MODELS, as_gguf, read_all
+from tests.quantized import write
 
 COUNT, SIZE, COLUMNS = 3, 5, 64
 NAMES = ("{}.gate", "{}.up")
@@ -22,12 +23,8 @@ FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], 
 
 def stored(path: Path, **tensors: np.ndarray) -> dict:
     """The tensors of a file with these arrays."""
-    types, header, data = {"float32": "F32", "uint8": "U8"}, {}, b""
-    for name, array in tensors.items():
-        place = [len(data), len(data) + array.nbytes]
-        header[name] = {"dtype": types[array.dtype.name], "shape": array.shape, "data_offsets": place}
-        data += array.tobytes()
-    return read_header(FileBytes(safetensors_file(path, header, data)))
+    write(path, tensors, {})
+    return read_header(FileBytes(path))
 
 
 def joined(path: Path, **tensors: np.ndarray) -> dict:
