@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from polarlm import Engine, EngineError
+from polarlm import EngineError
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.outputs import Chunk, fold
 from tests.eagle3 import DRAFTED_IDS, HEADS, KV_HEADS, D, F, drafts, hidden_size, make_head, with_head
-from tests.requests.drafters import BACKENDS, PARAMS, Unpaced, drafting, guesses, prompts, summary
+from tests.requests.drafters import BACKENDS, PARAMS, guesses, prompts
 from tests.requests.drafters import SETTINGS as BASE
-from tests.tiny import VOCABULARY, assert_idle, load_tiny, make_model, preempt
+from tests.tiny import VOCABULARY, load_tiny, make_model
 
 SETTINGS = BASE | {"spec_type": "eagle3"}
 
@@ -54,37 +52,6 @@ def test_it_drafts_what_its_formulas_say(kind: str, backend: Callable[[], Any], 
                 assert found == wanted[: len(found)] != []
             sure += 1
     assert sure >= 4
-
-
-@pytest.mark.parametrize("cache_type", ["f16", "balanced"])
-def test_preemption_and_cached_prefixes_change_no_answer(tmp_path: Path, cache_type: str) -> None:
-    """The head's keys and values come and go with the model's, in the same blocks; drafts go on."""
-    model, _ = with_head(tmp_path, ids=DRAFTED_IDS)
-    (prompt,), answers = prompts(1), []
-    for kind in ("none", "eagle3"):
-        with load_tiny(model, **SETTINGS | {"spec_type": kind, "cache_type": cache_type}) as engine:
-            drafting(engine, partial(three_tokens, engine) if kind == "eagle3" else lambda ids: None)
-            tray: list[Chunk | Exception] = []
-            engine.submit(prompt, PARAMS, into=tray)
-            while len(tray) < 12:
-                engine.work()
-            request = preempt(engine)
-            while engine.work():
-                pass
-            first = fold(tray)
-            follow = engine.generate([*prompt, *first.token_ids, 9, 8, 7], PARAMS)
-            answers.append((summary(first), summary(follow)))
-            assert follow.usage.cached_tokens > 32
-            if kind == "eagle3":
-                assert sum(request.drafts.lengths[-10:]) > 10  # type: ignore[union-attr]
-            assert_idle(engine)
-    assert answers[0] == answers[1]
-
-
-def three_tokens(engine: Engine, ids: list[int]) -> Unpaced:
-    """Drafts of the head for the only request."""
-    requests = engine._runner.requests
-    return Unpaced(engine._drafting.drafter("eagle3", ids, lambda: next(iter(requests.values())).kv), lambda: 3)
 
 
 def speculators(folder: Path, model: Path) -> Path:

@@ -144,14 +144,3 @@ def test_an_answer_that_is_computed_again_takes_no_snapshot_from_others(load: Lo
     forget_slots(engine)
     assert fold([*chunks, *stream]).token_ids == alone(load, JOBS[0], TOKENS)
     assert engine.generate([*other[: 5 * N], 7, 8], PARAMS).usage.cached_tokens == 5 * N
-
-
-def test_one_that_is_cancelled_while_it_waits_leaves_nothing(load: Load) -> None:
-    engine = load(**ROOM)
-    stream = engine.stream(JOBS[0], PARAMS)
-    next(stream)
-    request = preempt(engine)
-    assert request.saved is not None
-    stream.close()
-    assert_idle(engine)
-    assert engine.generate(JOBS[0], PARAMS).token_ids == alone(load, JOBS[0], TOKENS)

@@ -103,12 +103,24 @@ def drawn(**more: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.5, "seed": 3, "max_tokens": 24, "ignore_eos": True, **more})
 
 
-def test_a_step_begins_before_the_last_ones_tokens_are_waited_for(engine: Engine, plain: Engine, ops: Ahead) -> None:
+@pytest.mark.parametrize(
+    ("more", "events"),
+    [
+        ({}, ["begins", *["begins", "tokens"] * 10, "tokens"]),
+        (
+            {"dry_multiplier": 2.0},
+            ["begins", *["rows", "tokens", "begins"] * 10, "tokens"],
+        ),  # a draw knows the last
+        ({"logprobs": 0}, []),  # the last logits are needed
+    ],
+)
+def test_steps_begin_before_the_last_ones_tokens_are_waited_for_where_they_can(
+    engine: Engine, plain: Engine, ops: Ahead, more: dict[str, Any], events: list[str]
+) -> None:
     """Of 12 tokens the first comes from the prompt; no step begins behind the last."""
-    prompt = [*range(5, 25)]
-    answer = engine.generate(prompt, drawn(max_tokens=12))
-    assert answer.token_ids == plain.generate(prompt, drawn(max_tokens=12)).token_ids
-    assert ops.events == ["begins", *["begins", "tokens"] * 10, "tokens"]
+    prompt, params = [*range(5, 25)], drawn(max_tokens=12, **more)
+    assert engine.generate(prompt, params).token_ids == plain.generate(prompt, params).token_ids
+    assert ops.events == events
 
 
 @pytest.mark.parametrize("number", [3, BLOCK, BLOCK + 1])
@@ -127,20 +139,6 @@ def test_the_row_behind_a_stop_token_leaves_nothing(engine: Engine, plain: Engin
     again, wanted = (one.generate(turn, drawn(seed=4)) for one in (engine, plain))
     assert again.token_ids == wanted.token_ids
     assert again.usage.cached_tokens >= len(prompt) + end - 1
-
-
-def test_a_request_that_needs_the_last_logits_waits_for_its_tokens(engine: Engine, plain: Engine, ops: Ahead) -> None:
-    prompt, params = [*range(5, 25)], drawn(logprobs=0)
-    assert engine.generate(prompt, params).token_ids == plain.generate(prompt, params).token_ids
-    assert not ops.events
-
-
-def test_a_draw_that_needs_the_last_token_waits_for_it_but_its_rows_do_not(
-    engine: Engine, plain: Engine, ops: Ahead
-) -> None:
-    prompt, params = [*range(5, 25)], drawn(dry_multiplier=2.0, max_tokens=12)
-    assert engine.generate(prompt, params).token_ids == plain.generate(prompt, params).token_ids
-    assert ops.events == ["begins", *["rows", "tokens", "begins"] * 10, "tokens"]
 
 
 @pytest.mark.parametrize(("window", "length"), [(0, 20), (1, 1), (2, 20), (64, 20)])
