@@ -100,12 +100,12 @@ GPU_SHAPES = [
 ]  # D, N, tokens at once, bits of means
 
 
-OFTEN = ["f16", "polarquant", "ring3.5", "polarpair-m4n2+minmax-radius+g16"]
-OF_GPU = [*enumerate([*OFTEN, *(name for name in [*TABLED, "ring4+norm16"] if name not in OFTEN)])]
+FAST_CODECS = ["f16", "polarquant", "ring3.5", "polarpair-m4n2+minmax-radius+g16"]
+OF_GPU = [*enumerate([*FAST_CODECS, *(name for name in [*TABLED, "ring4+norm16"] if name not in FAST_CODECS)])]
 
 
 @backends(CUDA)
-@mostly_slow("number, name", OF_GPU, OF_GPU[: len(OFTEN)])
+@mostly_slow("number, name", OF_GPU, OF_GPU[: len(FAST_CODECS)])
 def test_codes_of_every_codec_on_a_gpu(ops: Any, monkeypatch: pytest.MonkeyPatch, number: int, name: str) -> None:
     """Each codec rounds in its own way, its search ends in its own way, and it packs its codes in another order for
     keys, which have a mean."""
