@@ -349,14 +349,11 @@ def test_stats_say_how_many_threads_a_step_takes_and_why(chat):
     assert said not in chat("--show-timings", lines="hi\n")[2]
 
 
-def test_an_answer_that_was_cut_off_says_why(chat):
-    assert "1 token that -n/--predict allows." in chat("-p", "hi", "-st", "-n", "1")[2]
-
-
 def test_a_limit_of_the_models_is_told_and_one_of_the_users_counts(chat, engine):
     engine.model.generation = GenerationDefaults(max_tokens=2)
     assert "2 tokens that answers of this model have; /set predict N" in chat("-p", "hi", "-st")[2]
     assert "ends here" not in chat("-p", "hi", "-st", "-n", "-1")[2]
+    assert "1 token that -n/--predict allows." in chat("-p", "hi", "-st", "-n", "1")[2]
 
 
 def test_an_answer_that_is_given_again_differs(chat, engine):

@@ -31,6 +31,7 @@ WITH_VALUE = [
     ("--dry-penalty-last-n", "-1", 1, "dry_penalty_last_n", -1),
     ("--dry-sequence-breaker", "\n", 1, "dry_sequence_breakers", ("\n",)),
     ("-s", "-1", 1, "seed", -1),
+    ("--logit-bias", "42-inf", 1, "logit_bias", {42: -math.inf}),
     ("--prompt", "- a list", 2, "prompt", "- a list"),
     ("-f", "prompt.txt", 2, "file", "prompt.txt"),
     ("-sys", "Be brief.", 2, "system_prompt", "Be brief."),
@@ -114,10 +115,6 @@ def test_logit_biases_add_up(biases):
 def test_adapters_have_the_names_that_are_given_or_those_of_their_files():
     words = ["--lora", "mine=a/b:0.5", "--lora", "c/tone-v1.5", "--lora", "d/sql.gguf:2"]
     assert read_command_line(words)[0].lora == {"mine": "a/b:0.5", "tone-v1.5": "c/tone-v1.5", "sql": "d/sql.gguf:2"}
-
-
-def test_a_bias_of_minus_infinity_bans_a_token():
-    assert read_command_line(["--logit-bias", "42-inf"])[1].logit_bias == {42: -math.inf}
 
 
 UNRECOGNIZED = "unrecognized arguments: "
