@@ -21,12 +21,8 @@ def parsed(**values: object) -> RopeConfig:
     return rope_config(Fields(values, "config.json"), max_context=4096)
 
 
-def test_frequencies_of_the_stored_models() -> None:
-    for name in WITH_ROPE:
-        check_frequencies(name)
-
-
-def check_frequencies(name: str) -> None:
+@pytest.mark.parametrize("name", WITH_ROPE)
+def test_frequencies_of_the_stored_models(name: str) -> None:
     reference = np.load(MODELS / name / "reference.npz")
     config, weights, _ = load_weights(MODELS / name)
     weights.close()
