@@ -120,7 +120,11 @@ def check_prompt(ops: Any, shape: Recurrent, block: int) -> None:
         np.testing.assert_array_equal(ops.to_host(ends.inputs)[kept], kept_inputs)
 
 
-@backend_cases("ops shape block", CASES, slow=OF_LEVELS)
+OF_MODELS = [GatedDelta(1, 2, 128, 128, 4), ChannelDelta(2, 2, 128, 128, 4), Mamba2(2, 4, 128, 64, 4)]
+OF_MODELS += [Mamba2(1, 9, 128, 64, 4), Mamba2(1, 9, 256, 64, 4)]
+
+
+@backend_cases("ops shape block", CASES, slow=[*OF_LEVELS, *((CUDA, shape, 64) for shape in OF_MODELS)])
 def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(ops: Any, shape: Recurrent, block: int) -> None:
     check_prompt(ops, shape, block)
 
@@ -140,22 +144,6 @@ def test_a_prompt_on_a_gpu_is_the_recurrence(
     monkeypatch.setattr(recurrent, "_SLICES", (columns,))
     monkeypatch.setattr(recurrent, "_CHUNKS", (terms,))
     check_prompt(ops, shape, block)
-
-
-@pytest.mark.slow
-@backends(CUDA)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        GatedDelta(1, 2, 128, 128, 4),
-        ChannelDelta(2, 2, 128, 128, 4),
-        Mamba2(1, 9, 128, 64, 4),
-        Mamba2(2, 4, 128, 64, 4),
-        Mamba2(1, 9, 256, 64, 4),
-    ],
-)
-def test_heads_of_the_size_that_models_have(ops: Any, shape: Recurrent) -> None:
-    check_prompt(ops, shape, 64)
 
 
 @backend_cases("ops shape block", [*CASES, *((CUDA, *OF_GPU[number]) for number in (0, 3, 5, 8, 9))], slow=OF_LEVELS)

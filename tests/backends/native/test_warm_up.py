@@ -27,6 +27,7 @@ from polarlm.engine.loading import warm_up
 from polarlm.engine.model.weights import FileMatrix
 from polarlm.engine.requests.drafts import StepSeconds
 from tests.compiled import end_of_compilation
+from tests.pairs import mostly_slow
 from tests.tiny import VOCABULARY, by_count, load_tiny, make_model, matrices_read
 
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 72).tolist()
@@ -99,23 +100,21 @@ def converse(path: Path, monkeypatch: pytest.MonkeyPatch, count: int = 20, **set
     return watch.needed, answer.usage.drafted_tokens
 
 
-@pytest.mark.slow
+PLAIN = "llama_gqa_linear"
+CONVERSATIONS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("qwen3_next_shared_keys", "lfm2_tied", "kimi_linear_nope")),  # with snapshots
+    *((PLAIN, {"cache_type": name}) for name in ("f16", "polarpair-m4n4/f16", "polarquant")),
+    (PLAIN, {"cache_type": "turbo4", "weight_type": "q8_0"}),
+    (PLAIN, {"cache_type": "kivi4", "block_size": 32}),
+]
+
+
 @pytest.mark.usefixtures("warmed_up_at_once")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"cache_type": "f16"},
-        {"cache_type": "polarpair-m4n4/f16"},
-        {"cache_type": "polarquant"},
-        {"cache_type": "turbo4", "weight_type": "q8_0"},
-        {"cache_type": "kivi4", "block_size": 32},
-    ],
-    ids=str,
-)
+@mostly_slow("name, settings", CONVERSATIONS, CONVERSATIONS[:3], ids=str)
 def test_a_conversation_needs_no_other_kernels(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
 ) -> None:
-    converse(tiny_path, monkeypatch, **settings)
+    converse(make_model(tmp_path, name), monkeypatch, **settings)
 
 
 @pytest.mark.usefixtures("warmed_up_at_once")
@@ -126,15 +125,6 @@ def test_a_draft_model_needs_no_other_kernels(tiny_path: Path, tmp_path: Path, m
     needed, drafted = converse(tiny_path, monkeypatch, 60, cache_type="f16", model_draft=str(path))
     assert drafted
     assert any(name.startswith(("gated_delta", "mamba2")) for name in needed)
-
-
-@pytest.mark.usefixtures("warmed_up_at_once")
-@pytest.mark.parametrize("name", ["qwen3_next_shared_keys", "lfm2_tied", "kimi_linear_nope"])
-def test_a_conversation_of_a_hybrid_needs_no_other_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Also after a snapshot."""
-    converse(make_model(tmp_path, name), monkeypatch)
 
 
 @pytest.mark.usefixtures("warmed_up_at_once")
