@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from polarlm.engine import Completion, Engine, EngineError, PromptOptions, Sampl
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.transfer import FIELDS
 from polarlm.engine.storage.tiers import tiers, writing
+from polarlm.engine.storage.tiers.search import Search
 from polarlm.engine.storage.tiers.tier_store import FolderTier, MemoryTier
 from tests.server.lines import PATIENCE
 from tests.storage.arrays import assert_same, stored
@@ -282,8 +284,19 @@ def test_a_store_takes_the_blocks_that_it_has_room_for(plain_model: Path, writte
         assert next_turn(engine, written[1]).logprobs == written[2].logprobs
 
 
-def test_blocks_wait_for_requests_within_a_budget(plain_model: Path, written, tmp_path: Path) -> None:
-    """Beyond it a shorter part of the prefix is read; what has been put back, or was never used, is free again."""
+def test_blocks_wait_for_requests_within_a_budget(
+    plain_model: Path, written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond it a shorter part of the prefix is read, also if its first block comes last; what has been put back, or
+    was never used, is free again."""
+    read, second_is_read = Search._block, threading.Event()
+
+    def first_last(search: Search, number: int) -> Any:
+        block = read(search, number)
+        second_is_read.wait(PATIENCE) if number == 0 else second_is_read.set()
+        return block
+
+    monkeypatch.setattr(Search, "_block", first_last)
     shutil.copytree(written[0], tmp_path / "blocks")
     with load(plain_model, tmp_path / "blocks") as engine:
         budget = engine._tiers._budget

@@ -6,6 +6,7 @@ A search needs no lock: what it reads of the store may be out of date, and is re
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
@@ -334,19 +335,23 @@ class Search:
 
     def _read_blocks(self, numbers: Sequence[int]) -> dict[int, TierObject | None]:
         """Read complete blocks, in order, up to one that no tier has, or that the budget has no room for."""
-        end = len(self._hashes)
+        end, unclaimed, order = len(self._hashes), deque(numbers), Lock()
+        blocks: dict[int, TierObject | None] = {}
 
-        def read(number: int) -> TierObject | None:
+        def read(number: int) -> None:
             nonlocal end
             if number > end:
-                return None  # it is of no use
-            block = self._block(number)
-            if block is None or not self._budget.take(self._claim, len(block.block.payload)):
-                end = min(end, number)
-                return None
-            return block
+                return  # it is of no use
+            blocks[number] = self._block(number)
+            with order:  # a later block that was read sooner takes no room from it
+                while unclaimed and unclaimed[0] in blocks:
+                    first = unclaimed.popleft()
+                    block = blocks[first]
+                    if first > end or block is None or not self._budget.take(self._claim, len(block.block.payload)):
+                        end, blocks[first] = min(end, first), None
 
-        return self._in_threads(read, numbers)
+        self._in_threads(read, numbers)
+        return blocks
 
     def _block(self, number: int) -> TierObject | None:
         """Return the object of a complete block; None if no tier has it."""
