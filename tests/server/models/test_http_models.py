@@ -295,6 +295,7 @@ def test_no_name_and_no_time_breaks_the_front(running: Front) -> None:
     eventually(lambda: running.slot("big").active == running.slot("small").active == 0)
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_its_streams_with_an_error_and_nothing_else(running: Front) -> None:
     assert said(running.ask("small"))
     with running.http.stream("POST", "/v1/completions", json={"model": "big"} | LONG) as answer:

@@ -80,6 +80,7 @@ def test_mix(name: str, level: Level) -> None:
     np.testing.assert_array_less(np.abs(got - model), few + 1e-5 * (size + 7))
 
 
+@pytest.mark.slow
 @levels_and_codecs
 def test_expanded_tiles_give_the_same_bits(name: str, level: Level) -> None:
     d, n, heads = attend.sizes(NAMES.index(name) + 5, level)
