@@ -21,8 +21,8 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import PromptReader, forward_and_read
 from polarlm.engine.requests.drafters.drafter import DraftTask, draft_together
 from polarlm.engine.requests.drafts import StepPlan, StepSeconds
-from polarlm.engine.requests.request import Request
-from polarlm.engine.requests.scheduler import Scheduler, Unit
+from polarlm.engine.requests.request import Request, UnitTimer
+from polarlm.engine.requests.scheduler import Scheduler
 from polarlm.engine.sampling.sample import NEWEST, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
@@ -84,43 +84,6 @@ class Batch:
     @property
     def count(self) -> int:
         return sum(len(rows.ids) for rows in self.rows)
-
-
-class UnitTimer:
-    """Times a unit of work for the scheduler, and for the requests that take part in it."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self.requests: list[Request] = []  # which take part
-        self.launched: list[Request] = []  # for each chunk of a prompt that a GPU may still compute, its request
-
-    def begin(self) -> None:
-        self.requests, self._began = [], time.perf_counter()
-
-    def add(self, *requests: Request) -> None:
-        """These requests take part from now on."""
-        self.requests += requests
-        for request in requests:
-            request.clock.begin(prefilling=not request.sequence.generated)
-
-    def tokens_arrived(self) -> float:
-        """Tokens of the unit have arrived. What it took beyond a usual step, a GPU spent on prompts before it. Return
-        when it began without that."""
-        usual, launched, self.launched = self._scheduler.usual_step, self.launched, []
-        if usual is not None and launched:
-            late = max(0.0, time.perf_counter() - self._began - usual)
-            self._began += late
-            for request in self.requests:
-                request.clock.since += late
-            for request in launched:
-                request.clock.prefill += late / len(launched)
-                self._scheduler.record_time(Unit(True, (request.sequence,)), late / len(launched))
-        return self._began
-
-    def end(self, unit: Unit) -> None:
-        self._scheduler.record_time(unit, time.perf_counter() - self._began)
-        for request in self.requests:
-            request.clock.lap()
 
 
 class Batches:

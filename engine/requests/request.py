@@ -32,7 +32,7 @@ from polarlm.engine.requests.prompts import (
     yes_and_no,
 )
 from polarlm.engine.requests.sampler import Sampler
-from polarlm.engine.requests.scheduler import TokenSequence
+from polarlm.engine.requests.scheduler import Scheduler, TokenSequence, Unit
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import AnswerStops, Detokenizer
 from polarlm.engine.sampling.sample import Sampled, Sampling, most_tokens, resolve
@@ -373,3 +373,40 @@ class Request:
         logprobs = [(float(one.logprob), [(int(i), float(value)) for i, value in one.top]) for one in self._logprobs]
         answer = self.fingerprint, ids[:count], ids[count:], logprobs, sequence.finish_reason
         return hashlib.sha256(json.dumps(answer).encode()).hexdigest()
+
+
+class UnitTimer:
+    """Times a unit of work for the scheduler, and for the requests that take part in it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.requests: list[Request] = []  # which take part
+        self.launched: list[Request] = []  # for each chunk of a prompt that a GPU may still compute, its request
+
+    def begin(self) -> None:
+        self.requests, self._began = [], time.perf_counter()
+
+    def add(self, *requests: Request) -> None:
+        """These requests take part from now on."""
+        self.requests += requests
+        for request in requests:
+            request.clock.begin(prefilling=not request.sequence.generated)
+
+    def tokens_arrived(self) -> float:
+        """Tokens of the unit have arrived. What it took beyond a usual step, a GPU spent on prompts before it. Return
+        when it began without that."""
+        usual, launched, self.launched = self._scheduler.usual_step, self.launched, []
+        if usual is not None and launched:
+            late = max(0.0, time.perf_counter() - self._began - usual)
+            self._began += late
+            for request in self.requests:
+                request.clock.since += late
+            for request in launched:
+                request.clock.prefill += late / len(launched)
+                self._scheduler.record_time(Unit(True, (request.sequence,)), late / len(launched))
+        return self._began
+
+    def end(self, unit: Unit) -> None:
+        self._scheduler.record_time(unit, time.perf_counter() - self._began)
+        for request in self.requests:
+            request.clock.lap()

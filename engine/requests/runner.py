@@ -13,10 +13,10 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.warm_up import recording_warm_ups
 from polarlm.engine.model.weights import with_adapters
 from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
-from polarlm.engine.requests.batches import Batch, Batches, UnitTimer
+from polarlm.engine.requests.batches import Batch, Batches
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.prefills import Prefills
-from polarlm.engine.requests.request import Request
+from polarlm.engine.requests.request import Request, UnitTimer
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence, Unit
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
