@@ -57,9 +57,9 @@ def mostly_slow(names: str, cases: Iterable[Any], often: Collection[Any], **more
 
 def each(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Tuples with a value of each axis, in which every value occurs: as many as the longest axis has values. Shorter
-    axes repeat theirs in turn."""
+    axes repeat theirs in turn. None if an axis has none."""
     values = [list(axis) for axis in axes]
-    most = max(map(len, values))
+    most = max(map(len, values)) if all(values) else 0
     return list(zip(*(islice(cycle(axis), most) for axis in values), strict=True))
 
 
