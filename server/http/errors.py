@@ -24,10 +24,6 @@ _FULL = {  # what is said of a full context, with the words by which each API's 
     "ollama": "the input length exceeds the context length. {message}",
     "llama-server": "{message}",
 }
-_FORMER = {  # paths that have been removed, without /v1 → what to do instead
-    "blocks": "engines share blocks by a folder or an object store that each names with --kv-store",
-    "encoding": "engines share blocks by --kv-store, and scales by a pack that they have in common",
-}
 _MOST_PATH = 200  # characters of a path, which clients choose
 _RETRYING_IS_NO_USE = {"X-Should-Retry": "false"}  # a header that OpenAI's clients obey
 
@@ -116,8 +112,6 @@ class ErrorShapes:
         path = request.scope["path"]
         if isinstance(error, HTTPException):
             sentence = f"{error.detail}: this API has no {request.method} {path[:_MOST_PATH]}"
-            former = _FORMER.get(path.removeprefix("/v1").lstrip("/").partition("/")[0])
-            sentence = f"{sentence}; {former}" if former else sentence
             code = error.detail.lower().replace(" ", "_")
             error = ApiError(error.status_code, sentence, code, headers=error.headers or {})
         return self.response(path, api_error(error))

@@ -17,7 +17,14 @@ from polarlm.server.running.listening import HEALTH_PATHS
 _OPEN = {*HEALTH_PATHS, "/"}  # paths that need no key; the page asks its user for it
 _BROWSERS = {"origin", "referer", "sec-fetch-site", "sec-fetch-mode"}  # headers that only browsers send
 _TYPES = {"/documents/text": "application/pdf"}  # of bodies that are no JSON
-_BATCHES = re.compile(r"(/v1)?/(files|batches)(/.*)?")  # paths of OpenAI's batches, whose forms are no JSON
+_FORMER = {  # paths that have been removed, without /v1 → what to do instead; their bodies may be no JSON
+    **dict.fromkeys(
+        ("files", "batches"),
+        "This server keeps no files of requests: polarlm batch FILE --url URL sends it the lines of one",
+    ),
+    "blocks": "Servers share blocks by a folder or an object store that each names with --kv-store",
+    "encoding": "Engines share blocks by --kv-store, and scales by a pack that they have in common",
+}
 _UNTYPED = "/api/"  # Ollama's clients send JSON there without a Content-Type
 
 
@@ -83,9 +90,8 @@ class Guard:
             if any(keys_sent):
                 sentence = "The key is not known: this server has another API key, or this one was withdrawn"
             return ApiError(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        if _BATCHES.fullmatch(scope["path"]):
-            sentence = "This server keeps no files of requests: polarlm batch FILE --url URL sends it the lines of one"
-            return ApiError(410, sentence, "gone", headers=CLOSE)
+        if former := _FORMER.get(scope["path"].removeprefix("/v1").lstrip("/").partition("/")[0]):
+            return ApiError(410, former, "gone", headers=CLOSE)
         may_lack_type = scope["path"].startswith(_UNTYPED) and not _is_browser(headers)
         media_type = _TYPES.get(scope["path"], "application/json")
         if scope["method"] == "POST" and not _has_type(media_type, headers.getlist("content-type"), may_lack_type):

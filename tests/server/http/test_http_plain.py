@@ -23,10 +23,15 @@ from tests.tiny import CHARACTERS, PLAIN, VOCABULARY, load_tiny
 
 
 def test_paths_that_are_gone_say_what_to_do(shared: Serving) -> None:
-    for method, path in (("PUT", f"/blocks/{bytes(16).hex()}"), ("POST", "/v1/blocks"), ("GET", "/v1/encoding")):
-        answer = shared.http.request(method, path, json=None if method == "GET" else {})
-        assert answer.status_code == 404
-        assert "--kv-store" in answer.json()["error"]["message"]
+    for method, path, words in (
+        ("PUT", f"/blocks/{bytes(16).hex()}", "--kv-store"),
+        ("POST", "/v1/blocks", "--kv-store"),
+        ("GET", "/v1/encoding", "--kv-store"),
+        ("POST", "/v1/files", "polarlm batch FILE --url"),
+    ):
+        answer = shared.http.request(method, path, content=None if method == "GET" else b"no JSON")
+        assert answer.status_code == 410
+        assert words in answer.json()["error"]["message"]
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------
