@@ -93,7 +93,7 @@ def test_a_schema_holds_behind_the_budget(tmp_path: Path) -> None:
         assert isinstance(json.loads(answer)["is"], bool)
 
 
-def of_channels(
+def channel_budget(
     tools: Engine, tokens: int, constraint: Any = None, *, calls_tools: bool = False
 ) -> tuple[ReasoningBudget, Channels]:
     """A budget of a model that answers in channels."""
@@ -123,7 +123,7 @@ def forced(tools: Engine, budget: ReasoningBudget) -> str:
 def test_channels_of_reasoning_share_a_budget(calls_tools: bool, tmp_path: Path) -> None:
     """Where a call may come next, the model chooses; reasoning that is opened again is closed at once."""
     with tool_engine(tmp_path, call_templates.GPT_OSS) as tools:
-        budget, channels = of_channels(tools, 6, calls_tools=calls_tools)
+        budget, channels = channel_budget(tools, 6, calls_tools=calls_tools)
         header = channels.header(channels.reasoning)
         write(tools, budget, f"{header}abcde")
         assert not forced(tools, budget)
@@ -156,7 +156,7 @@ def test_a_closing_text_goes_as_far_as_the_answer_may(tmp_path: Path) -> None:
 
     with tool_engine(tmp_path, call_templates.GPT_OSS) as tools:
         final = tools.model.template.channels.final
-        budget, channels = of_channels(tools, 1, Without(tools, tools.tokenize(final)[0]))
+        budget, channels = channel_budget(tools, 1, Without(tools, tools.tokenize(final)[0]))
         write(tools, budget, f"{channels.header(channels.reasoning)}a")
         answer = f"{channels.message_separator}{channels.header(final)}"
         assert forced(tools, budget) == answer.partition(final)[0]

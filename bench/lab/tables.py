@@ -84,10 +84,10 @@ def _cpu_rows(measured: Result, model: str) -> Iterator[list[str]]:
 
 
 def _gpu_rows() -> Iterator[list[str]]:
-    everything = _of_gpus()
+    everything = _gpu_results()
     one = next(one for one in everything if _is_8b(one) and rates(one, GENERATION, PROMPT))
-    machine, model = _gpu_of(one), str(one["model"]).upper().replace("-", ", ", 1)
-    peer = next(m for m in everything if _is_8b(m) and _gpu_of(m) == machine and has_llama_cpp(m))
+    machine, model = _gpu_name(one), str(one["model"]).upper().replace("-", ", ", 1)
+    peer = next(m for m in everything if _is_8b(m) and _gpu_name(m) == machine and has_llama_cpp(m))
     when = str(peer.about.get("peer_date", "" if peer is one else peer["date"]))  # llama.cpp's figures of another day
     first, name = [f"{machine}, {one['date']}", model], f"llama.cpp of {when}" if when else "llama.cpp"
     for kind, tokens in _OF_GPU:
@@ -102,7 +102,7 @@ def _is_8b(measured: Result) -> bool:
     return str(measured["model"]).lower().startswith("8b")
 
 
-def _of_gpus() -> list[Result]:
+def _gpu_results() -> list[Result]:
     """All measurements of GPUs, the newest first."""
     everything = [read(path) for path in sorted(results.RESULTS.glob("gpu-nvidia-*.json"))]
     return sorted(everything, key=lambda one: one["date"], reverse=True)
@@ -113,7 +113,7 @@ def has_llama_cpp(measured: Result) -> bool:
     return any(row.contestant.startswith(LLAMA_CPP) for row in measured.rows(RATE))
 
 
-def _gpu_of(measured: Result) -> str:
+def _gpu_name(measured: Result) -> str:
     return str(measured["machine"]["gpu"]["name"])
 
 
