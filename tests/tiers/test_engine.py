@@ -341,6 +341,19 @@ def test_settings_that_cannot_be_are_a_sentence(plain_model: Path) -> None:
         assert "\n" not in str(raised.value)
 
 
+def check_child_answers(engine: Engine, prepare: Callable[[], object] = lambda: None) -> None:
+    """A forked child answers with its copy of the engine, after it has run `prepare`."""
+    child = os.fork()
+    if child == 0:
+        prepare()
+        signal.alarm(int(PATIENCE))
+        try:
+            os._exit(0 if len(engine.generate(PROMPT, PARAMS).token_ids) == 13 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_does_not_wait_for_the_digest_of_its_parent(
     plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -349,15 +362,7 @@ def test_a_forked_child_does_not_wait_for_the_digest_of_its_parent(
     monkeypatch.setattr(tiers, "stored_digest", lambda *_: None)
     monkeypatch.setattr(tiers, "digest", lambda *_: bytes(hashed.wait(PATIENCE)))
     with load(plain_model, tmp_path) as engine:
-        child = os.fork()
-        if child == 0:
-            monkeypatch.setattr(tiers, "_NAMES_SECONDS", 2 * PATIENCE)
-            signal.alarm(int(PATIENCE))
-            try:
-                os._exit(0 if len(engine.generate(PROMPT, PARAMS).token_ids) == 13 else 1)
-            finally:
-                os._exit(2)
-        assert os.waitpid(child, 0)[1] == 0
+        check_child_answers(engine, lambda: monkeypatch.setattr(tiers, "_NAMES_SECONDS", 2 * PATIENCE))
         hashed.set()
 
 

@@ -23,7 +23,7 @@ from polarlm.engine.storage.tiers import object_store
 from polarlm.engine.storage.tiers.object_store import ObjectStoreTier
 from tests.ports import free_port
 from tests.server.lines import PATIENCE, eventually
-from tests.tiers.test_engine import HIT, PARAMS, PROMPT, N, load, next_turn
+from tests.tiers.test_engine import HIT, PARAMS, PROMPT, N, check_child_answers, load, next_turn
 from tests.tiny import forget, ids, make_model
 
 pytest.importorskip("opendal", reason="the extra store is not installed")
@@ -206,14 +206,7 @@ def test_trouble_there_is_a_miss_here(
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_does_not_wait_for_its_parent_s_store(model: Path, redis) -> None:
     with load(model, None, kv_store=redis[0]) as engine:
-        child = os.fork()
-        if child == 0:
-            signal.alarm(int(PATIENCE))
-            try:
-                os._exit(0 if len(engine.generate(PROMPT, PARAMS).token_ids) == 13 else 1)
-            finally:
-                os._exit(2)
-        assert os.waitpid(child, 0)[1] == 0
+        check_child_answers(engine)
 
 
 def test_a_store_that_cannot_be_is_a_sentence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
