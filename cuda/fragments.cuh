@@ -48,8 +48,6 @@
 //   norms(norm, record, part, lane, shared)     norm[2i + h] = norm of token 16i + 8h + g, if NORMED
 //   ROUNDED         whether encode_blocks.cu chooses codes among POINTS points of WIDTH values, at tables + POINTS_F32,
 //                   and stores them by `pack`; else `encode` chooses and stores them
-//   PATHS           if ROUNDED: whether the two lowest bits of the code before negate the values of a point, so that
-//                   codes are chosen by a search for the best path
 //   pack(record, codes, norms, tables, thread, threads)   codes [N][D / WIDTH] and norms [N] ≥ 0, in shared memory
 //   encode(record, x, tables, thread, threads)            x [N][D] in shared memory
 // PRECOND of all: records aligned to 128 bytes, tables to 16.

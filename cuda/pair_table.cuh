@@ -1,5 +1,5 @@
-// Codecs whose codes are indices into one table of pairs of values, with a norm for each token: ring and turbo;
-// the base of trellis and, with 16 bits and without a table, linear. Twin of engine/records/pair_table.py.
+// Codecs whose codes are indices into one table of pairs of values, with a norm for each token: ring and turbo,
+// and the base of linear, with 16 bits and without a table. Twin of engine/records/pair_table.py.
 //
 // L has, besides the geometry: BITS of a pair's code, WORDS of a lane and part; NORMS (an offset), NORM_BYTES (1 or 2),
 // LARGEST_NORM (the bits of a float); WIDTH, CODE_BITS and POINTS of the codes that are chosen, of one value or a pair;
@@ -10,7 +10,7 @@ template <class L>
 struct PairTable {
     static constexpr int ROWS = L::ROWS, PAIR_ROWS = L::BITS == 16 ? 0 : 256;
     static constexpr bool NORMED = true, QUANTIZED = true, RANDOM_ACCESS = false, BY_GROUPS = false;
-    static constexpr bool PATHS = false, ROUNDED = true;
+    static constexpr bool ROUNDED = true;
     static constexpr bool COVERED = false;  // whether norms cover a vector's largest value, in place of the rms
     static constexpr int WIDTH = L::WIDTH, POINTS = L::POINTS, POINTS_F32 = L::POINTS_F32;
 

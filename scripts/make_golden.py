@@ -39,7 +39,6 @@ _FAMILIES = (
     "polarquant",
     "polarpair-m4n4/ring4",
     "turbo3",
-    "trellis3.5",
     "linear8/ring2.5",
 )
 TYPES: dict[str, tuple[str, ...]] = {

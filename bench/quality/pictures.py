@@ -13,7 +13,6 @@ from polarlm.bench.result import Result
 # Prefix of a codec's name → its colour, which is seen on a light page and on a dark one.
 _COLOURS = {
     "ring": "#ea580c",
-    "trellis": "#e11d48",
     "polarquant": "#3b82f6",
     "polarpair": "#14b8a6",
     "turbo": "#8b5cf6",

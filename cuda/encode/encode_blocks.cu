@@ -1,34 +1,29 @@
 // The op `encode_blocks`: quantizes complete blocks. Full-precision records become records of codes, which are chosen
-// as engine/quantization/encode.py and `Codec.encode` choose them. With a metric, codes that are not paths are left to
-// encode_tiles.cu or, where norms are tilted, to encode_keys.cu.
+// as `Codec.encode` chooses them. What has a metric is left to encode_tiles.cu or, where norms are tilted, to
+// encode_keys.cu.
 //
 // sides (rows, 10): addresses, a SideArrays in each row. The first `keys` rows are keys of a layer, the others values.
 // jobs int32 (count, 3): row of `sides`, slot of the full-precision record, id of the block. The arrays of a side:
 //   quantized (blocks, K, NBYTES), full (slots, K, bytes)     pools of records
 //   tables                  the codec's
 //   candidates uint16       for codes of pairs: made by engine/backends/cuda/kv/store.py
-// The others are float32, from engine.quantization.metric, each null where the metric does not have it:
+// The others are float32, from engine.quantization.metric, each null where the metric does not have it. Only the other
+// two kernels read them:
 //   feedback (K, D, D)      error feedback between channels, transposed: row c has the weights with which the error of
-//                           channel c is added to the others. Null without a metric: then every pair takes the nearest
-//                           point, every norm is the rms, and nothing reads the arrays below
-//   weights (K, PAIRS)      of pairs in the cost of a path; read for PATHS
-//   matrix (K, D, D)        M: an error e costs e·M·eᵀ, and norms are fitted to it; or, where norms are tilted, the
-//                           second moments of queries
+//                           channel c is added to the others
 //   mean_query (K, D)       by which norms of keys are tilted
-//   residues (K, D / 2, 4)  read by encode_keys.cu and encode_tiles.cu alone
-//   token_feedback (N, N)   values only: error feedback between tokens, transposed as above; with PATHS, tokens are in
-//                           the order of rounds
+//   token_feedback (N, N)   values only: error feedback between tokens, transposed as above
+//   residues (K, D / 2, 4)  what is left of targets costs
 //
-// Codes that depend on the ones before are the best path's: paths.cuh. Without a metric, codes, norms and means equal
+// Every pair takes the nearest point, every norm is the rms or covers the largest value. Codes, norms and means equal
 // NumPy's to the bit: sums are in its order, multiplications not fused.
 // Grid (count, K), block WARPS · 32, dynamic shared memory RounderMemory::BYTES (x and mean for a codec that is not
 // ROUNDED; none in half precision).
-// DEFINES: TOKENS, tokens of a block that are in shared memory at once: a divisor of N, 16 or a multiple of 32; WARPS,
-// a multiple of TOKENS / 32, at least twice that; LARGEST, to which values are clipped before rounding; TILT_LOW,
-// TILT_HIGH, least and largest ratio of a tilted norm to the norm of least squares; NORM_FACTORS, a list of floats:
-// norms to round keys with, over the rms; PATH_NORMS, how many of them are tried for PATHS.
+// DEFINES: TOKENS, tokens of a block that are in shared memory at once: a divisor of N, 16 or a multiple of 32; WARPS;
+// LARGEST, to which values are clipped before rounding; TILT_LOW, TILT_HIGH, least and largest ratio of a tilted norm to
+// the norm of least squares; NORM_FACTORS, a list of floats: norms to round keys with, over the rms.
 // PRECOND: full-precision records are finite; pools aligned to 128 bytes, other arrays to 16.
-// JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, fitting.cuh, rounding.cuh, path_search.cuh, paths.cuh.
+// JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, rounding.cuh.
 
 template <class Codec, class L, class Full>
 __device__ __forceinline__ void encode_block(const Move<L, Full> &move) {
@@ -41,8 +36,7 @@ __device__ __forceinline__ void encode_block(const Move<L, Full> &move) {
     }
     DYNAMIC_SHARED(unsigned char, shared);
     if constexpr (Codec::ROUNDED) {
-        if constexpr (Codec::PATHS) PathRounder<L, Codec>(shared, move.side).encode(move);
-        else Rounder<L, Codec>(shared, move.side->candidates).encode(move);
+        Rounder<L, Codec>(shared, move.side->candidates).encode(move);
     } else if constexpr (Codec::QUANTIZED) {
         float *x = reinterpret_cast<float *>(shared), *mean = x + L::N * L::D;
         load_tokens<L, L::D, 1>(x, move.full(), 0, L::N);

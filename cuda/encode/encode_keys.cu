@@ -1,6 +1,5 @@
 // Part of the op `encode_blocks`: keys with tilted norms, the best of several, on tensor cores. Codes are chosen as in
-// engine/quantization/encode.py; encode_tiles.cu takes values and other norms, encode_blocks.cu what has no metric, and
-// codes that are paths.
+// engine/quantization/encode.py; encode_tiles.cu takes values and other norms, encode_blocks.cu what has no metric.
 //
 // sides, jobs: as encode_blocks.cu lists them, of keys alone. It reads of the arrays of a metric: mean_query; and
 //   feedback __half (K, D / 8, D / 8, 32, 2, 2)  F in tiles of 8 × 8: those from group i of channels to group j. Lane

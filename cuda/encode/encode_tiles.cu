@@ -1,6 +1,6 @@
 // Part of the op `encode_blocks`: values with a metric, and keys with norms that are not tilted, on tensor cores. Codes
 // are chosen as in engine/quantization/encode.py, with error feedback between pairs and, for values, between tokens.
-// encode_keys.cu takes the other keys with a metric, encode_blocks.cu all without one, and codes that are paths.
+// encode_keys.cu takes the other keys with a metric, encode_blocks.cu all without one.
 //
 // sides, jobs: as encode_blocks.cu lists them, of one side alone. It reads of the arrays of a metric: feedback, also
 // where errors are not fed back, for what residues cost; token_feedback; and

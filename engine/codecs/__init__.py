@@ -29,7 +29,8 @@ FULL = "f16"
 KEYS_AND_VALUES = frozenset({"k", "v"})
 
 
-class Table(Protocol):
+@runtime_checkable
+class Rounding(Protocol):
     """The table of a codec, for an encoder that chooses codes by its own metric (`engine.quantization.encode`).
 
     A code stands for a point of the table; the codec decodes assembled fields to norm · point.
@@ -42,17 +43,12 @@ class Table(Protocol):
     def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
         """codes (..., N, D / width), norms (..., N) float32 → the codec's fields."""
 
-
-@runtime_checkable
-class Rounding(Table, Protocol):
-    """A table by which each value or pair is rounded independently."""
-
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (R, width) float32 of unit variance → codes (R,) uint8 or uint16, their points (R, width) float32."""
 
 
 @runtime_checkable
-class PathRounding(Table, Protocol):
+class PathRounding(Protocol):
     """A table in which a code's point depends on earlier codes, so that a vector is rounded as a whole."""
 
     def best_path(
@@ -96,7 +92,7 @@ class Codec(ABC):
         """Streams (M, *shape) → their values in `out` (M, N, D) float32, still rotated; all arrays are C-contiguous."""
 
     @property
-    def rounding(self) -> Rounding | PathRounding | None:
+    def rounding(self) -> Rounding | None:
         """The codec's table of values or pairs; None if it has no table."""
         return None
 

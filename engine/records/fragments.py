@@ -33,14 +33,13 @@ class Record(ABC):
 
     codec: the name of the file and of the struct. geometry: side, N and D of the block. points (P, 1 or 2) float32: the
     value or pair of each code, if the kernel encodes by a search among them; else None. takes_metric: whether a metric
-    may choose among them. searches_paths: whether it searches for the best path of a vector.
+    may choose among them.
     """
 
     codec: str
     geometry: Geometry
     points: np.ndarray | None
     takes_metric = False
-    searches_paths = False
 
     @property
     @abstractmethod

@@ -33,7 +33,6 @@ class PairRecord(Record):
     points: np.ndarray
     pairs: np.ndarray
     takes_metric: bool = True
-    searches_paths: bool = False
 
     @property
     def rows(self) -> int:
@@ -86,9 +85,6 @@ class PairRecord(Record):
         return tables
 
 
-def record(codec: PairCodec, geometry: Geometry) -> PairRecord | None:
-    """The codec's record; None if it has no points, or if its points depend on other codes."""
-    if codec.points is None or codec.flips:
-        return None
+def record(codec: PairCodec, geometry: Geometry) -> PairRecord:
     pairs = pair_points(codec)[:256] if codec.store.bits <= 10 else np.empty((0, 2), np.float32)
     return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pairs, codec.takes_metric)

@@ -38,6 +38,12 @@ PRESETS = {
     "compact": Preset(_NEWEST, ("ring3", "ring2.5"), uniform=("ring3", "ring3.5")),
 }
 PRESETS_BY_NAME = {**PRESETS, "by-age": PRESETS["balanced"]}
+# Type that has left → what to take.
+_FORMER_TYPES = {
+    "auto": "bits by room are no more: choose compact, which has room for as many tokens, balanced (the default) or "
+    "quality; in all of them the newest tokens of a text have the most bits",
+    **{f"trellis{bits}": f"choose ring{bits}, which has as many bits" for bits in ("2.5", "3", "3.5", "4")},
+}
 _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
 
 
@@ -49,13 +55,6 @@ def preset(config: EngineConfig) -> Preset | None:
 def types_by_side(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
     """Return (setting, types) for keys and for values: cache_type_k and cache_type_v if set, else cache_type. Raises
     EngineError for a cache_type that is neither one type nor two."""
-    if config.cache_type == "auto":
-        raise _refusal(
-            "cache_type",
-            "auto",
-            "bits by room are no more: choose compact, which has room for as many tokens, balanced (the default) or "
-            "quality; in all of them the newest tokens of a text have the most bits",
-        )
     if cache_preset := PRESETS_BY_NAME.get(config.cache_type):
         k, v = cache_preset.low_precision if preset(config) else cache_preset.uniform
     else:
@@ -175,7 +174,9 @@ def _codec(side: str, setting: str, name: str, head_dim: int | None, block_size:
 
 def _unknown(setting: str, name: str) -> EngineError:
     types = ", ".join(codecs.available())
-    if name in PRESETS_BY_NAME:
+    if former := _FORMER_TYPES.get(name.split("+")[0]):
+        problem = former
+    elif name in PRESETS_BY_NAME:
         problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"
     elif setting == "cache_type":
         problem = (

@@ -11,12 +11,7 @@ from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.pair_codec import PairCodec
 from polarlm.engine.codecs.schema.streams import pack, unpack
 
-
-def _has_points(codec: Codec) -> bool:
-    return isinstance(codec, PairCodec) and codec.points is not None
-
-
-TABLED = [name for name in codecs.available() if _has_points(codecs.get(name))]
+TABLED = [name for name in codecs.available() if isinstance(codecs.get(name), PairCodec)]
 """The cache types whose codes each stand for a point of a table: kernels read them all alike."""
 
 

@@ -191,7 +191,7 @@ def test_denormal_vectors_stay_finite_and_small(name):
     assert np.abs(y).max() < 1e-30
 
 
-@pytest.mark.parametrize("name", ["ring4", "trellis3", "turbo3", "polarquant", "polarpair-m4n4", "kivi4"])
+@pytest.mark.parametrize("name", ["ring4", "turbo3", "polarquant", "polarpair-m4n4", "kivi4"])
 @settings(deadline=None, max_examples=20)
 @given(
     x=hnp.arrays(np.float32, (32, 32), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)),

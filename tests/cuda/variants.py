@@ -149,7 +149,6 @@ def _score_variants(variants: list[Variant]) -> list[Variant]:
 def _decode_attention() -> list[Variant]:
     types = (("f16", "f16"), ("ring4", "ring3.5"), ("ring3.5", "ring3"), ("ring4", "ring4"), ("ring5", "ring5"))
     types += (("ring5", "turbo3"), ("turbo4", "f16"), ("f16", "ring4"), ("ring3", "turbo2"), ("turbo4", "turbo4"))
-    types += (("trellis4", "trellis3.5"), ("trellis3", "trellis4"))
     caches = [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
     caches += [Cache("f16", "f16", d, mean_bits=0) for d in _HEAD_DIMS]
     caches += [Cache("ring4+norm16", "ring4+norm16", d, mean_bits=16) for d in _HEAD_DIMS]
@@ -158,8 +157,8 @@ def _decode_attention() -> list[Variant]:
     caches += [Cache("polarquant", "ring5", 128), Cache("ring4", "polarquant", 128), Cache("ring5", "polarquant", 128)]
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
     caches += _others(caches)
-    types = (("linear8", "ring2.5"), ("trellis2.5", "linear8"))
-    caches += [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
+    caches += [Cache("linear8", "ring2.5", d) for d in _HEAD_DIMS]
+    caches += [Cache("ring2.5", "linear8", d) for d in _HEAD_DIMS]
     variants = _decode("decode_attention", caches)
     return [*variants, *_score_variants(variants)]
 
@@ -204,11 +203,9 @@ def _prefill_attention() -> list[Variant]:
     caches += [Cache("ring4", "ring4", 128, block_size=n) for n in (16, 32, 128)]
     caches += [Cache("polarquant", "polarquant", d) for d in (64, 80, 128, 256)]
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
-    caches += [Cache("trellis4", "trellis3.5", d) for d in _HEAD_DIMS]
     caches += _others(caches)
-    # Those with the fewest registers to spare.
-    caches += [Cache("trellis3.5", "ring3.5", 256), Cache("polarpair-m4n2", "ring4", 256)]
-    groups = [*itertools.islice(itertools.cycle((1, 4, 8, 3)), len(caches) - 2), 4, 3]
+    caches += [Cache("polarpair-m4n2", "ring4", 256)]  # with the fewest registers to spare
+    groups = [*itertools.islice(itertools.cycle((1, 4, 8, 3)), len(caches) - 1), 3]
     more = [
         Cache(*types, d, high_precision=high_precision)
         for (types, high_precision), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)
@@ -227,12 +224,7 @@ def _encode_blocks() -> list[Variant]:
     shapes = itertools.cycle([(64, 64, 8), (80, 32, 0), (128, 64, 16), (256, 64, 8), (96, 16, 8), (128, 128, 8)])
     caches = [Cache(keys, values, *next(shapes)) for keys in types for values in types]
     caches += [Cache("ring4+norm16", "ring4+norm16", 8, mean_bits=16), Cache("polarpair-m4n4", "polarquant", 128)]
-    caches += [
-        Cache("trellis4", "ring3.5", 256),
-        Cache("trellis3.5", "trellis3", 128, 128),
-        Cache("f16", "trellis4", 80),
-        Cache("linear8", "ring2.5", 128),
-    ]
+    caches += [Cache("linear8", "ring2.5", 128)]
     caches += _others(caches)
     return [_encoder("encode_blocks", cache, launch_configs.encode_blocks(*cache.layouts())) for cache in caches]
 
@@ -400,7 +392,7 @@ def _delta() -> dict[str, list[Variant]]:
 _LATENT = [
     Cache(name, "", 576, mean_bits=bits) for name, bits in (("f16", 0), ("ring3", 8), ("ring4", 8), ("ring5", 16))
 ]
-_LATENT += [Cache(name, "", 576) for name in ("linear8", "turbo4", "trellis3.5", "polarquant", "ring2.5")]
+_LATENT += [Cache(name, "", 576) for name in ("linear8", "turbo4", "polarquant", "ring2.5")]
 _LATENT += [Cache("ring4", "", 320, block_size=32), Cache("ring3", "", 288, mean_bits=0)]
 _LATENT_KINDS = [Cache(types[0], "", 576, high_precision=(high[0], "")) for types, high in _TWO_KINDS]
 

@@ -119,9 +119,6 @@ CODED = [
     (Shape(("ring4", "ring4"), 16, 1, 128, 8, 1), 400, 20),
     (Shape(("linear8", "ring2.5"), 64, 2, 64, 8, 1), 205, 20),
     (Shape(("ring2.5", "linear8"), 80, 1, 32, 8, 1), 140, 9),
-    (Shape(("trellis4", "trellis3.5"), 64, 2, 64, 8, 1), 205, 20),
-    (Shape(("trellis2.5", "trellis2.5"), 64, 2, 64, 8, 1), 205, 20),
-    (Shape(("trellis3", "trellis4"), 144, 1, 32, 8, 1), 140, 9),
 ]
 
 

@@ -33,7 +33,6 @@ TYPES = [
     ("ring3", "turbo2"),
     ("ring2.5", "linear8"),
     ("linear8", "ring2.5"),
-    ("trellis2.5", "trellis2.5"),
     ("q4_0", "q8_0"),
     ("polarquant", "polarquant"),
 ]
@@ -106,10 +105,6 @@ CACHES = [
     Shape(("ring2.5", "linear8"), 80, 4, 64, 8),
     Shape(("ring2.5", "ring2.5"), 256, 2, 64, 8),
     Shape(("linear8", "linear8"), 256, 4, 64, 8),
-    Shape(("trellis2.5", "trellis2.5"), 80, 3, 32, 8),
-    Shape(("trellis4", "trellis3.5"), 128, 8, 64, 8),
-    Shape(("trellis3", "trellis4"), 80, 3, 32, 8),
-    Shape(("trellis3.5", "trellis3"), 256, 2, 64, 16),
 ]
 
 

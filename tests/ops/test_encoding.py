@@ -52,7 +52,7 @@ def use_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int, warps: int = 4) -> 
     """In shared memory at once, of fewer warps than the engine has for encode_blocks, for the emulator's sake."""
 
     def config(keys: records.Layout, values: records.Layout) -> LaunchConfig:
-        shared = max(launch_configs.encode_bytes(side, tokens, warps) for side in (keys, values))
+        shared = max(launch_configs.encode_bytes(side, tokens) for side in (keys, values))
         defines = {"WARPS": warps, "TOKENS": tokens, **launch_configs.ROUNDING}
         return LaunchConfig(defines, 32 * warps, shared)
 
@@ -118,9 +118,6 @@ def test_codes_of_every_codec_on_a_gpu(ops: Any, monkeypatch: pytest.MonkeyPatch
         shape = one_sided(name, values, dim, size, mean_bits)
         for x in (vectors(np.random.default_rng(0), shape, 2, bias=2.0), edges(shape)):
             case_of(ops, shape, x).check_same()
-        if name.startswith("trellis"):
-            for along in (True, False):
-                case_of(ops, shape, metrics=metrics_of(shape, along=along)).check_as_good()
 
 
 @pytest.mark.slow
@@ -134,28 +131,15 @@ def test_codes_of_every_codec_on_a_gpu(ops: Any, monkeypatch: pytest.MonkeyPatch
         ("ring2.5", 64, 128, 12),
         ("ring4", 128, 128, 10),
         ("ring4", 64, 256, 10),
-        ("trellis3", 192, 64, 8),
     ],
 )
 def test_the_engine_s_launch_gives_the_codes_of_numpy(ops: Any, name: str, size: int, dim: int, warps: int) -> None:
     """It rounds larger blocks a part at a time, with fewer warps."""
     shape = Shape((name, name), dim, size, 8, 1)
     x = vectors(np.random.default_rng(0), shape, 1)
-    case = case_of(ops, shape, x, metrics_of(shape) if warps == 8 else (None, None))  # paths
+    case = case_of(ops, shape, x)
     assert launch_configs.encode_blocks(*case.cache.layouts).defines["WARPS"] == warps
-    case.check_as_good() if warps == 8 else case.check_same()
-
-
-@backends(CUDA)
-@pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
-def test_paths_of_parts_of_a_block(ops: Any, monkeypatch: pytest.MonkeyPatch, values: bool) -> None:
-    """Keys are searched for half a block at a time, values in four rounds, which read back earlier errors."""
-    use_tokens(monkeypatch, 16)
-    ops._device.seed, shape = 2, one_sided("trellis4", values, 64, 32, 8)
-    x = vectors(np.random.default_rng(0), shape, 1)
-    case_of(ops, shape, x, metrics_of(shape)).check_as_good()
-    ops._device.seed = 1
-    case_of(ops, shape, x).check_same()
+    case.check_same()
 
 
 # -- with a metric, on a GPU ---------------------------------------------------------------------------------------
@@ -210,19 +194,6 @@ def test_exceptional_blocks_with_a_metric_on_a_gpu(ops: Any, number: int, most: 
     case_of(ops, shape, edges(shape), metrics_of(shape)).check_as_good(most)
 
 
-@pytest.mark.slow
-@backends(CUDA)
-@pytest.mark.parametrize("values", [False, True])
-def test_exceptional_paths_with_a_metric_on_a_gpu(ops: Any, monkeypatch: pytest.MonkeyPatch, values: bool) -> None:
-    """Next to a token that is 10^12 times as long, targets of values are so far from all points that the order of sums
-    decides on a path."""
-    use_tokens(monkeypatch, 32)
-    shape = one_sided("trellis4", values, 64, 32, 16, 1)
-    x = edges(shape)
-    for block in range(x.shape[1] - values):
-        case_of(ops, shape, x[:, block : block + 1], metrics_of(shape)).check_as_good()
-
-
 @mostly_slow("number, name", enumerate(TABLED), [(0, TABLED[0]), (1, TABLED[1])])
 def test_rounders_have_as_much_shared_memory_as_is_reckoned_with(number: int, name: str) -> None:
     """The text does not compile where `launch_configs.encode_bytes` is not RounderMemory::BYTES."""
@@ -232,7 +203,7 @@ def test_rounders_have_as_much_shared_memory_as_is_reckoned_with(number: int, na
     layouts = records.layout(codec, False, size, dim, mean_bits), records.layout(other, True, size, dim)
     text = source("encode_blocks", *layouts, WARPS=4, TOKENS=tokens, **launch_configs.ROUNDING)
     for side, layout in zip(("Key", "Value"), layouts, strict=True):
-        nbytes = launch_configs.encode_bytes(layout, tokens, 4)
+        nbytes = launch_configs.encode_bytes(layout, tokens)
         text += f'static_assert(RounderMemory<{side}Layout, {side}Codec>::BYTES == {nbytes}, "");\n'
     Program(text)
 
@@ -281,8 +252,7 @@ def test_the_nearest_point_is_among_the_candidates_of_its_cell(rng: np.random.Ge
 # -- with a metric, in compiled kernels ----------------------------------------------------------------------------
 
 WITH_KERNELS = [
-    *("linear8", "ring2.5", "ring3", "ring3.5", "ring4", "ring5", "trellis2.5", "trellis3", "trellis3.5", "trellis4"),
-    *("turbo2", "turbo3", "turbo4"),
+    *("linear8", "ring2.5", "ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4"),
 ]
 
 
@@ -310,7 +280,7 @@ def compared(case: Case) -> list[tuple[float, float, float]]:
     return results
 
 
-WITH_METRIC = [("ring3.5", 1), ("ring5+norm16", 0), ("turbo3", 1), ("trellis3", 1), ("trellis3.5", 0)]
+WITH_METRIC = [("ring3.5", 1), ("ring5+norm16", 0), ("turbo3", 1)]
 
 
 @backend_cases(
@@ -326,7 +296,7 @@ def test_codes_with_a_metric_in_compiled_kernels(ops: Any, name: str, along: int
         assert cost == pytest.approx(wanted, rel=0.03)
 
 
-@backend_cases("ops name", each(FLOAT_LEVELS or [NUMPY], ["ring3", "ring5", "turbo4", "trellis4"]))
+@backend_cases("ops name", each(FLOAT_LEVELS or [NUMPY], ["ring3", "ring5", "turbo4"]))
 def test_without_feedback_codes_are_equal(ops: Any, name: str) -> None:
     shape = Shape((name, name), 40, 48, 16)
     metrics = [metric and remove_feedback(metric) for metric in metrics_of(shape, along=False)]
@@ -402,7 +372,7 @@ def test_what_is_not_finite_is_refused(ops: Any, name: str, side: int, bad: floa
         case.ops.encode_blocks([FilledBlocks([case.cache], [0], case.places[1:])])
 
 
-ROUND_TRIPS = [("ring4", 32), ("turbo3", 5), ("trellis3", 5), ("q4_0", 32), ("kivi4", 5)]
+ROUND_TRIPS = [("ring4", 32), ("turbo3", 5), ("q4_0", 32), ("kivi4", 5)]
 
 
 @backend_cases(
@@ -436,7 +406,7 @@ def test_round_trip(ops: Any, name: str, tokens: int) -> None:
 
 TYPES = [("ring4", "ring3.5"), ("polarquant", "f16"), ("ring4", "ring3.5"), ("ring4", "ring3.5")]  # of layers
 MORE = [*[("ring4", "ring3.5")] * 5, *[("turbo3", "ring3")] * 2, ("ring4", "ring3.5"), ("f16", "turbo3")]
-OF_LEVELS = [("ring5+norm16", "ring3"), ("ring3.5", "turbo4"), ("trellis3+norm16", "trellis4")]
+OF_LEVELS = [("ring5+norm16", "ring3"), ("ring3.5", "turbo4")]
 
 
 @backend_cases(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import codecs
-from polarlm.engine.codecs.parts.viterbi import PathSearch
 from polarlm.engine.quantization import encode
 from polarlm.engine.quantization.encode import encode_with_metric
 from polarlm.engine.quantization.metric import (
@@ -62,33 +60,6 @@ class Table:
         return points.reshape(*points.shape[:-2], -1) * codes["norms"][..., None]
 
 
-@dataclass(frozen=True)
-class Paths(Table):
-    """The simplest codec with a path search, of pairs."""
-
-    name: str = "paths"
-
-    def best_path(self, unit, feedback=None, weights=None):
-        return path_search(self.points.tobytes())(unit, feedback, weights)
-
-    def encode(self, x):
-        norms = np.sqrt(np.square(x).mean(-1))
-        codes, _ = self.best_path((x / np.where(norms, norms, 1)[..., None]).reshape(1, -1, x.shape[-1]))
-        return self.assemble(codes.reshape(*x.shape[:-1], -1), norms)
-
-    def decode(self, codes):
-        return path_search(self.points.tobytes()).points(codes["codes"]) * codes["norms"][..., None]
-
-
-@cache
-def path_search(points):
-    return PathSearch(np.frombuffer(points, np.float32).reshape(-1, 2))
-
-
-def paths():
-    return Paths(rings().points)
-
-
 def rings():
     """Circles of 16 points, each a little turned: no vector of points is a multiple of another, which would cost the
     same with the best norm."""
@@ -102,7 +73,7 @@ def levels(step=0.5, count=16):
 
 
 WIDTHS = {1: levels(), 2: rings()}
-TABLES = pytest.mark.parametrize("codec", [rings(), levels(), paths()], ids=["pairs", "single", "paths"])
+TABLES = pytest.mark.parametrize("codec", [rings(), levels()], ids=["pairs", "single"])
 WITH_ROUNDING = [
     name for name in codecs.available() if codecs.get(name).rounding is not None and codecs.get(name).takes_metric
 ]
@@ -231,18 +202,16 @@ def assert_equal_metrics(a: Metric, b: Metric) -> None:
         np.testing.assert_array_equal(field, getattr(b, name))
 
 
-@pytest.mark.parametrize(("rounding", "rounds"), [(rings(), 16), (levels(), 16), (paths(), 4)])
-def test_token_feedback_factors_the_correlation_of_attention(rounding, rounds):
+@pytest.mark.parametrize("rounding", [rings(), levels()])
+def test_token_feedback_factors_the_correlation_of_attention(rounding):
     correlation = (0.9 ** np.arange(16)).astype(np.float32)
     feedback = value_metric(output_second(gaussian(8, 16), 2, 8), None, rounding, correlation).token_feedback
-    assert feedback.shape == (1, rounds, 16 // rounds, 16)
-    order = np.concatenate([np.arange(first, 16, rounds) for first in range(rounds)])
+    assert feedback.shape == (1, 16, 1, 16)
     lower = np.eye(16) + feedback.reshape(16, 16).astype(np.float64)
-    lag = np.abs(np.subtract.outer(order, order))
+    lag = np.abs(np.subtract.outer(np.arange(16), np.arange(16)))
     squares = np.linalg.solve(lower.T, np.linalg.solve(lower.T, correlation[lag] + 0.05 * np.eye(16)).T)
-    number = order % rounds
-    assert squares == pytest.approx(np.where(number[:, None] == number, squares, 0), abs=1e-4)
-    assert not feedback.reshape(16, 16)[number[:, None] <= number].any()
+    assert squares == pytest.approx(np.diag(np.diag(squares)), abs=1e-4)
+    assert not np.triu(feedback.reshape(16, 16)).any()
 
 
 # -- encoding against its definition, one vector at a time ---------------------------------------------------------
@@ -260,27 +229,24 @@ def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
     *lead, dim = x.shape
     size, metric = lead[-1], metric if tilt else remove_tilt(metric)
     codes, norms = np.zeros((*lead, dim // codec.width), int), np.zeros(lead)
-    order, along = np.arange(size), np.zeros((size, size))
+    along = np.zeros((size, size))
     if tokens and metric.token_feedback is not None:
-        rounds = metric.token_feedback.shape[1]
-        order = np.array(sorted(order, key=lambda token: token % rounds))
-        along[np.ix_(order, order)] = metric.token_feedback.reshape(size, size)
+        along = metric.token_feedback.reshape(size, size)
     for head, block in np.ndindex(*lead[:2]):
         rows = x[head, block].astype(np.float64)
         target, errors = np.zeros_like(rows), np.zeros_like(rows)
         matrix = metric.matrix[head].astype(np.float64)
-        f, weights = (metric.feedback[head], metric.weights[head]) if feedback else (np.zeros_like(matrix), None)
-        for t in order:
+        f = metric.feedback[head] if feedback else np.zeros_like(matrix)
+        for t in range(size):
             u = rows[t]
             n = np.sqrt(np.mean(u**2))
             target[t] = u + along[t] @ errors
             if metric.tilt_mean is not None:
-                factors = encode.PATH_NORM_FACTORS if isinstance(codec, Paths) else encode.NORM_FACTORS
-                tried = [rounded_by_definition(codec, u / (f_n * n), f, weights) for f_n in factors]
+                tried = [rounded_by_definition(codec, u / (f_n * n), f) for f_n in encode.NORM_FACTORS]
                 costs = [tilted_cost(u, y, metric, head) for _, y in tried]
                 code, y = tried[int(np.argmin(costs))]
             else:
-                code, y = rounded_by_definition(codec, target[t] / n, f, weights)
+                code, y = rounded_by_definition(codec, target[t] / n, f)
             errors[t] = u - n * y
             codes[head, block, t] = code
             norms[head, block, t] = (
@@ -291,12 +257,8 @@ def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
     return codes, norms
 
 
-def rounded_by_definition(codec, unit, feedback, weights):
-    """unit (D,) → codes (P,), points (D,): chosen one after another, or by the codec if it searches paths."""
-    if isinstance(codec, Paths):
-        weights = None if weights is None else weights[None]
-        code, y = codec.best_path(unit[None, None].astype(np.float32), feedback[None].astype(np.float32), weights)
-        return code[0, 0], y[0, 0].astype(np.float64)
+def rounded_by_definition(codec, unit, feedback):
+    """unit (D,) → codes (P,), points (D,), chosen one after another."""
     codes, y = [], np.zeros_like(unit)
     for j in range(0, len(unit), codec.width):
         pair = slice(j, j + codec.width)

@@ -72,6 +72,12 @@ def test_bits_by_room_are_refused_with_the_presets() -> None:
     assert all(preset in sentence for preset in PRESETS)
 
 
+@pytest.mark.parametrize(("former", "choice"), [("trellis3.5", "ring3.5"), ("trellis4+norm16", "ring4")])
+def test_types_that_have_left_name_what_to_take(former: str, choice: str) -> None:
+    for settings in ({"cache_type": former}, {"cache_type": f"f16/{former}"}, {"cache_type_k": f"{former}@0,f16"}):
+        assert f"={former}: choose {choice}, which" in refusal(**settings)
+
+
 def test_a_preset_cannot_be_part_of_a_type() -> None:
     for settings in ({"cache_type_k": "balanced"}, {"cache_type": "f16/balanced"}, {"cache_type": "balanced@0,f16"}):
         assert "a preset stands alone, as cache_type=balanced; choose one of f16" in refusal(**settings)

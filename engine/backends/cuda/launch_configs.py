@@ -52,7 +52,6 @@ ROUNDING: dict[str, int | float | str] = {
     "TILT_LOW": encode.TILT_RANGE[0],
     "TILT_HIGH": encode.TILT_RANGE[1],
     "NORM_FACTORS": ", ".join(f"{factor}f" for factor in encode.NORM_FACTORS),
-    "PATH_NORMS": len(encode.PATH_NORM_FACTORS),
 }
 LATENT_COLUMNS = 16  # rows of scores of a CTA of latent_attention
 _LATENT_WARPS = 9  # at most; 36 steps of channels are four for each
@@ -176,14 +175,13 @@ def decode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
 @cache
 def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
     """The launch of encode_blocks. Raises ValueError where a block does not fit into shared memory."""
-    size, searches = keys.record.geometry.block_size, any(side.record.searches_paths for side in (keys, values))
+    size = keys.record.geometry.block_size
     for room in _rooms(keys):
         tokens = 64 if size % 64 == 0 else size
         while True:
-            # Parts of blocks need a few more registers than a multiprocessor has for 24 warps, and a path search needs
-            # more; eight of its warps have 64 tokens.
-            warps = _ENCODE_WARPS - (4 if searches else 2 * (tokens < size))
-            shared = max(encode_bytes(side, tokens, warps) for side in (keys, values))
+            # Parts of blocks need a few more registers than a multiprocessor has for 24 warps.
+            warps = _ENCODE_WARPS - 2 * (tokens < size)
+            shared = max(encode_bytes(side, tokens) for side in (keys, values))
             if shared <= room:
                 return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, shared)
             if tokens % 64 and tokens != 32:  # a part of a block has 16 tokens or a multiple of 32
@@ -197,7 +195,7 @@ def encode_keys(keys: Layout) -> LaunchConfig | None:
     """The launch of encode_keys; None for a codec that it does not take. Raises ValueError as `encode_blocks`. Shared
     memory: KeyArrays of `cuda/encode/encode_keys.cu`, whose size `tests/ops/test_encoding.py` compares."""
     constants, dim, size = keys.record.constants, keys.record.geometry.head_dim, keys.record.geometry.block_size
-    if not keys.record.takes_metric or keys.record.searches_paths:
+    if not keys.record.takes_metric:
         return None
     points, width, numbers = constants["POINTS"], constants["WIDTH"], 1 + len(encode.NORM_FACTORS)
     for room, tokens in itertools.product(_rooms(keys), (64, 32, 16)):
@@ -215,7 +213,7 @@ def encode_tiles(side: Layout) -> LaunchConfig | None:
     """The launch of encode_tiles; None for a codec that it does not take. Raises ValueError as `encode_blocks`. Shared
     memory: TileArrays of `cuda/encode/encode_tiles.cu`, whose size `tests/ops/test_encoding.py` compares."""
     constants, dim, size = side.record.constants, side.record.geometry.head_dim, side.record.geometry.block_size
-    if not side.record.takes_metric or side.record.searches_paths:
+    if not side.record.takes_metric:
         return None
     name, width = "Value" if side.record.geometry.values else "Key", constants["WIDTH"]
     sides = {"SIDE": f"{name}Layout", "CODEC": f"{name}Codec", "FULL": f"Full{name}Layout"}
@@ -237,7 +235,7 @@ def _too_large(block_size: int) -> ValueError:
     return ValueError(f"On a GPU blocks of {block_size} tokens are too large for this head dimension: choose 64.")
 
 
-def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
+def encode_bytes(side: Layout, tokens: int) -> int:
     """RounderMemory::BYTES of `cuda/encode/rounding_memory.cuh`, which `tests/ops/test_encoding.py` compares, for
     `tokens` tokens at once; of a polar codec, bytes of x and of a mean; of half precision, none."""
     size, dim = side.record.geometry.block_size, side.record.geometry.head_dim
@@ -246,14 +244,7 @@ def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
         return 0
     if "POINTS" not in constants:
         return 4 * dim * size + mean
-    points, width, shares = constants["POINTS"], constants["WIDTH"], warps // -(-tokens // 32)
-    floats = (
-        dim * (tokens + 4)
-        + (7 * shares * tokens if side.record.searches_paths else 0)
-        + width * points
-        + 2 * size
-        + tokens
-    )
-    links = 8 * tokens * (dim // 2) if side.record.searches_paths else 0
+    points, width = constants["POINTS"], constants["WIDTH"]
+    floats = dim * (tokens + 4) + width * points + size
     code_bytes = 1 if width == 1 and points <= 256 else 2
-    return 4 * floats + mean + code_bytes * dim // width * (size + tokens + 2) + links
+    return 4 * floats + mean + code_bytes * dim // width * (size + tokens + 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -10,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from polarlm.engine.codecs import Codec, PathRounding, Rounding
+from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
 from polarlm.engine.codecs.parts.norms import ByteNorm, HalfNorm
 from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS, preconditioning
@@ -32,8 +33,8 @@ def parse_options(name: str, options: tuple[str, ...]) -> tuple[str, bool]:
 
 
 @dataclass(frozen=True)
-class PairStore:
-    """The formats of norms and codes, and with `nearest` or `best_path` a table (`Codec.rounding`).
+class PairStore(ABC):
+    """The table of a codec of pairs (`Codec.rounding`), and the formats of norms and codes.
 
     bits: bits per pair; reach: the largest factor of a norm; width: values per code of the table.
     """
@@ -56,6 +57,10 @@ class PairStore:
     def schema(self, block_size: int, head_dim: int) -> Schema:
         return {"norm": numbers(self.norms.dtype, block_size), "codes": codes(self.bits, block_size, head_dim // 2)}
 
+    @abstractmethod
+    def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `Rounding.nearest`."""
+
     def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
         """codes (..., N, D / width), norms (..., N) float32 → the fields."""
         codes = codes if self.width == 2 else join(codes, self.code_bits)
@@ -65,15 +70,15 @@ class PairStore:
 
 @dataclass(frozen=True)
 class PairCodec(Codec):
-    """A codec of pairs with a norm for each vector. If it has `points`, kernels can read it: tiles and records follow
-    from them."""
+    """A codec of pairs with a norm for each vector. Kernels of all devices read it: tiles and records follow from its
+    points."""
 
     name: str
     store: PairStore
 
     @property
-    def rounding(self) -> Rounding | PathRounding | None:
-        return self.store if isinstance(self.store, Rounding | PathRounding) else None
+    def rounding(self) -> PairStore:
+        return self.store
 
     @property
     def largest(self) -> np.float32:
@@ -81,28 +86,9 @@ class PairCodec(Codec):
         return self.store.norms.largest
 
     @property
-    def points(self) -> np.ndarray | None:
-        """Point of each code of `rounding`, (P, width) float32: a pair, or one value where two codes are joined. With
-        `flips`, the points of a vector's first code."""
-        return None
-
-    @property
-    def flips(self) -> bool:
-        """Whether the two lowest bits of the code before, in the same vector, negate the first and the second value of
-        a point; there is none before the first code."""
-        return False
-
-    def choose(self, unit: np.ndarray) -> np.ndarray:
-        """unit (R, D) float32, divided by their `norms` → codes (R, D/2)."""
-        rounding = self.rounding
-        assert isinstance(rounding, Rounding)
-        codes = rounding.nearest(unit.reshape(-1, rounding.width))[0].reshape(len(unit), -1)
-        return codes if rounding.width == 2 else join(codes, self.store.code_bits)
-
-    def lookup(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """codes (M, N, D/2), C-contiguous → row indices (M, N, U) into a table, and the table (rows, D/U) float32."""
-        bits = self.store.bits
-        return join_wide(codes, bits) if bits <= 8 else codes, _rows(self)
+    @abstractmethod
+    def points(self) -> np.ndarray:
+        """Point of each code of `rounding`, (P, width) float32: a pair, or one value where two codes are joined."""
 
     def schema(self, block_size: int, head_dim: int) -> Schema:
         return self.store.schema(block_size, head_dim)
@@ -121,25 +107,27 @@ class PairCodec(Codec):
     def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
         norms = self.norms(x)
         unit = x / np.where(norms > 0, norms, np.float32(1))[..., None]
-        codes = self.choose(unit.reshape(-1, x.shape[-1]))
-        return {"norm": self.store.norms.pack(norms), "codes": codes.reshape(*norms.shape, -1)}
+        codes = self.store.nearest(unit.reshape(-1, self.store.width))[0].reshape(*norms.shape, -1)
+        if self.store.width == 1:
+            codes = join(codes, self.store.code_bits)
+        return {"norm": self.store.norms.pack(norms), "codes": codes}
 
     def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
-        rows, table = self.lookup(streams["codes"])
+        codes, table = streams["codes"], _rows(self)
+        rows = join_wide(codes, self.store.bits) if self.store.bits <= 8 else codes
         np.take(table, rows, axis=0, mode="clip", out=out.reshape(*rows.shape, table.shape[1]))
         out *= self.store.norms.unpack(streams["norm"])[..., None]
 
 
 def pair_points(codec: PairCodec) -> np.ndarray:
     """The values of each pair code, (2^bits, 2) float32."""
-    points = codec.points
-    assert points is not None, "it depends on other codes"
-    return points if points.shape[1] == 2 else joined_table(points, codec.store.bits // 2)
+    return codec.points if codec.store.width == 2 else joined_table(codec.points, codec.store.bits // 2)
 
 
 @cache
 def _rows(codec: PairCodec) -> np.ndarray:
-    """The table of `PairCodec.lookup`: a row of four values for each two codes, or of two for each code of ten bits."""
+    """What `PairCodec.dequantize` looks up: a row of four values for each two codes, of two for each code of ten
+    bits."""
     bits = codec.store.bits
     return joined_table(pair_points(codec), bits) if bits <= 8 else pair_points(codec)
 

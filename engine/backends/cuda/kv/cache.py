@@ -56,8 +56,8 @@ class SideArrays(NamedTuple):
 
     quantized: the pool of quantized blocks, a part of `LayerCache.blocks` in a layer of two kinds. full: the pool of
     full-precision records to encode, which each launch sets. tables: the layout's. candidates: see `candidates`. The
-    other arrays are a `Metric`'s: both kinds of feedback are transposed, mean_query is its tilt_mean; weights only for
-    a codec whose codes are chosen as paths, for others residues in place of the matrix.
+    other arrays are a `Metric`'s: both kinds of feedback are transposed, mean_query is its tilt_mean, residues are
+    in place of its matrix.
     """
 
     quantized: Array
@@ -65,8 +65,6 @@ class SideArrays(NamedTuple):
     tables: Array | None
     candidates: Array | None
     feedback: Array | None = None
-    weights: Array | None = None
-    matrix: Array | None = None
     mean_query: Array | None = None
     token_feedback: Array | None = None
     residues: Array | None = None

@@ -2,8 +2,7 @@
 candidates for the nearest point of a codec's table, which `cuda/encode/encode_blocks.cu` reads: a short list for every
 cell of a grid.
 
-A pair is compared only with the candidates of its cell, which finds the same point as a comparison with all points. A
-path search has the candidates of `engine.codecs.parts.cosets`.
+A pair is compared only with the candidates of its cell, which finds the same point as a comparison with all points.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from polarlm.engine.backends.cuda.heads import DeviceTransform, HeadOps
 from polarlm.engine.backends.cuda.kv.cache import BatchTables, Buffer, LayerCache, PromptBuffer, SideArrays, SpanTable
 from polarlm.engine.backends.cuda.launch import LaunchConfig, threads_for
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadRule, KVLocation, Move, RecordedSpans, Rope
-from polarlm.engine.codecs.parts.cosets import CELLS, STATES, Cosets
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.quantization.metric import Metric, residue_costs
@@ -57,13 +55,6 @@ def candidates(points: np.ndarray) -> np.ndarray:
         codes = np.flatnonzero(winners)
         row[:] = ALL if len(codes) > room else np.pad(codes, (0, room - len(codes)), constant_values=codes[0])
     return lists.reshape(_CELLS, _CELLS, room)
-
-
-def path_candidates(points: np.ndarray) -> np.ndarray:
-    """points (P, 2) float32 → (256, 256, 2) uint16: for each cell, the codes of its four candidates, a byte each."""
-    cosets = Cosets(points)
-    codes = np.ascontiguousarray(cosets.codes.T.astype(np.uint8)[cosets.entries])  # (65536, 4)
-    return codes.view(np.uint16).reshape(CELLS, CELLS, STATES // 2)
 
 
 _SomeLayouts = tuple[Layout | None, Layout | None]
@@ -181,14 +172,10 @@ class CacheOps(HeadOps):
         if metric is None:
             return arrays
         tokens, block_size = metric.token_feedback, layout.record.geometry.block_size
-        factor, residues, is_tilted = metric.feedback, None, metric.tilt_mean is not None
-        if (launch_configs.encode_keys if is_tilted else launch_configs.encode_tiles)(layout) is not None:
-            factor, residues = residue_costs(metric)
-        feedback = feedback_tiles(factor) if is_tilted and residues is not None else factor.swapaxes(1, 2)
+        factor, residues = residue_costs(metric)
+        feedback = factor.swapaxes(1, 2) if metric.tilt_mean is None else feedback_tiles(factor)
         return arrays._replace(
             feedback=self._upload(feedback),
-            weights=self._upload(metric.weights if layout.record.searches_paths else None),
-            matrix=self._upload(metric.matrix if residues is None else None),
             mean_query=self._upload(metric.tilt_mean),
             token_feedback=self._upload(None if tokens is None else tokens[0].reshape(block_size, block_size).T),
             residues=self._upload(residues),
@@ -380,7 +367,7 @@ def _candidates_of(layout: Layout) -> np.ndarray | None:
     points = layout.record.points
     if points is None or points.shape[1] == 1:
         return None
-    return path_candidates(points) if layout.record.searches_paths else candidates(points)
+    return candidates(points)
 
 
 def _full_layouts(format: CacheFormat) -> Layouts:

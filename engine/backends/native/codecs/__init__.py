@@ -2,8 +2,8 @@
 
 A module here is named like the codec's module in `engine.codecs`. It defines `keys(codec, block_size, head_dim)` and
 `values(codec, block_size, head_dim)`, which return the tiles of the codec for a block size that is a multiple of 16, or
-None for options without a kernel; a codec that stores one side only may leave out the other. A codec of pairs with
-`points` needs no module: it gets the tiles of `parts.tables`. A layer without tiles of both sides is computed by NumPy.
+None for options without a kernel; a codec that stores one side only may leave out the other. A `PairCodec` needs
+no module: it gets the tiles of `parts.tables`. A layer without tiles of both sides is computed by NumPy.
 
 All vectors are in the stored space: rotated, scaled, without the block mean. N is the block size, D the head dim.
 Addresses are multiples of 64 bytes. Vectors of D float32 are padded to a multiple of 16.
@@ -114,14 +114,13 @@ class ByteOrder(NamedTuple):
     emit: emit(e, block, next_tile, queries, values) writes the bytes of a tile as values (D / 4, N / 4, 4 channels,
     4 tokens) int8. It yields, for 16 tokens after the other, their norms and, for each prepared query, the sums
     int32 (16,) of their products with it.
-    scale: of a byte of a value plus half_step. factor_at: offset in a prepared query of a float32, which its sums are
-    multiplied by, as by norms.
+    scale: of a byte of a value. factor_at: offset in a prepared query of a float32, which its sums are multiplied by,
+    as by norms.
     """
 
     emit: Callable[[Emitter, Value, Value, Values, Value], Iterator[tuple[Value, list[Value]]]]
     width: int
     scale: float
-    half_step: float
     factor_at: int
 
 

@@ -14,11 +14,9 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import EncodedTiles, KeyTiles, Tiles, ValueTiles, tiles
 from polarlm.engine.backends.native.kernels.attention.matrices import KEYS, MatrixFormat
 from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments, Decoding, decode
-from polarlm.engine.backends.native.kernels.encode.paths import path_tables
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, TABLES, Block, EncodeArguments
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.codecs.trellis import TrellisTable
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.jit.lang.records import address
 from polarlm.engine.jit.run.workers import SCRATCH
@@ -53,8 +51,6 @@ def encoder(tiles: Tiles, format: CacheFormat, side: int) -> Encoder | str:
             f"{format.head_dim} channels as {codec.name}; a smaller block_size needs less"
         )
     arrays = {} if metric is None else _arrays(metric)
-    if isinstance(codec.rounding, TrellisTable):
-        arrays["paths"] = path_tables(codec.rounding.bits).content[None]
     addresses = np.zeros((format.kv_heads, len(Block._fields)), np.int64)
     for name, array in arrays.items():
         addresses[:, Block._fields.index(name)] = by_head(array, format.kv_heads)
@@ -69,21 +65,18 @@ def by_head(array: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _arrays(metric: Metric) -> dict[str, np.ndarray]:
-    arrays = {"feedback": metric.feedback, "matrix": metric.matrix, "weights": metric.weights}
+    arrays = {"feedback": metric.feedback, "matrix": metric.matrix}
     if metric.tilt_mean is not None:
         arrays["mean_query"] = metric.tilt_mean
         arrays["matrix"], arrays["costs"] = residue_costs(metric)
     token_feedback = metric.token_feedback
     if token_feedback is None:
         return arrays
-    _, _, tokens, _ = token_feedback.shape  # of a round
-    if tokens > 1:
-        arrays["token_feedback"] = np.ascontiguousarray(token_feedback.swapaxes(2, 3))
-    else:
-        width = metric.feedback.shape[1] // metric.weights.shape[1]
-        arrays["feedback"] = diagonals(metric.feedback, width)
-        arrays["token_feedback"] = diagonals_of_tokens(token_feedback)
-    return arrays
+    width = metric.feedback.shape[1] // metric.weights.shape[1]
+    return arrays | {
+        "feedback": diagonals(metric.feedback, width),
+        "token_feedback": diagonals_of_tokens(token_feedback),
+    }
 
 
 def diagonals(feedback: np.ndarray, width: int) -> np.ndarray:

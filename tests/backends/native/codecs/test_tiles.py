@@ -142,9 +142,7 @@ def check(names: tuple[str, str], level: Level, n: int, d: int, seed: int) -> No
         assert (np.abs(side - exact) <= 1e-5 * np.abs(exact).max(axis=-1, keepdims=True)).all()
 
 
-@in_turn(
-    "level name", each(SOME, ["f16", "ring3.5", "trellis4", "turbo3", "q4_0", "polarquant", OF_KEYS[0], OF_KEYS[3]])
-)
+@in_turn("level name", each(SOME, ["f16", "ring3.5", "turbo3", "q4_0", "polarquant", OF_KEYS[0], OF_KEYS[3]]))
 def test_tiles_are_decoded(name: str, level: Level) -> None:
     check((name, "f16" if name in OF_KEYS else name), level, 64, 96 if name == "q4_0" else 80, 1)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -26,14 +25,11 @@ _PART = 16  # entries of the tables that a register holds
 class CodeTable:
     """The points of codes, by the numbers that codes have in a tile.
 
-    by_code (2^bits, width): the points that the codec's codes stand for; width: channels per code. flips: whether the
-    previous code negates values (`PairCodec.flips`). Then bytes stand for numbers of steps and a half, so that the
-    complement of a byte is its negative.
+    by_code (2^bits, width): the points that the codec's codes stand for; width: channels per code.
     """
 
     bits: int
     by_code: np.ndarray
-    flips: bool = False
 
     @property
     def width(self) -> int:
@@ -43,7 +39,7 @@ class CodeTable:
     def codes(self) -> np.ndarray:
         """The code of each number, (2^bits,). See `_mirror_order`, or, where points have no mirror images, their
         order."""
-        mirror_order = _mirror_order(self.by_code) if self.width == 2 and self.bits <= 8 and not self.flips else None
+        mirror_order = _mirror_order(self.by_code) if self.width == 2 and self.bits <= 8 else None
         order = np.arange(1 << self.bits) if mirror_order is None else mirror_order
         return order.astype(np.uint8 if self.bits <= 8 else np.uint16)
 
@@ -67,57 +63,29 @@ class CodeTable:
         """The quantization step of `bytes_`."""
         if self.is_even:
             return float(self.points[1, 0] - self.points[0, 0])
-        return float(np.abs(self.points).max()) / (127 + self.half_step)
-
-    @property
-    def half_step(self) -> float:
-        """What is added to a byte: a half, where previous codes flip signs."""
-        return 0.5 if self.flips else 0.0
+        return float(np.abs(self.points).max()) / 127
 
     @property
     def bytes_(self) -> np.ndarray:
-        """The points in steps of `scale`, less `half_step`: (2^bits, width) int8."""
-        return np.clip(np.rint(self.points / self.scale - self.half_step), -128, 127).astype(np.int8)
+        """The points in steps of `scale`: (2^bits, width) int8."""
+        return np.rint(self.points / self.scale).astype(np.int8)
 
     def emit(self, e: Emitter, bias: int) -> Callable[..., Iterator[Value]]:
-        """Returns a function: numbers from `Packing.emit`, channels, and with `flips` bytes whose two lowest bits are
-        the previous codes' → for each channel a vector of its bytes plus bias, 0 or 128; see `_table`."""
+        """Returns a function: numbers from `Packing.emit`, channels → for each channel a vector of its bytes plus bias,
+        0 or 128; see `_table`."""
         if self.is_even:
-            return lambda code, channels, previous=None: iter(code if bias else [code[0] ^ -128])
-        quadrant = self.bytes_[:256]  # with ten bits, else all points
-        if self.flips and e.level.wide_tables and self.bits + 2 <= 7:  # all signs of a point in one table
-            states = np.arange(4)[:, None, None] >> np.arange(self.width) & 1
-            signed = (quadrant ^ -states.astype(np.int8)).reshape(-1, self.width)
-            table = _table(e, _biased_rows(signed, bias))
-            return lambda code, channels, previous: table(self._with_state(code[0], previous), channels)
-        table, flip = _table(e, _biased_rows(quadrant, bias)), self._emit_flips(e) if self.flips else None
+            return lambda code, channels: iter(code if bias else [code[0] ^ -128])
+        table = _table(e, _biased_rows(self.bytes_[:256], bias))  # with ten bits those of a quadrant, else all points
 
-        def lookup(code: list[Value], channels: Sequence[int], previous: Value | None = None) -> Iterator[Value]:
+        def lookup(code: list[Value], channels: Sequence[int]) -> Iterator[Value]:
             for channel, value in zip(channels, table(code[0], channels), strict=True):
-                if flip is not None:
-                    yield value ^ flip(previous, channel)
-                elif len(code) == 1:
+                if len(code) == 1:
                     yield value
                 else:
                     is_negative = (code[1] & (1 << channel)).equals(1 << channel)
                     yield e.select(is_negative, -value, value)
 
         return lookup
-
-    def _with_state(self, code: Value, previous: Value) -> Value:
-        """Codes with the two lowest bits of the previous codes above them, in bytes."""
-        state = previous.bits(_WORDS) << self.bits & int.from_bytes(bytes(4 * [3 << self.bits]), "little")
-        return (state | code.bits(_WORDS)).bits(code.type)
-
-    @staticmethod
-    def _emit_flips(e: Emitter) -> Callable[[Any, int], Value]:
-        """Returns a function: bytes whose two lowest bits are the previous codes', a channel → the bytes that flip the
-        signs of what is looked up, by xor."""
-        size = 64 if e.level.wide_tables else _PART
-        states = np.arange(size)
-        masks = [(-(states >> channel & 1)).astype(np.int8).tobytes() for channel in (0, 1)]
-        tables = [e.level.table(e, e.constant_bytes(mask), size) for mask in masks]
-        return lambda previous, channel: tables[channel](previous if e.level.wide_tables else previous & 3)
 
     def emit_numbers(self, e: Emitter) -> Callable[[list[Value]], list[Value]]:
         """Returns a function: a code vector as of `Packing.emit_pack` → the vector of their numbers."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from polarlm.engine.backends.native.codecs.parts.packing import Packing
 from polarlm.engine.codecs.parts.norms import ByteNorm
-from polarlm.engine.codecs.parts.viterbi import SIGNS, flip
 from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Value, Values, gather, vector
 
 # A norm's code 128 ± i stands for ±(i / 32) octaves; above i = 88, (i - 88)² / 256 octaves are added to that.
@@ -44,14 +43,11 @@ def emit_points(
     norms: Sequence[Values],
     out: Value,
     scratch: Value,
-    *,
-    flips: bool = False,
 ) -> None:
     """norm · point of each code, in token order → out (N, D) float32.
 
     places (N, C): index of each code in the tile. points (2^bits, width): what codes stand for. norms: a token's codes
-    are cut into len(norms) equal groups; the norms (N,) of each, 16 tokens per vector. scratch: 4·N·D bytes. flips: see
-    `PairCodec.flips`.
+    are cut into len(norms) equal groups; the norms (N,) of each, 16 tokens per vector. scratch: 4·N·D bytes.
     """
     (tokens, codes), width = places.shape, points.shape[1]
     planes, group_codes = tokens * codes, codes // len(norms)
@@ -61,11 +57,8 @@ def emit_points(
     for row, parts in enumerate(norms):
         for number, part in enumerate(parts):
             e.store(part, norms_at, 4 * tokens * row + 64 * number)
-    if flips:
-        points = np.concatenate([flip(points, state) for state in range(len(SIGNS))])  # by state, then by code
     table, all_places = (e.constant_bytes(x.tobytes()) for x in (points.astype(np.float32), places.astype(np.uint16)))
     with e.loop(0, tokens) as token, e.loop(0, len(norms)) as group:
-        previous = e.variable(e.i64(0))
         norm = e.load(norms_at + (group * tokens + token) * 4, F32)
         first_code = token * codes + group * group_codes
         with e.loop(first_code, first_code + group_codes, code_tile) as first:
@@ -74,9 +67,7 @@ def emit_points(
                 code = e.load(address, I8).zext(I64)
                 if packing.bits > 8:
                     code = code | (e.load(address, I8, planes).zext(I64) << 8)
-                entry = (previous.get() & 3) << packing.bits | code if flips else code
-                previous.set(code)
-                point = e.load(table + entry * (4 * width), vector(F32, width))
+                point = e.load(table + code * (4 * width), vector(F32, width))
                 e.store(point * norm, out + first * (4 * width), 4 * width * i)
 
 

@@ -36,19 +36,6 @@ class Packing(Planes):
                 codes[code].append(part)
         return [[part.bits(BYTES) for part in code] for code in codes]
 
-    def emit_low(self, e: Emitter, address: Value, count: int) -> list[Value]:
-        """Bytes (64,) whose two lowest bits are a run's codes; further bits are anything."""
-        stored = [e.load(address, _WORDS, 64 * i) for i in range(self.stored_count(count))]
-        codes: dict[int, Value] = {}
-        for code, low, byte, place, bits in self.pieces(count):
-            if low > 1:
-                continue
-            part = _shift(stored[byte], low - place)
-            if code in codes or code >= len(stored):
-                part = part & _bytes((1 << bits) - 1 << low)
-            codes[code] = codes[code] | part if code in codes else part
-        return [codes[code].bits(BYTES) for code in range(count)]
-
     def emit_pack(self, e: Emitter, codes: list[list[Value]], address: Value) -> None:
         """The inverse of `emit`: the codes of a run's vectors, unused bits zero → the stored vectors at `address`."""
         words: list[list[Value]] = [[] for _ in range(self.stored_count(len(codes)))]

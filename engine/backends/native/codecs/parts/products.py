@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
 
 from polarlm.engine.backends.native.codecs import MOST_QUERIES
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
-from polarlm.engine.backends.native.codecs.parts.packing import BYTES, Packing
+from polarlm.engine.backends.native.codecs.parts.packing import Packing
 from polarlm.engine.jit.lang import F32, I8, I32, Emitter, Value, Values, Variable, largest, round_to, scaled_to, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
@@ -37,14 +35,6 @@ def read_codes(e: Emitter, packing: Packing, address: Value, count: int) -> Iter
             yield from packing.emit(e, start, run, dirty=dirty)
 
 
-def read_low(e: Emitter, packing: Packing, address: Value, count: int) -> Iterator[Value]:
-    """Yields what `Packing.emit_low` gives of `count` vectors, from the beginning of a run, run after run."""
-    for first in range(0, count, packing.run):
-        yield from packing.emit_low(
-            e, address + packing.nbytes(first) if first else address, min(packing.run, count - first)
-        )
-
-
 def store_query(e: Emitter, parts: Values, table: CodeTable, out: Value) -> None:
     """A query, 16 channels per vector, in the order of its prepared form → the prepared form (see `TableKeys`)."""
     integers, top = round_to(e, parts, 127.0)
@@ -53,8 +43,7 @@ def store_query(e: Emitter, parts: Values, table: CodeTable, out: Value) -> None
         total = total + part
         e.store(part.trunc(I8), out, 16 * number)
     e.store(top * (table.scale / 127), out, 16 * len(parts))
-    bias = round(2 * (table.half_step - _bias(e)))  # in halves; a last half is left out
-    e.store((e.sum_lanes(total) * bias).ashr(1), out, 16 * len(parts) + 4)
+    e.store(e.sum_lanes(total) * -_bias(e), out, 16 * len(parts) + 4)
 
 
 def _bias(e: Emitter) -> int:
@@ -82,7 +71,6 @@ def emit_products(
     lookup, multiply = table.emit(e, _bias(e)), e.level.dot4_signed if e.level.signed_dots else e.level.dot4
     each = groups // len(prepared)
     totals: dict[int, list[Variable]] = {}  # of each group of 16 tokens
-    previous: dict[int, Variable] = {}  # the last code vector of each group
 
     def add(first: Value, address: Value, part_queries: Sequence[Values], count: int, own_groups: range) -> None:
         """Add the products of `count` code vectors at `address` with the queries at `part_queries`, of the chosen
@@ -92,14 +80,7 @@ def emit_products(
             if group not in own_groups:
                 continue
             e.keep_order()
-            previous_codes = None
-            if table.flips:
-                word = code[0].bits(_I16)
-                previous_codes = e.same("fshl", word, previous[group].get(), 8).bits(
-                    BYTES
-                )  # each byte is the one before it
-                previous[group].set(word)
-            for channel, value in enumerate(lookup(code, range(width), previous_codes)):
+            for channel, value in enumerate(lookup(code, range(width))):
                 if write is not None:
                     write(first, quad * width + channel, group, value)
                 for query, total in zip(part_queries[group // each], totals[group], strict=True):
@@ -116,8 +97,6 @@ def emit_products(
         for group in own_groups:
             starts = [e.broadcast(query, I32, 16, factor_at + 4) for query in prepared[group // each]]
             totals[group] = [e.variable(start) for start in starts]
-        if table.flips:
-            previous.update({group: e.variable(e.zero(_I16)) for group in own_groups})
         if vectors % code_tile:
             if not first_group:
                 e.prefetch(next_tile, packing.nbytes(vectors))
@@ -145,19 +124,15 @@ def write_values(e: Emitter, values: Value, tokens: int) -> Writer:
     return write
 
 
-def quantize_weights(e: Emitter, weights: Values, factors: Values) -> tuple[list[Value], list[Value]]:
-    """Replace rows of float32 weights by bytes of weight · factor (factors ≥ 0, 16 per vector) → each row's step, and
-    the sum of its bytes, int32.
+def quantize_weights(e: Emitter, weights: Values, factors: Values) -> list[Value]:
+    """Replace rows of float32 weights by bytes of weight · factor (factors ≥ 0, 16 per vector) → each row's step.
 
     Tokens 2i and 2i + 1 have at most 256 together, so that the sum of their products with signed bytes fits an int16.
     """
     rows = [[e.load(row, _F16, 64 * i) * factor for i, factor in enumerate(factors)] for row in weights]
     neighbours = [lane ^ 1 for lane in range(16)]
     tops = [largest(e, [part + e.shuffle(part, part, neighbours) for part in row]) for row in rows]
-    sums = []
     for target, row, top in zip(weights, rows, tops, strict=True):
-        parts = scaled_to(e, row, top, 255.0)
-        for number, part in enumerate(parts):
+        for number, part in enumerate(scaled_to(e, row, top, 255.0)):
             e.store(part.trunc(I8), target, 16 * number)
-        sums.append(e.sum_lanes(reduce(operator.add, parts)))
-    return [top * (1 / 255) for top in tops], sums
+    return [top * (1 / 255) for top in tops]

@@ -37,7 +37,6 @@ from polarlm.engine.backends.native.codecs.parts.products import (
     emit_products,
     quantize_weights,
     read_codes,
-    read_low,
     store_query,
     write_values,
 )
@@ -65,25 +64,20 @@ ChunkEnd = Callable[[Value], None]  # given the chunk whose values have been vis
 
 
 def keys(codec: Codec, block_size: int, head_dim: int) -> TableKeys | None:
-    if not isinstance(codec, PairCodec) or codec.points is None:
-        return None
-    return TableKeys(codec, codec.points, block_size, head_dim)
+    return TableKeys(codec, block_size, head_dim) if isinstance(codec, PairCodec) else None
 
 
 def values(codec: Codec, block_size: int, head_dim: int) -> TableValues | None:
-    if not isinstance(codec, PairCodec) or codec.points is None:
-        return None
-    return TableValues(codec, codec.points, block_size, head_dim)
+    return TableValues(codec, block_size, head_dim) if isinstance(codec, PairCodec) else None
 
 
 class _TableTiles(Tiles):
     _side: str
     by_token: bool  # whether the codes that `emit_pack` reads are contiguous by token
 
-    def __init__(self, codec: PairCodec, points: np.ndarray, block_size: int, head_dim: int) -> None:
-        """points (2^bits, 2 or 1): of pairs, or of single values, two of whose codes form one of the codec's codes."""
-        norms, width = codec.store.norms, points.shape[1]
-        self._table = CodeTable(codec.store.code_bits, points, codec.flips)
+    def __init__(self, codec: PairCodec, block_size: int, head_dim: int) -> None:
+        norms, width = codec.store.norms, codec.store.width
+        self._table = CodeTable(codec.store.code_bits, codec.points)
         self._norm, self._largest = norms.dtype, float(norms.largest)
         self._tokens, self._head_dim = block_size, head_dim
         self._codes = head_dim // width
@@ -140,8 +134,7 @@ class _TableTiles(Tiles):
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
-        points, flips = self._table.points, self._table.flips
-        emit_points(e, block, self._packing, self._section.places, points, [norms], out, scratch, flips=flips)
+        emit_points(e, block, self._packing, self._section.places, self._table.points, [norms], out, scratch)
 
 
 class TableKeys(_TableTiles, KeyTiles):
@@ -155,10 +148,10 @@ class TableKeys(_TableTiles, KeyTiles):
     _side = "keys"
     by_token = False
 
-    def __init__(self, codec: PairCodec, points: np.ndarray, block_size: int, head_dim: int) -> None:
+    def __init__(self, codec: PairCodec, block_size: int, head_dim: int) -> None:
         self._groups, self._factor_at = block_size // 16, -(-head_dim // 16) * 16
         self.query_bytes = -(-(self._factor_at + 8) // 64) * 64
-        super().__init__(codec, points, block_size, head_dim)
+        super().__init__(codec, block_size, head_dim)
 
     def _codes_section(self, stream: Stream) -> Section:
         cuts = (self._groups, 16), (self._codes // 4, 4)
@@ -172,7 +165,7 @@ class TableKeys(_TableTiles, KeyTiles):
     @property
     def byte_order(self) -> ByteOrder | None:
         table = self._table
-        return ByteOrder(self._emit_bytes, table.width, table.scale, table.half_step, self._factor_at)
+        return ByteOrder(self._emit_bytes, table.width, table.scale, self._factor_at)
 
     def _emit_bytes(
         self, e: Emitter, block: Value, next_tile: Value, queries: Values, values: Value
@@ -260,9 +253,7 @@ class TableValues(_TableTiles, ValueTiles):
         self, e: Emitter, norms: Values, weights: Values, sums: Values, visit: Callable[[Visitor, ChunkEnd], None]
     ) -> None:
         """`emit_values` of the bytes that `visit` visits."""
-        steps, counts = quantize_weights(e, weights, norms)
-        factors = [step * self._table.scale for step in steps]
-        half_step_sums = [count.to_float() * self._table.half_step for count in counts]
+        factors = [step * self._table.scale for step in quantize_weights(e, weights, norms)]
         totals = [[e.variable(e.zero(_I16)) for _ in range(self._table.width)] for _ in weights]
 
         def add(place: Place, channels: Sequence[int], values: Iterator[Value]) -> None:
@@ -274,10 +265,8 @@ class TableValues(_TableTiles, ValueTiles):
 
         def finish(chunk: Value) -> None:
             offset = chunk * (4 * self._lanes * self._table.width)
-            for total, factor, target, more in zip(totals, factors, sums, half_step_sums, strict=True):
+            for total, factor, target in zip(totals, factors, sums, strict=True):
                 channels = [self._fold_lanes(e, channel.get()).to_float() for channel in total]
-                if self._table.flips:
-                    channels = [channel + more for channel in channels]
                 self._add_to_sums(e, channels, factor, target + offset)
                 for channel in total:
                     channel.set(e.zero(_I16))
@@ -287,48 +276,29 @@ class TableValues(_TableTiles, ValueTiles):
     def visit(self, e: Emitter, block: Value, next_tile: Value, visitor: Visitor, finish: ChunkEnd) -> None:
         """Look the codes of a tile up, vector by vector, and call `finish` after each chunk."""
         (chunks, width, token_vectors), run = self.shape, self._packing.run
-        flips, lookup = self._table.flips, self._table.emit(e, 0)
-
-        def values(code: list[Value], last: Value | None, channels: Sequence[int]) -> Iterator[Value]:
-            """last: with flips, the same tokens' codes before these."""
-            yield from lookup(code, channels, None if last is None else self._shift_codes(e, code[0], last))
-
+        lookup = self._table.emit(e, 0)
         if token_vectors % run:
             e.prefetch(next_tile, self._norms_at)
-            last: dict[int, Value] = {}
             for at, code in enumerate(read_codes(e, self._packing, block, self._vectors)):
                 own_chunk, number = e.i64(at // token_vectors), at % token_vectors
-                previous = last.get(number, e.zero(code[0].type)) if flips else None
-                visitor(Place(own_chunk, e.i64(0), number), range(width), values(code, previous, range(width)))
-                last[number] = code[0]
+                visitor(Place(own_chunk, e.i64(0), number), range(width), lookup(code, range(width)))
                 if number == token_vectors - 1:
                     finish(own_chunk)
             return
         code_tile = math.lcm(run, 4) if token_vectors % math.lcm(run, 4) == 0 else run
         # Where few registers hold sums, a channel's sums are finished before the next one's.
         turns: list[Sequence[int]] = [[channel] for channel in range(width)] if e.level.keeps_order else [range(width)]
-        no_codes = (
-            e.constant_bytes(bytes(self._packing.nbytes(token_vectors))) if flips else block
-        )  # codes before the first ones
         with e.loop(0, chunks) as chunk:
             start, nbytes = chunk * self._packing.nbytes(token_vectors), self._packing.nbytes(code_tile)
-            previous_chunk = e.select(chunk > 0, block + (start - self._packing.nbytes(token_vectors)), no_codes)
             for channels in turns:
                 with e.loop(0, token_vectors // code_tile) as part:
                     offset = start + part * nbytes
                     if channels[0] == 0:
                         e.prefetch(next_tile + offset, nbytes)
-                    previous_low = read_low(e, self._packing, previous_chunk + part * nbytes, code_tile if flips else 0)
                     for number, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
                         place = Place(chunk, part * code_tile, number)
-                        visitor(place, channels, values(code, next(previous_low, None), channels))
+                        visitor(place, channels, lookup(code, channels))
             finish(chunk)
-
-    def _shift_codes(self, e: Emitter, code: Value, last: Value) -> Value:
-        """The code before each code of a vector; those before the first ones of their tokens are the ends of `last`."""
-        p = self._lanes
-        order = [lane - 1 if lane % p else 16 + lane + p - 1 for lane in range(16)]
-        return e.shuffle(code.bits(_I16), last.bits(_I16), order).bits(code.type)
 
     def _weights(self, e: Emitter, weights: Value, place: int) -> Value:
         """The four weights (bytes) for each lane of vector `place`."""

@@ -232,15 +232,13 @@ class LatentBody(StepBody):
         self._row_sum.add(total_weight)
         return total_weight, larger(*(pair.get() for pair in pairs))
 
-    def _round_weights(self, top: Value) -> Value:
+    def _round_weights(self, top: Value) -> None:
         """Weights → bytes, so that the largest two of tokens 2i and 2i + 1 become 255 together, as
-        `products.quantize_weights` does. Returns the sum of the bytes."""
-        e, inverse, count = self.e, step_inverse(self.e, top, 255.0), self.e.variable(self.e.zero(_WORDS))
+        `products.quantize_weights` does."""
+        e, inverse = self.e, step_inverse(self.e, top, 255.0)
         with e.loop(0, self.spec.block_size, 4) as token:
             parts = [e.round(e.load(self._scores + token * _ROW, _FLOATS, _ROW * i) * inverse) for i in range(4)]
-            count.add(reduce(operator.add, parts))
             e.store(pack_bytes(parts), self._scores + token * (_ROW // 4))
-        return count.get()
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -248,7 +246,7 @@ class LatentBody(StepBody):
         """Add the weighted values of a block of bytes to the sums."""
         e, n = self.e, self.spec.block_size
         total_weight, top = self._weigh(has_norms=True)
-        half = self._round_weights(top).to_float() * order.half_step
+        self._round_weights(top)
         factor = top * (order.scale / 255)
         with e.loop(0, self.spec.head_dim, 8) as first:  # channels of two words
             source, sums = self._block + first * n, self._sums + first * _ROW
@@ -264,7 +262,7 @@ class LatentBody(StepBody):
                     x, old = total.get().to_float(), e.load(sums, _FLOATS, _ROW * channel)
                     if self.spec.mean_bits:
                         old = e.fma(e.broadcast(self._mean + first * 4, F32, LANES, 4 * channel), total_weight, old)
-                    e.store(e.fma(x + half if order.half_step else x, factor, old), sums, _ROW * channel)
+                    e.store(e.fma(x, factor, old), sums, _ROW * channel)
 
     def _add_floats(self, strides: tuple[int, int], count: Value, *, has_mean: bool = False) -> None:
         """Add the weighted values of the first `count` tokens of block to the sums. strides: see `_score_floats`."""

@@ -5,7 +5,6 @@ A row is a channel, its lanes are tokens, 16 per vector. Keys are rounded pair b
 with one norm after another.
 With feedback along tokens, pair j of token t needs the errors of earlier pairs and of earlier tokens: then a row has
 the pairs with the same t + j (`round_skewed`), and rows are rounded in order.
-Codes of `trellis` are searched as paths, four tokens at once (`paths`).
 
 Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector.
 """
@@ -13,7 +12,6 @@ Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector
 from __future__ import annotations
 
 from polarlm.engine.backends.native.kernels.encode.load import ANY, cover, load, measure
-from polarlm.engine.backends.native.kernels.encode.paths import in_token_order, round_to_paths
 from polarlm.engine.backends.native.kernels.encode.rounding import (
     round_all_tokens,
     round_skewed,
@@ -32,9 +30,7 @@ def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
         unit.report(load(unit, LARGEST if encoding.has_metric else ANY))
         (cover if encoding.is_linear else measure)(unit)
         if encoding.tries_norms:
-            round_with_best_norms(unit, round_to_paths if encoding.rounds else round_all_tokens)
-        elif encoding.rounds:
-            round_to_paths(unit)
+            round_with_best_norms(unit)
         elif not encoding.has_metric:
             round_without_feedback(unit)
         elif encoding.along_tokens:
@@ -43,14 +39,12 @@ def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
             round_all_tokens(unit)
         if encoding.has_metric and not encoding.tries_norms:
             write_norms(unit)
-        codes, norms = unit.codes, unit.norms
-        if tiles.by_token and encoding.rounds:
-            codes, norms = in_token_order(unit)
-        elif tiles.by_token:
+        codes = unit.codes
+        if tiles.by_token:
             codes = unit.errors  # reuses the memory of the errors
             write_codes(unit, codes)
         else:
             assert not encoding.along_tokens
-        tiles.emit_pack(unit.e, codes, norms, unit.block.tiles)
+        tiles.emit_pack(unit.e, codes, unit.norms, unit.block.tiles)
 
     return encoder(f"{encoding.name}_{tiles.name}", encoding, write)

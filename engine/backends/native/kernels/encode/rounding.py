@@ -4,33 +4,32 @@ feedback; and the norms that minimise its error metric."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.encode.nearest import search
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, Unit, add_chains
 from polarlm.engine.jit.lang import F32, I32, Emitter, Value, Values, vector
-from polarlm.engine.quantization.encode import TILT_RANGE
+from polarlm.engine.quantization.encode import NORM_FACTORS, TILT_RANGE
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 
 
-def round_with_best_norms(unit: Unit, round_: Callable[[Unit], None]) -> None:
-    """Round with each of `norm_factors` times the RMS; the codes and norms of least cost → `codes` and `norms`."""
+def round_with_best_norms(unit: Unit) -> None:
+    """Round with each of `NORM_FACTORS` times the RMS; the codes and norms of least cost → `codes` and `norms`."""
     e = unit.e
-    factors = e.constant_bytes(np.array(unit.encoding.norm_factors, "<f4").tobytes())
+    factors = e.constant_bytes(np.array(NORM_FACTORS, "<f4").tobytes())
     with unit.vectors() as offset:
         e.store(e.load(unit.norms + offset, _F16), unit.rms + offset)
         e.store(e.constant(_F16, float(np.finfo(np.float32).max)), unit.least + offset)
     _weigh_x(unit)
-    with e.loop(0, len(unit.encoding.norm_factors)) as number:
+    with e.loop(0, len(NORM_FACTORS)) as number:
         factor = e.broadcast(factors + number * 4, F32, LANES)
         with unit.vectors() as offset:
             norm = e.load(unit.rms + offset, _F16) * factor
             e.store(norm, unit.norms + offset)
             e.store(e.select(norm > 0.0, e.constant(_F16, 1.0) / norm, e.zero(_F16)), unit.inverses + offset)
-        round_(unit)
+        round_all_tokens(unit)
         _write_tilted_norms(unit)
         with unit.vectors() as offset:
             cost, least = e.load(unit.costs + offset, _F16), e.load(unit.least + offset, _F16)

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple, Protocol
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.codecs.linear import LinearTable
 from polarlm.engine.codecs.ring import RingTable
-from polarlm.engine.codecs.trellis import TrellisTable
 from polarlm.engine.codecs.turbo import TurboTable
 from polarlm.engine.jit.lang import F32, I8, I16, Emitter, Type, Value, Values, Variable, vector
 from polarlm.engine.jit.lang.records import Int64, Kernel, Pointer, read
 from polarlm.engine.jit.run.workers import SCRATCH
-from polarlm.engine.quantization.encode import NORM_FACTORS, PATH_NORM_FACTORS
 
 LANES = 16
-TABLES = RingTable, TurboTable, LinearTable, TrellisTable  # that kernels round to
+TABLES = RingTable, TurboTable, LinearTable  # that kernels round to
 _F16 = vector(F32, LANES)
 
 ROW_PAD = LANES  # padding (zeros) before and after the coefficients of a row of tokens
@@ -37,8 +35,8 @@ class EncodeArguments(NamedTuple):
 class Block(NamedTuple):
     """The addresses that a unit reads and writes.
 
-    x (N, D) float32 or float16; the error metric's arrays for its KV head, as `Encoding` describes them; the tables of
-    a path search (`paths.PathTables`); then the outputs: a tile, and the fields of the block mean.
+    x (N, D) float32 or float16; the error metric's arrays for its KV head, as `Encoding` describes them;
+    then the outputs: a tile, and the fields of the block mean.
     """
 
     x: Pointer
@@ -47,8 +45,6 @@ class Block(NamedTuple):
     costs: Pointer
     mean_query: Pointer
     token_feedback: Pointer
-    weights: Pointer
-    paths: Pointer
     tiles: Pointer
     mean: Pointer
     mean_scale: Pointer
@@ -69,10 +65,6 @@ class Encoding:
     P rounded up to 16; [k, a, b, j] is the coefficient of channel b of pair j − k for channel a of pair j. along
     (N + 1, N + 32): [m, 16 + i] is the coefficient of token t − m for token t = N − 1 − i. Both are 0 where there is no
     such pair or token.
-
-    rounds: rounds of tokens of a path search, 1 without feedback along tokens; 0 where codes are chosen one by one.
-    With several, along (rounds, N, N / rounds) has the coefficient of each token, in the order of rounds, for the
-    tokens of a round. weights (P,) are the metric's.
     """
 
     bits: int
@@ -83,14 +75,12 @@ class Encoding:
     mean_bits: int
     has_metric: bool = True
     largest: float = math.inf
-    rounds: int = 0
     is_linear: bool = False
     is_fed_back: bool = True
 
     @property
     def name(self) -> str:
-        table = f"paths{self.rounds}_" if self.rounds else "ring" if self.width == 2 else "turbo"
-        table = "linear" if self.is_linear else table
+        table = "linear" if self.is_linear else "ring" if self.width == 2 else "turbo"
         parts = "_tilted" * self.tilted, "_along_tokens" * self.along_tokens, f"_mean{self.mean_bits}"
         alone = "" if self.has_metric else f"_alone{self.largest:.0f}"
         alone += "" if self.is_fed_back else "_forward"
@@ -104,11 +94,7 @@ class Encoding:
     @property
     def leaves_residues(self) -> bool:
         """Whether the residues of errors are the differences of aims and points, which rounding then keeps."""
-        return self.tries_norms and self.is_fed_back and not self.rounds
-
-    @property
-    def norm_factors(self) -> tuple[float, ...]:
-        return PATH_NORM_FACTORS if self.rounds else NORM_FACTORS
+        return self.tries_norms and self.is_fed_back
 
     @property
     def code(self) -> Type:
@@ -136,9 +122,6 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
     arrays = 4 if encoding.has_metric else 2  # (D, N)
     nbytes = (arrays * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
-    if encoding.rounds:
-        round_bytes = (3 * head_dim + 3) * row if encoding.rounds > 1 else 0
-        nbytes += (head_dim + pairs) * 4 * LANES + round_bytes
     if not encoding.along_tokens:
         return nbytes + pairs * row + (7 + pairs) * row * encoding.tries_norms
     rows = encoding.rows(pairs) * (3 * encoding.width + 1) + 3 * (encoding.width + 1)
@@ -151,19 +134,16 @@ def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
     rounding = None if codec is None else codec.rounding
     if not isinstance(rounding, TABLES) or format.block_size % LANES:
         return None
-    feedback = None if metric is None else metric.token_feedback
-    rounds = 0 if not isinstance(rounding, TrellisTable) else 1 if feedback is None else feedback.shape[1]
     encoding = Encoding(
         bits=rounding.code_bits,
         width=rounding.width,
         tokens=format.block_size,
         tilted=metric is not None and metric.tilt_mean is not None,
-        along_tokens=feedback is not None and not rounds,
+        along_tokens=metric is not None and metric.token_feedback is not None,
         mean_bits=0 if side else format.mean_bits,
         has_metric=metric is not None,
         # Without a limit, vectors of `turbo` whose norm overflows get the codes next to 0, as in NumPy.
         largest=float(rounding.norms.largest) if metric is None and not isinstance(rounding, TurboTable) else math.inf,
-        rounds=rounds,
         is_linear=metric is None and isinstance(rounding, LinearTable),
         is_fed_back=metric is None or bool(metric.feedback.any()),
     )
