@@ -47,21 +47,6 @@ class Rounding(Protocol):
         """x (R, width) float32 of unit variance → codes (R,) uint8 or uint16, their points (R, width) float32."""
 
 
-@runtime_checkable
-class PathRounding(Protocol):
-    """A table in which a code's point depends on earlier codes, so that a vector is rounded as a whole."""
-
-    def best_path(
-        self, unit: np.ndarray, feedback: np.ndarray | None = None, weights: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """unit (K, R, D) float32, unit variance → codes (K, R, P) uint8, their points (K, R, D) float32; P = D / width.
-
-        The path has the least weighted sum of squared distances from its targets. For each of K heads: feedback
-        (K, D, D), strictly lower triangular in blocks of `width`: the target of j is x_j + F_j·e_{<j}, with the errors
-        e of earlier codes on the same path. weights (K, P): the weight of each squared distance.
-        """
-
-
 class Codec(ABC):
     """The contract of a codec. N tokens in a block, D values in a vector; `...` stands for any leading dimensions.
 

@@ -5,16 +5,13 @@ norm of the vector. `Codec.encode` takes the nearest points and the norm n = rms
 
 * Error feedback. The error e = x − n·y costs e·M·eᵀ. Block LDL of M turns this into a sum over pairs: squares of
   e_j + F_j·e_{<j}, each in a metric of its own. So pair j takes the point nearest to (x_j + F_j·e_{<j}) / n.
-* A path search (`PathRounding`). It returns the path with the least sum of those squares; each survivor has its own
-  e_{<j}.
 * Error feedback along tokens, for values. Attention weights of neighbouring tokens are correlated, and their errors add
   up in one sum. So token t encodes the target x_t + Σ_{i<t} B_ti·e_i, and e_{<j} above are errors against that target.
-  A path search rounds every fourth token together, in four rounds, which loses a tenth of what this feedback gains.
 * A norm. A value's norm minimizes the cost. A key's norm is tilted: queries that attend to a key lean towards it, to
   the mean w = μ + x·(Σ − μᵀμ) / √D, where Σ and μ are the second moment and the mean of all queries, and the norm
   minimizes e·(Σ + wᵀw)·eᵀ.
-* The best of several norms, for keys: a key is rounded with each of `NORM_FACTORS` times rms(x), the first three in a
-  path search, and the codes are kept that cost least with their tilted norms.
+* The best of several norms, for keys: a key is rounded with each of `NORM_FACTORS` times rms(x), and the codes are
+  kept that cost least with their tilted norms.
 
 Example with two pairs: M = [[I, .9·I], [.9·I, I]] has F_1 = .9·I. The vector x = (.4, 0 | .3, 0) has n = .25, and a
 table with the coordinates 0 and ±4, scaled by n, offers 0 and ±1. Pair 0 takes (0, 0), so e_0 = (.4, 0). Pair 1 aims at
@@ -42,13 +39,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.codecs import Codec, PathRounding, Rounding
+from polarlm.engine.codecs import Codec, Rounding
 from polarlm.engine.codecs.schema.arrays import require_finite
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.quantization.metric import Metric
 
 NORM_FACTORS = 1.0, 0.92, 1.08, 0.85, 1.16  # norms to round with, over the rms; of equal costs the first one counts
-PATH_NORM_FACTORS = NORM_FACTORS[:3]  # a path search takes longer
 
 TILT_RANGE = 0.8, 1.25  # limits of a tilted norm, over the norm of least squares
 
@@ -61,8 +57,8 @@ def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> di
     """Return the codec's fields, (K, B, *shape), of x (K, B, N, D) float32, conditioned and rotated. Raises ValueError
     on NaN or infinity.
 
-    Equal x give equal codes. A block's codes do not depend on the other blocks, except with feedback along tokens or a
-    path search: there the last bits of matrix products may change the code of a value at the edge of a cell.
+    Equal x give equal codes. A block's codes do not depend on the other blocks, except with feedback along tokens:
+    there the last bits of matrix products may change the code of a value at the edge of a cell.
     """
     rounding = codec.rounding
     if metric is None or rounding is None or x.size == 0:
@@ -75,7 +71,7 @@ def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> di
         if metric.tilt_mean is not None:
             codes, norms = _best_of_norms(rounding, rows, metric)
         else:
-            rounded = _round_vectors(rounding, rows, metric, np.ones(1, np.float32))
+            rounded = _round(rounding, rows, metric, np.ones(1, np.float32))
             codes, norms = rounded.codes, _fitted_norms(rounded, metric)
         both = codes.swapaxes(3, 4), norms[..., None]
         encoded.append([_by_block(rows, metric.token_feedback) for rows in both])
@@ -148,43 +144,11 @@ class _RoundedVectors(NamedTuple):
         return self.x - self.errors
 
 
-def _round_vectors(
-    rounding: Rounding | PathRounding, x: np.ndarray, metric: Metric, factors: np.ndarray
-) -> _RoundedVectors:
-    """Round x (K, G, T, R, D). factors (R,) or (1,) float32: norms, over the rms."""
-    if isinstance(rounding, PathRounding):
-        return _search(rounding, x, metric, factors)
-    return _round(rounding, x, metric, factors)
-
-
-def _search(rounding: PathRounding, x: np.ndarray, metric: Metric, factors: np.ndarray) -> _RoundedVectors:
-    """`_round_vectors` to the best paths, one round of tokens after another."""
-    heads, groups, rounds, rows, dim = x.shape
-    norms = np.sqrt(np.square(x).mean(axis=-1)) * factors
-    inverse = _inverse(norms)
-    target, errors, codes = x.copy(), np.empty_like(x), []
-    for number in range(rounds):
-        if number and metric.token_feedback is not None:
-            size = metric.token_feedback.shape[2] * number
-            before = errors[:, :, :number].reshape(heads, groups, size, -1)  # (K, 1, tokens, B·D)
-            correction = metric.token_feedback[:, None, number, :, :size] @ before
-            target[:, :, number] += correction.reshape(heads, groups, rows, dim)
-        unit = target[:, :, number] * inverse[:, :, number, :, None]
-        unit = unit.reshape(heads, -1, dim)
-        code, points = rounding.best_path(unit, metric.feedback, metric.weights)
-        codes.append(code.reshape(heads, groups, rows, -1))
-        values = points.reshape(heads, groups, rows, dim) * norms[:, :, number, :, None]
-        errors[:, :, number] = x[:, :, number] - values
-    by_row = x, target, errors, np.stack(codes, axis=2)
-    return _RoundedVectors._make([*(array.swapaxes(3, 4) for array in by_row), norms])
-
-
-def _best_of_norms(rounding: Rounding | PathRounding, x: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
-    """Round x (K, G, T, R, D) with each of `NORM_FACTORS` or `PATH_NORM_FACTORS` times the rms, all at once → the codes
-    (K, G, T, P, R) of least cost of each vector, and their norms (K, G, T, R)."""
-    count, tried = x.shape[3], PATH_NORM_FACTORS if isinstance(rounding, PathRounding) else NORM_FACTORS
-    factors = np.array(tried, np.float32)
-    rounded = _round_vectors(rounding, np.tile(x, (1, 1, 1, len(factors), 1)), metric, np.repeat(factors, count))
+def _best_of_norms(rounding: Rounding, x: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+    """Round x (K, G, T, R, D) with each of `NORM_FACTORS` times the rms, all at once → the codes (K, G, T, P, R) of
+    least cost of each vector, and their norms (K, G, T, R)."""
+    count, factors = x.shape[3], np.array(NORM_FACTORS, np.float32)
+    rounded = _round(rounding, np.tile(x, (1, 1, 1, len(factors), 1)), metric, np.repeat(factors, count))
     norms, costs = _tilted_norms(rounded, metric)
     best = costs.reshape(*costs.shape[:3], -1, count).argmin(axis=3)
     chosen = best * count + np.arange(count)
@@ -193,7 +157,8 @@ def _best_of_norms(rounding: Rounding | PathRounding, x: np.ndarray, metric: Met
 
 
 def _round(rounding: Rounding, x: np.ndarray, metric: Metric, factors: np.ndarray) -> _RoundedVectors:
-    """`_round_vectors` value by value or pair by pair, a token per round, with error feedback between them and tokens.
+    """Round x (K, G, T, R, D) value by value or pair by pair, a token per round, with error feedback between them and
+    tokens. factors (R,) or (1,) float32: norms, over the rms.
 
     Pair j of token t needs the errors of earlier pairs, and errors of pair j of earlier tokens. So all pairs with the
     same t + j form a wavefront and are rounded together, in T + P − 1 steps. The token axis is reversed inside, so that

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.codecs import PathRounding, Rounding
+from polarlm.engine.codecs import Rounding
 
 _RIDGE = 0.05  # share of the mean diagonal that is added to the diagonal, since statistics are of only 512 tokens
-_PATH_ROUNDS = 4  # rounds in which a path search rounds the tokens of a block
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class Metric:
     feedback: np.ndarray  # (K, D, D) F, strictly block-lower: row block j is F_j
     weights: np.ndarray  # (K, P) cost of a square of e_j + F_j·e_{<j}, averaged over its directions
     tilt_mean: np.ndarray | None  # (K, D) E[q], weighted likewise: norms are tilted; keys only
-    # (1 or K, T, N/T, N) B, values only. Tokens are rounded in T rounds: t, t + T, t + 2T, … together in round t. Rows
-    # are the tokens of round t; columns are all tokens, round after round.
+    # (1 or K, N, 1, N) B, values only. Rows are the tokens in order, columns all tokens.
     token_feedback: np.ndarray | None
 
 
@@ -35,7 +33,7 @@ def key_metric(
     query_mean: np.ndarray,
     scale: np.ndarray,
     rotation: np.ndarray | None,
-    rounding: Rounding | PathRounding,
+    rounding: Rounding,
 ) -> Metric:
     """Return the metric of keys stored as (k / scale) @ rotation: the mean squared change of q·k.
 
@@ -53,7 +51,7 @@ def key_metric(
 def value_metric(
     output_second: np.ndarray,
     rotation: np.ndarray | None,
-    rounding: Rounding | PathRounding,
+    rounding: Rounding,
     token_correlation: np.ndarray | None,
 ) -> Metric:
     """Return the metric of values stored as v @ rotation: the squared change of the layer's output.
@@ -67,12 +65,10 @@ def value_metric(
         second = rotation.T.astype(np.float64) @ second @ rotation
     matrix, token_feedback = _with_ridge(second), None
     if token_correlation is not None:
-        size = token_correlation.shape[-1]
-        rounds = _PATH_ROUNDS if isinstance(rounding, PathRounding) else size
-        order = np.arange(size).reshape(-1, rounds).T.reshape(-1)
-        lag = np.abs(np.subtract.outer(order, order))
-        factor, _ = _block_ldl(_with_ridge(np.atleast_2d(token_correlation).astype(np.float64)[:, lag]), size // rounds)
-        token_feedback = factor.reshape(len(factor), rounds, -1, size)
+        tokens = np.arange(token_correlation.shape[-1])
+        lag = np.abs(np.subtract.outer(tokens, tokens))
+        factor, _ = _block_ldl(_with_ridge(np.atleast_2d(token_correlation).astype(np.float64)[:, lag]), 1)
+        token_feedback = factor[:, :, None]
     return Metric(_float32(matrix), *_block_ldl(matrix, rounding.width), None, token_feedback)
 
 
@@ -88,7 +84,7 @@ def split_layers(metric: Metric, layers: int) -> list[Metric]:
 
 def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
     """Return the metrics of several layers as one, where K is the number of heads of all of them. Either all layers
-    have a metric or none does. All have the same fields and numbers of rounds."""
+    have a metric or none does. All have the same fields."""
     layers = [metric for metric in metrics if metric is not None]
     if len(layers) < 2:
         return metrics[0]
