@@ -154,7 +154,7 @@ def test_what_fitting_the_cache_takes_is_counted(kv_heads: int, head_dim: int, l
     one = LayerShape(codecs.get("ring4"), codecs.get("ring3.5"), kv_heads, head_dim, 8)
     shape = CacheShape(64, (one,) * layers)
     scale = Scale(np.ones((kv_heads, head_dim), np.float32), np.ones(kv_heads, np.float32))
-    statistics = {layer: neutral(kv_heads, head_dim, 64) for layer in range(layers)}
+    statistics = {layer: neutral(kv_heads, head_dim) for layer in range(layers)}
     end_of_compilation()
     tracemalloc.start()
     encode_layers(FULL_ENCODING, shape, [scale] * layers, statistics)

@@ -1,18 +1,15 @@
 // The op `encode_blocks`: quantizes complete blocks. Full-precision records become records of codes, which are chosen
-// as `Codec.encode` chooses them. What has a metric is left to encode_tiles.cu or, where norms are tilted, to
-// encode_keys.cu.
+// as `Codec.encode` chooses them. What has a metric is left to encode_rows.cu.
 //
-// sides (rows, 10): addresses, a SideArrays in each row. The first `keys` rows are keys of a layer, the others values.
+// sides (rows, 7): addresses, a SideArrays in each row. The first `keys` rows are keys of a layer, the others values.
 // jobs int32 (count, 3): row of `sides`, slot of the full-precision record, id of the block. The arrays of a side:
 //   quantized (blocks, K, NBYTES), full (slots, K, bytes)     pools of records
 //   tables                  the codec's
 //   candidates uint16       for codes of pairs: made by engine/backends/cuda/kv/store.py
-// The others are float32, from engine.quantization.metric, each null where the metric does not have it. Only the other
-// two kernels read them:
-//   feedback (K, D, D)      error feedback between channels, transposed: row c has the weights with which the error of
-//                           channel c is added to the others
+// The others are float32, from engine.quantization.metric, each null where the metric does not have it. Only
+// encode_rows.cu reads them, and describes them:
+//   feedback (K, D, D)      error feedback between channels
 //   mean_query (K, D)       by which norms of keys are tilted
-//   token_feedback (N, N)   values only: error feedback between tokens, transposed as above
 //   residues (K, D / 2, 4)  what is left of targets costs
 //
 // Every pair takes the nearest point, every norm is the rms or covers the largest value. Codes, norms and means equal
@@ -20,8 +17,7 @@
 // Grid (count, K), block WARPS · 32, dynamic shared memory RounderMemory::BYTES (x and mean for a codec that is not
 // ROUNDED; none in half precision).
 // DEFINES: TOKENS, tokens of a block that are in shared memory at once: a divisor of N, 16 or a multiple of 32; WARPS;
-// LARGEST, to which values are clipped before rounding; TILT_LOW, TILT_HIGH, least and largest ratio of a tilted norm to
-// the norm of least squares; NORM_FACTORS, a list of floats: norms to round keys with, over the rms.
+// LARGEST, to which values are clipped before rounding with a metric.
 // PRECOND: full-precision records are finite; pools aligned to 128 bytes, other arrays to 16.
 // JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, rounding.cuh.
 

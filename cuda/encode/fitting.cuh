@@ -1,4 +1,4 @@
-// Fits the norms of tokens to what errors cost, once codes are chosen. Part of encode_keys.cu.
+// Fits the norms of tokens to what errors cost, once codes are chosen. Part of encode_rows.cu.
 
 // A norm, and what the errors of its token cost with it.
 struct Fitted {

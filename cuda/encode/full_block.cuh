@@ -8,7 +8,7 @@ struct SideArrays {
     unsigned char *quantized;
     const unsigned char *full, *tables;
     const unsigned short *candidates;
-    const float *feedback, *mean_query, *token_feedback, *residues;
+    const float *feedback, *mean_query, *residues;
 };
 
 // The block and KV head of this CTA. Addresses are computed again at each call, which is cheaper than keeping them in

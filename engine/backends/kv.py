@@ -267,8 +267,8 @@ class KVOps(Protocol):
         """
 
     def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
-        """Encode blocks; keys are centred first. CUDA: encode_keys, encode_tiles and encode_blocks, at
-        most once for each pair of codecs among all caches."""
+        """Encode blocks; keys are centred first. CUDA: encode_rows and encode_blocks, at most
+        once for each pair of codecs among all caches."""
 
     def decode_blocks(self, cache: OwnCache, blocks: Sequence[int]) -> Buffer:
         """A buffer, as a prompt has, of what quantized blocks decode to, in order."""

@@ -58,14 +58,14 @@ def load_or_calibrate(
         )
         return {
             layer: replace(
-                neutral(one.kv_heads, one.head_dim, block_size),
+                neutral(one.kv_heads, one.head_dim),
                 output_second=output_second(_output(ops, weights, layer), one.kv_heads, one.head_dim),
             )
             for layer, one in config.kv_attentions.items()
         }
     key = kept_arrays.digest_key(_FORMAT, block_size, list(ids), fingerprint(ops, config, weights))
     if (arrays := kept_arrays.read(_KIND, key)) is not None:
-        return read_statistics(arrays, config, block_size)
+        return read_statistics(arrays, config)
     say(f"Fitting the KV cache to this model on {len(ids)} tokens of text, once")
     statistics = calibrate(ops, config, weights, ids, block_size, progress)
     kept_arrays.write(_KIND, key, statistics_arrays(statistics), say)
@@ -77,13 +77,13 @@ def statistics_arrays(statistics: Statistics) -> dict[str, np.ndarray]:
     return {f"{layer} {name}": getattr(one, name) for layer, one in statistics.items() for name in _NAMES}
 
 
-def read_statistics(arrays: Mapping[str, np.ndarray], config: ModelConfig, block_size: int) -> Statistics:
+def read_statistics(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Statistics:
     """Return the statistics whose `statistics_arrays` are among these. Raises KeyError or ValueError if some are
-    missing, or are of another model or block size."""
+    missing, or are of another model."""
     statistics: Statistics = {}
     for layer, one in config.kv_attentions.items():
         statistics[layer] = LayerStatistics(*(arrays[f"{layer} {name}"] for name in _NAMES))
-        model = neutral(one.kv_heads, one.head_dim, block_size)
+        model = neutral(one.kv_heads, one.head_dim)
         if any(getattr(statistics[layer], name).shape != getattr(model, name).shape for name in _NAMES):
             raise ValueError("an array has another shape")
     return statistics

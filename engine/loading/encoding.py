@@ -23,7 +23,6 @@ class Encoding:
     smoothing: bool = True  # scale each channel of keys by the spread of keys and queries
     feedback: bool = True  # error feedback along a vector: later pairs make up for the errors of earlier ones
     tilt: bool = True  # weight the norms of keys by the queries that attend to them
-    token_feedback: bool = True  # error feedback along the tokens of a block, in values
     small_means: bool = True  # block means in 8 bits per channel instead of 16
 
 
@@ -104,8 +103,7 @@ def _metrics(
             second = second + _scaled_second(all_heads("output_second"), second)
         k = key_metric(second, all_heads("query_mean"), scales, conditioning[0].key_rotation, rounding)
     if layer.codec_v is not None and layer.codec_v.takes_metric and (rounding := layer.codec_v.rounding) is not None:
-        tokens = np.stack([one.token_correlation for one in statistics]) if encoding.token_feedback else None
-        v = value_metric(all_heads("output_second"), conditioning[0].value_rotation, rounding, tokens)
+        v = value_metric(all_heads("output_second"), conditioning[0].value_rotation, rounding)
     if k is not None and not encoding.tilt:
         k = remove_tilt(k)
     if not encoding.feedback:

@@ -67,7 +67,7 @@ def warm_up_first(
         layer = shape.kv_layers[number]
         if layer not in encodings:
             heads, dim = layer.kv_heads, layer.head_dim
-            statistics = [neutral(heads, dim, shape.block_size)] if is_calibrated(config, shape) else []
+            statistics = [neutral(heads, dim)] if is_calibrated(config, shape) else []
             scale = Scale(np.ones((heads, dim), np.float32), np.ones(heads, np.float32))
             (encodings[layer],) = encode_layer(FULL_ENCODING, layer, [scale], statistics)
     conditioning, metrics = zip(

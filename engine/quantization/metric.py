@@ -1,6 +1,6 @@
 """The error metric e·M·eᵀ of stored vectors, and its block LDL factors, with which an encoder minimizes it in steps.
 
-Letters: K KV heads, G query heads to each, E the model's width, N tokens in a block, D head dim, P = D / width codes.
+Letters: K KV heads, D head dim, P = D / width codes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ class Metric:
     feedback: np.ndarray  # (K, D, D) F, strictly block-lower: row block j is F_j
     weights: np.ndarray  # (K, P) cost of a square of e_j + F_j·e_{<j}, averaged over its directions
     tilt_mean: np.ndarray | None  # (K, D) E[q], weighted likewise: norms are tilted; keys only
-    # (1 or K, N, 1, N) B, values only. Rows are the tokens in order, columns all tokens.
-    token_feedback: np.ndarray | None
 
 
 def key_metric(
@@ -45,31 +43,19 @@ def key_metric(
     second = transform.swapaxes(1, 2) @ query_second.astype(np.float64) @ transform
     mean = (query_mean.astype(np.float64)[:, None] @ transform)[:, 0]
     feedback, weights = _block_ldl(_with_ridge(second), rounding.width)
-    return Metric(_float32(second), feedback, weights, _float32(mean), None)
+    return Metric(_float32(second), feedback, weights, _float32(mean))
 
 
-def value_metric(
-    output_second: np.ndarray,
-    rotation: np.ndarray | None,
-    rounding: Rounding,
-    token_correlation: np.ndarray | None,
-) -> Metric:
+def value_metric(output_second: np.ndarray, rotation: np.ndarray | None, rounding: Rounding) -> Metric:
     """Return the metric of values stored as v @ rotation: the squared change of the layer's output.
 
-    output_second (K, D, D): see `statistics.output_second`; token_correlation (N,), or (L, N) for the heads of L
-    layers: E[p_t p_{t+lag}] of attention inside a block over its value at lag 0, None for no feedback along tokens;
-    rotation and rounding as in `key_metric`.
+    output_second (K, D, D): see `statistics.output_second`; rotation and rounding as in `key_metric`.
     """
     second = output_second.astype(np.float64)
     if rotation is not None:
         second = rotation.T.astype(np.float64) @ second @ rotation
-    matrix, token_feedback = _with_ridge(second), None
-    if token_correlation is not None:
-        tokens = np.arange(token_correlation.shape[-1])
-        lag = np.abs(np.subtract.outer(tokens, tokens))
-        factor, _ = _block_ldl(_with_ridge(np.atleast_2d(token_correlation).astype(np.float64)[:, lag]), 1)
-        token_feedback = factor[:, :, None]
-    return Metric(_float32(matrix), *_block_ldl(matrix, rounding.width), None, token_feedback)
+    matrix = _with_ridge(second)
+    return Metric(_float32(matrix), *_block_ldl(matrix, rounding.width), None)
 
 
 def split_layers(metric: Metric, layers: int) -> list[Metric]:
@@ -93,11 +79,6 @@ def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
         arrays = [getattr(metric, name) for metric in layers]
         if arrays[0] is None:
             return None
-        if name == "token_feedback":  # one for all heads of a layer
-            arrays = [
-                np.broadcast_to(array, (len(metric.matrix), *array.shape[1:]))
-                for array, metric in zip(arrays, layers, strict=True)
-            ]
         return np.concatenate(arrays)
 
     return Metric(*(joined(field.name) for field in fields(Metric)))

@@ -33,12 +33,11 @@ class LayerStatistics:
     query_second: np.ndarray  # (K, D, D) E[qᵀq], weighted by attention
     query_mean: np.ndarray  # (K, D) E[q], weighted by attention
     query_variance: np.ndarray  # (K, D) E[q²], unweighted
-    token_correlation: np.ndarray  # (N,) E[p_t p_{t+lag}] inside blocks, over its value at lag 0; mean over heads
     output_second: np.ndarray  # (K, D, D) see `output_second`
 
 
-def neutral(kv_heads: int, head_dim: int, block_size: int) -> LayerStatistics:
-    """Return statistics without calibration: channels have variance 1; channels and tokens are uncorrelated."""
+def neutral(kv_heads: int, head_dim: int) -> LayerStatistics:
+    """Return statistics without calibration: channels have variance 1 and are uncorrelated."""
     ones = np.ones((kv_heads, head_dim), np.float32)
     identity = np.broadcast_to(np.eye(head_dim, dtype=np.float32), (kv_heads, head_dim, head_dim))
     return LayerStatistics(
@@ -46,7 +45,6 @@ def neutral(kv_heads: int, head_dim: int, block_size: int) -> LayerStatistics:
         query_second=identity,
         query_mean=np.zeros_like(ones),
         query_variance=ones,
-        token_correlation=_by_lag(np.eye(block_size)),
         output_second=identity,
     )
 
@@ -56,7 +54,6 @@ class Head(NamedTuple):
 
     second: np.ndarray  # (D, D) Σ w qᵀq / Σ w
     mean: np.ndarray  # (D,) Σ w q / Σ w
-    token_products: np.ndarray  # (N, N) Σ p_t p_t′ over queries and over blocks but the first
 
 
 def measure(
@@ -78,7 +75,7 @@ def measure(
 
     parallel_map(work, count): returns [work(0), …, work(count − 1)], possibly by threads. Statistics of blocks
     skip an incomplete last block. Attention is float32 and takes O(T²) memory for each head at a time; sums over tokens
-    are float64. FLOPs: O(H·T²·(D + N)). Raises ValueError for fewer tokens than two blocks have.
+    are float64. FLOPs: O(H·T²·D). Raises ValueError for fewer tokens than two blocks have.
     """
     kv_heads, count, dim = k.shape
     heads = q.shape[1]
@@ -96,7 +93,6 @@ def measure(
         query_second=np.array([np.mean([head.second for head in one], axis=0) for one in by_kv_head], np.float32),
         query_mean=np.array([np.mean([head.mean for head in one], axis=0) for one in by_kv_head], np.float32),
         query_variance=q_squares.mean(axis=(0, 2)).astype(np.float32),
-        token_correlation=_by_lag(np.sum([head.token_products for head in measured], axis=0)),
         output_second=output_second(output, kv_heads, dim),
     )
 
@@ -160,12 +156,7 @@ def _measure_head(
         total = len(weights)
     q = q.astype(np.float64)
     weighted = q * (weights / total)[:, None]
-
-    products = np.zeros((block_size, block_size))
-    for first in range(block_size, len(p) // block_size * block_size, block_size):
-        block = p[first:, first : first + block_size]  # rows before it do not see it
-        products += block.T @ block
-    return Head(weighted.T @ q, weighted.sum(axis=0), products)
+    return Head(weighted.T @ q, weighted.sum(axis=0))
 
 
 def _hidden_keys(count: int, window: int | None) -> np.ndarray:
@@ -180,20 +171,3 @@ def _block_variance(k: np.ndarray, block_size: int) -> np.ndarray:
     whole = k[:, block_size : count // block_size * block_size]
     blocks = whole.astype(np.float64).reshape(kv_heads, -1, block_size, dim)
     return blocks.var(axis=2).mean(axis=1)
-
-
-def _by_lag(products: np.ndarray) -> np.ndarray:
-    """Return the means of the diagonals of products (N, N), from the main one up, over the first: (N,) float32.
-
-    If few tokens have most of the attention, the Toeplitz matrix of these means may have negative eigenvalues; then all
-    lags but 0 are scaled down until the least eigenvalue is 0.
-    """
-    lags = np.arange(len(products))
-    means = np.array([np.diagonal(products, lag).mean() for lag in lags])
-    if means[0] == 0:  # all attention is on the first block
-        means[0] = 1
-    means /= means[0]
-    least = np.linalg.eigvalsh(means[np.abs(lags[:, None] - lags)])[0]
-    if least < 0:
-        means[1:] /= 1 - least
-    return means.astype(np.float32)

@@ -234,23 +234,17 @@ def _encoder(kernel: str, cache: Cache, config: LaunchConfig | None) -> Variant:
     return Variant(kernel, config.defines, cache, config.shared)
 
 
-def _encode_keys() -> list[Variant]:
-    """Codes of one byte and of two, of pairs and of values; targets in registers at once and in several parts."""
+def _encode_rows() -> list[Variant]:
+    """Codes of one byte and of two, of pairs and of values; targets in registers at once and in several parts. Keys
+    with tilted norms and with others, and values."""
     shapes = itertools.cycle([(64, 64, 8), (80, 32, 0), (128, 64, 16), (96, 16, 8), (256, 64, 8), (128, 128, 8)])
     types = ("ring4", "ring5", "ring3.5", "turbo2", "ring4+norm16", "ring2.5", "turbo4")
-    caches = [Cache(keys, "f16", *next(shapes)) for keys in 3 * types] + [Cache("ring4", "f16", 128)]
-    return [_encoder("encode_keys", cache, launch_configs.encode_keys(cache.layouts()[0])) for cache in caches]
-
-
-def _encode_tiles() -> list[Variant]:
-    """Values and keys, with whole and half tiles, all tokens at once or some of them."""
-    shapes = itertools.cycle([(128, 64, 8), (64, 64, 16), (80, 32, 0), (256, 64, 8), (96, 16, 8), (128, 128, 8)])
-    types = ("ring3.5", "ring4", "ring5", "turbo4", "ring4+norm16", "ring2.5", "turbo2")
     variants = []
-    for number, name in enumerate(3 * types):
-        values = number % 3 != 2
-        cache = Cache(*(("f16", name) if values else (name, "f16")), *next(shapes))
-        variants.append(_encoder("encode_tiles", cache, launch_configs.encode_tiles(cache.layouts()[values])))
+    for number, name in enumerate([*3 * types, "ring4"]):
+        for values, is_tilted in ((False, True), (number % 3 != 2, False)):
+            cache = Cache(*(("f16", name) if values else (name, "f16")), *next(shapes))
+            config = launch_configs.encode_rows(cache.layouts()[values], is_tilted)
+            variants.append(_encoder("encode_rows", cache, config))
     return variants
 
 
@@ -412,10 +406,7 @@ def _latent() -> dict[str, list[Variant]]:
             if cache.keys == "linear8":  # blocks that are encoded again
                 configs["decode_blocks"] = launch_configs.decode_blocks(keys, values)
             configs["encode_blocks"] = launch_configs.encode_blocks(keys, values)
-            configs |= {
-                "encode_keys": launch_configs.encode_keys(keys),
-                "encode_tiles": launch_configs.encode_tiles(keys),
-            }
+            configs["encode_rows"] = launch_configs.encode_rows(keys, True)
         for kernel, config in configs.items():
             if config is not None:
                 variants.setdefault(kernel, []).append(Variant(kernel, config.defines, cache, config.shared))
@@ -454,8 +445,7 @@ VARIANTS: dict[str, list[Variant]] = {
     ],
     "embed": _all("embed", WEIGHT=_READ),
     "encode_blocks": _encode_blocks(),
-    "encode_keys": _encode_keys(),
-    "encode_tiles": _encode_tiles(),
+    "encode_rows": _encode_rows(),
     "gemm_wide": _gemm_wide(),
     "gemv": _gemv(),
     "gemv_packed": _gemv_packed(),

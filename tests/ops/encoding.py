@@ -29,10 +29,10 @@ class Shape(NamedTuple):
     heads: int = 2
 
 
-def metrics_of(shape: Shape, seed: int = 5, *, along: bool = True, tilted: bool = True) -> list[Metric | None]:
-    """Errors of some directions cost ten times what they cost in others. along: tokens share attention. tilted: the
-    norms of keys depend on the queries. None for codecs that have no use for a metric."""
-    rng, (_, dim, size, _, heads) = np.random.default_rng(seed), shape
+def metrics_of(shape: Shape, seed: int = 5, *, tilted: bool = True) -> list[Metric | None]:
+    """Errors of some directions cost ten times what they cost in others. tilted: the norms of keys depend on
+    the queries. None for codecs that have no use for a metric."""
+    rng, (_, dim, _, _, heads) = np.random.default_rng(seed), shape
     key_rounding, value_rounding = (codecs.get(name).rounding for name in shape.types)
     rotation, spread = np.linalg.qr(rng.standard_normal((dim, dim)))[0], np.geomspace(1, 0.1, dim)
     output = rng.standard_normal((3 * dim, heads, 2, dim)) * spread @ rotation
@@ -43,8 +43,8 @@ def metrics_of(shape: Shape, seed: int = 5, *, along: bool = True, tilted: bool 
         keys = remove_tilt(keys)
     if value_rounding is None:
         return [keys, None]
-    outputs, correlation = output_second(output.reshape(3 * dim, -1), heads, dim), 0.6 ** np.arange(size)
-    return [keys, value_metric(outputs, None, value_rounding, correlation if along else None)]
+    outputs = output_second(output.reshape(3 * dim, -1), heads, dim)
+    return [keys, value_metric(outputs, None, value_rounding)]
 
 
 def vectors(rng: np.random.Generator, shape: Shape, blocks: int, bias: float = 0.5) -> np.ndarray:
@@ -112,15 +112,12 @@ class Case:
                 np.testing.assert_array_equal(bits(fields[name]), bits(array), err_msg=name)
 
     def costs(self, side: int, fields: Fields, mean: Fields) -> np.ndarray:
-        """What the errors of keys (side 0) or values (1) cost by the metric, with those of earlier tokens: (K, B, N)
-        float64. Keys that are tilted cost the queries that lean towards them."""
+        """What the errors of keys (side 0) or values (1) cost by the metric: (K, B, N) float64. Keys that are
+        tilted cost the queries that lean towards them."""
         format, x = self.cache.format, self.x[side].swapaxes(0, 1).astype(np.float64)
         codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
         x = x - read_mean(mean)[..., None, :] if mean and not side else x
         error, matrix = x - codec.decode(fields).astype(np.float64), metric.matrix.astype(np.float64)[:, None]
-        if metric.token_feedback is not None:
-            size = format.block_size
-            error = (np.eye(size) + metric.token_feedback[0].reshape(size, size)) @ error
         cost = (error @ matrix * error).sum(-1)
         if metric.tilt_mean is not None:
             average = metric.tilt_mean.astype(np.float64)[:, None, None]

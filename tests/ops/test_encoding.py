@@ -21,7 +21,7 @@ from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.ring import RINGS, points_of
 from polarlm.engine.quantization.metric import remove_feedback
 from tests.codecs.data import TABLED
-from tests.cuda.emulated import EmulatedDevice, program_of
+from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.programs import Program
 from tests.ops.backends import BEST, CUDA, EVERY_LEVEL, NUMPY, backend_cases, backends
 from tests.ops.encoding import Case, Shape, bits, case_of, edges, metrics_of, vectors
@@ -32,16 +32,13 @@ _BY_REGISTERS = {(one.level.lanes, one.level.registers): one for one in reversed
 FLOAT_LEVELS = [*_BY_REGISTERS.values()][::-1]
 
 
-_MEMORY = {"encode_tiles_kernel": "TileArrays<SIDE, CODEC>", "encode_keys_kernel": "KeyArrays<KeyLayout, KeyCodec>"}
-
-
 @pytest.fixture(autouse=True)
 def _shared_memory_is_as_large_as_is_reckoned_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts do not compile where `launch_configs` has another size."""
 
     def run(self: Any, text: str, kernel: str, grid: Any, block: Any, args: list, shared: int) -> None:
-        if kernel in _MEMORY:
-            text += f'static_assert(sizeof({_MEMORY[kernel]}) == {shared}, "");\n'
+        if kernel == "encode_rows_kernel":
+            text += f'static_assert(sizeof(RowArrays<SIDE, CODEC>) == {shared}, "");\n'
         run_text(self, text, kernel, grid, block, args, shared)
 
     run_text = EmulatedDevice.run
@@ -53,7 +50,7 @@ def use_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int, warps: int = 4) -> 
 
     def config(keys: records.Layout, values: records.Layout) -> LaunchConfig:
         shared = max(launch_configs.encode_bytes(side, tokens) for side in (keys, values))
-        defines = {"WARPS": warps, "TOKENS": tokens, **launch_configs.ROUNDING}
+        defines = {"WARPS": warps, "TOKENS": tokens, **launch_configs.LARGEST}
         return LaunchConfig(defines, 32 * warps, shared)
 
     monkeypatch.setattr(launch_configs, "encode_blocks", config)
@@ -144,9 +141,9 @@ def test_the_engine_s_launch_gives_the_codes_of_numpy(ops: Any, name: str, size:
 
 # -- with a metric, on a GPU ---------------------------------------------------------------------------------------
 
-SMALL = [  # keys are tilted where they are rounded with all norms at once (encode_keys)
+SMALL = [  # keys are tilted where they are rounded with several norms
     (one_sided("ring3.5", True, 32, 32), False),
-    (one_sided("turbo4", True, 24, 32), False),  # codes of single values; half of the last tile of channels
+    (one_sided("turbo4", True, 24, 32), False),  # codes of single values
     (one_sided("ring4", False, 24, 16, 8), False),
     (one_sided("ring4", False, 16, 16, 8), True),
     (one_sided("ring3.5", False, 72, 48, 16), True),  # targets in registers in two parts; three passes
@@ -169,18 +166,16 @@ OF_MODELS = [
 @backends(CUDA)
 @mostly_slow("shape, tilted", SMALL + OF_MODELS, SMALL)
 def test_codes_with_a_metric_on_a_gpu(ops: Any, shape: Shape, tilted: bool) -> None:
-    """Blocks that are rounded in tiles, on tensor cores, and keys that are rounded with all norms at once."""
     ops._device.seed = 2
     x = vectors(np.random.default_rng(0), shape, 1 + (shape.size < 64))
     case_of(ops, shape, x, metrics_of(shape, tilted=tilted)).check_as_good()
 
 
 @backends(CUDA)
-def test_codes_without_either_feedback_on_a_gpu(ops: Any) -> None:
+def test_codes_without_feedback_on_a_gpu(ops: Any) -> None:
     values, keys = one_sided("ring3.5", True, 32, 32), one_sided("ring4", False, 16, 16, 8)
     for shape, metrics in (
-        (values, metrics_of(values, along=False)),
-        *((one, [metric and remove_feedback(metric) for metric in metrics_of(one)]) for one in (values, keys)),
+        (one, [metric and remove_feedback(metric) for metric in metrics_of(one)]) for one in (values, keys)
     ):
         case_of(ops, shape, metrics=metrics).check_as_good()
 
@@ -201,37 +196,11 @@ def test_rounders_have_as_much_shared_memory_as_is_reckoned_with(number: int, na
     codec = codecs.get(name)
     other = codec if "v" in codec.serves else codecs.get("ring4")
     layouts = records.layout(codec, False, size, dim, mean_bits), records.layout(other, True, size, dim)
-    text = source("encode_blocks", *layouts, WARPS=4, TOKENS=tokens, **launch_configs.ROUNDING)
+    text = source("encode_blocks", *layouts, WARPS=4, TOKENS=tokens, **launch_configs.LARGEST)
     for side, layout in zip(("Key", "Value"), layouts, strict=True):
         nbytes = launch_configs.encode_bytes(layout, tokens)
         text += f'static_assert(RounderMemory<{side}Layout, {side}Codec>::BYTES == {nbytes}, "");\n'
     Program(text)
-
-
-class CountingDevice(EmulatedDevice):
-    """wavefronts: of shared memory, of encode_tiles."""
-
-    wavefronts = 0
-
-    def run(self, text: str, kernel: str, grid: Any, block: Any, args: list, shared: int) -> None:
-        if kernel != "encode_tiles_kernel":
-            return super().run(text, kernel, grid, block, args, shared)
-        rows = program_of(text, True).traffic(kernel, grid, block, *args, shared=shared)
-        self.wavefronts += sum(row.used for row in rows if row.is_shared)
-        return None
-
-
-@backends(CUDA)
-def test_lanes_search_for_a_point_in_their_turn_alone(ops: Any) -> None:
-    """What lanes have outside of their turn may be far from all points, as next to tokens that are much longer; then a
-    warp would compare with each point. With all lanes searching it is 11,148 wavefronts of shared memory."""
-    if not isinstance(ops._device, EmulatedDevice):
-        pytest.skip("the emulator counts accesses")
-    device, (shape, _) = CountingDevice(), SMALL[0]
-    x = vectors(np.random.default_rng(0), shape, 1)
-    x[:, :, :, 5] *= 1e-3
-    case_of(type(ops)(device), shape, x, metrics_of(shape)).encode()
-    assert 0 < device.wavefronts < 7500
 
 
 @pytest.mark.parametrize("bits", [*RINGS][:3])
@@ -280,18 +249,18 @@ def compared(case: Case) -> list[tuple[float, float, float]]:
     return results
 
 
-WITH_METRIC = [("ring3.5", 1), ("ring5+norm16", 0), ("turbo3", 1)]
+WITH_METRIC = ["ring3.5", "ring5+norm16", "turbo3"]
 
 
 @backend_cases(
-    "ops name along",
-    [(backend, *of) for backend, of in each(FLOAT_LEVELS or [NUMPY], WITH_METRIC)],
-    slow=[(backend, *of) for backend in FLOAT_LEVELS for of in WITH_METRIC],
+    "ops name",
+    each(FLOAT_LEVELS or [NUMPY], WITH_METRIC),
+    slow=[(backend, name) for backend in FLOAT_LEVELS for name in WITH_METRIC],
 )
-def test_codes_with_a_metric_in_compiled_kernels(ops: Any, name: str, along: int) -> None:
+def test_codes_with_a_metric_in_compiled_kernels(ops: Any, name: str) -> None:
     shape = Shape((name, name), 32, 32, 8)
     x = vectors(np.random.default_rng(1), shape, 4, bias=3)
-    for same, cost, wanted in compared(case_of(ops, shape, x, metrics_of(shape, along=bool(along)))):
+    for same, cost, wanted in compared(case_of(ops, shape, x, metrics_of(shape))):
         assert same >= 0.75
         assert cost == pytest.approx(wanted, rel=0.03)
 
@@ -299,7 +268,7 @@ def test_codes_with_a_metric_in_compiled_kernels(ops: Any, name: str, along: int
 @backend_cases("ops name", each(FLOAT_LEVELS or [NUMPY], ["ring3", "ring5", "turbo4"]))
 def test_without_feedback_codes_are_equal(ops: Any, name: str) -> None:
     shape = Shape((name, name), 40, 48, 16)
-    metrics = [metric and remove_feedback(metric) for metric in metrics_of(shape, along=False)]
+    metrics = [metric and remove_feedback(metric) for metric in metrics_of(shape)]
     x = vectors(np.random.default_rng(1), shape, 3, bias=3)
     assert [same for same, *_ in compared(case_of(ops, shape, x, metrics))] == [1, 1]
 
@@ -312,14 +281,13 @@ def test_without_feedback_codes_are_equal(ops: Any, name: str) -> None:
     st.integers(1, 32),
     st.sampled_from([16, 32, 48, 64, 80]),
     st.sampled_from([0, 8, 16]),
-    st.booleans(),
     st.integers(0, 2**16),
 )
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_shape(k: str, v: str, eighths: int, size: int, mean_bits: int, along: bool, seed: int) -> None:
+def test_any_shape(k: str, v: str, eighths: int, size: int, mean_bits: int, seed: int) -> None:
     shape = Shape((k, v), 8 * eighths, size, mean_bits)
     x = vectors(np.random.default_rng(1), shape, 1, bias=3)
-    for same, cost, wanted in compared(case_of(BEST[0].open(), shape, x, metrics_of(shape, seed, along=along))):
+    for same, cost, wanted in compared(case_of(BEST[0].open(), shape, x, metrics_of(shape, seed))):
         assert same == 1 or cost == pytest.approx(wanted, rel=0.3)
 
 

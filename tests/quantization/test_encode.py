@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -96,10 +96,9 @@ def keys_metric(rounding, heads=2, dim=8):
     return key_metric(second, 0.2 * gaussian(heads, dim, seed=5), smoothing, orthogonal(dim), rounding)
 
 
-def values_metric(rounding, heads=2, dim=8, tokens=16):
+def values_metric(rounding, heads=2, dim=8):
     output = gaussian(24, 2 * heads * dim, seed=6) * 0.8 ** np.arange(2 * heads * dim)
-    along = (0.9 ** np.arange(tokens)).astype(np.float32)
-    return value_metric(output_second(output, heads, dim), orthogonal(dim), rounding, along)
+    return value_metric(output_second(output, heads, dim), orthogonal(dim), rounding)
 
 
 def cost(errors, matrix):
@@ -171,14 +170,14 @@ def test_cost_of_a_value_error_is_its_change_of_the_output(rotated):
     kv_heads, group, dim = 2, 3, 8
     output = gaussian(20, kv_heads * group * dim)
     rotation = orthogonal(dim) if rotated else None
-    metric = value_metric(output_second(output, kv_heads, dim), rotation, rings(), None)
+    metric = value_metric(output_second(output, kv_heads, dim), rotation, rings())
     stored_error = gaussian(kv_heads, 1, dim, seed=2)
     error = stored_error @ rotation.T if rotated else stored_error
     by_head = output.reshape(20, kv_heads, group, dim)
     changes = np.square(np.einsum("ekgd,kd->kge", by_head, error[:, 0])).sum(-1).mean(-1)
     ridge = 0.05 * np.square(by_head).sum((0, 2, 3)) / group / dim
     assert cost(stored_error, metric.matrix) == pytest.approx(changes + ridge * np.square(stored_error).sum((1, 2)))
-    assert metric.tilt_mean is metric.token_feedback is None
+    assert metric.tilt_mean is None
 
 
 def test_the_metrics_of_several_layers_are_those_of_each():
@@ -186,15 +185,14 @@ def test_the_metrics_of_several_layers_are_those_of_each():
     layers, heads, dim = 3, 2, 8
     second, mean = covariance(layers, heads, dim, dim), gaussian(layers, heads, dim)
     scale, rotation = np.exp(gaussian(layers, heads, dim, seed=1)), orthogonal(dim)
-    along = 0.9 ** (np.arange(layers)[:, None] + 1) ** np.arange(16)
     flat = heads * layers, dim
     for rounding in WIDTHS.values():
         keys = key_metric(second.reshape(*flat, dim), mean.reshape(flat), scale.reshape(flat), rotation, rounding)
-        values = value_metric(second.reshape(*flat, dim), rotation, rounding, along)
+        values = value_metric(second.reshape(*flat, dim), rotation, rounding)
         for layer, (k, v) in enumerate(zip(split_layers(keys, layers), split_layers(values, layers), strict=True)):
             single = key_metric(second[layer], mean[layer], scale[layer], rotation, rounding)
             assert_equal_metrics(k, single)
-            assert_equal_metrics(v, value_metric(second[layer], rotation, rounding, along[layer]))
+            assert_equal_metrics(v, value_metric(second[layer], rotation, rounding))
 
 
 def assert_equal_metrics(a: Metric, b: Metric) -> None:
@@ -202,57 +200,35 @@ def assert_equal_metrics(a: Metric, b: Metric) -> None:
         np.testing.assert_array_equal(field, getattr(b, name))
 
 
-@pytest.mark.parametrize("rounding", [rings(), levels()])
-def test_token_feedback_factors_the_correlation_of_attention(rounding):
-    correlation = (0.9 ** np.arange(16)).astype(np.float32)
-    feedback = value_metric(output_second(gaussian(8, 16), 2, 8), None, rounding, correlation).token_feedback
-    assert feedback.shape == (1, 16, 1, 16)
-    lower = np.eye(16) + feedback.reshape(16, 16).astype(np.float64)
-    lag = np.abs(np.subtract.outer(np.arange(16), np.arange(16)))
-    squares = np.linalg.solve(lower.T, np.linalg.solve(lower.T, correlation[lag] + 0.05 * np.eye(16)).T)
-    assert squares == pytest.approx(np.diag(np.diag(squares)), abs=1e-4)
-    assert not np.triu(feedback.reshape(16, 16)).any()
-
-
 # -- encoding against its definition, one vector at a time ---------------------------------------------------------
 
 
 def without(metric, part):
-    """The metric with one part switched off: "feedback", "tilt" or "tokens"."""
-    if part == "feedback":
-        return remove_feedback(metric)
-    return remove_tilt(metric) if part == "tilt" else replace(metric, token_feedback=None)
+    """The metric with one part switched off: "feedback" or "tilt"."""
+    return remove_feedback(metric) if part == "feedback" else remove_tilt(metric)
 
 
-def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
+def by_definition(codec, x, metric, feedback=True, tilt=True):
     """`encode_with_metric` in float64, one vector at a time → codes (K, B, N, P), norms (K, B, N)."""
     *lead, dim = x.shape
-    size, metric = lead[-1], metric if tilt else remove_tilt(metric)
+    metric = metric if tilt else remove_tilt(metric)
     codes, norms = np.zeros((*lead, dim // codec.width), int), np.zeros(lead)
-    along = np.zeros((size, size))
-    if tokens and metric.token_feedback is not None:
-        along = metric.token_feedback.reshape(size, size)
     for head, block in np.ndindex(*lead[:2]):
-        rows = x[head, block].astype(np.float64)
-        target, errors = np.zeros_like(rows), np.zeros_like(rows)
         matrix = metric.matrix[head].astype(np.float64)
         f = metric.feedback[head] if feedback else np.zeros_like(matrix)
-        for t in range(size):
-            u = rows[t]
+        for t, u in enumerate(x[head, block].astype(np.float64)):
             n = np.sqrt(np.mean(u**2))
-            target[t] = u + along[t] @ errors
             if metric.tilt_mean is not None:
                 tried = [rounded_by_definition(codec, u / (f_n * n), f) for f_n in encode.NORM_FACTORS]
                 costs = [tilted_cost(u, y, metric, head) for _, y in tried]
                 code, y = tried[int(np.argmin(costs))]
             else:
-                code, y = rounded_by_definition(codec, target[t] / n, f)
-            errors[t] = u - n * y
+                code, y = rounded_by_definition(codec, u / n, f)
             codes[head, block, t] = code
             norms[head, block, t] = (
                 tilted_norm(u, y, metric, head)
                 if metric.tilt_mean is not None
-                else (max(0, (target[t] @ matrix @ y) / (y @ matrix @ y)))
+                else (max(0, (u @ matrix @ y) / (y @ matrix @ y)))
             )
     return codes, norms
 
@@ -292,7 +268,7 @@ def tilted_norm(u, y, metric, head):
 def test_codes_and_norms_match_the_definition(codec, kind):
     x = gaussian(2, 3, 16, 8, seed=7) * np.exp(gaussian(2, 3, 16, 1, seed=8))
     metric = kind(codec)
-    for off in ("nothing", "feedback", "tilt", "tokens"):
+    for off in ("nothing", "feedback", "tilt"):
         encoded = encode_with_metric(codec, x, metric if off == "nothing" else without(metric, off))
         codes, norms = by_definition(codec, x, metric, **({} if off == "nothing" else {off: False}))
         assert np.array_equal(encoded["codes"], codes), off
@@ -354,7 +330,7 @@ def test_errors_cost_less_than_those_of_plain_encoding(name):
     codec, metrics = codec_and_metrics(name)
     x = gaussian(2, 12, 16, 32)
     for metric in metrics:
-        plain_norms = without(without(metric, "tilt"), "tokens")
+        plain_norms = without(metric, "tilt")
         with_metric = cost(x - codec.decode(encode_with_metric(codec, x, plain_norms)), metric.matrix)
         assert (with_metric < 0.9 * cost(x - codec.decode(codec.encode(x)), metric.matrix)).all()
 

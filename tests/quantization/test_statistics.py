@@ -71,7 +71,6 @@ def reference(
     group = q.shape[1] // kv_heads
     blocks = range(N, tokens - N + 1, N)
     second, mean, variance, key_variance = (np.zeros((kv_heads, *s)) for s in ((dim, dim), (dim,), (dim,), (dim,)))
-    products = np.zeros(N)
     for head in range(q.shape[1]):
         kv, x = head // group, q[:, head]
         p = probabilities(
@@ -81,16 +80,13 @@ def reference(
         second[kv] += sum(w[i] * np.outer(x[i], x[i]) for i in range(tokens)) / sum(w) / group
         mean[kv] += sum(w[i] * x[i] for i in range(tokens)) / sum(w) / group
         variance[kv] += sum(x[i] ** 2 for i in range(tokens)) / tokens / group
-        for lag in range(N):
-            pairs = [p[:, b + t] @ p[:, b + t + lag] for b in blocks for t in range(N - lag)]
-            products[lag] += np.mean(pairs)
     for b in blocks:
         key_variance += np.square(k[:, b : b + N] - k[:, b : b + N].mean(1, keepdims=True)).mean(1) / len(blocks)
     outputs = np.zeros((kv_heads, dim, dim))
     for row in output.astype(np.float64).reshape(-1, q.shape[1], dim):
         for head, weights in enumerate(row):
             outputs[head // group] += np.outer(weights, weights) / group
-    return LayerStatistics(key_variance, second, mean, variance, products / products[0], outputs)
+    return LayerStatistics(key_variance, second, mean, variance, outputs)
 
 
 def assert_close(measured: LayerStatistics, expected: LayerStatistics, rtol: float = 1e-4) -> None:
@@ -126,19 +122,6 @@ def test_a_head_that_attends_only_to_the_first_block_weighs_all_queries_equally(
     k[:, 0] = 1000
     statistics = measure(q, k, projection(q), 1.0, None, N, serial)
     np.testing.assert_allclose(statistics.query_mean[0], q[:, 0].mean(axis=0), rtol=1e-5)
-    np.testing.assert_array_equal(statistics.token_correlation, np.eye(N)[0])
-
-
-def test_token_correlation_is_positive_semidefinite() -> None:
-    # All attention goes to the first and the last token of one block, as far apart as possible.
-    q, k = np.ones((20 * N, 1, 2), np.float32), np.zeros((1, 20 * N, 2), np.float32)
-    k[:, [N, 2 * N - 1]] = 30
-    r = measure(q, k, projection(q), 1.0, None, N, serial).token_correlation.astype(np.float64)
-    lags = np.abs(np.subtract.outer(np.arange(N), np.arange(N)))
-    assert np.linalg.eigvalsh(r[lags])[0] > -1e-6
-    assert r[0] == 1
-    assert 0.5 < r[-1] <= 1
-    np.testing.assert_allclose(r[1:-1], 0, atol=1e-6)
 
 
 def test_refuses_fewer_tokens_than_two_blocks(rng: np.random.Generator) -> None:
@@ -151,7 +134,7 @@ def test_refuses_fewer_tokens_than_two_blocks(rng: np.random.Generator) -> None:
 
 
 def with_variances(keys: np.ndarray, queries: np.ndarray) -> LayerStatistics:
-    plain = neutral(*keys.shape, N)
+    plain = neutral(*keys.shape)
     return replace(plain, key_variance=keys, query_variance=queries)
 
 

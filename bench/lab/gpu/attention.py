@@ -30,7 +30,6 @@ _MEAN_BITS = 8
 _MOST_CALLS = 256
 _SOME_BLOCKS = 7  # fewer than a GPU's processors, with 8 KV heads
 _OUTPUT_ROWS = 512  # rows of the random output projection, for the metrics
-_TOKEN_CORRELATION = 0.9  # correlation of a token's attention weight with the next token's
 _NOTHING = np.zeros(1, np.int32)  # a graph needs an input
 
 
@@ -162,5 +161,4 @@ def random_metrics(sizes: Sizes, codec_k: Codec, codec_v: Codec) -> tuple[Metric
     ones = np.ones((heads, dim), np.float32)
     k = key_metric(second, queries.mean(1), ones, codec_k.rotation(dim), codec_k.rounding)
     output = rng.standard_normal((_OUTPUT_ROWS, config.attention.heads * dim), np.float32)
-    correlation = _TOKEN_CORRELATION ** np.arange(sizes.block_size)
-    return k, value_metric(output_second(output, heads, dim), codec_v.rotation(dim), codec_v.rounding, correlation)
+    return k, value_metric(output_second(output, heads, dim), codec_v.rotation(dim), codec_v.rounding)

@@ -47,8 +47,8 @@ _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
 _GEMV_INPUTS = 256  # inputs that a warp of gemv loads at once
 # Constants of the encoder, as in `engine.quantization.encode`.
-ROUNDING: dict[str, int | float | str] = {
-    "LARGEST": encode.LARGEST,
+LARGEST: dict[str, int | float | str] = {"LARGEST": encode.LARGEST}
+_NORMS: dict[str, int | float | str] = {
     "TILT_LOW": encode.TILT_RANGE[0],
     "TILT_HIGH": encode.TILT_RANGE[1],
     "NORM_FACTORS": ", ".join(f"{factor}f" for factor in encode.NORM_FACTORS),
@@ -183,7 +183,7 @@ def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
             warps = _ENCODE_WARPS - 2 * (tokens < size)
             shared = max(encode_bytes(side, tokens) for side in (keys, values))
             if shared <= room:
-                return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, shared)
+                return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **LARGEST}, WARP * warps, shared)
             if tokens % 64 and tokens != 32:  # a part of a block has 16 tokens or a multiple of 32
                 break
             tokens //= 2
@@ -191,38 +191,24 @@ def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
 
 
 @cache
-def encode_keys(keys: Layout) -> LaunchConfig | None:
-    """The launch of encode_keys; None for a codec that it does not take. Raises ValueError as `encode_blocks`. Shared
-    memory: KeyArrays of `cuda/encode/encode_keys.cu`, whose size `tests/ops/test_encoding.py` compares."""
-    constants, dim, size = keys.record.constants, keys.record.geometry.head_dim, keys.record.geometry.block_size
-    if not keys.record.takes_metric:
+def encode_rows(side: Layout, is_tilted: bool) -> LaunchConfig | None:
+    """The launch of encode_rows for keys or values; None for a codec that it does not take. is_tilted: whether norms
+    are tilted, and the best of several is kept. Raises ValueError as `encode_blocks`. Shared memory: RowArrays of
+    `cuda/encode/encode_rows.cu`, whose size `tests/ops/test_encoding.py` compares."""
+    constants, dim, size = side.record.constants, side.record.geometry.head_dim, side.record.geometry.block_size
+    if not side.record.takes_metric:
         return None
-    points, width, numbers = constants["POINTS"], constants["WIDTH"], 1 + len(encode.NORM_FACTORS)
-    for room, tokens in itertools.product(_rooms(keys), (64, 32, 16)):
+    points, width, numbers = constants["POINTS"], constants["WIDTH"], 1 + len(encode.NORM_FACTORS) if is_tilted else 2
+    name = "Value" if side.record.geometry.values else "Key"
+    for room, tokens in itertools.product(_rooms(side), (64, 32, 16)):
         rows = -(-tokens * numbers // WARP) * WARP
         row_code_bytes = rows * dim // width * (1 if points <= 256 else 2)
         floats = 20 * tokens + points * width + 2 * rows + dim + 3 * size + -(-numbers // 4) * 4
         shared = 4 * floats + max(4 * dim * (tokens + 4), row_code_bytes) + 2 * size * dim // width
         if size % tokens == 0 and shared <= room:
-            return LaunchConfig({"WARPS": rows // WARP, "TOKENS": tokens, **ROUNDING}, rows, shared)
-    raise _too_large(size)
-
-
-@cache
-def encode_tiles(side: Layout) -> LaunchConfig | None:
-    """The launch of encode_tiles; None for a codec that it does not take. Raises ValueError as `encode_blocks`. Shared
-    memory: TileArrays of `cuda/encode/encode_tiles.cu`, whose size `tests/ops/test_encoding.py` compares."""
-    constants, dim, size = side.record.constants, side.record.geometry.head_dim, side.record.geometry.block_size
-    if not side.record.takes_metric:
-        return None
-    name, width = "Value" if side.record.geometry.values else "Key", constants["WIDTH"]
-    sides = {"SIDE": f"{name}Layout", "CODEC": f"{name}Codec", "FULL": f"Full{name}Layout"}
-    for room, warps in itertools.product(_rooms(side), range(min(size // 16, 8), 0, -1)):
-        errors = 4 * max(256 * warps * -(-dim // 16), 20 * dim)
-        floats = 17 * 16 * warps + constants["POINTS"] * width + dim + 4 * size
-        shared = -(-(errors + 4 * floats + 2 * size * dim // width) // 16) * 16
-        if size // 16 % warps == 0 and shared <= room:
-            return LaunchConfig({"WARPS": warps, **sides, **ROUNDING}, WARP * warps, shared)
+            sides = {"SIDE": f"{name}Layout", "CODEC": f"{name}Codec", "FULL": f"Full{name}Layout"}
+            defines = {"WARPS": rows // WARP, "TOKENS": tokens, "TILTED": int(is_tilted), **sides, **LARGEST, **_NORMS}
+            return LaunchConfig(defines, rows, shared)
     raise _too_large(size)
 
 

@@ -100,9 +100,9 @@ def test_loops_over_codes(codec_and_side: tuple[str, str], level: Level) -> None
         assert loop.on_stack <= share(level) * len(loop)
 
 
-def encoder(along_tokens: bool) -> Kernel:
-    encoding = Encoding(8, 2, 64, tilted=not along_tokens, along_tokens=along_tokens, mean_bits="8")
-    return encode(encoding, (tiles.keys, tiles.values)[along_tokens](codecs.get("ring4"), 64, 64))
+def encoder(tilted: bool) -> Kernel:
+    encoding = Encoding(8, 2, 64, tilted=tilted, mean_bits=8)
+    return encode(encoding, (tiles.values, tiles.keys)[tilted](codecs.get("ring4"), 64, 64))
 
 
 OF_FLOATS: dict[str, Callable[[], Kernel]] = {
@@ -111,8 +111,8 @@ OF_FLOATS: dict[str, Callable[[], Kernel]] = {
     ),
     "a prompt": lambda: attend_prompt(Prompt(64)),
     "a prompt of wide heads": lambda: attend_prompt(Prompt(128)),
-    "feedback along channels": lambda: encoder(along_tokens=False),
-    "feedback along tokens": lambda: encoder(along_tokens=True),
+    "rounding of keys": lambda: encoder(tilted=True),
+    "rounding of values": lambda: encoder(tilted=False),
 }
 
 

@@ -56,8 +56,8 @@ class SideArrays(NamedTuple):
 
     quantized: the pool of quantized blocks, a part of `LayerCache.blocks` in a layer of two kinds. full: the pool of
     full-precision records to encode, which each launch sets. tables: the layout's. candidates: see `candidates`. The
-    other arrays are a `Metric`'s: both kinds of feedback are transposed, mean_query is its tilt_mean, residues are
-    in place of its matrix.
+    other arrays are a `Metric`'s: feedback is in tiles, mean_query is its tilt_mean, residues are in place of its
+    matrix.
     """
 
     quantized: Array
@@ -66,7 +66,6 @@ class SideArrays(NamedTuple):
     candidates: Array | None
     feedback: Array | None = None
     mean_query: Array | None = None
-    token_feedback: Array | None = None
     residues: Array | None = None
 
 

@@ -70,8 +70,8 @@ class CacheOps(HeadOps):
         for kind in (format, format.high_precision):
             if kind is not None:
                 keys, values = transfer.layouts(kind)
-                configs = [launch_configs.encode_blocks(keys, values), launch_configs.encode_keys(keys)]
-                configs += [*map(launch_configs.encode_tiles, (keys, values))]
+                configs = [launch_configs.encode_blocks(keys, values), launch_configs.encode_rows(keys, True)]
+                configs += [launch_configs.encode_rows(side, False) for side in (keys, values)]
                 if max(one.shared for one in configs if one) > self._device.shared_memory - launch_configs.SYSTEM_BYTES:
                     raise ValueError(
                         f"Blocks of {format.block_size} latent vectors in {kind.codec_k.name} are too large for the "
@@ -171,13 +171,10 @@ class CacheOps(HeadOps):
         arrays = SideArrays(pool, None, like.tables, like.candidates)
         if metric is None:
             return arrays
-        tokens, block_size = metric.token_feedback, layout.record.geometry.block_size
         factor, residues = residue_costs(metric)
-        feedback = factor.swapaxes(1, 2) if metric.tilt_mean is None else feedback_tiles(factor)
         return arrays._replace(
-            feedback=self._upload(feedback),
+            feedback=self._upload(feedback_tiles(factor)),
             mean_query=self._upload(metric.tilt_mean),
-            token_feedback=self._upload(None if tokens is None else tokens[0].reshape(block_size, block_size).T),
             residues=self._upload(residues),
         )
 
@@ -263,7 +260,7 @@ class CacheOps(HeadOps):
         self.copy_full([cache], [Move(place, KVLocation([Buffer(*quantized)], 0), tokens)])
 
     def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
-        launches: dict[tuple[str, _SomeLayouts, int], list[tuple[int, SideArrays, np.ndarray]]] = {}
+        launches: dict[tuple[str, tuple, _SomeLayouts, int], list[tuple[int, SideArrays, np.ndarray]]] = {}
         for caches, blocks, sources in groups:
             moves = np.array([[source.block for source in sources], blocks], np.int32).T
             for cache in caches:
@@ -273,14 +270,14 @@ class CacheOps(HeadOps):
                         break
                     kind = *_encoder(side, number, cache.layouts), cache.format.kv_heads
                     launches.setdefault(kind, []).append((number, side._replace(full=pool), moves))
-        for (kernel, layouts, heads), rows in launches.items():
+        for (kernel, config_args, layouts, heads), rows in launches.items():
             rows.sort(key=lambda row: row[0])  # keys come first
             numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for *_, moves in rows])
             jobs = np.column_stack([numbers, np.concatenate([moves for *_, moves in rows])])
             args = [Addresses([side for _, side, _ in rows], written=1), self._upload(jobs), heads]
             if kernel == "encode_blocks":
                 args.insert(2, sum(number == 0 for number, *_ in rows))
-            config = getattr(launch_configs, kernel)(*filter(None, layouts))
+            config = getattr(launch_configs, kernel)(*config_args)
             self._launch(kernel, (len(jobs), heads), config, *args, layouts=layouts)
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> PromptBuffer:
@@ -346,16 +343,17 @@ class CacheOps(HeadOps):
         )
 
 
-def _encoder(side: SideArrays, number: int, layouts: Layouts) -> tuple[str, _SomeLayouts]:
-    """The kernel that encodes the keys (number 0) or the values of a layer, and the layouts that it is made for."""
+def _encoder(side: SideArrays, number: int, layouts: Layouts) -> tuple[str, tuple, _SomeLayouts]:
+    """The kernel that encodes the keys (number 0) or the values of a layer, the arguments of its `launch_configs`, and
+    the layouts that it is made for."""
     if side.residues is None:
-        return "encode_blocks", layouts
-    alone = (None, layouts[1]) if number else (layouts[0], None)
-    return "encode_tiles" if side.mean_query is None else "encode_keys", alone
+        return "encode_blocks", layouts, layouts
+    config_args = layouts[number], side.mean_query is not None
+    return "encode_rows", config_args, (None, layouts[1]) if number else (layouts[0], None)
 
 
 def feedback_tiles(factor: np.ndarray) -> np.ndarray:
-    """Return F (K, D, D) as `cuda/encode/encode_keys.cu` has it: uint32 (K, D / 8, D / 8, 8, 4, 2), pairs of halves."""
+    """Return F (K, D, D) as `cuda/encode/encode_rows.cu` has it: uint32 (K, D / 8, D / 8, 8, 4, 2), pairs of halves."""
     heads, groups, high = len(factor), factor.shape[1] // 8, factor.astype(np.float16)
     pairs = np.stack([high, (factor - high.astype(np.float32)).astype(np.float16)]).view(np.uint32)
     return pairs.reshape(2, heads, groups, 8, groups, 4).transpose(1, 4, 2, 3, 5, 0)

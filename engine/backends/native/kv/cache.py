@@ -14,7 +14,7 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import EncodedTiles, KeyTiles, Tiles, ValueTiles, tiles
 from polarlm.engine.backends.native.kernels.attention.matrices import KEYS, MatrixFormat
 from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments, Decoding, decode
-from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, TABLES, Block, EncodeArguments
+from polarlm.engine.backends.native.kernels.encode.unit import TABLES, Block, EncodeArguments
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.lang import Kernel
@@ -69,36 +69,7 @@ def _arrays(metric: Metric) -> dict[str, np.ndarray]:
     if metric.tilt_mean is not None:
         arrays["mean_query"] = metric.tilt_mean
         arrays["matrix"], arrays["costs"] = residue_costs(metric)
-    token_feedback = metric.token_feedback
-    if token_feedback is None:
-        return arrays
-    width = metric.feedback.shape[1] // metric.weights.shape[1]
-    return arrays | {
-        "feedback": diagonals(metric.feedback, width),
-        "token_feedback": diagonals_of_tokens(token_feedback),
-    }
-
-
-def diagonals(feedback: np.ndarray, width: int) -> np.ndarray:
-    """feedback (K, D, D) → (K, P + 1, width, width, P rounded up to 16) float32, as `Encoding` describes it."""
-    heads, dim, _ = feedback.shape
-    pairs = dim // width
-    blocks = feedback.reshape(heads, pairs, width, pairs, width)
-    out = np.zeros((heads, pairs + 1, width, width, -(-pairs // LANES) * LANES), np.float32)
-    for lag in range(1, pairs):
-        rows = np.arange(lag, pairs)
-        out[:, lag, :, :, lag:pairs] = blocks[:, rows, :, rows - lag].transpose(1, 2, 3, 0)
-    return out
-
-
-def diagonals_of_tokens(feedback: np.ndarray) -> np.ndarray:
-    """feedback (K or 1, N, 1, N) → (K or 1, N + 1, N + 32) float32, as `Encoding` describes it."""
-    size = feedback.shape[-1]
-    out = np.zeros((len(feedback), size + 1, size + 2 * ROW_PAD), np.float32)
-    for lag in range(1, size):
-        diagonal = feedback[:, :, 0].diagonal(-lag, axis1=1, axis2=2)  # for tokens lag, …, N − 1
-        out[:, lag, ROW_PAD : ROW_PAD + size - lag] = diagonal[:, ::-1]
-    return out
+    return arrays
 
 
 _TILES = "tiles"

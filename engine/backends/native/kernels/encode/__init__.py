@@ -1,10 +1,8 @@
 """Encoding of blocks with error feedback: the arithmetic of `engine.quantization.encode`, one unit per block and KV
 head.
 
-A row is a channel, its lanes are tokens, 16 per vector. Keys are rounded pair by pair, all tokens of the block at once,
-with one norm after another.
-With feedback along tokens, pair j of token t needs the errors of earlier pairs and of earlier tokens: then a row has
-the pairs with the same t + j (`round_skewed`), and rows are rounded in order.
+A row is a channel, its lanes are tokens, 16 per vector. Vectors are rounded pair by pair, all tokens of the block at
+once, keys with one norm after another.
 
 Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector.
 """
@@ -14,7 +12,6 @@ from __future__ import annotations
 from polarlm.engine.backends.native.kernels.encode.load import ANY, cover, load, measure
 from polarlm.engine.backends.native.kernels.encode.rounding import (
     round_all_tokens,
-    round_skewed,
     round_with_best_norms,
     round_without_feedback,
     write_codes,
@@ -33,8 +30,6 @@ def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
             round_with_best_norms(unit)
         elif not encoding.has_metric:
             round_without_feedback(unit)
-        elif encoding.along_tokens:
-            round_skewed(unit)
         else:
             round_all_tokens(unit)
         if encoding.has_metric and not encoding.tries_norms:
@@ -43,8 +38,6 @@ def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
         if tiles.by_token:
             codes = unit.errors  # reuses the memory of the errors
             write_codes(unit, codes)
-        else:
-            assert not encoding.along_tokens
         tiles.emit_pack(unit.e, codes, unit.norms, unit.block.tiles)
 
     return encoder(f"{encoding.name}_{tiles.name}", encoding, write)

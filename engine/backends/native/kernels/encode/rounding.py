@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.encode.nearest import search
-from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, Unit, add_chains
+from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
 from polarlm.engine.jit.lang import F32, I32, Emitter, Value, Values, vector
 from polarlm.engine.quantization.encode import NORM_FACTORS, TILT_RANGE
 
@@ -89,119 +89,19 @@ def round_without_feedback(unit: Unit) -> None:
             e.store(nearest.codes, unit.codes + pair * unit.row + offset)
 
 
-def round_skewed(unit: Unit) -> None:
-    """Round with feedback along tokens → `codes`; targets (x plus that feedback) → `x`, and their errors → `errors`.
-
-    Rows are skewed: row d has pair j of token d − j in lane j. All cells of a row are rounded at once. They
-    need errors of earlier rows: the error of pair j − k of the same token is in row d − k, lane j − k; the
-    error of pair j of token t − m is in row d − m, lane j.
-    """
-    e, width, row_bytes = unit.e, unit.width, unit.row_of_lanes * unit.width
-    nearest_to = search(e, unit.encoding.bits, unit.width)
-    pad = row_bytes + unit.row_of_lanes  # zeros that are read for rows and lanes before the first
-    nbytes = row_bytes * unit.encoding.rows(unit.pairs) + pad
-    targets, errors, target_errors = (unit.allocate(nbytes) + pad for _ in range(3))
-    unit.clear(targets + -pad, nbytes * 3)
-    _skew(unit, unit.x, targets)
-    norms, inverses = _reverse(unit, unit.norms), _reverse(unit, unit.inverses)
-    axes = [unit.row_of_lanes * axis for axis in range(width)]
-    with e.loop(0, unit.encoding.rows(unit.pairs)) as row:
-        first = e.imax(row - (unit.tokens - 1), 0) // LANES * LANES
-        with e.loop(first, e.imin(row + 1, unit.pairs), LANES) as pair:
-            token = row - pair  # the first lane's token; each next lane has the one before it
-            start = row_bytes * row + pair * 4
-            places = [start + axis for axis in axes]
-            xs = [e.load(targets + place, _F16) for place in places]
-            from_tokens = _from_tokens(unit, errors + start, token)
-            own_targets = [x + total for x, total in zip(xs, from_tokens, strict=True)]
-            from_pairs = _from_pairs(unit, target_errors + start, row, pair)
-            token_at = (-token + (ROW_PAD + unit.tokens - 1)) * 4
-            inverse, norm = e.load(inverses + token_at, _F16), e.load(norms + token_at, _F16)
-            nearest = nearest_to([(x + total) * inverse for x, total in zip(own_targets, from_pairs, strict=True)])
-            e.store(nearest.codes, unit.codes + unit.row_of_lanes * row + pair * 4)
-            lane = e.splat(token.trunc(I32), LANES) - e.constant(_I16, tuple(range(LANES)))
-            exists = (lane >= 0) & (lane < unit.tokens)
-            for place, x, target, point in zip(places, xs, own_targets, nearest.points, strict=True):
-                for array, error in ((errors, x - point * norm), (target_errors, target - point * norm)):
-                    e.store(e.select(exists, error, e.zero(_F16)), array + place)
-                e.store(target, targets + place)
-    _skew(unit, targets, unit.x, back=True)
-    _skew(unit, target_errors, unit.errors, back=True)
-
-
-def _reverse(unit: Unit, numbers: Value) -> Value:
-    """Numbers (N,) float32 of tokens → the address of ROW_PAD zeros, the numbers in reverse order, ROW_PAD zeros."""
-    e, out = unit.e, unit.allocate(unit.row + 8 * ROW_PAD)
-    unit.clear(out, e.i64(unit.row + 8 * ROW_PAD))
-    with unit.vectors() as offset:
-        value = e.load(numbers + offset, _F16)
-        e.store(e.shuffle(value, value, range(LANES - 1, -1, -1)), out + unit.row + -offset)
-    return out
-
-
-def _from_tokens(unit: Unit, errors: Value, token: Value) -> list[Value]:
-    """Error feedback from earlier tokens to 16 cells. errors: address of these cells; token: the first cell's."""
-    e, width, diagonal = unit.e, unit.width, 4 * unit.tokens + 8 * ROW_PAD
-    sums = [[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(width)]
-    coefficients = unit.block.token_feedback + (-token + (ROW_PAD + unit.tokens - 1)) * 4
-    with e.loop(1, e.imin(token + 1, e.i64(unit.tokens)), 2) as lag:
-        factors = coefficients + lag * diagonal
-        for step in (0, 1):
-            factor = e.load(factors, _F16, step * diagonal)
-            source = errors + -((lag + step) * width) * unit.row_of_lanes
-            for axis, by_step in enumerate(sums):
-                error = e.load(source + unit.row_of_lanes * axis, _F16)
-                by_step[step].set(e.fma(factor, error, by_step[step].get()))
-    return [add_chains(by_step) for by_step in sums]
-
-
-def _from_pairs(unit: Unit, errors: Value, row: Value, pair: Value) -> list[Value]:
-    """Error feedback from earlier pairs of their tokens to 16 cells. errors: their address; pair: the first cell's."""
-    e, width, diagonal = unit.e, unit.width, unit.row_of_lanes
-    sums = [[e.variable(e.zero(_F16)) for _ in range(2 * width)] for _ in range(width)]
-    coefficients = unit.block.feedback + pair * 4
-    lags = e.imin(e.imin(pair + (LANES - 1), unit.pairs - 1), row)
-    with e.loop(1, lags + 1, 2) as lag:
-        for step in (0, 1):
-            back = -(lag + step)
-            source = errors + (diagonal * width * back + back * 4)
-            factors = coefficients + diagonal * (width * width) * (lag + step)
-            for axis in range(width):
-                error = e.load(source + diagonal * axis, _F16)
-                for target_axis, chains in enumerate(sums):
-                    factor = e.load(factors + diagonal * (target_axis * width + axis), _F16)
-                    chain = chains[2 * axis + step] if width > 1 else chains[step]
-                    chain.set(e.fma(factor, error, chain.get()))
-    return [add_chains(chains) for chains in sums]
-
-
-def _skew(unit: Unit, source: Value, target: Value, *, back: bool = False) -> None:
-    """Rows of channels (D, N) → skewed rows; with `back`, the inverse."""
-    e, step = unit.e, unit.row_of_lanes * unit.width
-    with e.loop(0, unit.pairs) as pair, e.loop(0, unit.tokens, LANES) as token:
-        for axis in range(unit.width):
-            plain = pair * unit.row_of_pairs + token * 4 + axis * unit.row
-            skewed = step * (pair + token) + pair * 4 + unit.row_of_lanes * axis
-            for _ in range(LANES):
-                e.store(e.load(source + (skewed if back else plain), F32), target + (plain if back else skewed))
-                plain, skewed = plain + 4, skewed + step
-
-
 def write_codes(unit: Unit, out: Value) -> None:
     """Transpose the codes in the rows of `codes` → (N, P) at `out`, uint8, or uint16 for ten bits."""
     e, size = unit.e, unit.encoding.code.width // 8
-    row = unit.row_of_lanes + 4 if unit.encoding.along_tokens else e.i64(unit.row)  # bytes from pair to pair
-    step = unit.row_of_lanes if unit.encoding.along_tokens else 4  # bytes from token to token
     with e.loop(0, unit.tokens) as token:
-        source, target = unit.codes + token * step, out + token * unit.pairs * size
+        source, target = unit.codes + token * 4, out + token * unit.pairs * size
         with e.loop(0, unit.pairs, 4) as pair:
             for number in range(4):
-                code = e.load(source + row * (pair + number), I32)
+                code = e.load(source + (pair + number) * unit.row, I32)
                 e.store(code.trunc(unit.encoding.code), target + pair * size, number * size)
 
 
 def write_norms(unit: Unit) -> None:
-    """Replace `norms` by norms of least cost, given the targets in `x` and their errors in `errors`, overwritten."""
+    """Replace `norms` by norms of least cost, given the errors of `x` in `errors`, overwritten."""
     e = unit.e
     _decode(unit)
     _multiply(unit, unit.x, unit.metric_x)

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.codecs.linear import LinearTable
@@ -21,8 +21,6 @@ from polarlm.engine.jit.run.workers import SCRATCH
 LANES = 16
 TABLES = RingTable, TurboTable, LinearTable  # that kernels round to
 _F16 = vector(F32, LANES)
-
-ROW_PAD = LANES  # padding (zeros) before and after the coefficients of a row of tokens
 
 
 class EncodeArguments(NamedTuple):
@@ -44,7 +42,6 @@ class Block(NamedTuple):
     matrix: Pointer
     costs: Pointer
     mean_query: Pointer
-    token_feedback: Pointer
     tiles: Pointer
     mean: Pointer
     mean_scale: Pointer
@@ -57,21 +54,15 @@ class Encoding:
     bits: bits of a code. width: values per code, 2 for `ring`, 1 for `turbo` and `linear`. tokens: N, a multiple of 16.
     tilted: norms are tilted, by `mean_query` (D,) and the residues of errors, which `matrix` (D, D) makes and which
     cost `costs` (D / 2, 4), as of `residue_costs`; else they are fitted, by the metric's `matrix`. is_fed_back: errors
-    of earlier pairs change what the next ones aim at. along_tokens: whether there is feedback along tokens. mean_bits:
-    bits of the block mean that is subtracted; 0 for none. has_metric: if False, codes name the nearest points, and
-    norms are the RMS, at most `largest`; of `linear` (`is_linear`) those that cover the largest value.
-
-    feedback (D, D): the metric's. With feedback along tokens it has diagonals: (P + 1, width, width, P') float32, P' =
-    P rounded up to 16; [k, a, b, j] is the coefficient of channel b of pair j − k for channel a of pair j. along
-    (N + 1, N + 32): [m, 16 + i] is the coefficient of token t − m for token t = N − 1 − i. Both are 0 where there is no
-    such pair or token.
+    of earlier pairs change what the next ones aim at, by the metric's feedback (D, D). mean_bits: bits of the block
+    mean that is subtracted; 0 for none. has_metric: if False, codes name the nearest points, and norms are the RMS, at
+    most `largest`; of `linear` (`is_linear`) those that cover the largest value.
     """
 
     bits: int
     width: int
     tokens: int
     tilted: bool
-    along_tokens: bool
     mean_bits: int
     has_metric: bool = True
     largest: float = math.inf
@@ -81,7 +72,7 @@ class Encoding:
     @property
     def name(self) -> str:
         table = "linear" if self.is_linear else "ring" if self.width == 2 else "turbo"
-        parts = "_tilted" * self.tilted, "_along_tokens" * self.along_tokens, f"_mean{self.mean_bits}"
+        parts = "_tilted" * self.tilted, f"_mean{self.mean_bits}"
         alone = "" if self.has_metric else f"_alone{self.largest:.0f}"
         alone += "" if self.is_fed_back else "_forward"
         return f"encode_{table}{self.bits}_{self.tokens}{''.join(parts)}{alone}"
@@ -89,7 +80,7 @@ class Encoding:
     @property
     def tries_norms(self) -> bool:
         """Whether vectors are rounded with several norms."""
-        return self.has_metric and self.tilted and not self.along_tokens
+        return self.has_metric and self.tilted
 
     @property
     def leaves_residues(self) -> bool:
@@ -99,10 +90,6 @@ class Encoding:
     @property
     def code(self) -> Type:
         return I16 if self.bits > 8 else I8
-
-    def rows(self, pairs: Any) -> Any:
-        """Rows that are rounded in order: P, or P + N − 1 with feedback along tokens."""
-        return pairs + (self.tokens - 1) if self.along_tokens else pairs
 
 
 class PackedTiles(Protocol):
@@ -122,10 +109,7 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
     arrays = 4 if encoding.has_metric else 2  # (D, N)
     nbytes = (arrays * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
-    if not encoding.along_tokens:
-        return nbytes + pairs * row + (7 + pairs) * row * encoding.tries_norms
-    rows = encoding.rows(pairs) * (3 * encoding.width + 1) + 3 * (encoding.width + 1)
-    return nbytes + rows * (-(-pairs // LANES) * 4 * LANES) + 2 * (row + 8 * ROW_PAD)
+    return nbytes + pairs * row + (7 + pairs) * row * encoding.tries_norms
 
 
 def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
@@ -139,7 +123,6 @@ def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
         width=rounding.width,
         tokens=format.block_size,
         tilted=metric is not None and metric.tilt_mean is not None,
-        along_tokens=metric is not None and metric.token_feedback is not None,
         mean_bits=0 if side else format.mean_bits,
         has_metric=metric is not None,
         # Without a limit, vectors of `turbo` whose norm overflows get the codes next to 0, as in NumPy.
@@ -160,15 +143,12 @@ class Unit:
         self.row = 4 * self.tokens  # bytes
         self.row_of_pairs = self.width * self.row
         self.pairs = self.dim // self.width
-        self.row_of_lanes = (self.pairs * 4 + 63) & -64  # bytes of a skewed row of one channel of all pairs
         self.scratch = scratch
         self.target_of_pair = self.allocate(self.row_of_pairs)
         self.norms, self.inverses = self.allocate(self.row), self.allocate(self.row)
         self.x = self.allocate(self.dim * self.row)  # (D, N)
         self.errors = self.allocate(self.dim * self.row)  # (D, N)
-        self.codes = self.allocate(
-            encoding.rows(self.pairs) * self.row_of_lanes if encoding.along_tokens else self.pairs * self.row
-        )
+        self.codes = self.allocate(self.pairs * self.row)
         self.mean = self.allocate(self.dim * 4)
         if encoding.has_metric:
             self.metric_x, self.metric_errors = (self.allocate(self.dim * self.row) for _ in range(2))  # (D, N)
@@ -243,7 +223,7 @@ def plain_encoder(
     """The kernel that encodes keys (side 0) or values (1) for codecs without an error metric into the tiles `name`, as
     `write` emits it for a block; None if scratch is too small."""
     mean_bits = 0 if side else format.mean_bits
-    encoding = Encoding(bits, 1, format.block_size, tilted=False, along_tokens=False, mean_bits=mean_bits)
+    encoding = Encoding(bits, 1, format.block_size, tilted=False, mean_bits=mean_bits)
     if scratch_bytes(encoding, format.head_dim) > SCRATCH:
         return None
     return encoder(f"encode_mean{mean_bits}_{name}", encoding, write)

@@ -1,13 +1,14 @@
-// Part of the op `encode_blocks`: keys with tilted norms, the best of several, on tensor cores. Codes are chosen as in
-// engine/quantization/encode.py; encode_tiles.cu takes values and other norms, encode_blocks.cu what has no metric.
+// Part of the op `encode_blocks`: keys or values with a metric, with one norm or the best of several, on tensor cores.
+// Codes are chosen as in engine/quantization/encode.py; encode_blocks.cu takes what has no metric.
 //
-// sides, jobs: as encode_blocks.cu lists them, of keys alone. It reads of the arrays of a metric: mean_query; and
+// sides, jobs: as encode_blocks.cu lists them, of one side alone. It reads of the arrays of a metric: mean_query where
+// norms are tilted; and
 //   feedback __half (K, D / 8, D / 8, 32, 2, 2)  F in tiles of 8 × 8: those from group i of channels to group j. Lane
 //                                                4g + t has the weights from channels 2t, 2t + 1 to channel g, high
 //                                                parts, then low ones
 //   residues (K, D / 2, 4)                       of two channels: what the residue of the first one costs, both
 //                                                together, the second one; the ridge, which these costs contain,
-//                                                negative if errors are not fed back
+//                                                negative (or −0) if errors are not fed back
 //
 // A row is a token rounded with one of the norms, or not at all: number 0. A warp has 32 rows, two tiles of 16 tokens,
 // as mma.m16n8k16 has its sums: lane 4g + t has, of each group of 8 channels, pair t of rows g and g + 8 of both tiles.
@@ -17,19 +18,23 @@
 //
 // The cost of errors follows from the residues r = e + F·e, the differences of targets and rounded values: M +
 // ridge · I is (I + F)ᵀ · diagonal · (I + F), so a·Me is a sum over pairs of the residues of a and of e, in the blocks
-// of the diagonal, less the ridge. The token itself is the error of number 0.
+// of the diagonal, less the ridge. The token itself is the error of number 0. Without a tilt there is no ridge, and the
+// norm of least cost is a·My / y·My, y = a − e.
 //
-// Grid (count, K), block WARPS · 32, dynamic shared memory sizeof(KeyArrays).
-// DEFINES: as encode_blocks.cu; TOKENS, 16, 32 or 64, a divisor of N; WARPS · 32 >= TOKENS · (1 + the number of norms).
+// Grid (count, K), block WARPS · 32, dynamic shared memory sizeof(RowArrays).
+// DEFINES: LARGEST as encode_blocks.cu; SIDE, KeyLayout or ValueLayout, CODEC and FULL, the codec and the layout of its
+// full-precision records; TILTED, whether norms are; TILT_LOW, TILT_HIGH, least and largest ratio of a tilted norm to
+// the norm of least squares; NORM_FACTORS, a list of floats, the norms to round with, over the rms: if TILTED all are
+// tried, else the first one; TOKENS, 16, 32 or 64, a divisor of N; WARPS · 32 >= TOKENS · (1 + the number of norms).
 // PRECOND: D a multiple of 8; as encode_blocks.cu.
 // JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, fitting.cuh.
 
 constexpr float ALL_FACTORS[] = {NORM_FACTORS};
-constexpr int NUMBERS = 1 + sizeof ALL_FACTORS / sizeof *ALL_FACTORS;
+constexpr int NUMBERS = 1 + (TILTED ? sizeof ALL_FACTORS / sizeof *ALL_FACTORS : 1);
 
 // Shared memory.
 template <class L, class Codec>
-struct KeyArrays {
+struct RowArrays {
     static constexpr int CODES = L::D / Codec::WIDTH, ROWS = WARPS * 32, STRIDE = TOKENS + 4;
 
     float4 residues[2][TOKENS / 16][32];  // a token's, in this group of channels and the one before
@@ -62,9 +67,9 @@ struct Split {
 };
 
 template <class L, class Codec, class Block>
-struct KeyRounder {
-    using Arrays = KeyArrays<L, Codec>;
-    static constexpr int D = L::D, W = Codec::WIDTH, GROUPS = D / 8, SUMS = 5;
+struct RowRounder {
+    using Arrays = RowArrays<L, Codec>;
+    static constexpr int D = L::D, W = Codec::WIDTH, GROUPS = D / 8, SUMS = TILTED ? 5 : 2;
     // Groups of targets in registers: at most 8, of single values, whose rounding needs more of them, at most 6.
     static constexpr int MOST = W == 2 ? 8 : 6, PARTS = (GROUPS + MOST - 1) / MOST, HELD = (GROUPS + PARTS - 1) / PARTS;
     static_assert(Arrays::ROWS >= NUMBERS * TOKENS, "");
@@ -76,7 +81,7 @@ struct KeyRounder {
     float factor, inverse;         // the norm that the row is rounded with, over the token's rms
     float sums[4][SUMS];           // see add_costs
 
-    __device__ __forceinline__ KeyRounder(unsigned char *shared, const Block &block)
+    __device__ __forceinline__ RowRounder(unsigned char *shared, const Block &block)
         : arrays(*reinterpret_cast<Arrays *>(shared)), block(block), lane(threadIdx.x % 32), t(lane % 4),
           four(lane - t), row(threadIdx.x / 32 * 32 + t * 8 + lane / 4) {}
 
@@ -121,12 +126,21 @@ struct KeyRounder {
         if constexpr (L::MEAN_BITS != 0) load_cell(mean, arrays.mean + 8 * group + 2 * t);
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const int i = first / 16 + place_of(r / 2), chunk = i / L::PT * L::TILES + group / 2 * L::PT + i % L::PT;
-            const float over_rms = arrays.inverses[16 * i + lane / 4 + r % 2 * 8];
-            const unsigned *words = reinterpret_cast<const unsigned *>(block.full()) + (chunk * 32 + lane) * 4;
-            const __half2 pair = as_half2(__ldg(words + group % 2 + r % 2 * 2));
-            x[r / 2][r % 2 * 2] = fminf(fmaxf(__low2float(pair) - mean[0], -LARGEST), LARGEST) * over_rms;
-            x[r / 2][r % 2 * 2 + 1] = fminf(fmaxf(__high2float(pair) - mean[1], -LARGEST), LARGEST) * over_rms;
+            const int i = first / 16 + place_of(r / 2), token = 16 * i + lane / 4 + r % 2 * 8;
+            float pair[2];
+            if constexpr (L::VALUES) {
+#pragma unroll
+                for (int c = 0; c < 2; ++c) pair[c] = full_value<L>(block.full(), token, 8 * group + 2 * t + c);
+            } else {
+                const int chunk = i / L::PT * L::TILES + group / 2 * L::PT + i % L::PT;
+                const unsigned *words = reinterpret_cast<const unsigned *>(block.full()) + (chunk * 32 + lane) * 4;
+                const __half2 both = as_half2(__ldg(words + group % 2 + r % 2 * 2));
+                pair[0] = __low2float(both), pair[1] = __high2float(both);
+            }
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                x[r / 2][r % 2 * 2 + c] =
+                    fminf(fmaxf(pair[c] - mean[c], -LARGEST), LARGEST) * arrays.inverses[token];
         }
     }
 
@@ -181,7 +195,7 @@ struct KeyRounder {
     // Rounds the pairs, or values, of a group, and adds up what their errors cost.
     __device__ __forceinline__ Split round_group(float (&target)[2][4], int group) {
         const Nearest<Codec> nearest{arrays.points, block.side->candidates};
-        const bool is_fed_back = cost_at(0).w >= 0.0f;
+        const bool is_fed_back = __float_as_uint(cost_at(0).w) >> 31 == 0;
         const uint2 inside = tile(group, group);
         float x[2][4], errors[2][4];
         load(x, group);
@@ -214,7 +228,8 @@ struct KeyRounder {
         return Split(errors);
     }
 
-    // Adds up for each row: e·Me and a·Me, with the ridge; e·e, a·e, e·mean_query.
+    // Adds up for each row: where norms are tilted e·Me and a·Me, with the ridge; e·e, a·e, e·mean_query. Else y·My and
+    // a·My, y the points.
     __device__ __forceinline__ void add_costs(const float (&errors)[2][4], const float (&residues)[2][4],
                                               const float (&x)[2][4], int group) {
 #pragma unroll
@@ -225,17 +240,22 @@ struct KeyRounder {
         __syncthreads();
         const int pair = 4 * group + t;
         const float4 cost = cost_at(pair);
-        float query[2];
-        load_cell(query, at_head(block.side->mean_query, D) + 2 * pair);
+        float query[2] = {};
+        if constexpr (TILTED) load_cell(query, at_head(block.side->mean_query, D) + 2 * pair);
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const float *a = x[r / 2] + r % 2 * 2, *e = errors[r / 2] + r % 2 * 2, *left = residues[r / 2] + r % 2 * 2;
+            const float *a = x[r / 2] + r % 2 * 2, *e = errors[r / 2] + r % 2 * 2;
             const float4 both = arrays.residues[group % 2][place_of(r / 2)][lane];
+            const float of_token[2] = {r % 2 ? both.z : both.x, r % 2 ? both.w : both.y};
+            float left[2] = {residues[r / 2][r % 2 * 2], residues[r / 2][r % 2 * 2 + 1]};
+            if constexpr (!TILTED) left[0] = of_token[0] - left[0], left[1] = of_token[1] - left[1];
             const float weighted[2] = {cost.x * left[0] + cost.y * left[1], cost.y * left[0] + cost.z * left[1]};
             sums[r][0] += weighted[0] * left[0] + weighted[1] * left[1];
-            sums[r][1] += weighted[0] * (r % 2 ? both.z : both.x) + weighted[1] * (r % 2 ? both.w : both.y);
-            sums[r][2] += e[0] * e[0] + e[1] * e[1], sums[r][3] += e[0] * a[0] + e[1] * a[1];
-            sums[r][4] += e[0] * query[0] + e[1] * query[1];
+            sums[r][1] += weighted[0] * of_token[0] + weighted[1] * of_token[1];
+            if constexpr (TILTED) {
+                sums[r][2] += e[0] * e[0] + e[1] * e[1], sums[r][3] += e[0] * a[0] + e[1] * a[1];
+                sums[r][4] += e[0] * query[0] + e[1] * query[1];
+            }
         }
     }
 
@@ -248,16 +268,20 @@ struct KeyRounder {
             sum += __shfl_xor_sync(0xffffffffu, sum, 1), sum += __shfl_xor_sync(0xffffffffu, sum, 2);
             if (i < SUMS || t == i / SUMS) row_sums[i % SUMS] = sum;
         }
-        const float size = arrays.sizes[first + row % TOKENS], square = size * size;
-        const float ridge = fabsf(cost_at(0).w);
-        const float ee = row_sums[0] - ridge * row_sums[2], ae = row_sums[1] - ridge * row_sums[3];
-        if (row < TOKENS) arrays.tokens[row] = make_float4(ee, row_sums[2], row_sums[4] * size, 0.0f);
-        __syncthreads();
-        const float4 a = arrays.tokens[row % TOKENS];
-        const float plain = quotient(a.y - row_sums[3], a.y - 2.0f * row_sums[3] + row_sums[2]);
-        const Fitted best = tilted(a.x * square, ae * square, ee * square, a.z, row_sums[4] * size, plain,
-                                   sqrtf(float(D)), factor * size);
-        arrays.fitted[row] = make_float2(best.norm, best.cost);
+        const float size = arrays.sizes[first + row % TOKENS];
+        if constexpr (TILTED) {
+            const float square = size * size, ridge = fabsf(cost_at(0).w);
+            const float ee = row_sums[0] - ridge * row_sums[2], ae = row_sums[1] - ridge * row_sums[3];
+            if (row < TOKENS) arrays.tokens[row] = make_float4(ee, row_sums[2], row_sums[4] * size, 0.0f);
+            __syncthreads();
+            const float4 a = arrays.tokens[row % TOKENS];
+            const float plain = quotient(a.y - row_sums[3], a.y - 2.0f * row_sums[3] + row_sums[2]);
+            const Fitted best = tilted(a.x * square, ae * square, ee * square, a.z, row_sums[4] * size, plain,
+                                       sqrtf(float(D)), factor * size);
+            arrays.fitted[row] = make_float2(best.norm, best.cost);
+        } else {
+            arrays.fitted[row] = make_float2(fmaxf(quotient(row_sums[1], row_sums[0]) * factor * size, 0.0f), 0.0f);
+        }
     }
 
     // Keeps the codes and the norm of least cost of each token of a pass; of equal costs the first one counts.
@@ -274,10 +298,10 @@ struct KeyRounder {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-encode_keys_kernel(const unsigned long long *sides, const int *jobs, int kv_heads) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 12 / WARPS)
+encode_rows_kernel(const unsigned long long *sides, const int *jobs, int kv_heads) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int *job = jobs + 3 * blockIdx.x;
     const SideArrays *side = reinterpret_cast<const SideArrays *>(sides) + job[0];
-    KeyRounder<KeyLayout, KeyCodec, Move<KeyLayout, FullKeyLayout>>(shared, {side, job, kv_heads}).encode();
+    RowRounder<SIDE, CODEC, Move<SIDE, FULL>>(shared, {side, job, kv_heads}).encode();
 }
