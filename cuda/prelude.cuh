@@ -179,8 +179,8 @@ struct Span {
     int first_row, rows, position;   // rows of q, k and v; the position of the first of them
     int sink;                        // full-precision slot of the first block, or −1
     int first_quantized, quantized;  // number of the first quantized block, and how many there are
-    int current, current_block;      // record of the block that the new rows begin in, and its number
-    int next;                        // record of the block after that; further ones follow it
+    int current, current_block;      // the first full-precision block behind these: its record in a prompt's buffer,
+                                     // which those of later blocks follow, or −1 in a step; and its number
     int sees;                        // position up to which all rows see, if that is later than theirs
 
     // The ids of the quantized blocks, in order.
@@ -191,9 +191,12 @@ struct Span {
     __device__ __forceinline__ int high_precision() const { return ids()[0]; }
     __device__ __forceinline__ const int *places() const { return ids() + 1; }
 
+    // In a step: the records of the full-precision blocks from current_block on.
+    __device__ __forceinline__ const int *records() const { return ids() + quantized; }
+
     // The record of block number `block`, which is current_block or a later one.
     __device__ __forceinline__ int record(int block) const {
-        return block == current_block ? current : next + block - current_block - 1;
+        return current < 0 ? records()[block - current_block] : current + block - current_block;
     }
 };
 

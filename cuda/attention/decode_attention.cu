@@ -6,7 +6,7 @@
 // A row without visible tokens gives 0. acc, ml: scratch for 2 · cells + CTAs sums of sums.cuh, where cells is B · K ·
 // chunks. counts (cells · HEADS): zero before the launch, and again after it. q (T, H, D): transformed as the keys are.
 // keys, values (blocks, K, NBYTES), full_k, full_v (slots, K, …): records. spans (B, span_stride): a Span for each
-// sequence, whose `current` and `next` are in full_k and full_v; one of zeros sees no token. window: tokens that a
+// sequence, whose `records` are in full_k and full_v; one of zeros sees no token. window: tokens that a
 // query sees, itself included; 0 for all. After the newest token a full-precision record may hold anything, also NaN.
 // sink_scores (H): read with SINK_SCORES, see attention.cuh.
 // Grid (CTAs), best one per SM; block WARPS · 32, dynamic shared memory SHARED + 4 (2 B + 7 WARPS + 2) + 1024. chunks:

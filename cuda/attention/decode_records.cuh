@@ -28,19 +28,18 @@ struct Slice {
     const unsigned char *key, *value;
     int start;
 
-    // Slice number e. With ALL_FULL the blocks between sink and current block come first.
-    __device__ __forceinline__ Slice(int e, const QuantizedBlocks &quantized, const FullBlocks &full,
+    // Slice number e. With ALL_FULL the blocks of the block table come first.
+    __device__ __forceinline__ Slice(int e, const QuantizedBlocks &quantized, const FullBlocks &full, const Span &span,
                                      const Pools &pools, int kv_head, int lane) {
         const int block_slices = ALL_FULL ? quantized.count * SLICES : 0;
-        const int in_current = e - block_slices - full.sink_slices;
+        const int later = e - block_slices - full.sink_slices;
         if (e < block_slices) {
             start = quantized.number * N + 16 * e;
             const unsigned record = pools.record(quantized.ids[e / SLICES], kv_head);
             key = pools.key(record), value = pools.value(record);
         } else {
-            start = in_current < 0 ? 16 * (e - block_slices) : full.start + 16 * in_current;
-            const bool is_next = STEP_ROWS > 1 && start >= full.next_start;
-            const int slot = in_current < 0 ? full.sink : is_next ? full.next : full.current;
+            start = later < 0 ? 16 * (e - block_slices) : full.start + 16 * later;
+            const int slot = later < 0 ? full.sink : span.records()[start / N - span.current_block];
             const unsigned record = pools.record(slot, kv_head);
             key = pools.full_key(record), value = pools.full_value(record);
         }
@@ -98,7 +97,7 @@ __device__ __forceinline__ void attend_full(ColumnState &state, const Work &work
     const int units_before = ALL_FULL ? 0 : work.quantized.count, end = work.first + work.units - units_before;
 #pragma unroll 1
     for (int e = work.first + work.count - units_before; e < end; ++e)
-        attend_slice(state, Slice(e, work.quantized, full, pools, work.columns.kv_head, lane), mask,
+        attend_slice(state, Slice(e, work.quantized, full, *work.columns.span, pools, work.columns.kv_head, lane), mask,
                      work.visible.newest, lane);
 }
 

@@ -71,24 +71,22 @@ struct QuantizedBlocks {
     __device__ __forceinline__ int units() const { return ALL_FULL ? count * SLICES : count; }
 };
 
-// The full-precision records with visible tokens, in slices of 16 tokens: the sink's, then records from `current` and
-// position `start` on.
+// The full-precision records with visible tokens, in slices of 16 tokens: the sink's, then those from position `start`
+// on.
 struct FullBlocks {
     int sink, sink_slices;
-    int current, start, current_slices;
-    int next, next_start;  // for several rows: the record after `current`, and the position of its first token
+    int start, later_slices;
 
     __device__ __forceinline__ FullBlocks(const Span &span, const Visible &visible) {
         sink = span.sink;
         sink_slices = sink >= 0 && visible.oldest < min(N, visible.newest + 1) ? SLICES : 0;
         start = max(span.current_block * N, visible.oldest / 16 * 16);
-        current = span.current, next = span.next, next_start = (span.current_block + 1) * N;
-        current_slices = max(0, visible.newest - start + 16) / 16;
+        later_slices = max(0, visible.newest - start + 16) / 16;
     }
 #ifdef TWO_KINDS
-    __device__ __forceinline__ int units() const { return IS_HIGH_PRECISION ? 0 : sink_slices + current_slices; }
+    __device__ __forceinline__ int units() const { return IS_HIGH_PRECISION ? 0 : sink_slices + later_slices; }
 #else
-    __device__ __forceinline__ int units() const { return sink_slices + current_slices; }
+    __device__ __forceinline__ int units() const { return sink_slices + later_slices; }
 #endif
 };
 

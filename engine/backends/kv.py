@@ -148,19 +148,19 @@ class AttentionRule(NamedTuple):
 class SpanView:
     """One sequence's new rows, for the layers with the same window: where their K/V go, and what they attend to.
 
-    Positions count tokens. The sequence is [sink | quantized blocks | current]: `current` holds the earlier tokens of
-    the current block and all new ones in full precision, in consecutive blocks of a prompt's buffer, or in
+    Positions count tokens. The sequence is [sink | quantized blocks | full precision]: the last part holds the newest
+    complete blocks, the current one and all new tokens, in consecutive blocks of a prompt's buffer, or in
     full-precision slots in a step.
     """
 
     rows: slice  # rows of q, k, v that belong to this sequence, in order of position
     position: int  # position of the first of these rows
-    current: KVLocation  # first block of `current`: block 0 of a buffer, or the slot of a step's current block
+    current: KVLocation  # the first block in full precision behind the codes
     current_start: int  # position of its first token
     sink: int | None  # full-precision slot of the sink block, the first; None before it is complete
     table: Sequence[int]  # block table: ids of the quantized blocks
     table_start: int  # position of the first token of table[0]
-    following: Sequence[int] = ()  # slots of the blocks after `current` that a step's rows extend into
+    following: Sequence[int] = ()  # in a step, slots of all blocks after `current`, in order
     # Ids of the blocks with more bits, in a cache that has both kinds. Then there is no window, and `table` and
     # `high_precision` have the sequence's blocks in any order: every row sees all of them.
     high_precision: Sequence[int] | None = None
@@ -249,7 +249,8 @@ class KVOps(Protocol):
         the blocks of row before[i] of `last`, the last one, or is views[i] if it is −1. None: `spans` is cheap."""
 
     def append_kv(self, cache: OwnCache, spans: Spans, k: Array, v: Array) -> None:
-        """Write rows of k, v (T, K, D), from `transform_heads`, into each span's `current` at their positions."""
+        """Write rows of k, v (T, K, D), from `transform_heads`, into each span's blocks in full precision, at their
+        positions."""
 
     def place_kv(self, qkv: Array, rope: Rope, rule: HeadRule, cache: OwnCache, spans: Spans) -> Array:
         """`transform_heads`, then `append_kv` of keys and values → the queries (T, H, D).

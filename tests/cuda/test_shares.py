@@ -19,12 +19,14 @@ from tests.cuda.programs import Program
 N, WARPS, KV_HEADS, GROUP = 64, 3, 2, 4
 
 
-def span(length: int, rows: int, dropped: int = 0) -> SpanHeader:
-    """The span of a sequence of `length` tokens, the last `rows` of them new. dropped: blocks lost to a window."""
+def span(length: int, rows: int, dropped: int = 0, kept: int = 0) -> SpanHeader:
+    """The span of a sequence of `length` tokens, the last `rows` of them new. dropped: blocks lost to a window. kept:
+    newest complete blocks in full precision."""
     position = length - rows
-    now = position // N
-    lost = max(0, min(dropped, now - 1))
-    return SpanHeader(0, rows, position, 0 if now else -1, 1 + lost, max(0, now - 1 - lost), 1, now, 2)
+    complete = position // N
+    first = max(min(1, complete), complete - kept)
+    lost = max(0, min(dropped, first - 1))
+    return SpanHeader(0, rows, position, 0 if complete else -1, 1 + lost, max(0, first - 1 - lost), -1, first)
 
 
 # For each CTA and warp: its share's first unit and end. Of every unit: the CTA and the warp that have it by `taker`;
@@ -82,8 +84,9 @@ def test_shares_are_equal_and_cover_every_unit_once(
     least busy one, whatever the lengths."""
     counts = rng.integers(1, rows + 1, 40)
     lengths = rng.integers(20, 1500, 40)
-    headers = [span(int(n), int(r), dropped=int(n) % 3) for n, r in zip(lengths, counts, strict=True)]
-    headers[0] = headers[33] = SpanHeader(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    pairs = zip(lengths.tolist(), counts.tolist(), strict=True)
+    headers = [span(length, count, length % 3, count % 5) for length, count in pairs]
+    headers[0] = headers[33] = SpanHeader(0, 0, 0, 0, 0, 0, 0, 0)
     spans = np.zeros((40, HEADER + 3), np.int32)
     spans[:, :HEADER] = headers
     most = 2 * KV_HEADS * 16 * 1500  # units, at most

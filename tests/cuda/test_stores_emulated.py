@@ -22,9 +22,9 @@ def ops() -> CudaOps:
 
 
 def test_stores_of_two_block_sizes_may_share_the_ops(ops: CudaOps) -> None:
-    span = SpanView(slice(0, 1), 5 * N, KVLocation(None, 0), 4 * N, 1, [0], 2 * N)
-    assert ops.spans([span], 2 * N).table[0, :HEADER].tolist() == [0, 1, 5 * N, 1, 1, 1, 0, 2, 1, 0]
-    assert ops.spans([span], N).table[0, :HEADER].tolist() == [0, 1, 5 * N, 1, 2, 1, 0, 4, 1, 0]
+    span = SpanView(slice(0, 1), 5 * N, KVLocation(None, 4), 4 * N, 1, [3], 2 * N, [6])
+    assert ops.spans([span], 2 * N).table[0, : HEADER + 4].tolist() == [0, 1, 5 * N, 1, 1, 1, -1, 2, 0, 3, 4, 6, 0]
+    assert ops.spans([span], N).table[0, : HEADER + 4].tolist() == [0, 1, 5 * N, 1, 2, 1, -1, 4, 0, 3, 4, 6, 0]
 
 
 def format_of(k: str, v: str, block_size: int = 64, head_dim: int = 128) -> CacheFormat:

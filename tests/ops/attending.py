@@ -4,7 +4,7 @@ in float64 each backend's result is.
     case = case_of(ops, Shape(types=("ring4", "ring3.5")), [Sequence_(300), Sequence_(17, rows=4)], window=100)
     case.check(case.attended())
 
-A sequence is [sink | quantized blocks | current]. Memory that no row may read is NaN, or blocks of large numbers.
+A sequence is [sink | quantized blocks | full precision]. Memory that no row may read is NaN, or blocks of large numbers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ EPS16, EPS32 = (float(np.finfo(kind).eps) for kind in (np.float16, np.float32))
 
 class Sequence_(NamedTuple):
     """Tokens that a sequence has, and rows that a step or a prompt adds. done: those of the tokens that are earlier
-    rows of the same prompt, and so in its buffer."""
+    rows of the same prompt, and so in its buffer. kept: newest complete blocks of the others that are in full
+    precision."""
 
     length: int
     rows: int = 1
     done: int = 0
+    kept: int = 0
 
 
 class Shape(NamedTuple):
@@ -180,23 +182,24 @@ def case_of(
     sees."""
     rng, n, format = np.random.default_rng(seed), shape.block_size, shape.format
     most_blocks = 3 + sum(sequence.length // n for sequence in sequences)
-    most_slots = 2 + sum(2 + sequence.rows // n + 1 for sequence in sequences)
+    most_slots = 2 + sum(2 + sequence.kept + sequence.rows // n + 1 for sequence in sequences)
     ids, slots = rng.permutation(most_blocks).tolist(), iter(rng.permutation(most_slots).tolist())
     cache = ops.cache(format, most_blocks, most_slots)
-    buffer = ops.buffer(format, n * sum((of.done + of.rows) // n + 2 for of in sequences)) if is_prompt else None
+    buffer_blocks = sum((of.done + of.rows) // n + of.kept + 2 for of in sequences)
+    buffer = ops.buffer(format, n * buffer_blocks) if is_prompt else None
     _poison(ops, cache, buffer)
     first, buffered, views = 0, 0, list[SpanView]()
     keys, values, in_full = list[np.ndarray](), list[np.ndarray](), list[_Part]()
-    for number, (length, rows, done) in enumerate(sequences):
+    for number, (length, rows, done, kept) in enumerate(sequences):
         k, v = (rng.standard_normal((length + rows, shape.kv_heads, shape.dim)) for _ in "kv")
         k, v = (x.astype(np.float16).astype(np.float32) for x in (k + rng.standard_normal(k.shape[1:]), v))
         v = k if format.codec_v is None else v
         complete, oldest = (length - done) // n, 0 if window is None else max(0, length - window + 1)
-        spare = 2 * (number % 2)
-        own = range(max(1, min(oldest // n - spare, complete)), complete)
+        spare, first_full = 2 * (number % 2), max(min(1, complete), complete - kept)
+        own = range(max(1, min(oldest // n - spare, first_full)), first_full)
         table, ids = ids[: len(own)], ids[len(own) :]
         sink = next(slots) if complete and (oldest < n or spare) else None
-        current = range(complete, (length + rows - 1) // n + 1)
+        current = range(first_full, (length + rows - 1) // n + 1)
         places = [
             KVLocation(buffer, buffered + i) if is_prompt else KVLocation(None, next(slots))
             for i in range(len(current))
@@ -208,7 +211,7 @@ def case_of(
             part = slice(own[0] * n, own[-1] * n + n)
             k[part], v[part] = _store(ops, cache, table, k[part], v[part])
         start, following = (own[0] if table else 1) * n, [place.block for place in places[1:]]
-        at = slice(first, first + rows), length, places[0], complete * n, sink, table, start
+        at = slice(first, first + rows), length, places[0], first_full * n, sink, table, start
         views.append(SpanView(*at, () if is_prompt else following))
         first += rows
         keys.append(k.astype(np.float64))

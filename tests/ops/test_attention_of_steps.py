@@ -37,6 +37,8 @@ TYPES = [
     ("polarquant", "polarquant"),
 ]
 RAGGED = [Sequence_(0), Sequence_(3), Sequence_(16), Sequence_(47), Sequence_(700), Sequence_(2000), Sequence_(31)]
+SMALL = Shape(("ring4", "ring3"), 16, 3, 16, kv_heads=1)
+KEPT = SMALL._replace(types=("ring4", "f16"))
 SEVERAL = [Sequence_(5, 4), Sequence_(64, 1), Sequence_(78, 16), Sequence_(15, 2), Sequence_(640, 9)]
 
 
@@ -78,6 +80,36 @@ def with_longer_queries(case: Case, by: float) -> Case:
 def test_rows_attend_to_their_sequence(ops: Any, window: int | None, dim: int, sequences: list[Sequence_]) -> None:
     case = case_of(ops, Shape(dim=dim), sequences, window)
     case.check(case.attended())
+
+
+# Sequences whose newest complete blocks are in full precision: those whose codes have not begun, whose rows reach into
+# another block, and whose rows all are in the last one.
+def with_kept(kept: int, n: int, rows: int) -> list[Sequence_]:
+    lengths = [n - 1, 2 * n, (kept + 1) * n, (kept + 2) * n - 1, (kept + 3) * n + 5, (kept + 20) * n + n // 2]
+    return [Sequence_(length, 1 + (rows - 1) * (number % 2), kept=kept) for number, length in enumerate(lengths)]
+
+
+@backend_cases(
+    "ops shape kept rows window",
+    [
+        (backend, shape, kept, rows, window)
+        for backend, shape in [*((one, Shape(block_size=64)) for one in (NUMPY, *SOME)), (CUDA, KEPT)]
+        for kept, rows, window in [(1, 1, None), (4, 1, 200), (8, 9, None), (4, 5, 90), (16, 3, 70)]
+    ],
+)
+def test_rows_attend_to_a_window_in_full_precision(
+    ops: Any, shape: Shape, kept: int, rows: int, window: int | None
+) -> None:
+    """The sliding windows end inside its blocks, or among the codes."""
+    case = case_of(ops, shape, with_kept(kept, shape.block_size, rows), window)
+    case.check(case.attended())
+
+
+@backends(CUDA)
+def test_ctas_share_a_window_in_full_precision(ops: Any) -> None:
+    for kept, rows, processors in ((4, 1, 3), (8, 5, 11)):
+        case = case_of(ops, SMALL, with_kept(kept, SMALL.block_size, rows))
+        case.check(same_in_any_order(case, processors))
 
 
 # Keys, values, head dim, query heads of a KV head, block size, bits of means.
@@ -145,7 +177,14 @@ def test_rows_attend_to_keys_that_are_values(ops: Any, name: str, dim: int) -> N
             case.check(case.attended())
 
 
-SMALL = Shape(("ring4", "ring3"), 16, 3, 16, kv_heads=1)
+@backend_cases("ops name", each([NUMPY, *BEST, CUDA], ["f16", "ring3"]))
+def test_rows_attend_to_a_window_of_keys_that_are_values(ops: Any, name: str) -> None:
+    for kept, rows, is_prompt in ((4, 1, False), (8, 3, False), (4, 20, True)):
+        sequences = with_kept(kept, 16, rows)[: 2 if is_prompt else None]
+        case = case_of(ops, Shape((name, None), 64, 5, 16, kv_heads=1), sequences, is_prompt=is_prompt)
+        case.check(case.attended())
+
+
 HALVES = SMALL._replace(types=("f16", "f16"))
 
 

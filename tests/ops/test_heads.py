@@ -168,18 +168,19 @@ def test_layers_share_the_memory_of_a_rotation(ops: Any) -> None:
 
 
 def check_slots(ops: Any, x: Case, start: int, counts: Sequence[int]) -> None:
-    """Rows of two sequences, which may reach into the next slot; the other tokens of slots stay as they were."""
-    cache, n, (one, four) = ops.cache(x.format, 0, 5), 16, counts
+    """Rows of two sequences, of which the first has a complete block in full precision; rows may reach into the next
+    slot, and the other tokens of slots stay as they were."""
+    cache, n, (one, four) = ops.cache(x.format, 0, 6), 16, counts
     blank = np.zeros((x.format.kv_heads, n, x.format.head_dim), np.float16)
-    for slot in range(5):
+    for slot in range(6):
         ops.write_full(cache, slot, blank, blank)
     spans = [
-        SpanView(slice(0, one), n + start % n, KVLocation(None, 3), n, 0, (), n, (0,)),
+        SpanView(slice(0, one), 2 * n + start % n, KVLocation(None, 5), n, 2, (), n, (3, 0)),
         SpanView(slice(one, one + four), 2 * n + start % n, KVLocation(None, 1), 2 * n, None, (), n, (4,)),
     ]
     qkv, rope, rule = x.on(ops)
     check(ops, ops.place_kv(qkv, rope, rule, cache, ops.spans(spans, n)), x.q)
-    stored = [[np.array(side) for side in ops.read_full(cache, slot, n)] for slot in range(5)]
+    stored = [[np.array(side) for side in ops.read_full(cache, slot, n)] for slot in range(6)]
     places = [divmod(start % n + i, n) for i in range(one)], [divmod(start % n + i, n) for i in range(four)]
     rows = [((3, 0)[block], at) for block, at in places[0]] + [((1, 4)[block], at) for block, at in places[1]]
     for row, (slot, at) in enumerate(rows):

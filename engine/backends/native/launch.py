@@ -139,16 +139,13 @@ class Launcher:
         buffers = self._buffers if self._recording is None else self._recording.buffers
         return buffers.empty(shape, dtype)
 
-    def __call__(
-        self, kernel: Kernel[Record], units: Units, arguments: Record, grain: int = 0, *, overlaps: bool = False
-    ) -> None:
+    def __call__(self, kernel: Kernel[Record], units: Units, arguments: Record, grain: int = 0) -> None:
         """Run the kernel on its units, or record it.
 
         units: their number, or a function of it if it varies between replays. grain: units that a thread takes at a
-        time; 0 cuts them into a few chunks for each thread. overlaps: whether the next launch need not wait for this
-        one, if both are recorded.
+        time; 0 cuts them into a few chunks for each thread.
         """
-        launch = self._pack_launch(kernel, units, arguments, grain, overlaps)
+        launch = self._pack_launch(kernel, units, arguments, grain)
         if self._recording is None:
             self.run(PreparedLaunches([launch], []))
             self.hold(*arguments)

@@ -129,13 +129,15 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
             part = ids[first : first + _BLOCK_TILE]
             yield _Tile(span.table_start + first * block_size, *read_blocks(stored, part))
 
-    size, current = last + 1 - span.current_start, cache.full(span.current)
-    end = min(size, current[0].shape[1])
-    first_block = max(0, (oldest - span.current_start) // _KEY_TILE * _KEY_TILE)
-    for first in range(first_block, end, _KEY_TILE):
-        yield _full_tile(span.current_start + first, current, slice(first, min(first + _KEY_TILE, end)))
-    for first, slot in zip(range(block_size, size, block_size), span.following, strict=False):
-        yield _full_tile(span.current_start + first, cache.full(KVLocation(None, slot)), slice(0, size - first))
+    if span.current.buffer is None:
+        slots = [span.current.block, *span.following]
+        for start, slot in zip(range(span.current_start, last + 1, block_size), slots, strict=False):
+            if start + block_size > oldest:
+                yield _full_tile(start, cache.full(KVLocation(None, slot)), slice(0, last + 1 - start))
+        return
+    end, buffered = last + 1 - span.current_start, cache.full(span.current)
+    for first in range(max(0, oldest - span.current_start) // _KEY_TILE * _KEY_TILE, end, _KEY_TILE):
+        yield _full_tile(span.current_start + first, buffered, slice(first, min(first + _KEY_TILE, end)))
 
 
 def blocks_of(cache: AnyCache, span: SpanView) -> list[tuple[AnyCache, np.ndarray]]:

@@ -18,11 +18,7 @@ from polarlm.engine.records import Layouts
 
 
 class SpanHeader(NamedTuple):
-    """The int32 before the block ids in a row of a `SpanTable`: the members of Span in `cuda/prelude.cuh`, in order.
-
-    current: index of the record of block `current_block`, the first one of `SpanView.current`. next: index of the
-    record of the block after it; the records of further blocks follow in memory.
-    """
+    """The int32 before the block ids in a row of a `SpanTable`: the members of Span in `cuda/prelude.cuh`, in order."""
 
     first_row: int
     rows: int
@@ -30,9 +26,8 @@ class SpanHeader(NamedTuple):
     sink: int  # full-precision slot of the sink block, or −1
     first_quantized: int  # number of the first quantized block in the sequence
     quantized: int  # number of quantized blocks
-    current: int
-    current_block: int
-    next: int
+    current: int  # of a prompt: the record of `SpanView.current`, which those of later blocks follow; −1 in a step
+    current_block: int  # number of that block in the sequence
     sees: int = 0  # position up to which all of the rows see, if that is later than their own
 
 
@@ -138,8 +133,8 @@ class HostTable:
 class SpanTable(HostTable):
     """The spans of B sequences.
 
-    table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks. Of two kinds, it is how many are
-    high-precision, their ids, then the other blocks' ids. most_rows: rows of the longest span. buffer: receives the new
+    table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks; in a step then the slots of the
+    blocks in full precision. most_rows: rows of the longest span. buffer: receives the new
     tokens of a prompt; None in a step, whose tokens go to full-precision slots. rows: without zeros at their ends.
     """
 
@@ -201,8 +196,8 @@ def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
 
 
 def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable | BatchTables:
-    """The table of `spans`: of prompts in one buffer, or of a step, each with rows in at most two blocks; or both
-    tables of prompts with steps behind them."""
+    """The table of `spans`: of prompts in one buffer, or of a step; or both tables of prompts with steps behind
+    them."""
     prompts = sum(span.current.buffer is not None for span in spans)
     if not 0 < prompts < len(spans):
         return _pack(spans, block_size)
@@ -236,19 +231,17 @@ def _table(rows: Sequence[np.ndarray], buffer: PromptBuffer | DeviceBuffers | No
 
 def _row(span: SpanView, block_size: int) -> np.ndarray:
     """A row of a `SpanTable`, without the zeros at its end."""
-    assert len(span.following) <= 1
+    is_step = span.current.buffer is None
     header = SpanHeader(
         first_row=span.rows.start,
         rows=span.rows.stop - span.rows.start,
         position=span.position,
         sink=-1 if span.sink is None else span.sink,
         first_quantized=span.table_start // block_size,
-        quantized=len(span.table) + len(span.high_precision or ()),
-        current=span.current.block,
+        quantized=len(span.table),
+        current=-1 if is_step else span.current.block,
         current_block=span.current_start // block_size,
-        # The blocks of a buffer are consecutive; in a step the next block is any slot.
-        next=span.following[0] if span.following else span.current.block + 1,
         sees=span.sees,
     )
-    kinds = () if span.high_precision is None else (len(span.high_precision), *span.high_precision)
-    return np.array((*header, *kinds, *span.table), np.int32)
+    slots = (span.current.block, *span.following) if is_step else ()
+    return np.array((*header, *span.table, *slots), np.int32)

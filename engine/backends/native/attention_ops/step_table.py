@@ -11,8 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.kv import SpanView, table_width
-from polarlm.engine.backends.native.kernels.attention.partials import FullBlock, RowPlace, SpanHeader, Unit
-from polarlm.engine.backends.ops import STEP_ROWS
+from polarlm.engine.backends.native.kernels.attention.partials import (
+    FullBlock,
+    RowPlace,
+    SpanHeader,
+    Unit,
+    full_chunk_blocks,
+)
 from polarlm.engine.jit.run.buffers import aligned_bytes
 from polarlm.model_loaders.forks import cached_property
 
@@ -23,12 +28,7 @@ HEADER, FULL, UNIT, PLACE = (len(record._fields) for record in (SpanHeader, Full
 
 
 class StepTable:
-    """The spans of a step's B sequences, and the arrays that kernels read.
-
-    unit_counts: chunks of all sequences, for each kind of blocks. With two kinds, the high-precision blocks of a
-    sequence are its first chunks, and its others the next ones. A kernel for one kind is given the chunks of that kind,
-    and a header in which the blocks of the table end with that kind's.
-    """
+    """The spans of a step's B sequences, and the arrays that kernels read. unit_count: chunks of all sequences."""
 
     def __init__(self, views: Sequence[SpanView], block_size: int) -> None:
         """views: as for `engine.backends.ops.Ops.spans`; all of their new tokens go to full-precision slots."""
@@ -36,48 +36,41 @@ class StepTable:
         n = block_size
         rows_of_all = views[-1].rows.stop - views[0].rows.start
         self.most_rows = max(view.rows.stop - view.rows.start for view in views)
-        kinds = 1 if views[0].high_precision is None else 2
-        chunked = [_block_chunks(view, n) for view in views]
-        width = table_width(max(chunks.ends[-1] for chunks in chunked))
-        self.key = n, len(views), rows_of_all, self.most_rows, width, kinds
+        full_blocks = [_full_blocks(view, n) for view in views]
+        width = table_width(max(len(view.table) for view in views))
+        most_full = table_width(max(map(len, full_blocks)))
+        self.key = n, len(views), rows_of_all, self.most_rows, width, most_full
         """Tables with equal keys have the same shapes: `copy_from` works between them."""
-        most_full = FULL * _most_full(n)
-        headers: list[list[int]] = [[] for _ in range(kinds)]
-        units: list[list[int]] = [[] for _ in range(kinds)]
+        headers: list[int] = []
+        units_of_codes: list[int] = []
+        units_of_full = list[Unit]()
         ids: list[int] = []
         full: list[int] = []
         sequences: list[int] = []
         places: list[int] = []
-        for number, (view, chunks) in enumerate(zip(views, chunked, strict=True)):
-            rows = view.rows.stop - view.rows.start
-            # Where blocks have two kinds, the first high-precision ones, which are few, share chunk 0.
-            first_quantized = 0 if view.high_precision and view.table else 1
-            ends = [max(1, first_quantized + -(-end // chunks.chunk_blocks)) for end in chunks.ends]
-            slots = [view.current.block, *view.following]
-            full_blocks = [] if view.sink is None else [view.sink, 0]
-            for i, slot in enumerate(slots):
-                full_blocks += slot, view.current_start + n * i
-            table_fields = view.table_start, chunks.chunk_blocks, first_quantized, ends[-1], len(full_blocks) // FULL
-            for kind, quantized in enumerate(chunks.ends):
-                headers[kind] += SpanHeader(len(sequences), rows, view.position, quantized, *table_fields)
-                for chunk in range(ends[kind - 1] if kind else 1, ends[kind]):
-                    units[kind] += number, chunk
-            ids += chunks.ids
-            ids += [0] * (width - len(chunks.ids))
-            full += full_blocks
-            full += [0] * (most_full - len(full_blocks))
+        for number, (view, blocks) in enumerate(zip(views, full_blocks, strict=True)):
+            rows, quantized = view.rows.stop - view.rows.start, len(view.table)
+            chunk_blocks, full_chunks = _chunk_blocks(quantized, n), -(-len(blocks) // full_chunk_blocks(n))
+            chunks = full_chunks + -(-quantized // chunk_blocks)
+            chunk_fields = chunk_blocks, full_chunks, chunks, len(blocks)
+            headers += SpanHeader(len(sequences), rows, view.position, quantized, view.table_start, *chunk_fields)
+            for chunk in range(full_chunks, chunks):
+                units_of_codes += number, chunk
+            units_of_full += [Unit(number, chunk) for chunk in range(full_chunks)]
+            ids += view.table
+            ids += [0] * (width - quantized)
+            for block in blocks:
+                full += block
+            full += [0] * (FULL * (most_full - len(blocks)))
             sequences += [number] * rows
-            first = view.position - view.current_start
+            first, slots = view.position - view.current_start, [view.current.block, *view.following]
             for i in range(first, first + rows):
                 places += slots[i // n], i % n
-        # The short units (chunk 0) come last: whatever starts last decides how long other threads wait.
-        for number in range(len(views)):
-            units[0] += number, 0
-        self.unit_counts = [len(one) // UNIT for one in units]
-        words = [ids, full, sequences, places, *headers]
-        for one in units[:-1]:
-            words += one, [0] * (len(views) * most_chunks(n, width) * UNIT - len(one))
-        self._contents = array("q", itertools.chain(*words, units[-1]))
+        # The short units, the last ones in full precision, come last: whatever starts last decides how long other
+        # threads wait.
+        units = [*units_of_codes, *itertools.chain.from_iterable(sorted(units_of_full, key=lambda unit: unit.chunk))]
+        self.unit_count = len(units) // UNIT
+        self._contents = array("q", itertools.chain(ids, full, sequences, places, headers, units))
 
     @property
     def most_chunk_blocks(self) -> int:
@@ -96,41 +89,25 @@ class StepTable:
         """Overwrite this table with the contents of another that has the same `key`."""
         assert self.key == other.key
         self.arrays.memory[: len(other._contents)] = other._contents
-        self.unit_counts, self.views = other.unit_counts, other.views
+        self.unit_count, self.views = other.unit_count, other.views
 
     def __iter__(self) -> Iterator[SpanView]:
         return iter(self.views)
 
 
-class _BlockChunks(NamedTuple):
-    """The quantized blocks of a sequence, cut into chunks of `chunk_blocks`.
-
-    ids: of the blocks. The first kind is filled up with zeros, so that chunks have blocks of one kind. ends: the index
-    after the last block of each kind.
-    """
-
-    ids: Sequence[int]
-    ends: list[int]
-    chunk_blocks: int
-
-
-def _block_chunks(view: SpanView, block_size: int) -> _BlockChunks:
-    high_precision = view.high_precision or ()
-    chunk_blocks = _chunk_blocks(len(high_precision) + len(view.table), block_size)
-    if view.high_precision is None:
-        return _BlockChunks(view.table, [len(view.table)], chunk_blocks)
-    padded_ids = [*high_precision, *[0] * (-len(high_precision) % chunk_blocks * bool(view.table))]
-    ends = [len(high_precision), len(padded_ids) + len(view.table)]
-    return _BlockChunks([*padded_ids, *view.table], ends, chunk_blocks)
+def _full_blocks(view: SpanView, block_size: int) -> list[FullBlock]:
+    """The blocks of a sequence in full precision, in order of position."""
+    sink = [] if view.sink is None else [FullBlock(view.sink, 0)]
+    slots = [view.current.block, *view.following]
+    return [*sink, *(FullBlock(slot, view.current_start + block_size * i) for i, slot in enumerate(slots))]
 
 
 class Arrays(NamedTuple):
     """The arrays of B sequences with T rows, int64: views of `memory`.
 
-    table (B, W): the block table, ids of quantized blocks. full (B, F, FULL): the full-precision blocks, in order of
-    position. row_sequences (T,): the sequence of each row. places (T, PLACE): a `RowPlace` each. headers (kinds of
-    blocks, B, HEADER): a `SpanHeader` each. units (kinds, B · most_chunks, UNIT): a `Unit` for each chunk of all
-    sequences, then zeros.
+    table (B, W): the block table, ids of quantized blocks. full (B, F, FULL): a `FullBlock` for each block in full
+    precision. row_sequences (T,): the sequence of each row. places (T, PLACE): a `RowPlace` each. headers (B, HEADER):
+    a `SpanHeader` each. units (B · most_chunks, UNIT): a `Unit` for each chunk of all sequences, then zeros.
     """
 
     memory: np.ndarray
@@ -144,18 +121,19 @@ class Arrays(NamedTuple):
     @property
     def most_chunks(self) -> int:
         """The most chunks of a sequence."""
-        return self.units.shape[1] // self.headers.shape[1]
+        return len(self.units) // len(self.headers)
 
     @staticmethod
-    def from_key(block_size: int, count: int, rows: int, _most_rows: int, width: int, kinds: int) -> Arrays:
-        """Zeros for a `StepTable.key`: `count` sequences, `rows` rows in all, up to `width` quantized blocks each."""
+    def from_key(block_size: int, count: int, rows: int, _most_rows: int, width: int, most_full: int) -> Arrays:
+        """Zeros for a `StepTable.key`: `count` sequences, `rows` rows in all, up to `width` quantized blocks each, and
+        up to `most_full` in full precision."""
         shapes: tuple[tuple[int, ...], ...] = (
             (count, width),
-            (count, _most_full(block_size), FULL),
+            (count, most_full, FULL),
             (rows,),
             (rows, PLACE),
-            (kinds, count, HEADER),
-            (kinds, count * most_chunks(block_size, width), UNIT),
+            (count, HEADER),
+            (count * most_chunks(block_size, width, most_full), UNIT),
         )
         sizes = [math.prod(shape) for shape in shapes]
         memory = aligned_bytes(8 * sum(sizes)).view(np.int64)
@@ -164,15 +142,9 @@ class Arrays(NamedTuple):
         return Arrays(memory, *parts)
 
 
-def most_chunks(block_size: int, width: int) -> int:
-    """The most chunks of a sequence of `width` quantized blocks: one more than these fill, for chunk 0, or because a
-    second kind begins a chunk."""
-    return 1 + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
-
-
-def _most_full(block_size: int) -> int:
-    """F: the most full-precision blocks that a sequence has in a step."""
-    return 2 + (STEP_ROWS + block_size - 2) // block_size
+def most_chunks(block_size: int, width: int, most_full: int) -> int:
+    """The most chunks of a sequence of `width` quantized blocks, and of `most_full` in full precision."""
+    return -(-most_full // full_chunk_blocks(block_size)) + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
 
 
 def _chunk_blocks(blocks: int, block_size: int) -> int:

@@ -52,34 +52,32 @@ class AttentionOps(PromptOps):
         query_tile = query_tile_of(group, table.most_rows, LANES if is_latent else MOST_QUERIES)
         sizes = format.block_size, dim, group, query_tile
         is_capped = rule.softcap is not None
-        # The first kind comes last, since it has the short units (chunk 0). The launches overlap.
-        for kind, stored in reversed(list(enumerate(cache.kinds))):
-            keys, values = stored.memory
-            arguments = AttendArguments(
-                q=q,
-                parts=parts,
-                keys=keys,
-                values=values,
-                mean=stored.mean.get("mean"),
-                mean_scale=stored.mean.get("mean_scale"),
-                full_k=cache.full_k,
-                full_v=cache.full_v,
-                headers=arrays.headers[kind],
-                table=arrays.table,
-                full=arrays.full,
-                units=arrays.units[kind],
-                kv_heads=format.kv_heads,
-                width=arrays.table.shape[1],
-                most_full=arrays.full.shape[1],
-                most_chunks=arrays.most_chunks,
-                window=rule.window or NO_WINDOW,
-                scale=rule.scale,
-                softcap=rule.softcap or 0.0,
-                **stored.strides,
-            )
-            spec = Attention(stored.key_tiles, stored.value_tiles, format.mean_bits, *sizes, is_capped)
-            units = partial(_units, table, kind, format.kv_heads)
-            self._launch(self._kernel(spec, table), units, arguments, grain=1, overlaps=kind > 0)
+        keys, values = cache.memory
+        arguments = AttendArguments(
+            q=q,
+            parts=parts,
+            keys=keys,
+            values=values,
+            mean=cache.mean.get("mean"),
+            mean_scale=cache.mean.get("mean_scale"),
+            full_k=cache.full_k,
+            full_v=cache.full_v,
+            headers=arrays.headers,
+            table=arrays.table,
+            full=arrays.full,
+            units=arrays.units,
+            kv_heads=format.kv_heads,
+            width=arrays.table.shape[1],
+            most_full=arrays.full.shape[1],
+            most_chunks=arrays.most_chunks,
+            window=rule.window or NO_WINDOW,
+            scale=rule.scale,
+            softcap=rule.softcap or 0.0,
+            **cache.strides,
+        )
+        spec = Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes, is_capped)
+        units = partial(_units, table, format.kv_heads)
+        self._launch(self._kernel(spec, table), units, arguments, grain=1)
 
         out, transform = np.empty(q.shape, np.float32), rule.transform
         inverse = NO_ROTATION if transform is None else transform.inverse
@@ -117,5 +115,5 @@ class AttentionOps(PromptOps):
         return attend(spec)
 
 
-def _units(table: StepTable, kind: int, kv_heads: int) -> int:
-    return table.unit_counts[kind] * kv_heads
+def _units(table: StepTable, kv_heads: int) -> int:
+    return table.unit_count * kv_heads

@@ -111,10 +111,10 @@ class LatentBody(StepBody):
                 self._score_bytes(self._order, tile, next_tile, start, more)
                 self._add_bytes(self._order)
 
-    def attend_to_full_blocks(self, full: Value) -> None:
+    def attend_to_full_blocks(self, full: Value, begin: Value, end: Value) -> None:
         e, n, dim, header = self.e, self.spec.block_size, self.spec.head_dim, self.header
         self._turn_vectors()
-        with e.loop(0, header.full) as number:
+        with e.loop(begin, end) as number:
             slot, start = read(e, FullBlock, full, number)
             count = e.imin(header.position + header.rows - start, n)
             with e.when(count > e.imax(header.position - self.args.window + 1 - start, 0)):

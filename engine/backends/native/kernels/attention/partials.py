@@ -18,13 +18,14 @@ from polarlm.engine.jit.lang import F32, I64, Emitter, Int64, Kernel, Pointer, V
 
 LOWEST = -1e30  # the score of a masked token: finite, so that differences of two are not NaN
 WEIGHTED = 64  # offset in bytes of `weighted` in a partial result
+FULL_CHUNK_TOKENS = 256  # of a chunk in full precision
 
 _F16 = vector(F32, 16)
 
 
 class SpanHeader(NamedTuple):
-    """A sequence of the step. Its attention is cut into chunks: chunk 0 has the full-precision blocks, and each from
-    `first_quantized` on, which is 0 or 1, `chunk_blocks` quantized blocks."""
+    """A sequence of the step. Its attention is cut into chunks: each before `first_quantized` has `full_chunk_blocks`
+    blocks in full precision, or what is left of them, and each from there on `chunk_blocks` quantized blocks."""
 
     first_row: Int64
     rows: Int64
@@ -56,6 +57,11 @@ class RowPlace(NamedTuple):
 
     slot: Int64
     offset: Int64
+
+
+def full_chunk_blocks(block_size: int) -> int:
+    """The most blocks in full precision of a chunk."""
+    return max(1, FULL_CHUNK_TOKENS // block_size)
 
 
 def padded(head_dim: int) -> int:

@@ -20,6 +20,7 @@ from polarlm.engine.backends.native.kernels.attention.partials import (
     FullBlock,
     SpanHeader,
     Unit,
+    full_chunk_blocks,
     padded,
     partial_bytes,
 )
@@ -152,8 +153,10 @@ class StepBody:
                     self.expand(spec.expanded_tiles, table, self.first_seen(begin, e.i64(0)), end)
             with e.loop(0, self.header.rows * spec.group, spec.query_tile) as first:
                 self.open(first)
-                with e.when(chunk.equals(0)):
-                    self.attend_to_full_blocks(self.full_of(sequence))
+                with e.when(chunk < self.header.first_quantized):
+                    first_full = chunk * full_chunk_blocks(spec.block_size)
+                    end_full = e.imin(first_full + full_chunk_blocks(spec.block_size), self.header.full)
+                    self.attend_to_full_blocks(self.full_of(sequence), first_full, end_full)
                 with e.when(has_codes):
                     self.attend_to_codes(table, self.first_seen(begin, first), end)
                 self.close(first, chunk)
@@ -337,13 +340,14 @@ class StepBody:
 
     # -- blocks in full precision ------------------------------------------------------------------------------
 
-    def attend_to_full_blocks(self, full: Value) -> None:
-        """full: of `full_of`."""
+    def attend_to_full_blocks(self, full: Value, begin: Value, end: Value) -> None:
+        """Attend to the blocks `begin` to `end` of `full_of`."""
         e, spec, args, n, dim = self.e, self.spec, self.args, self.spec.block_size, self.spec.head_dim
         queries, next_unit = self._queries, read(e, Unit, args.units, self.next_unit // args.kv_heads)
-        next_slot = read(e, FullBlock, self.full_of(next_unit.sequence)).slot
+        next_first = next_unit.chunk * full_chunk_blocks(n)  # units in full precision come last
+        next_slot = read(e, FullBlock, self.full_of(next_unit.sequence), next_first).slot
         next_number = args.full_k + self.full_offset(next_slot, self.next_unit % args.kv_heads)
-        with e.loop(0, self.header.full) as number:
+        with e.loop(begin, end) as number:
             slot, start = read(e, FullBlock, full, number)
             lows = [query.position - args.window + 1 - start for query in queries]
             highs = [query.position + 1 - start for query in queries]
@@ -358,8 +362,8 @@ class StepBody:
                     blocks.cap_scores(e, queries, e.i64(n), n, args.softcap)
                 blocks.mask(e, queries, lows, highs, e.i64(n))
                 blocks.softmax(e, queries, e.i64(n), n, dim)
-                next_block = read(e, FullBlock, full, e.imin(number + 1, self.header.full - 1)).slot
+                next_block = read(e, FullBlock, full, e.imin(number + 1, end - 1)).slot
                 own_keys = args.full_k + self.full_offset(next_block, self.head)
-                next_keys = e.select(number + 1 < self.header.full, own_keys, next_number)
+                next_keys = e.select(number + 1 < end, own_keys, next_number)
                 scores, weighted = [query.scores for query in queries], [query.weighted for query in queries]
                 blocks.add_full_values(e, values, next_keys, dim, count, scores, weighted)
