@@ -186,11 +186,6 @@ struct Span {
     // The ids of the quantized blocks, in order.
     __device__ __forceinline__ const int *ids() const { return &sees + 1; }
 
-    // With two kinds of blocks, `high_precision` of them have more bits: their places come first, then the other
-    // blocks'.
-    __device__ __forceinline__ int high_precision() const { return ids()[0]; }
-    __device__ __forceinline__ const int *places() const { return ids() + 1; }
-
     // In a step: the records of the full-precision blocks from current_block on.
     __device__ __forceinline__ const int *records() const { return ids() + quantized; }
 

@@ -1,4 +1,4 @@
-// Part of decode_attention.cu, prefill_attention.cu and decode_blocks.cu: the shapes of a block, and constants of an
+// Part of decode_attention.cu, prefill_attention.cu and latent_attention.cu: the shapes of a block, and constants of an
 // online softmax.
 
 constexpr int D = FullKeyLayout::D, DP = FullKeyLayout::DP, N = FullKeyLayout::N, STEPS = FullKeyLayout::STEPS;

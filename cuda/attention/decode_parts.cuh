@@ -1,5 +1,5 @@
 // Decodes parts of quantized blocks into the order of full-precision records. Part of prefill_attention.cu and of
-// decode_blocks.cu.
+// latent_attention.cu.
 
 // A register of a key tile, two neighbouring channels of a token: point · norm + mean.
 __device__ __forceinline__ unsigned decoded_key(unsigned point, float norm, __half2 mean) {

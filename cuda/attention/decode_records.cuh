@@ -8,10 +8,10 @@ struct Pools {
 
     __device__ __forceinline__ unsigned record(int id, int kv_head) const { return unsigned(id) * kv_heads + kv_head; }
     __device__ __forceinline__ const unsigned char *key(unsigned record) const {
-        return at_record<KeyLayout::STRIDE>(keys, record);
+        return at_record<KeyLayout::NBYTES>(keys, record);
     }
     __device__ __forceinline__ const unsigned char *value(unsigned record) const {
-        return at_record<ValueLayout::STRIDE>(values, record);
+        return at_record<ValueLayout::NBYTES>(values, record);
     }
     __device__ __forceinline__ const unsigned char *full_key(unsigned record) const {
         return at_record<FullKeyLayout::NBYTES>(full_keys, record);
@@ -29,17 +29,17 @@ struct Slice {
     int start;
 
     // Slice number e. With ALL_FULL the blocks of the block table come first.
-    __device__ __forceinline__ Slice(int e, const QuantizedBlocks &quantized, const FullBlocks &full, const Span &span,
+    __device__ __forceinline__ Slice(int e, const QuantizedBlocks &quantized, const FullBlocks &full,
                                      const Pools &pools, int kv_head, int lane) {
         const int block_slices = ALL_FULL ? quantized.count * SLICES : 0;
-        const int later = e - block_slices - full.sink_slices;
+        const int number = e - block_slices - full.sink_slices;
         if (e < block_slices) {
             start = quantized.number * N + 16 * e;
             const unsigned record = pools.record(quantized.ids[e / SLICES], kv_head);
             key = pools.key(record), value = pools.value(record);
         } else {
-            start = later < 0 ? 16 * (e - block_slices) : full.start + 16 * later;
-            const int slot = later < 0 ? full.sink : span.records()[start / N - span.current_block];
+            start = number < 0 ? 16 * (e - block_slices) : full.start + 16 * number;
+            const int slot = number < 0 ? full.sink : full.later[start / N];
             const unsigned record = pools.record(slot, kv_head);
             key = pools.full_key(record), value = pools.full_value(record);
         }
@@ -97,7 +97,7 @@ __device__ __forceinline__ void attend_full(ColumnState &state, const Work &work
     const int units_before = ALL_FULL ? 0 : work.quantized.count, end = work.first + work.units - units_before;
 #pragma unroll 1
     for (int e = work.first + work.count - units_before; e < end; ++e)
-        attend_slice(state, Slice(e, work.quantized, full, *work.columns.span, pools, work.columns.kv_head, lane), mask,
+        attend_slice(state, Slice(e, work.quantized, full, pools, work.columns.kv_head, lane), mask,
                      work.visible.newest, lane);
 }
 

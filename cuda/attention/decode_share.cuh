@@ -31,7 +31,7 @@ __device__ __forceinline__ void finish(unsigned char *shared, const Plan &plan, 
                                        int *counts, int chunks) {
     const int lane = threadIdx.x % 32;
     const Shares ctas = plan.ctas(), warps = plan.warps(ctas);
-    const int begin = ctas.begin(CTA_OF(plan)), end = ctas.end(CTA_OF(plan));
+    const int begin = ctas.begin(blockIdx.x), end = ctas.end(blockIdx.x);
     const WarpSums own(shared);
     SharedHead waiting = {};  // lane i has the i-th head of this warp
     int waits = 0;
@@ -49,14 +49,11 @@ __device__ __forceinline__ void finish(unsigned char *shared, const Plan &plan, 
             const HeadScale scale = result.scale(columns.head(c));
             HeadSum head = own.head(warps, unit, cell_end, c, sums, columns.cell);
             if (!is_shared) {
-#ifdef TWO_KINDS
-                if (!both_kinds(head, sums, counts, columns.cell, c, *columns.span)) continue;
-#endif
                 result.write(head, vector, scale);
                 continue;
             }
             const int first = ctas.taker(cell.start), sharing = ctas.taker(cell.end - 1) - first + 1;
-            const int number = sums.part(columns.cell, first), mine = number + CTA_OF(plan) - first;
+            const int number = sums.part(columns.cell, first), mine = number + blockIdx.x - first;
             head.store(sums.acc_at(mine, c), sums.ml_at(mine, c));
             if (lane == waits) waiting = {sharing, number, c, columns.cell * HEADS + c, vector, scale};
             ++waits;
@@ -74,10 +71,6 @@ __device__ __forceinline__ void finish(unsigned char *shared, const Plan &plan, 
         HeadSum head;
         head.add_all(sums.acc_at(own_head.number, own_head.column), sums.ml_at(own_head.number, own_head.column),
                      own_head.sharing);
-#ifdef TWO_KINDS
-        const int cell = own_head.count / HEADS, sequence = cell / (plan.kv_heads * chunks);
-        if (!both_kinds(head, sums, counts, cell, own_head.column, plan.span(sequence))) continue;
-#endif
         result.write(head, own_head.vector, own_head.scale);
     }
 }
@@ -85,11 +78,8 @@ __device__ __forceinline__ void finish(unsigned char *shared, const Plan &plan, 
 // Zeros for the rows of sequences that see no token.
 __device__ __forceinline__ void clear_unseen(const Plan &plan, TO *out) {
     if (STEP_ROWS > 1) return;  // such a sequence has no rows
-#ifdef TWO_KINDS
-    if (IS_HIGH_PRECISION) return;
-#endif
     const int size = plan.kv_heads * GROUP * D;
-    for (int sequence = CTA_OF(plan); sequence < plan.sequences; sequence += CTAS_OF(plan)) {
+    for (int sequence = blockIdx.x; sequence < plan.sequences; sequence += gridDim.x) {
         if (plan.stretches[sequence].size > 0) continue;
 #pragma unroll 1
         for (int i = threadIdx.x; i < size; i += WARPS * 32) out[(long long)sequence * size + i] = from_float<TO>(0.0f);

@@ -8,11 +8,7 @@ constexpr int MERGE_BYTES = WARPS * HEADS * (MERGE_ROW + 2) * 4;
 constexpr int MEAN_BYTES = KeyLayout::MEAN_BITS ? WARPS * 16 * 8 * 4 : 0;
 constexpr int LOOP_BYTES = Tables::BYTES + MEAN_BYTES;
 constexpr int LEAST_SHARED = LOOP_BYTES > MERGE_BYTES ? LOOP_BYTES : MERGE_BYTES;
-#ifdef TWO_KINDS
-static_assert(SHARED >= LEAST_SHARED && SHARED % 16 == 0, "as named above: of the kind with larger tables");
-#else
 static_assert(SHARED == LEAST_SHARED && SHARED % 16 == 0, "as named above");
-#endif
 
 #if STEP_ROWS > 1
 // Positions of a cell's first and last query token, and of the query tokens of the lane's columns, 2tg and 2tg + 1.

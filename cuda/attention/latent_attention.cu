@@ -18,15 +18,8 @@
 // decodes its own channels of a part once and multiplies them by its channels of the queries. The sums over all warps
 // are the scores; NT warps make weights of them. Then each warp transposes its tiles in registers and adds them,
 // weighted, to its channels of the result.
-//
-// With TWO_KINDS, high-precision blocks come first, as in prefill_attention.cu; tables are replaced where the kind
-// changes.
 // JOINS: attention.cuh, visible_parts.cuh, decode_parts.cuh, latent_tiles.cuh.
 
-#ifdef TWO_KINDS
-using namespace low_precision;
-static_assert(high_precision::Tables::BYTES <= Tables::BYTES, "tables of both kinds have one place");
-#endif
 
 constexpr int NT = 2, COLUMNS = 8 * NT;             // tiles of columns of a CTA
 constexpr int TURNS = (NT + WARPS - 1) / WARPS;     // tiles of columns that a warp makes weights for
@@ -47,9 +40,6 @@ latent_attention_kernel(float *out, float *acc, float *ml, const float *q, const
                         const unsigned char *full, const unsigned char *current, const int *spans, const int *tiles,
                         const unsigned char *tables, const float *factors, int span_stride, int chunks,
                         long long q_stride, float scale
-#ifdef TWO_KINDS
-                        , const unsigned char *high_precision_keys, const unsigned char *high_precision_tables
-#endif
 ) {
     let_next_begin();
     wait_for_previous();
@@ -85,38 +75,19 @@ latent_attention_kernel(float *out, float *acc, float *ml, const float *q, const
     float *const rescale = reinterpret_cast<float *>(shared + RESCALE);
     float4 *const scores = reinterpret_cast<float4 *>(shared + SCORES);
     uint2 *const weights = reinterpret_cast<uint2 *>(shared + WEIGHTS);
-    int loaded = 0;  // whose tables are in shared memory: 1 of blocks with few bits, 2 of others
+    bool has_tables = false;
 #pragma unroll 1
     for (int n = begin; n < end; ++n) {
         Part part = parts.at(n);
         if (part.region == Region::CURRENT) part.block = span.record(part.start / N);
         OwnTiles own;
         if (part.region == Region::QUANTIZED) {
-#ifdef TWO_KINDS
-            const bool is_high_precision = part.start < (span.first_quantized + span.high_precision()) * N;
-#else
-            constexpr bool is_high_precision = false;
-#endif
-            if (loaded != 1 + is_high_precision) {
-                __syncthreads();
-#ifdef TWO_KINDS
-                if (is_high_precision)
-                    LoadedRows<high_precision::KeyCodec, WARPS * 32>(high_precision_tables)
-                        .store(high_precision::Tables::keys(shared));
-                else
-#endif
-                    LoadedRows<KeyCodec, WARPS * 32>(tables).store(Tables::keys(shared));
-                loaded = 1 + is_high_precision;
+            if (!has_tables) {
+                LoadedRows<KeyCodec, WARPS * 32>(tables).store(Tables::keys(shared));
+                has_tables = true;
                 __syncthreads();
             }
-#ifdef TWO_KINDS
-            if (is_high_precision)
-                high_precision::decode_own(
-                    own, pools.record<high_precision::KeyLayout::STRIDE>(high_precision_keys, part.block), part.number,
-                    high_precision::Tables::keys(shared), warp, lane);
-            else
-#endif
-            decode_own(own, pools.record<KeyLayout::STRIDE>(keys, part.block), part.number, Tables::keys(shared), warp,
+            decode_own(own, pools.record<KeyLayout::NBYTES>(keys, part.block), part.number, Tables::keys(shared), warp,
                        lane);
         } else {
             load_own(own, part.full(pools), part.start, newest, warp, lane);

@@ -24,17 +24,8 @@
 // rows, some tiles by each warp. A part's values are loaded while its keys are used, the next part's keys while its
 // values are used. Half of the warps decode before they multiply, the others after, so that loads overlap with
 // computation.
-//
-// With two kinds of quantized blocks, TWO_KINDS, the parts below are read twice, in the namespaces `high_precision` and
-// `low_precision`, and there are four arguments more. keys, values and their tables belong to the low-precision blocks.
-// High-precision blocks come first (Span in prelude.cuh); before the first low-precision block, tables are replaced.
-// There is no window.
 // JOINS: attention.cuh, visible_parts.cuh, decode_parts.cuh, prefill_rows.cuh.
 
-#ifdef TWO_KINDS
-using namespace low_precision;
-static_assert(high_precision::Tables::BYTES <= Tables::BYTES, "tables of both kinds have one place");
-#endif
 
 // The two tasks of a warp between two barriers: fetch a part of one side, use a part of the other. Copies are
 // asynchronous and start first; of the warps that decode, half multiply first, if there are registers for that.
@@ -61,11 +52,6 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
                          const unsigned char *key_tables, const unsigned char *value_tables, const float *factors,
                          int span_stride, int kv_heads, int heads, long long q_stride, int window, float scale,
                          const float *sink_scores
-#ifdef TWO_KINDS
-                         , const unsigned char *high_precision_keys, const unsigned char *high_precision_values,
-                         const unsigned char *high_precision_key_tables,
-                         const unsigned char *high_precision_value_tables
-#endif
 ) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
@@ -90,50 +76,19 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
     const VisibleParts parts(span, position + first / GROUP, max(position + last / GROUP, span.sees), window);
     const SidePools key_pools = {keys, full_k, current_k, kv_heads};
     const SidePools value_pools = {values, full_v, current_v, kv_heads};
-#ifdef TWO_KINDS
-    const int high_precision_end = (span.first_quantized + span.high_precision()) * N;
-    const auto is_high_precision = [&](const Part &part) {
-        return part.region == Region::QUANTIZED && part.start < high_precision_end;
-    };
-#endif
     auto fetch_keys = [&](const Part &part) {
-#ifdef TWO_KINDS
-        if (is_high_precision(part)) {
-            using Layout = high_precision::KeyLayout;
-            const unsigned char *record = key_pools.record<Layout::STRIDE>(high_precision_keys, part.block);
-            const int thread = decoding_thread();
-            const unsigned char *tables = high_precision::Tables::keys(shared);
-            high_precision::decode_keys(shared + KEYS, record, part.number, tables, thread / 32, thread % 32);
-            return;
-        }
-#endif
         fetch<KEYS_ARE_FULL, KeyLayout>(shared + KEYS, part, key_pools, [&](const unsigned char *record) {
             const int thread = decoding_thread();
             decode_keys(shared + KEYS, record, part.number, Tables::keys(shared), thread / 32, thread % 32);
         });
     };
     auto fetch_values = [&](const Part &part) {
-#ifdef TWO_KINDS
-        if (is_high_precision(part)) {
-            using Layout = high_precision::ValueLayout;
-            const unsigned char *record = value_pools.record<Layout::STRIDE>(high_precision_values, part.block);
-            const int thread = decoding_thread();
-            const unsigned char *tables = high_precision::Tables::values(shared);
-            high_precision::decode_values(shared + VALUES, record, part.number, tables, thread / 32, thread % 32);
-            return;
-        }
-#endif
         fetch<VALUES_ARE_FULL, ValueLayout>(shared + VALUES, part, value_pools, [&](const unsigned char *record) {
             const int thread = decoding_thread();
             decode_values(shared + VALUES, record, part.number, Tables::values(shared), thread / 32, thread % 32);
         });
     };
 
-#ifdef TWO_KINDS
-    if (span.high_precision() > 0)
-        high_precision::Tables::fill<WARPS * 32>(shared, high_precision_key_tables, high_precision_value_tables);
-    else
-#endif
     if (parts.quantized > 0) Tables::fill<WARPS * 32>(shared, key_tables, value_tables);
     const Rows rows = {first + warp * WARP_ROWS, last, position, span.sees};
     const Queries queries(q + span.first_row * q_stride + head * GROUP * D, q_stride, rows, scale * LOG2_E,
@@ -154,12 +109,6 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
             const int newest = DP > 128 ? position + span.rows - 1 : kept_newest;
             if (part.start + PART - 1 > newest) clear_values(shared + VALUES, part.start, newest);
             __syncthreads();
-#ifdef TWO_KINDS
-            if (is_high_precision(part) && next.region == Region::QUANTIZED && !is_high_precision(next)) {
-                Tables::fill<WARPS * 32>(shared, key_tables, value_tables);
-                __syncthreads();
-            }
-#endif
         }
         overlap(next.region, warp, [&] { if (n + 1 < count) fetch_keys(next); }, [&] {
             if (is_visible) state.add_values(shared + VALUES, own_lane());

@@ -8,12 +8,7 @@ constexpr int KEYS = Tables::BYTES;  // the tables begin at 0
 constexpr int VALUES = KEYS + PART_BYTES;
 constexpr int QUERIES = VALUES + PART_BYTES;
 constexpr bool QUERIES_SHARED = MT > 1 && DP > 64;  // registers are needed for sums
-#ifdef TWO_KINDS
-constexpr bool HAS_SHARED = !IS_HIGH_PRECISION;  // high-precision blocks take the place of the others' tables
-#else
-constexpr bool HAS_SHARED = true;
-#endif
-static_assert(!HAS_SHARED || SHARED == QUERIES + (QUERIES_SHARED ? WARPS * WARP_ROWS * DP * 2 : 0),
+static_assert(SHARED == QUERIES + (QUERIES_SHARED ? WARPS * WARP_ROWS * DP * 2 : 0),
               "tables, a part, and queries");
 
 // Starts the asynchronous copy of a full-precision part.
@@ -44,7 +39,7 @@ template <bool IS_FULL, class Layout, class Decode>
 __device__ __forceinline__ void fetch(unsigned char *to, const Part &part, const SidePools &pools,
                                       const Decode &decode) {
     if constexpr (!IS_FULL) {
-        if (part.region == Region::QUANTIZED) return decode(pools.record<Layout::STRIDE>(pools.quantized, part.block));
+        if (part.region == Region::QUANTIZED) return decode(pools.record<Layout::NBYTES>(pools.quantized, part.block));
     }
     copy_part(to, part.full(pools));
 }

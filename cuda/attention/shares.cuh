@@ -31,16 +31,6 @@ struct Shares {
     }
 };
 
-// The CTA's number among those that share the row of a plan, and how many these are. With two kinds of blocks each kind
-// has its row: the first CTAs of the launch share the row of high-precision blocks, the others the row of all else.
-#ifdef TWO_KINDS
-#define CTA_OF(plan) (plan).cta()
-#define CTAS_OF(plan) (plan).ctas_of_kind()
-#else
-#define CTA_OF(plan) blockIdx.x
-#define CTAS_OF(plan) gridDim.x
-#endif
-
 // Positions that any row of a sequence sees; none where newest < oldest.
 struct Visible {
     int oldest, newest;
@@ -57,16 +47,9 @@ struct QuantizedBlocks {
 
     __device__ __forceinline__ QuantizedBlocks() {}
     __device__ __forceinline__ QuantizedBlocks(const Span &span, const Visible &visible) {
-#ifdef TWO_KINDS  // there is no window, and every row sees all blocks: their order says nothing
-        const int high_precision = span.high_precision();
-        const int of_kind = IS_HIGH_PRECISION ? high_precision : span.quantized - high_precision;
-        count = visible.newest < visible.oldest ? 0 : of_kind;
-        number = span.first_quantized, ids = span.places() + (IS_HIGH_PRECISION ? 0 : high_precision);
-#else
         const int skipped = min(max(0, visible.oldest / N - span.first_quantized), span.quantized);
         count = visible.newest < visible.oldest ? 0 : span.quantized - skipped;
         number = span.first_quantized + skipped, ids = span.ids() + skipped;
-#endif
     }
     __device__ __forceinline__ int units() const { return ALL_FULL ? count * SLICES : count; }
 };
@@ -76,18 +59,16 @@ struct QuantizedBlocks {
 struct FullBlocks {
     int sink, sink_slices;
     int start, later_slices;
+    const int *later;  // records by the blocks' numbers
 
     __device__ __forceinline__ FullBlocks(const Span &span, const Visible &visible) {
         sink = span.sink;
         sink_slices = sink >= 0 && visible.oldest < min(N, visible.newest + 1) ? SLICES : 0;
         start = max(span.current_block * N, visible.oldest / 16 * 16);
         later_slices = max(0, visible.newest - start + 16) / 16;
+        later = span.records() - span.current_block;
     }
-#ifdef TWO_KINDS
-    __device__ __forceinline__ int units() const { return IS_HIGH_PRECISION ? 0 : sink_slices + later_slices; }
-#else
     __device__ __forceinline__ int units() const { return sink_slices + later_slices; }
-#endif
 };
 
 __device__ __forceinline__ int chunks_of(const Span &span) {
@@ -116,30 +97,21 @@ struct Stretch {
 // The row of units of all sequences. It is in shared memory, at addresses that the compiler knows.
 struct Plan {
     static constexpr int WORDS = WARPS * sizeof(Turn) / 4;
-#ifdef TWO_KINDS
-    static constexpr int OF_SHARE = 3;
-#else
-    static constexpr int OF_SHARE = 2;
-#endif
 
     const int *spans;
     Turn *turns;          // [WARPS]
-    volatile int *share;  // a CTA's: Shares::base and Shares::extra; with two kinds, the CTAs of high-precision blocks
+    volatile int *share;  // a CTA's: Shares::base and Shares::extra
     Stretch *stretches;   // [sequences]
     int span_stride, sequences, kv_heads, window;
 
     __device__ __forceinline__ Plan(int *memory, const int *spans, int span_stride, int sequences, int kv_heads,
                                     int window)
         : spans(spans), turns(reinterpret_cast<Turn *>(memory)), share(memory + WORDS),
-          stretches(reinterpret_cast<Stretch *>(memory + WORDS + OF_SHARE)), span_stride(span_stride),
+          stretches(reinterpret_cast<Stretch *>(memory + WORDS + 2)), span_stride(span_stride),
           sequences(sequences), kv_heads(kv_heads), window(window) {}
 
     __device__ __forceinline__ const Span &span(int sequence) const { return span_at(spans, span_stride, sequence); }
 
-#ifdef TWO_KINDS
-    __device__ __forceinline__ int cta() const { return IS_HIGH_PRECISION ? blockIdx.x : blockIdx.x - share[2]; }
-    __device__ __forceinline__ int ctas_of_kind() const { return IS_HIGH_PRECISION ? share[2] : gridDim.x - share[2]; }
-#endif
 
     __device__ __forceinline__ int units(int sequence) const {
         const Span &own = span(sequence);
@@ -173,7 +145,7 @@ struct Plan {
             earlier += __shfl_sync(ALL_LANES, sum, 31);
             first += 32;
         } while (first < sequences);
-        const Shares ctas = Shares::of(0, earlier, CTAS_OF(*this));
+        const Shares ctas = Shares::of(0, earlier, gridDim.x);
         if (lane == 0) share[0] = ctas.base, share[1] = ctas.extra;
     }
 
@@ -188,8 +160,8 @@ struct Plan {
 
     __device__ __forceinline__ Shares ctas() const { return {0, share[0], share[1]}; }
     __device__ __forceinline__ Shares warps(const Shares &ctas) const {
-        const int begin = ctas.begin(CTA_OF(*this));
-        return Shares::of(begin, ctas.end(CTA_OF(*this)) - begin, WARPS);
+        const int begin = ctas.begin(blockIdx.x);
+        return Shares::of(begin, ctas.end(blockIdx.x) - begin, WARPS);
     }
 
     // The cell with unit `unit`; a warp calls it together.

@@ -238,31 +238,3 @@ struct WarpSums {
     }
 };
 
-#ifdef TWO_KINDS
-// Where both kinds of blocks have units of a cell, the sum of a head over one kind becomes the sum over both. Returns
-// whether it is complete: the CTA of the kind that comes last has it. Each kind's sum is stored where its cell has one
-// for a warp, which has been added by now. Memory for sums of high-precision blocks follows the memory of the others,
-// and so do counts; after these comes, for each head, a count of kinds that have come.
-__device__ __forceinline__ bool both_kinds(HeadSum &head, const Sums &sums, int *counts, int cell, int c,
-                                           const Span &span) {
-    if (!IS_HIGH_PRECISION && span.high_precision() == 0) return true;  // every sequence with rows has a current block
-    const int lane = threadIdx.x % 32;
-    const long long size = (2ll * sums.cells + gridDim.x) * HEADS, sign = IS_HIGH_PRECISION ? -1 : 1;
-    const float *const other_acc = sums.acc_at(cell, c) + sign * size * DP;
-    const float2 *const other_ml = sums.ml_at(cell, c) + sign * size;
-    int *const kinds = counts + (IS_HIGH_PRECISION ? 1 : 2) * sums.cells * HEADS + cell * HEADS + c;
-    __syncwarp();  // all lanes have read what was there
-    head.store(sums.acc_at(cell, c), sums.ml_at(cell, c));
-    __syncwarp();
-    const bool is_last = lane == 0 && arrives_last(kinds, 2);
-    if (!__any_sync(ALL_LANES, is_last)) return false;
-    __syncwarp();
-    // In this order, whichever kind comes last.
-    const float *const own_acc = sums.acc_at(cell, c);
-    const float2 *const own_ml = sums.ml_at(cell, c);
-    head = HeadSum();
-    head.add(IS_HIGH_PRECISION ? own_acc : other_acc, IS_HIGH_PRECISION ? *own_ml : *other_ml);
-    head.add(IS_HIGH_PRECISION ? other_acc : own_acc, IS_HIGH_PRECISION ? *other_ml : *own_ml);
-    return true;
-}
-#endif

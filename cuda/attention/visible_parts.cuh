@@ -52,13 +52,8 @@ struct VisibleParts {
     __device__ Part at(int n) const {
         if (n < sink) return part(Region::SINK, span.sink, 0, sink_hidden + n);
         n += quantized_hidden - sink;
-#ifdef TWO_KINDS
-        const int *const blocks = span.places();
-#else
-        const int *const blocks = span.ids();
-#endif
         if (n < quantized_hidden + quantized)
-            return part(Region::QUANTIZED, blocks[n / PARTS], span.first_quantized, n);
+            return part(Region::QUANTIZED, span.ids()[n / PARTS], span.first_quantized, n);
         n += current_hidden - quantized_hidden - quantized;
         return part(Region::CURRENT, span.current + n / PARTS, span.current_block, n);
     }

@@ -21,7 +21,7 @@ struct Move {
 
     __device__ __forceinline__ long long index(int slot) const { return slot * (long long)kv_heads + blockIdx.y; }
     __device__ __forceinline__ const unsigned char *full() const { return side->full + index(job[1]) * Full::NBYTES; }
-    __device__ __forceinline__ unsigned char *record() const { return side->quantized + index(job[2]) * L::STRIDE; }
+    __device__ __forceinline__ unsigned char *record() const { return side->quantized + index(job[2]) * L::NBYTES; }
 };
 
 __device__ __forceinline__ const float *at_head(const float *all, int size) {

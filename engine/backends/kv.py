@@ -32,8 +32,6 @@ class CacheFormat:
     codec_v: None if values are keys, which are stored once.
     metric_k, metric_v: with None, every value is rounded to the nearest code.
     mean_bits: bits per channel of the block mean that is subtracted from keys, 8 or 16; 0 leaves keys uncentred.
-    high_precision: the format of blocks that have more bits and the same transforms, if the cache has both kinds in one
-    memory.
     """
 
     codec_k: Codec
@@ -44,7 +42,6 @@ class CacheFormat:
     block_size: int
     kv_heads: int
     head_dim: int
-    high_precision: CacheFormat | None = None
 
     @property
     def sides(self) -> str:
@@ -58,19 +55,6 @@ class Cache(Protocol):
     @property
     def format(self) -> CacheFormat:
         """The format that it was made with."""
-
-    @property
-    def high_precision(self) -> Cache | None:
-        """A cache of the format's high-precision blocks, if it has these, with the same slots and in the same memory,
-        from the beginning on: blocks in use of the two kinds must not overlap."""
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of a quantized block of one KV head without the block mean: where two kinds have one memory, each
-        block begins at its id times these, of every KV head."""
-
-    def move(self, target: int, source: int) -> None:
-        """Copy a quantized block to another, in a cache of two kinds or of the high-precision one."""
 
 
 class KVLocation(NamedTuple):
@@ -161,9 +145,6 @@ class SpanView:
     table: Sequence[int]  # block table: ids of the quantized blocks
     table_start: int  # position of the first token of table[0]
     following: Sequence[int] = ()  # in a step, slots of all blocks after `current`, in order
-    # Ids of the blocks with more bits, in a cache that has both kinds. Then there is no window, and `table` and
-    # `high_precision` have the sequence's blocks in any order: every row sees all of them.
-    high_precision: Sequence[int] | None = None
     sees: int = 0  # position up to which all of these rows see, if that is later than their own
 
 
@@ -213,7 +194,7 @@ class KVOps(Protocol):
     encoded_at_once: int
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
-        """Bytes of a quantized block (not of the high-precision kind), and of a full-precision slot, all KV heads.
+        """Bytes of a quantized block, and of a full-precision slot, all KV heads.
 
         Raises ValueError for a codec that the backend does not support.
         """
@@ -270,9 +251,6 @@ class KVOps(Protocol):
     def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
         """Encode blocks; keys are centred first. CUDA: encode_rows and encode_blocks, at most
         once for each pair of codecs among all caches."""
-
-    def decode_blocks(self, cache: OwnCache, blocks: Sequence[int]) -> Buffer:
-        """A buffer, as a prompt has, of what quantized blocks decode to, in order."""
 
     def copy_full(self, caches: Sequence[OwnCache], moves: Sequence[Move]) -> None:
         """Copy tokens in each of `caches`, whose heads have one shape. All targets are in one buffer, or all are slots;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
@@ -42,14 +42,12 @@ def struct_text(name: str, constants: Mapping[str, int]) -> str:
 class Layout:
     """The byte layout of records of a codec.
 
-    mean_bits: bits per channel of the block mean, 8 or 16; 0 if vectors are not centred. stride: bytes from a record to
-    the next one in its pool; 0 for the record's.
+    mean_bits: bits per channel of the block mean, 8 or 16; 0 if vectors are not centred.
     """
 
     schema: Schema
     record: Record
     mean_bits: int = 0
-    stride: int = 0
 
     @property
     def is_quantized(self) -> bool:
@@ -78,7 +76,6 @@ class Layout:
         constants = {
             **self.record.geometry.constants,
             "NBYTES": self.nbytes,
-            "STRIDE": self.stride or self.nbytes,
             "ROWS": self.record.rows,
             "MEAN_BITS": self.mean_bits,
             "MEAN": mean_at,
@@ -96,13 +93,6 @@ class Layout:
         stored = self._sections.unpack(records)
         means = {section.name: stored.pop(section.name) for section in self._means}
         return pack(self.schema, self.record.to_streams(stored)), means
-
-    def zero_padding(self, records: np.ndarray) -> np.ndarray:
-        """Records (..., nbytes), with zeros in all bytes that no field has."""
-        mask = np.zeros(self.nbytes, np.uint8)
-        for offset, section in zip(self._sections.offsets, self._sections.sections, strict=False):
-            mask[offset : offset + section.nbytes] = 0xFF
-        return records & mask
 
     @cached_property
     def _sections(self) -> Sections:
@@ -167,13 +157,6 @@ def layout(
             "choose another cache type, such as ring4."
         )
     return Layout(codec.schema(block_size, head_dim), record, mean_bits)
-
-
-@cache
-def together(keys: Layout, values: Layout) -> Layouts:
-    """The layouts where one pool has the records of both sides, of a block and KV head one after the other."""
-    stride = keys.nbytes + values.nbytes
-    return replace(keys, stride=stride), replace(values, stride=stride)
 
 
 def table_bytes(keys: Layout, values: Layout) -> int:

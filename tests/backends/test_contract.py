@@ -28,7 +28,7 @@ NUMPY_OPS = frozenset(
 # layer, which wait for the kernels of a stream.
 NUMPY_FALLBACKS = frozenset(
     (
-        *("cache", "cache_bytes", "copy_full", "decode_blocks", "encode_blocks", "round_trip", "attention"),
+        *("cache", "cache_bytes", "copy_full", "encode_blocks", "round_trip", "attention"),
         *("self_attention", "gated_delta", "channel_delta", "mamba2", "append_kv", "assign"),
     )
 )

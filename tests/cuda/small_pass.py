@@ -60,7 +60,7 @@ def run(ops: CudaOps) -> Iterator[tuple[str, bool]]:
 
 
 def two_turns(ops: CudaOps) -> list[np.ndarray]:
-    """Log-probabilities of answers with blocks of two kinds, which encoders with a metric have rounded."""
+    """Log-probabilities of answers over blocks that encoders with a metric have rounded."""
     settings: dict[str, Any] = {"block_size": 16, "ctx_size": 256, "cache_type": _DEFAULT[1], "calibration": True}
     wanted = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=1)
     ids, seen = [5 + 7 * i % 90 for i in range(130)], list[np.ndarray]()

@@ -92,7 +92,7 @@ PREFILL = attention("prefill_attention", "f16", "f16", 0)
 BUDGETS = [
     Budget("decode_attention", CODES, 168, 2.236),
     Budget("decode_attention", POLARQUANT, 168, 3.717),
-    Budget("decode_attention", attention("decode_attention", "f16", "f16", 0), 134, 3.141),
+    Budget("decode_attention", attention("decode_attention", "f16", "f16", 0), 134, 3.228),
     Budget("gemv", product("gemv", 1, 28672), 128, 4.562),
     Budget("gemv", product("gemv", 1, 28672, "f16"), 128, 4.438),
     Budget("gemm_wide", product("gemm_wide", 8, 4096, "q4_k"), 76, 3.102),

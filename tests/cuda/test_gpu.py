@@ -232,13 +232,17 @@ def filled(cache_type: str, quantized: int, exact: int) -> tuple[CudaOps, Any, A
 
 @pytest.mark.parametrize("cache_type", TYPES)
 def test_one_token_attends_to_a_long_context(rng: np.random.Generator, cache_type: str) -> None:
-    """Ragged sequences in one launch, every KV head, against float64 over what NumPy reads out of the records."""
+    """Ragged sequences in one launch, every KV head, against float64 over what NumPy reads out of the records. Of some
+    the newest complete blocks are in full precision."""
     config, n = SHAPE.config, SHAPE.block_size
-    contexts = [LONG, LONG - n - 17, 2 * n + 1]
-    quantized = [(context - 1) // n - 1 for context in contexts]
-    ops, device, cache = filled(cache_type, sum(quantized), 2 * len(contexts))
-    ids = np.split(rng.permutation(sum(quantized)), np.cumsum(quantized)[:-1])
-    laid = [StoredSequence(context, 2 * i, ids[i].tolist(), 2 * i + 1) for i, context in enumerate(contexts)]
+    contexts, full = [LONG, LONG - n - 17, 2 * n + 1], [6, 2, 3]
+    quantized = [(context - 1) // n + 1 - count for context, count in zip(contexts, full, strict=True)]
+    ops, device, cache = filled(cache_type, sum(quantized), sum(full))
+    ids, slots = (
+        [part.tolist() for part in np.split(rng.permutation(sum(counts)), np.cumsum(counts)[:-1])]
+        for counts in (quantized, full)
+    )
+    laid = [StoredSequence(*of) for of in zip(contexts, ids, slots, strict=True)]
     queries = rng.standard_normal((len(contexts), config.attention.heads, config.attention.head_dim), np.float32)
     spans = ops.spans([of.span(row, n) for row, of in enumerate(laid)], n)
     out = ops.to_host(
@@ -248,10 +252,8 @@ def test_one_token_attends_to_a_long_context(rng: np.random.Generator, cache_typ
     for row, of in enumerate(laid):
         for head in range(config.attention.kv_heads):
             mine = row, slice(head * group, (head + 1) * group)
-            assert (
-                attention_error(device, cache, slice(0, SHAPE.blocks), of, head, queries[mine], out[mine])
-                <= ALLOWED_ERROR
-            )
+            error = attention_error(device, cache, SHAPE.blocks, of, head, queries[mine], out[mine])
+            assert error <= ALLOWED_ERROR
 
 
 @pytest.mark.parametrize("cache_type", ["f16", "ring4/ring3.5", "polarquant"])
@@ -260,10 +262,10 @@ def test_a_prompt_attends_to_a_long_context(rng: np.random.Generator, cache_type
     config, n, new = SHAPE.config, SHAPE.block_size, 1000
     complete = LONG // n - new // n - 1
     ops, device, cache = filled(cache_type, complete - 1, 2)
-    of = StoredSequence(complete * n, 0, rng.permutation(complete - 1).tolist(), 0)
+    of = StoredSequence(complete * n, rng.permutation(complete - 1).tolist(), [0, 0])
     buffer = ops.buffer(cache.format, new)
     start = complete * n
-    span = SpanView(slice(0, new), start, KVLocation(buffer, 0), start, of.sink, of.quantized, n)
+    span = SpanView(slice(0, new), start, KVLocation(buffer, 0), start, of.full[0], of.quantized, n)
     spans = ops.spans([span], n)
     k, v = (rng.standard_normal((new, config.attention.kv_heads, config.attention.head_dim), np.float32) for _ in "kv")
     queries = rng.standard_normal((new, config.attention.heads, config.attention.head_dim), np.float32)
@@ -274,7 +276,7 @@ def test_a_prompt_attends_to_a_long_context(rng: np.random.Generator, cache_type
 
     head, group = config.attention.kv_heads - 1, config.attention.heads // config.attention.kv_heads
     heads = slice(head * group, (head + 1) * group)
-    old = [read_tokens(device, cache, side, slice(0, SHAPE.blocks), of, head) for side in ("keys", "values")]
+    old = [read_tokens(device, cache, side, SHAPE.blocks, of, head) for side in ("keys", "values")]
     keys, values = (np.concatenate([x, y[:, head]]) for x, y in zip(old, (k, v), strict=True))
     exact, rows = [], [0, 1, n - 1, n, 500, new - 1]
     for row in rows:

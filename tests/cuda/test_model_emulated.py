@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from polarlm.engine.model import prompt_readers
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
-from polarlm.engine.state.layer_shapes import HighPrecisionKind, LayerShape, SharedShape
+from polarlm.engine.state.layer_shapes import LayerShape, SharedShape
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
@@ -96,7 +95,6 @@ def model_from(
     source: WeightSource,
     types: tuple[str, str],
     *,
-    high_precision: HighPrecisionKind | None = None,
     room: tuple[int, int] = (256, 4),
     more: int = 0,
 ) -> Transformer:
@@ -106,8 +104,6 @@ def model_from(
     k, v = (codecs.get(name) for name in types)
     mean_bits = 0 if types[0] == "f16" else 8
     layers = tuple(shape_of(layer.mixer, k, v, mean_bits) for layer in config.layers)
-    if high_precision is not None:
-        layers = tuple(replace(layer, high_precision=high_precision) for layer in layers)
     conditioning = []
     for layer in layers:
         if not isinstance(layer, LayerShape | SharedShape):

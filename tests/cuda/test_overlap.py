@@ -13,8 +13,6 @@ from polarlm.engine.backends.cuda.device.kernel_source import folder, waits
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.state.cache_types import PRESETS
-from polarlm.engine.state.layer_shapes import HighPrecisionKind
 from polarlm.engine.weight_formats import Linear, Matrix
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.nvrtc import compile_binary, compiler
@@ -29,14 +27,14 @@ from tests.pairs import mostly_slow
 WAITING = {
     *("embed_kernel", "narrow_kernel", "rms_norm_kernel", "gemv_kernel", "gemv_packed_kernel", "gemm_wide_kernel"),
     *("add_parts_kernel", "place_kv_kernel", "transform_heads_kernel", "append_kv_kernel"),
-    *("rotate_kernel", "rotate_dense_kernel", "decode_attention_kernel", "decode_two_kinds_kernel"),
+    *("rotate_kernel", "rotate_dense_kernel", "decode_attention_kernel"),
     *("route_kernel", "group_pairs_kernel", "add_experts_kernel", "elementwise_kernel", "softcap_kernel"),
     *("centre_kernel", "join_latents_kernel", "take_latents_kernel", "latent_attention_kernel", "latent_sums_kernel"),
     *("activate_mul_kernel", "short_conv_kernel", "delta_step_kernel", "channel_delta_kernel"),
     "mamba2_results_kernel",
     *("sample_adjust_kernel", "sample_kernel", "sample_shaped_kernel", "sample_restore_kernel"),
 }
-EARLY = ("gemv", "gemv_packed", "gemm_wide", "decode_attention", "decode_two_kinds")  # first loads of weights or tables
+EARLY = ("gemv", "gemv_packed", "gemm_wide", "decode_attention")  # first loads of weights or tables
 LATE = ("gemm_wide",)  # the next kernel may begin when the loop has ended
 
 
@@ -136,7 +134,7 @@ def fix(model: Transformer) -> None:
         for part in parts:
             part.data.flags.writeable = False
     caches = [model.store.cache(layer) for layer in range(len(weights.layers))]
-    for cache in (*caches, *(cache.high_precision for cache in caches if cache.high_precision is not None)):
+    for cache in caches:
         for tables in (cache.keys.tables, cache.values.tables):
             if tables is not None:
                 tables.flags.writeable = False
@@ -155,32 +153,21 @@ def few_words(model: Transformer) -> list[np.ndarray]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "types", "high_precision"),
-    [
-        ("llama_gqa_llama3_tied", ("ring4", "ring3.5"), None),
-        ("llama_gqa_llama3_tied", PRESETS["balanced"].low_precision, PRESETS["balanced"].high_precision_kind),
-        ("Q4_K_M", ("f16", "f16"), None),
-    ],
+    ("kind", "types"), [("llama_gqa_llama3_tied", ("ring4", "ring3.5")), ("Q4_K_M", ("f16", "f16"))]
 )
-def test_a_model_uses_nothing_but_constants_before_it_waits(
-    kind: str, types: tuple[str, str], high_precision: HighPrecisionKind | None
-) -> None:
+def test_a_model_uses_nothing_but_constants_before_it_waits(kind: str, types: tuple[str, str]) -> None:
     """Prompts and steps; and its logits are the same."""
 
     def made(device: EmulatedDevice) -> Transformer:
         ops = CudaOps(device)
-        return (
-            model_from(ops, *mixed_model(), types)
-            if kind == "Q4_K_M"
-            else model_of(ops, kind, types, high_precision=high_precision)
-        )
+        return model_from(ops, *mixed_model(), types) if kind == "Q4_K_M" else model_of(ops, kind, types)
 
     device = OverlappingDevice()
     model = made(device)
     fix(model)
     logits = few_words(model)
-    attention = "decode_attention_kernel" if high_precision is None else "decode_two_kinds_kernel"
-    assert {name for name in device.launches if name in WAITING} >= {"place_kv_kernel", attention}
+    waiting = {name for name in device.launches if name in WAITING}
+    assert waiting >= {"place_kv_kernel", "decode_attention_kernel"}
     np.testing.assert_equal(logits, few_words(made(EmulatedDevice(checked=False))))
 
 

@@ -1,5 +1,4 @@
-"""The shares of decode_attention and decode_two_kinds, as the device forms them: equal for any lengths, and every unit
-once."""
+"""The shares of decode_attention, as the device forms them: equal for any lengths, and every unit once."""
 
 from __future__ import annotations
 
@@ -10,10 +9,8 @@ import pytest
 
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs
-from polarlm.engine.backends.cuda.device.kernel_source import folder, source, source_from_text
+from polarlm.engine.backends.cuda.device.kernel_source import folder, source_from_text
 from polarlm.engine.backends.cuda.kv.cache import HEADER, SpanHeader
-from polarlm.engine.records import Layouts
-from polarlm.engine.state.cache_types import PRESETS
 from tests.cuda.programs import Program
 
 N, WARPS, KV_HEADS, GROUP = 64, 3, 2, 4
@@ -115,71 +112,8 @@ def test_shares_are_equal_and_cover_every_unit_once(
     assert len(np.unique(pairs.sum(1))) == len(pairs)
 
 
-# The units of each CTA, and how many CTAs have high-precision ones.
-PROBE_OF_TWO_KINDS = """
-extern "C" __global__ void probe(int *units, int *high_precision_ctas, const int *spans, int span_stride, int sequences,
-                                 int kv_heads) {
-    DYNAMIC_SHARED(int, memory);
-    const high_precision::Plan high_plan(memory, spans, span_stride, sequences, kv_heads, 0);
-    const low_precision::Plan low_plan(memory, spans, span_stride, sequences, kv_heads, 0);
-    fill_row(high_plan, low_plan);
-    __syncthreads();
-    const int number = blockIdx.x, ctas = high_plan.share[2];
-    if (threadIdx.x > 0) return;
-    units[number] = number < ctas ? high_plan.ctas().end(number) - high_plan.ctas().begin(number)
-                                  : low_plan.ctas().end(number - ctas) - low_plan.ctas().begin(number - ctas);
-    if (number == 0) *high_precision_ctas = ctas;
-}
-"""
-
-
-def layouts_of(preset: str, dim: int) -> list[Layouts]:
-    """The layouts of low-precision and of high-precision blocks."""
-    kinds = PRESETS[preset]
-    return [
-        records.together(*(records.layout(codecs.get(name), side == 1, N, dim, 8) for side, name in enumerate(types)))
-        for types in (kinds.low_precision, kinds.high_precision)
-    ]
-
-
-@cache
-def probe_of_two_kinds(preset: str) -> tuple[Program, int, int]:
-    """The program, and the bytes of a low-precision and of a high-precision block."""
-    layouts, high_precision = layouts_of(preset, 128)
-    config = launch_configs.decode_two_kinds(layouts, high_precision, GROUP)
-    text = source("decode_two_kinds", *layouts, high_precision, **config.defines)
-    return Program(text + PROBE_OF_TWO_KINDS), layouts[0].stride, high_precision[0].stride
-
-
-@pytest.mark.parametrize("lengths", [[2048], [8192], [16384], [32768], [300], [100, 40000, 300], [4000] * 16])
-@pytest.mark.parametrize("newest", [2, 4, 10000])
-def test_two_kinds_of_blocks_are_shared_out_by_their_bytes(lengths: list[int], newest: int) -> None:
-    """The busiest of 132 CTAs has a high-precision block's bytes more than the mean, and a rounding, whatever is
-    high-precision."""
-    ctas, kv_heads = 132, 8
-    program, low_precision_bytes, high_precision_bytes = probe_of_two_kinds("balanced")
-    headers = [span(length, 1) for length in lengths]
-    spans = np.zeros((len(lengths), HEADER + 1), np.int32)
-    spans[:, :HEADER] = headers
-    spans[:, HEADER] = [min(newest, header.quantized) for header in headers]
-    units, high_precision = np.zeros(ctas, np.int32), np.zeros(1, np.int32)
-    numbers = [np.int32(x) for x in (spans.shape[1], len(lengths), kv_heads)]
-    program.launch(
-        "probe", (ctas,), (32,), units, high_precision, spans, *numbers, shared=4 * (3 + 7 * 12 + 2 * len(lengths))
-    )
-    assert units[: high_precision[0]].sum() == kv_heads * spans[:, HEADER].sum()
-    assert (
-        units[high_precision[0] :].sum()
-        >= kv_heads * sum(header.quantized for header in headers) - units[: high_precision[0]].sum()
-    )
-    of_cta = units * np.where(np.arange(ctas) < high_precision[0], high_precision_bytes, low_precision_bytes)
-    print(f"{of_cta.max():,} bytes, {of_cta.mean():,.0f} in the mean")
-    assert of_cta.max() <= 1.02 * of_cta.mean() + high_precision_bytes
-
-
-@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_high_precision_blocks_leave_the_others_all_their_warps(preset: str, dim: int) -> None:
-    """Nearly all bytes are those of low-precision blocks."""
-    layouts, high_precision = layouts_of(preset, dim)
-    assert launch_configs.decode_two_kinds(layouts, high_precision, GROUP).threads == 12 * 32
+def test_codes_of_few_bits_leave_a_cta_all_its_warps(dim: int) -> None:
+    codec = codecs.get("ring3")
+    keys, values = records.layout(codec, False, N, dim, 8), records.layout(codec, True, N, dim)
+    assert launch_configs.decode_attention(keys, values, GROUP).threads == 12 * 32

@@ -10,9 +10,8 @@ from tests.cuda.test_gpu import Unrecorded
 
 
 @pytest.mark.slow
-def test_the_batch_for_the_sanitizer_launches_every_encoder_and_attention_to_two_kinds() -> None:
+def test_the_batch_for_the_sanitizer_launches_every_encoder() -> None:
     device = EmulatedDevice(checked=False)
     assert all(finite for _, finite in small_pass.run(Unrecorded(device)))
     encoders = {"encode_blocks_kernel", "encode_rows_kernel"}
-    of_two_kinds = {"decode_two_kinds_kernel", "decode_blocks_kernel"}
-    assert {*encoders, *of_two_kinds, "group_pairs_kernel", "add_experts_kernel"} <= {*device.launches}
+    assert {*encoders, "decode_attention_kernel", "group_pairs_kernel", "add_experts_kernel"} <= {*device.launches}

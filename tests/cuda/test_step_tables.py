@@ -8,30 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.kv.cache import SpanTable
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.limits import DRAFT_ROWS
 from polarlm.engine.model.forward import StepSpans
-from polarlm.engine.state.layer_shapes import HighPrecisionKind
 from polarlm.engine.state.store import KVStore, SequenceKV
 from tests.cuda.test_model_emulated import N, model_of
 
-BY_AGE = HighPrecisionKind(codecs.get("ring4"), codecs.get("ring4"))
 MODELS = [
-    ("llama_gqa_linear", ("ring4", "ring3.5"), None),
-    ("llama_gqa_linear", ("ring3.5", "ring3.5"), BY_AGE),
-    ("gemma3_tied", ("f16", "f16"), None),  # with and without a window
-    ("lfm2_tied", ("f16", "f16"), None),  # short convolutions
-    ("qwen3_5_tied", ("f16", "f16"), None),  # gated delta rules
+    ("llama_gqa_linear", ("ring4", "ring3.5")),
+    ("gemma3_tied", ("f16", "f16")),  # with and without a window
+    ("lfm2_tied", ("f16", "f16")),  # short convolutions
+    ("qwen3_5_tied", ("f16", "f16")),  # gated delta rules
 ]
 
 
-def make_store(fixture: str, types: tuple[str, str], high_precision: HighPrecisionKind | None) -> KVStore:
+def make_store(fixture: str, types: tuple[str, str]) -> KVStore:
     """On a GPU that does nothing."""
     ops = CudaOps(TracingDevice(lambda launch: None, 4, 228 << 10))
-    store = model_of(ops, fixture, types, high_precision=high_precision, room=(512, 8)).store
+    store = model_of(ops, fixture, types, room=(512, 8)).store
     plan = replace(store.plan, quantized_blocks=tuple(4 * count for count in store.plan.quantized_blocks))
     return KVStore(ops, plan, store.conditioning)
 
@@ -40,12 +36,10 @@ def packed(spans: list[Any]) -> list[Any]:
     return [(x.table.tolist(), x.most_rows) if isinstance(x, SpanTable) else x.tolist() for x in spans]
 
 
-@pytest.mark.parametrize(("fixture", "types", "high_precision"), MODELS)
-def test_rows_of_steps_are_as_if_read_again(
-    fixture: str, types: tuple[str, str], high_precision: HighPrecisionKind | None
-) -> None:
+@pytest.mark.parametrize(("fixture", "types"), MODELS)
+def test_rows_of_steps_are_as_if_read_again(fixture: str, types: tuple[str, str]) -> None:
     """Of random schedules: sequences come, go, and change their order; rows are drafted, discarded and cut off."""
-    stores, rng = [make_store(fixture, types, high_precision) for _ in range(2)], np.random.default_rng(3)
+    stores, rng = [make_store(fixture, types) for _ in range(2)], np.random.default_rng(3)
     step_spans = [*map(StepSpans, stores)]
     both: list[list[SequenceKV]] = []  # a sequence in each store; the other one reads its tables before every step
 
@@ -81,8 +75,6 @@ def test_rows_of_steps_are_as_if_read_again(
                 store.commit_steps(spans, kept)
             for span in spans:
                 store.abort(span)
-            if store.mixed_precision is not None and turn % 3 == 0:
-                store.mixed_precision.requantize_aged()
         assert seen[0] == seen[1]
         assert [(a.length, a.tables) for a, _ in both] == [(b.length, b.tables) for _, b in both]
         if turn % 11 == 0:

@@ -17,7 +17,6 @@ from polarlm.engine.backends.cuda.sampling import SAMPLE
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
-from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 from tests.cuda.formats import FORMAT_PAIRS
 from tests.cuda.nvrtc import SHARED_LIMIT
 
@@ -27,15 +26,13 @@ Define = int | float | str
 @dataclass(frozen=True)
 class Cache:
     """The records of a layer: names of codecs, and the shape of a block. mean_bits: 0 without centring, 8 or 16.
-    high_precision: the codecs of blocks with more bits, of keys and of values, if there are two kinds. values: empty if
-    keys are values, as latent vectors are."""
+    values: empty if keys are values, as latent vectors are."""
 
     keys: str
     values: str
     head_dim: int
     block_size: int = 64
     mean_bits: int = 8
-    high_precision: tuple[str, str] | None = None
 
     def layouts(self) -> tuple[Layout, Layout]:
         if not self.values:
@@ -43,22 +40,13 @@ class Cache:
             return (records.layout(codecs.get(self.keys), False, *shape, is_latent=True),) * 2
         keys, values = codecs.get(self.keys), codecs.get(self.values)
         mean_bits = self.mean_bits if codecs.is_quantized(keys) else 0
-        both = (
+        return (
             records.layout(keys, False, self.block_size, self.head_dim, mean_bits),
             records.layout(values, True, self.block_size, self.head_dim),
         )
-        return both if self.high_precision is None else records.together(*both)
-
-    def high_precision_layouts(self) -> tuple[Layout, Layout] | None:
-        return (
-            None
-            if self.high_precision is None
-            else replace(self, keys=self.high_precision[0], values=self.high_precision[1]).layouts()
-        )
 
     def __str__(self) -> str:
-        high_precision = "" if self.high_precision is None else f" and {'/'.join(self.high_precision)}"
-        return f"{self.keys}/{self.values}{high_precision} D{self.head_dim} N{self.block_size} mean{self.mean_bits}"
+        return f"{self.keys}/{self.values} D{self.head_dim} N{self.block_size} mean{self.mean_bits}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +72,7 @@ class Variant:
     def text(self) -> str:
         if self.cache is None:
             return source(self.kernel, **self.defines)
-        return source(self.kernel, *self.cache.layouts(), self.cache.high_precision_layouts(), **self.defines)
+        return source(self.kernel, *self.cache.layouts(), **self.defines)
 
     def overlapping(self) -> Variant:
         """The same for a launch that begins before the one before it has ended."""
@@ -147,6 +135,7 @@ def _score_variants(variants: list[Variant]) -> list[Variant]:
 
 
 def _decode_attention() -> list[Variant]:
+    """Steps of one row and of several, for groups of several sizes, with and without a rotation."""
     types = (("f16", "f16"), ("ring4", "ring3.5"), ("ring3.5", "ring3"), ("ring4", "ring4"), ("ring5", "ring5"))
     types += (("ring5", "turbo3"), ("turbo4", "f16"), ("f16", "ring4"), ("ring3", "turbo2"), ("turbo4", "turbo4"))
     caches = [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
@@ -159,41 +148,13 @@ def _decode_attention() -> list[Variant]:
     caches += _others(caches)
     caches += [Cache("linear8", "ring2.5", d) for d in _HEAD_DIMS]
     caches += [Cache("ring2.5", "linear8", d) for d in _HEAD_DIMS]
-    variants = _decode("decode_attention", caches)
-    return [*variants, *_score_variants(variants)]
-
-
-def _decode(kernel: str, caches: list[Cache]) -> list[Variant]:
-    """Steps of one row and of several, for groups of several sizes, with and without a rotation."""
-    variants, results = [], itertools.cycle(_RESULTS)
+    variants, results = list[Variant](), itertools.cycle(_RESULTS)
     for cache, group in zip(caches, itertools.cycle((4, 8, 1, 12)), strict=False):
-        layouts = cache.layouts() if cache.high_precision is None else (cache.layouts(), cache.high_precision_layouts())
         for rows in (1, STEP_ROWS):
             order = 1 if len(variants) % 4 == 3 else cache.head_dim & -cache.head_dim
-            config = getattr(launch_configs, kernel)(*layouts, group, rows, _MOST_SEQUENCES, order)
-            variants.append(Variant(kernel, {**config.defines, **next(results)}, cache, config.shared))
-    return variants
-
-
-# The types of blocks of two kinds in one memory: of the others, and of those with more bits.
-_TWO_KINDS = [(kinds.low_precision, kinds.high_precision) for kinds in PRESETS_BY_NAME.values()]
-
-
-def _decode_two_kinds() -> list[Variant]:
-    variants = _decode(
-        "decode_two_kinds", [Cache(*t, d, high_precision=f) for (t, f), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)]
-    )
-    both: dict[str, Define] = {"SOFTCAP": 50.0, "SINK_SCORES": 1}
-    return [*variants, *(replace(variant, defines={**variant.defines, **both}) for variant in variants[-2:])]
-
-
-def _decode_blocks() -> list[Variant]:
-    variants = []
-    for (_, high_precision), d in itertools.product(_TWO_KINDS, _HEAD_DIMS):
-        cache = Cache(*high_precision, d, high_precision=high_precision)
-        config = launch_configs.decode_blocks(*cache.layouts())
-        variants.append(Variant("decode_blocks", config.defines, replace(cache, high_precision=None), config.shared))
-    return variants
+            config = launch_configs.decode_attention(*cache.layouts(), group, rows, _MOST_SEQUENCES, order)
+            variants.append(Variant("decode_attention", {**config.defines, **next(results)}, cache, config.shared))
+    return [*variants, *_score_variants(variants)]
 
 
 def _prefill_attention() -> list[Variant]:
@@ -206,11 +167,7 @@ def _prefill_attention() -> list[Variant]:
     caches += _others(caches)
     caches += [Cache("polarpair-m4n2", "ring4", 256)]  # with the fewest registers to spare
     groups = [*itertools.islice(itertools.cycle((1, 4, 8, 3)), len(caches) - 1), 3]
-    more = [
-        Cache(*types, d, high_precision=high_precision)
-        for (types, high_precision), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)
-    ]
-    more += [Cache("linear8", "ring2.5", 128), Cache("ring2.5", "linear8", 256)]
+    more = [Cache("linear8", "ring2.5", 128), Cache("ring2.5", "linear8", 256)]
     caches, groups = [*caches, *more], [*groups, *itertools.islice(itertools.cycle((4, 1, 8)), len(more))]
     variants = []
     for cache, group in zip(caches, groups, strict=True):
@@ -388,7 +345,6 @@ _LATENT = [
 ]
 _LATENT += [Cache(name, "", 576) for name in ("linear8", "turbo4", "polarquant", "ring2.5")]
 _LATENT += [Cache("ring4", "", 320, block_size=32), Cache("ring3", "", 288, mean_bits=0)]
-_LATENT_KINDS = [Cache(types[0], "", 576, high_precision=(high[0], "")) for types, high in _TWO_KINDS]
 
 
 def _latent() -> dict[str, list[Variant]]:
@@ -399,14 +355,13 @@ def _latent() -> dict[str, list[Variant]]:
         Variant("transform_heads", {**_HEADS_OF_ONE, "HEAD_DIM": 576, "KEY_ORDER": order}) for order in (1, 64)
     ]
     variants["rotate"] = [Variant("rotate", rotate_config(576, 64, 32).defines)]
-    for cache, heads in zip([*_LATENT, *_LATENT_KINDS], itertools.cycle((16, 128, 20))):
+    for cache, heads in zip(_LATENT, itertools.cycle((16, 128, 20)), strict=False):
         keys, values = cache.layouts()
-        configs = {"latent_attention": launch_configs.latent_attention(keys, heads)}
-        if cache.high_precision is None:
-            if cache.keys == "linear8":  # blocks that are encoded again
-                configs["decode_blocks"] = launch_configs.decode_blocks(keys, values)
-            configs["encode_blocks"] = launch_configs.encode_blocks(keys, values)
-            configs["encode_rows"] = launch_configs.encode_rows(keys, True)
+        configs = {
+            "latent_attention": launch_configs.latent_attention(keys, heads),
+            "encode_blocks": launch_configs.encode_blocks(keys, values),
+            "encode_rows": launch_configs.encode_rows(keys, True),
+        }
         for kernel, config in configs.items():
             if config is not None:
                 variants.setdefault(kernel, []).append(Variant(kernel, config.defines, cache, config.shared))
@@ -435,8 +390,6 @@ VARIANTS: dict[str, list[Variant]] = {
     "copy_full": _exact("copy_full"),
     "copy_records": _all("copy_records"),
     "decode_attention": _decode_attention(),
-    "decode_blocks": _decode_blocks(),
-    "decode_two_kinds": _decode_two_kinds(),
     "dequantize": _all("dequantize", WEIGHT=_PACKED),
     "elementwise": [
         *_all("elementwise", ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped", "relu_squared"), GROUPED=(0,)),
@@ -492,12 +445,7 @@ def traits(variant: Variant) -> set[tuple[str, str]]:
     if "SECOND" in variant.defines:
         of.add(f"second {weight_formats.get(str(variant.defines['SECOND'])).group}")
     if cache is not None:
-        of |= {
-            cache.keys,
-            cache.values,
-            str(cache.head_dim),
-            "one kind" if cache.high_precision is None else "two kinds",
-        }
+        of |= {cache.keys, cache.values, str(cache.head_dim)}
     return {(variant.kernel, trait) for trait in of}
 
 

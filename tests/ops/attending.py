@@ -4,7 +4,7 @@ in float64 each backend's result is.
     case = case_of(ops, Shape(types=("ring4", "ring3.5")), [Sequence_(300), Sequence_(17, rows=4)], window=100)
     case.check(case.attended())
 
-A sequence is [sink | quantized blocks | full precision]. Memory that no row may read is NaN, or blocks of large numbers.
+A sequence is [sink | quantized blocks | full precision]. Memory that no row may read is NaN, or large numbers.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class AttentionOps(HeadOps):
         heads, kv_heads = q.shape[1], cache.format.kv_heads
         for has_codes in spans.kinds():
             # Without quantized blocks, as in the first prompt of a sequence, the kernel for f16 records is faster.
-            layouts, high_precision = (cache.layouts, cache.high_precision) if has_codes else (cache.full_layouts, None)
+            layouts = cache.layouts if has_codes else cache.full_layouts
             config, size = launch_configs.prefill_attention(*layouts, heads // kv_heads)
             tiles = spans.tiles(self._device, has_codes, heads // kv_heads, size)
             self._launch(
@@ -86,21 +86,19 @@ class AttentionOps(HeadOps):
                 *(spans.device_table(self._device), tiles, cache.keys.tables, cache.values.tables),
                 *(_scale_back(rule), spans.table.shape[1], kv_heads, heads),
                 *(row_stride(q), rule.window or 0, float(rule.scale), rule.sink_scores),
-                *(() if high_precision is None else _kind_arguments(high_precision)),
                 layouts=layouts,
-                high_precision=None if high_precision is None else high_precision.layouts,
             )
 
     def _attend_to_latents(
         self, out: Array, q: Array, cache: LayerCache, spans: SpanTable, rule: AttentionRule
     ) -> None:
         """Attention of rows of q (T, H, D) of prompts or of a step, whose values are keys, to these rows of out."""
-        (rows, heads, dim), high_precision, table = q.shape, cache.high_precision, spans.device_table(self._device)
+        (rows, heads, dim), table = q.shape, spans.device_table(self._device)
         config, columns = launch_configs.latent_attention(cache.layouts[0], heads), launch_configs.LATENT_COLUMNS
-        chunks, kinds = -(-heads * spans.most_rows // columns), [None]
+        chunks, parts = -(-heads * spans.most_rows // columns), [None]
         if spans.buffer is not None:
-            kinds = [spans.tiles(self._device, has_codes, heads, columns) for has_codes in spans.kinds()]
-        for tiles in kinds:
+            parts = [spans.tiles(self._device, has_codes, heads, columns) for has_codes in spans.kinds()]
+        for tiles in parts:
             count, splits, acc, ml = len(spans.table) * chunks, 1, None, None
             if tiles is not None:
                 count = tiles.shape[0]
@@ -115,9 +113,7 @@ class AttentionOps(HeadOps):
                 *(out, acc, ml, q, cache.keys.quantized, cache.full.k, cache.pools(spans.buffer).k, table, tiles),
                 *(cache.keys.tables, _scale_back(rule), spans.table.shape[1], chunks, row_stride(q)),
                 float(rule.scale),
-                *(() if high_precision is None else (high_precision.keys.quantized, high_precision.keys.tables)),
                 layouts=cache.layouts,
-                high_precision=None if high_precision is None else high_precision.layouts,
             )
             if splits > 1:
                 self._launch(
@@ -144,21 +140,15 @@ class AttentionOps(HeadOps):
         (_, heads, _), kv_heads, count = q.shape, cache.format.kv_heads, len(spans.table)
         group, most = heads // kv_heads, spans.most_rows
         chunks, columns = launch_configs.decode_cells(group, most)
-        cells, blocks, high_precision = count * kv_heads * chunks, self._device.processors, cache.high_precision
-        shape = group, most, count, inverse.order
-        if high_precision is None:
-            kernel, kinds, config = "decode_attention", 1, launch_configs.decode_attention(*cache.layouts, *shape)
-        else:
-            kernel, kinds, blocks = "decode_two_kinds", 2, max(2, blocks)
-            config = launch_configs.decode_two_kinds(cache.layouts, high_precision.layouts, *shape)
-        sums = kinds * (2 * cells + blocks), columns
-        counts = self._launch.counts((2 * kinds - 1) * cells * columns)
+        cells, blocks = count * kv_heads * chunks, self._device.processors
+        config = launch_configs.decode_attention(*cache.layouts, group, most, count, inverse.order)
+        sums = 2 * cells + blocks, columns
         self._launch(
-            kernel,
+            "decode_attention",
             (blocks,),
             _with_rule(config, rule, out),
             *(out, self._device.empty((*sums, cache.padded), np.float32), self._device.empty((*sums, 2), np.float32)),
-            *(counts, q, cache.keys.quantized, cache.values.quantized, *cache.full),
+            *(self._launch.counts(cells * columns), q, cache.keys.quantized, cache.values.quantized, *cache.full),
             *(spans.device_table(self._device), cache.keys.tables, cache.values.tables),
             *(
                 _scale_back(rule),
@@ -170,9 +160,7 @@ class AttentionOps(HeadOps):
                 chunks,
             ),
             *(rule.window or 0, float(rule.scale), rule.sink_scores),
-            *(() if high_precision is None else _kind_arguments(high_precision)),
             layouts=cache.layouts,
-            high_precision=None if high_precision is None else high_precision.layouts,
         )
 
 
@@ -186,11 +174,6 @@ def _with_rule(config: LaunchConfig, rule: AttentionRule, out: Array) -> LaunchC
 def _scale_back(rule: AttentionRule) -> Array | None:
     """(H,), multiplies the result."""
     return None if rule.transform is None else rule.transform.scale_back
-
-
-def _kind_arguments(cache: LayerCache) -> tuple[Array, ...]:
-    """The arguments of kernels that read two kinds of blocks for one of them."""
-    return cache.keys.quantized, cache.values.quantized, cache.keys.tables, cache.values.tables
 
 
 _WARPS, _WARP_ROWS = 4, 16

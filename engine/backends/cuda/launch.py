@@ -65,14 +65,12 @@ class Launcher:
         *args: Any,
         file: str = "",
         layouts: tuple[Layout | None, Layout | None] = (None, None),
-        high_precision: tuple[Layout, Layout] | None = None,
     ) -> None:
         """Launch `<kernel>_kernel` of the file `<kernel>.cu`, or of `<file>.cu`.
 
         args: as for `Device.launch`. layouts: of keys and values, for a kernel that reads or writes records.
-        high_precision: of blocks with more bits, if it reads two kinds.
         """
-        text = _source(file or kernel, *layouts, high_precision, **config.defines, **self._defines)
+        text = _source(file or kernel, *layouts, **config.defines, **self._defines)
         self._device.launch(f"{kernel}_kernel", text, grid, (config.threads,), args, config.shared)
 
     def counts(self, size: int) -> Any:

@@ -12,7 +12,7 @@ from functools import cache
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, threads_for
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.quantization import encode
-from polarlm.engine.records import Layout, Layouts, table_bytes
+from polarlm.engine.records import Layout, table_bytes
 
 # Bytes of shared memory that a block can have on every supported GPU: compute capability 8.6, 8.9 and 12.0 have least.
 SHARED_BYTES = 99 << 10
@@ -41,7 +41,6 @@ DEQUANTIZED_BYTES = 64 << 20
 
 _TILE_BYTES = 512
 SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
-_DECODE_WARPS = 8  # a CTA of decode_blocks has
 _ENCODE_WARPS = 12  # a CTA of encode_blocks has, at most: two of them fit a multiprocessor
 _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
@@ -95,17 +94,6 @@ def decode_attention(
     """The launch for `group` query heads per KV head and at most `most` rows of a sequence. order: of the Hadamard
     matrix in the rotation back."""
     return decode_attention_by(_decode_warps(keys, values, most), keys, values, group, most, sequences, order)
-
-
-@cache
-def decode_two_kinds(
-    layouts: Layouts, high_precision: Layouts, group: int, most: int = 1, sequences: int = 1, order: int = 1
-) -> LaunchConfig:
-    """The launch for two kinds of blocks, of these layouts of keys and values; the rest as for `decode_attention`."""
-    warps = min(_decode_warps(*both, most) for both in (layouts, high_precision))
-    kinds = [decode_attention_by(warps, *kind, group, most, sequences, order) for kind in (layouts, high_precision)]
-    config = max(kinds, key=lambda kind: kind.shared)
-    return config._replace(shared=config.shared + 4)
 
 
 def _decode_warps(keys: Layout, values: Layout, most: int) -> int:
@@ -164,12 +152,6 @@ def latent_splits(sequences: int, heads: int, processors: int, most: int = 1) ->
     """Into how many splits latent_attention cuts sequences of a step with at most `most` rows each. It is recorded,
     and must not depend on lengths."""
     return max(1, min(_MOST_SPLITS, processors // (sequences * -(-heads * most // LATENT_COLUMNS))))
-
-
-@cache
-def decode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
-    shared = table_bytes(keys, values)
-    return LaunchConfig({"WARPS": _DECODE_WARPS, "SHARED": shared}, WARP * _DECODE_WARPS, shared)
 
 
 @cache

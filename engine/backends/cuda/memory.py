@@ -196,7 +196,6 @@ def _sum_bytes(load: Load, device: Device) -> int:
             continue
         chunks, columns = launch_configs.decode_cells(mixer.heads // mixer.kv_heads)
         sums = 2 * load.rows * mixer.kv_heads * chunks + device.processors
-        sums *= 1 if load.format.high_precision is None else 2
         most = max(most, sums * columns * (padded + 2))
     return _FLOAT * most
 

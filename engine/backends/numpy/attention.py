@@ -6,12 +6,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
 from polarlm.engine.backends.kv import AttentionRule, KVLocation, PreparedTransform, SpanView
-from polarlm.engine.backends.numpy.kv.cache import AnyCache, Buffer, LayerCache
+from polarlm.engine.backends.numpy.kv.cache import Buffer, LayerCache
 from polarlm.engine.backends.numpy.rows import softcap
 from polarlm.engine.backends.ops import Texts
 from polarlm.engine.quantization.conditioning import read_mean
@@ -123,11 +123,10 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
     if span.sink is not None and oldest < block_size:
         yield _full_tile(0, cache.full(KVLocation(None, span.sink)), slice(None))
 
-    for stored, ids in blocks_of(cache, span):
-        first_block = max(0, (oldest - span.table_start) // block_size)
-        for first in range(first_block, len(ids), _BLOCK_TILE):
-            part = ids[first : first + _BLOCK_TILE]
-            yield _Tile(span.table_start + first * block_size, *read_blocks(stored, part))
+    ids = np.asarray(span.table, np.intp)
+    for first in range(max(0, (oldest - span.table_start) // block_size), len(ids), _BLOCK_TILE):
+        part = ids[first : first + _BLOCK_TILE]
+        yield _Tile(span.table_start + first * block_size, *read_blocks(cache, part))
 
     if span.current.buffer is None:
         slots = [span.current.block, *span.following]
@@ -138,15 +137,6 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
     end, buffered = last + 1 - span.current_start, cache.full(span.current)
     for first in range(max(0, oldest - span.current_start) // _KEY_TILE * _KEY_TILE, end, _KEY_TILE):
         yield _full_tile(span.current_start + first, buffered, slice(first, min(first + _KEY_TILE, end)))
-
-
-def blocks_of(cache: AnyCache, span: SpanView) -> list[tuple[AnyCache, np.ndarray]]:
-    """The quantized blocks of a sequence: of each kind its cache, and the ids of the blocks."""
-    ids = np.asarray(span.table, np.intp)
-    if span.high_precision is None:
-        return [(cache, ids)]
-    assert cache.high_precision is not None
-    return [(cast(AnyCache, cache.high_precision), np.asarray(span.high_precision, np.intp)), (cache, ids)]
 
 
 def _full_tile(start: int, full: Buffer, tokens: slice) -> _Tile:

@@ -27,7 +27,7 @@ from polarlm.engine.backends.kv import (
     SpanView,
 )
 from polarlm.engine.backends.numpy import blas, host_memory
-from polarlm.engine.backends.numpy.attention import attend_sequence, attend_to_texts, parts_of, read_blocks
+from polarlm.engine.backends.numpy.attention import attend_sequence, attend_to_texts, parts_of
 from polarlm.engine.backends.numpy.experts import ExpertOps
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.kv.encoding import encodable_runs, encode_side
@@ -289,13 +289,8 @@ class NumpyOps(ExpertOps, RecurrentOps):
         self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[LayerCache] = ()
     ) -> LayerCache:
         """See `Ops.cache`. On systems with overcommit, pages that are never written take no memory."""
-        blocks, high_precision_blocks = stored_blocks(format, quantized, transfer.FIELDS)
-        slots, high_precision = full_slots(format, full), None
-        if format.high_precision is not None and high_precision_blocks is not None:
-            high_precision = LayerCache(
-                format.high_precision, *high_precision_blocks, *slots, number=len(earlier_caches)
-            )
-        return LayerCache(format, *blocks, *slots, high_precision=high_precision, number=len(earlier_caches))
+        blocks = stored_blocks(format, quantized, transfer.FIELDS)
+        return LayerCache(format, *blocks, *full_slots(format, full), number=len(earlier_caches))
 
     def numpy_fallbacks(self, cache: LayerCache) -> dict[str, str]:
         return {}
@@ -338,13 +333,6 @@ class NumpyOps(ExpertOps, RecurrentOps):
             return out
         back = None if transform.value_rotation is None else transform.value_rotation.T
         return rotate(out, back, None if transform.scale_back is None else transform.scale_back[:, None])
-
-    def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
-        k, v, mean = read_blocks(cache, np.asarray(blocks, np.intp))
-        if mean is not None:
-            by_block = k.reshape(*mean.shape[:2], -1, mean.shape[2])
-            by_block += mean[:, :, None]
-        return k, v if cache.format.codec_v is not None else k
 
     def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
         for layers, blocks, sources in encodable_runs(groups):

@@ -100,7 +100,7 @@ def _self_test(device: CupyDevice) -> None:
     """Compute a product and a kernel, then record and replay both. Raises RuntimeError for a wrong result, and their
     own errors."""
     defines: dict[str, int | float | str] = {"ACTIVATION": "silu", **({OVERLAPS: 1} if device.overlaps else {})}
-    text = source("activate_mul", None, None, None, **defines)
+    text = source("activate_mul", None, None, **defines)
 
     def work(x: cupy.ndarray, bias: cupy.ndarray) -> cupy.ndarray:
         seventeens, y = device.empty((16, 16), np.float32), device.empty((16, 8), np.float32)

@@ -42,32 +42,18 @@ def source(
     kernel: str,
     keys: Layout | None = None,
     values: Layout | None = None,
-    high_precision: tuple[Layout, Layout] | None = None,
     **defines: int | float | str,
 ) -> str:
     """One text of: constants, prelude, structs of codecs and of the weight format, the files that the kernel JOINS, and
     `<kernel>.cu`.
 
-    keys, values: layouts of records; they define `KeyCodec` and `FullKeys`, `ValueCodec` and `FullValues`.
-    high_precision: those of blocks with more bits, for a kernel that reads two kinds; then these names, and all that
-    the kernel JOINS, are there for each kind, in the namespaces `high_precision` and `low_precision`, and TWO_KINDS is
-    defined. defines: the constants that the kernel's DEFINES line names; an int is written as it is, a float as the
-    nearest float32, a str (a type) as text. WEIGHT and SECOND may name weight formats, whose structs are included.
-    Compiler messages show the lines of the original files. Raises FileNotFoundError for an unknown kernel or codec.
+    keys, values: layouts of records; they define `KeyCodec` and `FullKeys`, `ValueCodec` and `FullValues`. defines: the
+    constants that the kernel's DEFINES line names; an int is written as it is, a float as the nearest float32, a str (a
+    type) as text. WEIGHT and SECOND may name weight formats, whose structs are included. Compiler messages show the
+    lines of the original files. Raises FileNotFoundError for an unknown kernel or codec.
     """
     text = _text(f"{kernel}.cu")
-    parts = "".join(map(_text, joined_files(text)))
-    if high_precision is None:
-        return source_from_text(parts + text, keys, values, **defines)
-    kinds: dict[str, dict[str, Layout | None]] = {
-        "high_precision": {"Key": high_precision[0], "Value": high_precision[1]},
-        "low_precision": {"Key": keys, "Value": values},
-    }
-    structs = _structs(layout for sides in kinds.values() for layout in sides.values())
-    for name, sides in kinds.items():
-        is_high_precision = f"constexpr bool IS_HIGH_PRECISION = {str(name == 'high_precision').lower()};\n"
-        structs += f"namespace {name} {{\n{is_high_precision}{_layouts(sides)}{parts}}}\n"
-    return _constants({**defines, "TWO_KINDS": 1}) + prelude() + structs + text
+    return source_from_text("".join(map(_text, joined_files(text))) + text, keys, values, **defines)
 
 
 def joined_files(text: str) -> list[str]:

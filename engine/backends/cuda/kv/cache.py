@@ -5,7 +5,7 @@ Letters as in `engine.backends.ops`. A pool is uint8 (records, K, bytes); see `e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -49,10 +49,9 @@ class SideArrays(NamedTuple):
     """The arrays with which a kernel encodes keys or values of one layer, in the order of SideArrays in
     `cuda/encode/full_block.cuh`; None where the codec or the metric has no such array.
 
-    quantized: the pool of quantized blocks, a part of `LayerCache.blocks` in a layer of two kinds. full: the pool of
-    full-precision records to encode, which each launch sets. tables: the layout's. candidates: see `candidates`. The
-    other arrays are a `Metric`'s: feedback is in tiles, mean_query is its tilt_mean, residues are in place of its
-    matrix.
+    quantized: the pool of quantized blocks. full: the pool of full-precision records to encode, which each launch sets.
+    tables: the layout's. candidates: see `candidates`. The other arrays are a `Metric`'s: feedback is in tiles,
+    mean_query is its tilt_mean, residues are in place of its matrix.
     """
 
     quantized: Array
@@ -66,12 +65,10 @@ class SideArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The stored K/V of one layer, on `device`. full: the full-precision slots, for sink blocks and current blocks.
+    """The stored K/V of one layer, on `device`. full: the full-precision slots.
 
-    blocks: the records of keys and values together (blocks, K, bytes), if the layer has two kinds of blocks in one
-    memory. high_precision is the cache of the blocks with more bits, and copy_block(target, source) copies one. number:
-    of the layer among the layers with K/V on the device; layers one after another take the buffers of a prompt in turn.
-    Where values are keys, both sides are the same.
+    number: of the layer among the layers with K/V on the device; layers one after another take the buffers of a prompt
+    in turn. Where values are keys, both sides are the same.
     """
 
     device: Device
@@ -81,19 +78,7 @@ class LayerCache:
     values: SideArrays
     full: Buffer
     full_layouts: Layouts
-    blocks: Array | None = None
-    copy_block: Callable[[int, int], None] | None = None
-    high_precision: LayerCache | None = None
     number: int = 0
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of a quantized block of one KV head."""
-        return sum(layout.nbytes for layout in self.layouts[: len(self.format.sides)])
-
-    def move(self, target: int, source: int) -> None:
-        assert self.copy_block is not None
-        self.copy_block(target, source)
 
     @property
     def padded(self) -> int:

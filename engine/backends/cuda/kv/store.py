@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine import records
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses, Array, row_stride
 from polarlm.engine.backends.cuda.heads import DeviceTransform, HeadOps
-from polarlm.engine.backends.cuda.kv.cache import BatchTables, Buffer, LayerCache, PromptBuffer, SideArrays, SpanTable
+from polarlm.engine.backends.cuda.kv.cache import BatchTables, Buffer, LayerCache, SideArrays, SpanTable
 from polarlm.engine.backends.cuda.launch import LaunchConfig, threads_for
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadRule, KVLocation, Move, RecordedSpans, Rope
 from polarlm.engine.errors import EngineError
@@ -67,19 +66,17 @@ class CacheOps(HeadOps):
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
         sides = len(format.sides)
-        for kind in (format, format.high_precision):
-            if kind is not None:
-                keys, values = transfer.layouts(kind)
-                configs = [launch_configs.encode_blocks(keys, values), launch_configs.encode_rows(keys, True)]
-                configs += [launch_configs.encode_rows(side, False) for side in (keys, values)]
-                if max(one.shared for one in configs if one) > self._device.shared_memory - launch_configs.SYSTEM_BYTES:
-                    raise ValueError(
-                        f"Blocks of {format.block_size} latent vectors in {kind.codec_k.name} are too large for the "
-                        "shared memory of this GPU: choose a cache type with fewer bits, such as ring3."
-                    )
+        keys, values = transfer.layouts(format)
+        configs = [launch_configs.encode_blocks(keys, values), launch_configs.encode_rows(keys, True)]
+        configs += [launch_configs.encode_rows(side, False) for side in (keys, values)]
+        if max(one.shared for one in configs if one) > self._device.shared_memory - launch_configs.SYSTEM_BYTES:
+            raise ValueError(
+                f"Blocks of {format.block_size} latent vectors in {format.codec_k.name} are too large for the shared "
+                "memory of this GPU: choose a cache type with fewer bits, such as ring3."
+            )
         codes, full = (
             format.kv_heads * sum(layout.nbytes for layout in layouts[:sides])
-            for layouts in (transfer.layouts(format), _full_layouts(format))
+            for layouts in ((keys, values), _full_layouts(format))
         )
         return codes, full
 
@@ -89,8 +86,6 @@ class CacheOps(HeadOps):
         layouts = transfer.layouts(format)
         on_device = [other for other in earlier_caches if other.device is self._device]
         try:
-            if format.high_precision is not None:
-                return self._two_kinds(format, format.high_precision, quantized, full, on_device)
             # Kernels write only the fields of a record; the padding stays zero, also in session files.
             shapes = [(quantized, format.kv_heads, layout.nbytes) for layout in layouts[: len(format.sides)]]
             pools = [self._device.zeros(shape, np.uint8) for shape in shapes]
@@ -105,35 +100,6 @@ class CacheOps(HeadOps):
                 "out_of_memory",
                 ("kv_memory", "ctx_size"),
             ) from None
-
-    def _two_kinds(
-        self,
-        format: CacheFormat,
-        high_precision: CacheFormat,
-        quantized: int,
-        full: int,
-        on_device: Sequence[LayerCache],
-    ) -> LayerCache:
-        """A cache for `quantized` blocks, with one of high-precision blocks in the same memory."""
-        size = format.kv_heads * sum(layout.nbytes for layout in transfer.layouts(format)[: len(format.sides)])
-        memory, slots = self._device.zeros((quantized * size,), np.uint8), self._pools(format, full)
-
-        def make_cache(kind: CacheFormat, high_precision: LayerCache | None) -> LayerCache:
-            layouts = transfer.layouts(kind)
-            layouts = layouts if kind.codec_v is None else records.together(*layouts)
-            stride, key_bytes = layouts[0].stride or layouts[0].nbytes, layouts[0].nbytes
-            each = kind.kv_heads * stride
-            count = quantized * size // each
-            blocks = memory[: count * each].reshape(count, kind.kv_heads, stride)
-            pools = [blocks[..., :key_bytes], blocks[..., key_bytes:]][: len(kind.sides)]
-            keys, values = self._sides(layouts, kind, pools, on_device)
-            memory_args = slots, _full_layouts(kind), blocks, functools.partial(self._move, blocks)
-            return LayerCache(self._device, kind, layouts, keys, values, *memory_args, high_precision, len(on_device))
-
-        return make_cache(format, make_cache(high_precision, None))
-
-    def _move(self, blocks: Array, target: int, source: int) -> None:
-        self._copy_records(blocks, blocks, np.array([source]), np.array([target]))
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Any:
         """A `PromptBuffer`; of several GPUs, on each of them."""
@@ -152,10 +118,10 @@ class CacheOps(HeadOps):
         self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], earlier_caches: Sequence[LayerCache]
     ) -> list[SideArrays]:
         """Keys and values, with pools of their records. earlier_caches: caches whose codecs' tables they may have."""
-        kinds = [*earlier_caches]
-        kinds += [other.high_precision for other in earlier_caches if other.high_precision is not None]
         tables_by_layout = {
-            layout: side for kind in kinds for layout, side in zip(kind.layouts, (kind.keys, kind.values), strict=True)
+            layout: side
+            for other in earlier_caches
+            for layout, side in zip(other.layouts, (other.keys, other.values), strict=True)
         }
         sides = zip(pools, layouts, (format.metric_k, format.metric_v), strict=False)
         made = [self._side(pool, layout, metric, tables_by_layout.get(layout)) for pool, layout, metric in sides]
@@ -280,29 +246,7 @@ class CacheOps(HeadOps):
             config = getattr(launch_configs, kernel)(*config_args)
             self._launch(kernel, (len(jobs), heads), config, *args, layouts=layouts)
 
-    def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> PromptBuffer:
-        format, layouts = cache.format, cache.layouts
-        buffer, ids = self._pools(format, len(blocks)), self._upload(np.asarray(blocks, np.int32))
-        to_v = None if format.codec_v is None else buffer.v
-        self._launch(
-            "decode_blocks",
-            (len(blocks), format.kv_heads),
-            launch_configs.decode_blocks(*layouts),
-            *(buffer.k, to_v, cache.keys.quantized, cache.values.quantized, ids),
-            *(cache.keys.tables, cache.values.tables, format.kv_heads),
-            layouts=layouts,
-        )
-        return [buffer]
-
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
-        if cache.blocks is not None:
-            both, key_bytes = self._gather_records(cache.blocks, blocks), cache.layouts[0].nbytes
-            arrays = {"keys": both[..., :key_bytes]}
-            if cache.format.codec_v is not None:
-                arrays["values"] = both[..., key_bytes:]
-            # What lies in the memory between the fields may have been a block of the other kind.
-            sides = zip(arrays.items(), cache.layouts, strict=False)
-            return {name: layout.zero_padding(array) for (name, array), layout in sides}
         pools = ("keys", cache.keys.quantized), ("values", cache.values.quantized)
         return {name: self._gather_records(pool, blocks) for name, pool in pools[: len(cache.format.sides)]}
 
@@ -313,10 +257,7 @@ class CacheOps(HeadOps):
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         stored = transfer.convert_blocks(cache.format, len(blocks), arrays, transfer.RECORDS)
-        pools = [*zip((cache.keys.quantized, cache.values.quantized), stored.values(), strict=False)]
-        if cache.blocks is not None:
-            pools = [(cache.blocks, np.concatenate([*stored.values()], axis=-1))]
-        for pool, raw in pools:
+        for pool, raw in zip((cache.keys.quantized, cache.values.quantized), stored.values(), strict=False):
             self._copy_records(pool, self._upload(raw), np.arange(len(blocks)), np.asarray(blocks))
 
     def read_full(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Move
 from polarlm.engine.backends.ops import Load
 
-_CACHE_OPS = ("round_trip", "decode_blocks", "read_blocks", "write_blocks", "read_full", "write_full")
+_CACHE_OPS = ("round_trip", "read_blocks", "write_blocks", "read_full", "write_full")
 _MACHINE_OPS = ("reserve_workspace", "wait", "forget", "check")
 
 

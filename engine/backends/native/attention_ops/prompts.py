@@ -29,7 +29,7 @@ from polarlm.engine.backends.native.kernels.attention.word_matrices import WORDS
 from polarlm.engine.backends.native.kernels.rows import LayerNormArguments, layer_norm_rows
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.launch import KernelOps, LaunchSpec
-from polarlm.engine.backends.numpy.attention import blocks_of, parts_of
+from polarlm.engine.backends.numpy.attention import parts_of
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.backends.ops import Texts
 from polarlm.engine.errors import KernelError
@@ -66,9 +66,9 @@ class PromptOps(KernelOps):
         sink, (first, *others) = _full_segments(cache, span, oldest, max(span.position + len(q), span.sees + 1))
         matrix_format = self._matrix_format(q.shape[2])
         launch = self._launcher(matrix_format, q, out, cache.format.kv_heads, span, rule)
-        for number, (stored, start, ids) in enumerate(parts):
+        for number, (start, ids) in enumerate(parts):
             is_last = number == len(parts) - 1
-            decoded = self._decode(stored, ids, start, matrix_format)
+            decoded = self._decode(cache, ids, start, matrix_format)
             segments = [decoded, *sink, first] if is_last else [decoded]
             launch(segments, is_first=number == 0, is_last=is_last and not others)
         if not parts:
@@ -192,15 +192,14 @@ def _pool_tokens(cache: TileCache) -> int:
     return 1 << (tokens.bit_length() - 1)
 
 
-def _parts(cache: TileCache, span: SpanView, oldest: int) -> list[tuple[TileCache, int, np.ndarray]]:
-    """The quantized blocks from position `oldest` on, in parts: their cache, position of the first token, block ids."""
-    size = cache.format.block_size
+def _parts(cache: TileCache, span: SpanView, oldest: int) -> list[tuple[int, np.ndarray]]:
+    """The quantized blocks from position `oldest` on, in parts: position of the first token, block ids."""
+    size, ids = cache.format.block_size, np.asarray(span.table, np.int64)
     # A power of two is a multiple of the kernel's tile, so results equal a single part's.
     block_tile = max(1, min(_DECODED, _pool_tokens(cache)) // size)
     first_block = max(0, oldest - span.table_start) // size
     return [
-        (stored, span.table_start + first * size, ids[first : first + block_tile].astype(np.int64))
-        for stored, ids in blocks_of(cache, span)
+        (span.table_start + first * size, ids[first : first + block_tile])
         for first in range(first_block, len(ids), block_tile)
     ]
 
@@ -222,7 +221,7 @@ def segment(sides: Sequence[np.ndarray], start: int, tokens: int) -> Segment:
 
 def _full_segments(cache: TileCache, span: SpanView, oldest: int, end: int) -> tuple[list[Segment], list[Segment]]:
     """The segments in full precision with positions from `oldest` up to `end`: of the sink block, if there is one, and
-    of the current block, in pieces that are multiples of the kernels' tiles."""
+    of the buffer, in pieces that are multiples of the kernels' tiles."""
     block_size, sink = cache.format.block_size, list[Segment]()
     if span.sink is not None and oldest < block_size:
         sides = [side.astype(np.float32) for side in cache.full(KVLocation(None, span.sink))]

@@ -43,7 +43,7 @@ class StepTable:
         """Tables with equal keys have the same shapes: `copy_from` works between them."""
         headers: list[int] = []
         units_of_codes: list[int] = []
-        units_of_full = list[Unit]()
+        units_of_full = list[tuple[int, int]]()
         ids: list[int] = []
         full: list[int] = []
         sequences: list[int] = []
@@ -56,7 +56,7 @@ class StepTable:
             headers += SpanHeader(len(sequences), rows, view.position, quantized, view.table_start, *chunk_fields)
             for chunk in range(full_chunks, chunks):
                 units_of_codes += number, chunk
-            units_of_full += [Unit(number, chunk) for chunk in range(full_chunks)]
+            units_of_full += [(number, chunk) for chunk in range(full_chunks)]
             ids += view.table
             ids += [0] * (width - quantized)
             for block in blocks:
@@ -66,9 +66,9 @@ class StepTable:
             first, slots = view.position - view.current_start, [view.current.block, *view.following]
             for i in range(first, first + rows):
                 places += slots[i // n], i % n
-        # The short units, the last ones in full precision, come last: whatever starts last decides how long other
-        # threads wait.
-        units = [*units_of_codes, *itertools.chain.from_iterable(sorted(units_of_full, key=lambda unit: unit.chunk))]
+        # Short units, the last ones in full precision, come last: whatever starts last decides how long others wait.
+        units_of_full.sort(key=lambda unit: unit[1])
+        units = [*units_of_codes, *itertools.chain.from_iterable(units_of_full)]
         self.unit_count = len(units) // UNIT
         self._contents = array("q", itertools.chain(ids, full, sequences, places, headers, units))
 

@@ -18,7 +18,7 @@ from polarlm.engine.backends.native.kernels.attention.latent_steps import LANES,
 from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kv.cache import TileCache
-from polarlm.engine.backends.numpy.kv.cache import Buffer, LayerCache
+from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.jit.lang import Kernel
 
 _MANY_QUERIES = 16  # of a KV head and a sequence: expanding blocks takes about as long as a pass over their codes
@@ -30,11 +30,6 @@ class AttentionOps(PromptOps):
     def spans(self, spans: Sequence[SpanView], block_size: int) -> StepTable | Sequence[SpanView]:
         is_step = len(spans) > 0 and all(span.current.buffer is None for span in spans)
         return StepTable(spans, block_size) if is_step else spans
-
-    def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
-        if not isinstance(cache, TileCache):
-            return super().decode_blocks(cache, blocks)
-        return self.decode_to_float(cache, np.asarray(blocks, np.int64))
 
     def attention(
         self, q: np.ndarray, cache: LayerCache, spans: StepTable | Sequence[SpanView], rule: AttentionRule
@@ -73,7 +68,7 @@ class AttentionOps(PromptOps):
             window=rule.window or NO_WINDOW,
             scale=rule.scale,
             softcap=rule.softcap or 0.0,
-            **cache.strides,
+            blocks=keys.shape[1],
         )
         spec = Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes, is_capped)
         units = partial(_units, table, format.kv_heads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from polarlm.engine.backends.native.codecs import EncodedTiles, KeyTiles, Tiles,
 from polarlm.engine.backends.native.kernels.attention.matrices import KEYS, MatrixFormat
 from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments, Decoding, decode
 from polarlm.engine.backends.native.kernels.encode.unit import TABLES, Block, EncodeArguments
-from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, full_slots, stored_blocks
+from polarlm.engine.backends.numpy.kv.cache import Fields, LayerCache, Sides, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.jit.lang.records import address
@@ -111,23 +111,6 @@ class TileCache(LayerCache):
         """The tiles of keys and of values, which may be the same: uint8 (K, quantized blocks, bytes of a tile) each."""
         return self.k[_TILES], self.v.get(_TILES, self.k[_TILES])
 
-    @property
-    def kinds(self) -> list[TileCache]:
-        """The caches of all kinds of blocks: the high-precision ones first."""
-        return [self] if self.high_precision is None else [cast(TileCache, self.high_precision), self]
-
-    @property
-    def strides(self) -> dict[str, int]:
-        """The arguments of kernels that say where blocks lie in `memory`, and how many means a head has."""
-        keys, values = self.memory
-        return {
-            "blocks": self.mean.get("mean", keys).shape[1],
-            "key_stride": keys.strides[0],
-            "value_stride": values.strides[0],
-            "key_bytes": keys.strides[1],
-            "value_bytes": values.strides[1],
-        }
-
     @cached_property
     def block_addresses(self) -> dict[int, tuple[Encoder, np.ndarray, np.ndarray]]:
         """For each side that kernels encode: its encoder, the `Block` of block 0, without x, int64 (K, 1, its fields),
@@ -165,12 +148,12 @@ class TileCache(LayerCache):
         keys, values = self.memory
         read = {name: x.ctypes.data for name, x in {"keys": keys, "values": values, **self.mean}.items()}
         blank = dict.fromkeys(DecodeArguments._fields, None)
-        return DecodeArguments(**{**blank, **read, **self.strides})
+        return DecodeArguments(**{**blank, **read, "blocks": keys.shape[1]})
 
     def one_block_cache(self) -> TileCache:
         """A cache with the same format and slots, and memory of its own for one quantized block."""
-        (k, v, mean), _ = stored_blocks(replace(self.format, high_precision=None), 1, transfer.TILES)
-        return replace(self, k=k, v=v, mean=mean, high_precision=None)
+        k, v, mean = stored_blocks(self.format, 1, transfer.TILES)
+        return replace(self, k=k, v=v, mean=mean)
 
 
 class CacheOps(NumpyOps):
@@ -183,34 +166,16 @@ class CacheOps(NumpyOps):
         self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[LayerCache] = ()
     ) -> LayerCache:
         """A `TileCache` where kernels can attend over it; else NumPy's cache, whose layer the ops leave to NumPy."""
-        if _reason(format) is not None:
+        both = tiles(format)
+        if isinstance(both, str):
             return super().cache(format, quantized, full, earlier_caches)
-        blocks, high_precision_blocks = stored_blocks(format, quantized, transfer.TILES)
-        slots, number, high_precision = full_slots(format, full), len(earlier_caches), None
-        if format.high_precision is not None and high_precision_blocks is not None:
-            high_precision = _tile_cache(format.high_precision, high_precision_blocks, slots, number)
-        return _tile_cache(format, blocks, slots, number, high_precision)
+        encoders = tuple(encoder(one, format, side) for side, one in enumerate(both))
+        values = both[1] if len(both) > 1 else None
+        memory = *stored_blocks(format, quantized, transfer.TILES), *full_slots(format, full)
+        return TileCache(format, *memory, both[0], values, encoders, number=len(earlier_caches))
 
     def numpy_fallbacks(self, cache: LayerCache) -> dict[str, str]:
         if isinstance(cache, TileCache):
             sides = zip(("keys", "values"), cache.encoders, strict=False)
             return {f"the encoding of {side}": why for side, why in sides if isinstance(why, str)}
-        return {"attention and encoding": _reason(cache.format) or ""}
-
-
-def _reason(format: CacheFormat) -> str | None:
-    """Why NumPy computes a layer with this format; None if kernels do."""
-    reasons = [
-        both for kind in (format, format.high_precision) if kind is not None and isinstance(both := tiles(kind), str)
-    ]
-    return reasons[0] if reasons else None
-
-
-def _tile_cache(
-    format: CacheFormat, blocks: Sides, slots: Buffer, number: int, high_precision: TileCache | None = None
-) -> TileCache:
-    both = tiles(format)
-    assert not isinstance(both, str), both
-    encoders = tuple(encoder(one, format, side) for side, one in enumerate(both))
-    values = both[1] if len(both) > 1 else None
-    return TileCache(format, *blocks, *slots, both[0], values, encoders, high_precision=high_precision, number=number)
+        return {"attention and encoding": str(tiles(cache.format))}

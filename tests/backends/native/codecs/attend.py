@@ -126,10 +126,6 @@ def decoded(
         v=v,
         blocks=keys.shape[1],
         count=len(ids),
-        key_stride=keys.strides[0],
-        value_stride=values.strides[0],
-        key_bytes=keys.strides[1],
-        value_bytes=values.strides[1],
     )
 
 

@@ -92,12 +92,12 @@ class LatentBody(StepBody):
 
     def attend_to_codes(self, table: Value, begin: Value, end: Value) -> None:
         e, spec, args, n = self.e, self.spec, self.args, self.spec.block_size
-        tiles = args.keys + self.head * args.key_stride
+        tiles = args.keys + self.head * args.blocks * spec.keys.nbytes
         if self._order is None:
             self._turn_vectors()
         with e.loop(begin, end) as number:
             block, next_block = (e.load(table + i * 8, I64) for i in (number, e.imin(number + 1, end - 1)))
-            tile, next_tile = (tiles + i * args.key_bytes for i in (block, next_block))
+            tile, next_tile = (tiles + i * spec.keys.nbytes for i in (block, next_block))
             more = e.zero(_FLOATS)
             if spec.mean_bits:
                 emit_mean(e, spec, args, self.head, block, self._mean)

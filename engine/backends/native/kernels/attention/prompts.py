@@ -225,10 +225,6 @@ class DecodeArguments(NamedTuple):
     v: Pointer
     blocks: Int64
     count: Int64
-    key_stride: Int64
-    value_stride: Int64
-    key_bytes: Int64
-    value_bytes: Int64
 
 
 @cache
@@ -238,8 +234,7 @@ def decode(spec: Decoding, matrices: MatrixFormat | None = None) -> Kernel[Decod
 
     matrices: the format of the matrices of each head that k, v are then. N is a multiple of their tokens.
 
-    keys, values: tiles (K, blocks), key_stride and value_stride bytes from head to head, key_bytes and
-    value_bytes from block to block. mean, mean_scale (K, blocks, …): the block means.
+    keys, values: tiles (K, blocks). mean, mean_scale (K, blocks, …): the block means.
     """
     n, dim = spec.block_size, spec.head_dim
     nbytes = 4 * n * dim
@@ -251,7 +246,8 @@ def decode(spec: Decoding, matrices: MatrixFormat | None = None) -> Kernel[Decod
                 key, value = scratch + nbytes, scratch + 2 * nbytes
             else:
                 key, value = args.k + unit * nbytes, args.v + unit * nbytes
-            spec.keys.emit_decode(e, args.keys + (head * args.key_stride + block * args.key_bytes), key, scratch)
+            place = head * args.blocks + block
+            spec.keys.emit_decode(e, args.keys + place * spec.keys.nbytes, key, scratch)
             if spec.mean_bits:
                 emit_mean(e, spec, args, head, block, scratch)
                 with e.loop(0, n) as token:
@@ -261,8 +257,7 @@ def decode(spec: Decoding, matrices: MatrixFormat | None = None) -> Kernel[Decod
             if spec.values is None:
                 value = key
             else:
-                tile = args.values + (head * args.value_stride + block * args.value_bytes)
-                spec.values.emit_decode(e, tile, value, scratch)
+                spec.values.emit_decode(e, args.values + place * spec.values.nbytes, value, scratch)
             if matrices is not None:
                 for number in range(n // MATRIX_KEYS):
                     tile = unit * (n // MATRIX_KEYS) + number

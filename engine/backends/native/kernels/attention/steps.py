@@ -103,10 +103,6 @@ class AttendArguments(NamedTuple):
     units: Pointer
     kv_heads: Int64
     blocks: Int64
-    key_stride: Int64
-    value_stride: Int64
-    key_bytes: Int64
-    value_bytes: Int64
     width: Int64
     most_full: Int64
     most_chunks: Int64
@@ -119,8 +115,7 @@ class AttendArguments(NamedTuple):
 def attend(spec: Attention, body: type[StepBody] | None = None) -> Kernel[AttendArguments]:
     """Partial results of the chunks of sequences, one unit per chunk and KV head. body: another one than `StepBody`.
 
-    q (T, H, D) float32. parts (T, H, most_chunks): partial results. keys, values: tiles (K, blocks), key_stride and
-    value_stride bytes from head to head, key_bytes and value_bytes from block to block. mean, mean_scale
+    q (T, H, D) float32. parts (T, H, most_chunks): partial results. keys, values: tiles (K, blocks). mean, mean_scale
     (K, blocks, …): the block means. full_k, full_v (slots, K, N, D) float16. headers, table, full, units: `Arrays` of a
     `StepTable`; width and most_full: its W and F.
     A row at position p sees positions > p − window. scale: multiplies the scores. softcap: c, by
@@ -227,16 +222,23 @@ class StepBody:
 
     # -- quantized blocks --------------------------------------------------------------------------------------
 
+    def tiles_of_head(self) -> tuple[Value, Value]:
+        """The first tile of the KV head's keys, and of its values."""
+        keys, values, first = self.spec.keys, self.spec.values, self.head * self.args.blocks
+        assert values is not None
+        return self.args.keys + first * keys.nbytes, self.args.values + first * values.nbytes
+
     def expand(self, tiles: ExpandedTiles, table: Value, begin: Value, end: Value) -> None:
         """Expand blocks of the chunk, each to its place in it: keys, then values."""
-        e, args = self.e, self.args
+        e, spec, (keys, values) = self.e, self.spec, self.tiles_of_head()
+        assert spec.values is not None
         with e.loop(begin, end) as number:
             block, next_block = (e.load(table + i * 8, I64) for i in (number, e.imin(number + 1, end - 1)))
-            keys, values = args.keys + self.head * args.key_stride, args.values + self.head * args.value_stride
             own_keys, own_values = self.expanded_block(tiles, number)
-            tiles.keys.emit(e, keys + block * args.key_bytes, keys + next_block * args.key_bytes, own_keys)
-            values_at, next_values = (values + i * args.value_bytes for i in (block, next_block))
-            tiles.values.emit(e, values_at, next_values, own_values)
+            key_tile, next_key_tile = (keys + i * spec.keys.nbytes for i in (block, next_block))
+            tiles.keys.emit(e, key_tile, next_key_tile, own_keys)
+            value_tile, next_value_tile = (values + i * spec.values.nbytes for i in (block, next_block))
+            tiles.values.emit(e, value_tile, next_value_tile, own_values)
 
     def expanded_block(self, tiles: ExpandedTiles, number: Value) -> tuple[Value, Value]:
         """The keys and the values of a block of the chunk, expanded; number: of the block in the table."""
@@ -248,9 +250,10 @@ class StepBody:
         chain is hidden by independent blocks."""
         e, spec, args, header, queries = self.e, self.spec, self.args, self.header, self._queries
         assert spec.values is not None
+        keys, values = self.tiles_of_head()
+        key_bytes, value_bytes = spec.keys.nbytes, spec.values.nbytes
         for query in queries:
             spec.keys.emit_query(e, query.vector, query.prepared)
-        keys, values = args.keys + self.head * args.key_stride, args.values + self.head * args.value_stride
         with e.loop(begin, end, spec.block_tile) as number:
             ids, count = table + number * 8, e.imin(end - number, spec.block_tile)
             with e.loop(0, count) as i:
@@ -261,9 +264,7 @@ class StepBody:
                 next_block = e.load(
                     ids + e.select(are_keys, next_number, e.imin(next_number - count, count - 1)) * 8, I64
                 )
-                prefetch_address = e.select(
-                    are_keys, keys + next_block * args.key_bytes, values + next_block * args.value_bytes
-                )
+                prefetch_address = e.select(are_keys, keys + next_block * key_bytes, values + next_block * value_bytes)
                 self._block_scores(queries, keys, number + i, block, prefetch_address, scores)
             start = header.table_start + number * spec.block_size
             lows = [query.position - args.window + 1 - start for query in queries]
@@ -280,11 +281,11 @@ class StepBody:
                 next_block = e.load(table + e.imin(number + next_number, header.quantized - 1) * 8, I64)
                 are_values = next_number < count
                 prefetch_address = e.select(
-                    are_values, values + next_block * args.value_bytes, keys + next_block * args.key_bytes
+                    are_values, values + next_block * value_bytes, keys + next_block * key_bytes
                 )
                 weighted = [query.weighted for query in queries]
                 if spec.expanded_tiles is None:
-                    spec.values.emit_values(e, values + block * args.value_bytes, prefetch_address, weights, weighted)
+                    spec.values.emit_values(e, values + block * value_bytes, prefetch_address, weights, weighted)
                 else:
                     _, tile = self.expanded_block(spec.expanded_tiles, number + i)
                     spec.expanded_tiles.values.emit_values(e, tile, weights, weighted)
@@ -307,7 +308,7 @@ class StepBody:
             tile, _ = self.expanded_block(spec.expanded_tiles, number)
             spec.expanded_tiles.keys.emit_scores(e, tile, prepared, scores, means)
             return
-        spec.keys.emit_scores(e, keys + block * self.args.key_bytes, prefetch_address, prepared, scores)
+        spec.keys.emit_scores(e, keys + block * self.spec.keys.nbytes, prefetch_address, prepared, scores)
         if not spec.mean_bits:
             return
         means = self._mean_scores(queries, self.head * self.args.blocks + block)
