@@ -44,7 +44,7 @@ KINDS = {
     "attention": ("attention_", "prompt_", "text_", "merge_", "prefill_", "naive_", "decode_attention", "decode_two"),
     "latent vectors": ("join_", "take_", "latent_"),
     "decoding": ("decode_", "to_matrices_"),
-    "encoding": ("encode_", "copy_records"),
+    "encoding": ("encode_",),
     "gates": ("gate_", "activate_mul", "elementwise", "scale_rows", "clip"),
     "experts": ("route", "arrange", "combine", "group_pairs", "add_experts"),
     "recurrent layers": ("gated_delta", "channel_delta", "delta_", "advance_", "mamba2", "short_conv", "state_"),

@@ -6,7 +6,7 @@ theirs.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 
 import numpy as np
 
@@ -47,21 +47,13 @@ def measure_attention(
     `ALLOWED_ERROR` the time is meaningless. Raises EngineError if there is no kernel or too little memory."""
     ops, device = gpu.open()
     format, attention = layer_format(sizes, cache_type.older, None, None), sizes.config.attention
-    count, high_precision = _quantized_blocks(format, context), 0
-    if cache_type.newest is not None:
-        newest, most = cache_type.newest
-        format, high_precision = (
-            replace(format, high_precision=layer_format(sizes, newest, None, None)),
-            min(most, count),
-        )
-    size, calls = _size_and_calls(ops, format, sizes, (count - high_precision, high_precision), batch)
-    sequences = calls * batch
-    first = _first(ops, format, sizes, sequences * high_precision)
-    cache = ops.cache(format, first + sequences * (count - high_precision), sequences * 2)
-    fill(ops, gpu.clock, cache, content, sequences * high_precision)
+    blocks = _blocks(format, context, 0 if cache_type.newest is None else cache_type.newest[1])
+    size, calls = _size_and_calls(ops, format, sizes, blocks, batch)
+    cache = ops.cache(format, calls * batch * blocks[0], calls * batch * blocks[1])
+    fill(ops, gpu.clock, cache, content)
     rng = np.random.default_rng(2)
-    places = _places(rng, context, (first, count - high_precision, high_precision), (calls, batch))
-    n, some = format.block_size, slice(first, first + sizes.blocks)
+    places = _places(rng, context, blocks, (calls, batch))
+    n = format.block_size
     spans = [ops.spans([sequence.span(row, n) for row, sequence in enumerate(call)], n) for call in places]
     queries = rng.standard_normal((batch, attention.heads, attention.head_dim), np.float32)
     q, scale = ops.to_device(queries), attention.head_dim**-0.5
@@ -73,7 +65,7 @@ def measure_attention(
         attention.heads // attention.kv_heads,
     )
     mine = row, slice(head * group, (head + 1) * group)
-    error = attention_error(device, cache, some, places[0][row], head, queries[mine], out[mine])
+    error = attention_error(device, cache, sizes.blocks, places[0][row], head, queries[mine], out[mine])
 
     def all_calls(_: Array) -> Array:
         for table in spans:
@@ -85,53 +77,36 @@ def measure_attention(
     result.add_all(attention_at(context, batch), cache_type.label, figures, context=context, batch=batch)
 
 
-def _quantized_blocks(format: CacheFormat, context: int) -> int:
-    """The number of quantized blocks of a sequence, between its sink block and its current block."""
-    return (context - 1) // format.block_size - 1
+def _blocks(format: CacheFormat, context: int, newest: int) -> tuple[int, int]:
+    """The number of quantized blocks of a sequence and of those in full precision: the sink block, the `newest`
+    complete ones, and the current block."""
+    complete = (context - 1) // format.block_size - 1
+    newest = min(newest, complete)
+    return complete - newest, newest + 2
 
 
 def _size_and_calls(
     ops: CudaOps, format: CacheFormat, sizes: Sizes, blocks: tuple[int, int], batch: int
 ) -> tuple[int, int]:
-    """Bytes that a call reads, and the number of calls before bytes are read again. blocks: of a sequence, and
-    high-precision ones. Raises EngineError without a kernel or enough memory."""
+    """Bytes that a call reads, and the number of calls before bytes are read again. blocks: of a sequence, quantized
+    and in full precision. Raises EngineError without a kernel or enough memory."""
     try:
         quantized_bytes, full_bytes = ops.cache_bytes(format)
-        high_precision_bytes = 0 if format.high_precision is None else ops.cache_bytes(format.high_precision)[0]
     except ValueError as error:
         raise EngineError(str(error)) from None
-    of_sequence = blocks[0] * quantized_bytes + blocks[1] * high_precision_bytes + 2 * full_bytes
-    size, room = batch * of_sequence, ops.memory_left(0)
+    size, room = batch * (blocks[0] * quantized_bytes + blocks[1] * full_bytes), ops.memory_left(0)
     if size > room:
         raise EngineError(f"its {format_bytes(size)} do not fit into the {format_bytes(room)} that are free")
     return size, min(_MOST_CALLS, -(-sizes.rotated // size), room // size)
 
 
-def _first(ops: CudaOps, format: CacheFormat, sizes: Sizes, high_precision: int) -> int:
-    """The id of the first block behind `high_precision` blocks with more bits, whose content is the first one."""
-    if format.high_precision is None:
-        return 0
-    each, high_precision_each = (ops.cache_bytes(kind)[0] for kind in (format, format.high_precision))
-    return -(-high_precision * high_precision_each // (each * sizes.blocks)) * sizes.blocks
-
-
 def _places(
-    rng: np.random.Generator, context: int, blocks: tuple[int, int, int], shape: tuple[int, int]
+    rng: np.random.Generator, context: int, blocks: tuple[int, int], shape: tuple[int, int]
 ) -> list[list[StoredSequence]]:
-    """Sequences (calls, B) with random blocks of the pools. blocks: the id of the first one that is not high-precision,
-    how many of these a sequence has, and high-precision ones."""
-    first, quantized, high_precision = blocks
-    count = shape[0] * shape[1]
-    ids = first + rng.permutation(count * quantized).reshape(*shape, quantized)
-    newest = rng.permutation(count * high_precision).reshape(*shape, high_precision)
-    slots = rng.permutation(count * 2).reshape(*shape, 2)
-
-    def sequence(call: int, row: int) -> StoredSequence:
-        sink, current = slots[call, row].tolist()
-        own_newest = newest[call, row].tolist() if high_precision else None
-        return StoredSequence(context, sink, ids[call, row].tolist(), current, own_newest)
-
-    return [[sequence(call, row) for row in range(shape[1])] for call in range(shape[0])]
+    """Sequences (calls, B) with random blocks of the pools. blocks: of a sequence, quantized and in full precision."""
+    ids, slots = (rng.permutation(math.prod(shape) * count).reshape(*shape, count).tolist() for count in blocks)
+    calls, rows = map(range, shape)
+    return [[StoredSequence(context, ids[call][row], slots[call][row]) for row in rows] for call in calls]
 
 
 def measure_encoding(result: Result, gpu: Gpu, sizes: Sizes, content: Content, cache_type: CacheType) -> None:

@@ -38,19 +38,16 @@ class Content:
         return cls(rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32))
 
 
-def fill(ops: Ops, clock: Clock, cache: Any, content: Content, high_precision: int = 0) -> None:
-    """Fill the quantized and the full-precision pools of one layer's cache with `content`. high_precision: how many
-    blocks at the beginning of the memory are of the kind with more bits."""
+def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
+    """Fill the quantized and the full-precision pools of one layer's cache with `content`."""
     n, rows = cache.format.block_size, len(content.k)
     buffer, blocks = ops.buffer(cache.format, rows), rows // n
     span = SpanView(slice(0, rows), 0, KVLocation(buffer, 0), 0, None, (), n)
     ops.append_kv(cache, ops.spans([span], n), ops.to_device(content.k), ops.to_device(content.v))
-    for kind, count in ((cache, len(cache.keys.quantized)), (cache.high_precision, high_precision)):
-        if count:
-            numbers = range(min(blocks, count))
-            ops.encode_blocks([FilledBlocks([kind], numbers, [KVLocation(buffer, i) for i in numbers])])
-            for pool in (kind.keys.quantized, kind.values.quantized) if kind.blocks is None else (kind.blocks,):
-                _repeat(clock, pool[:count], len(numbers))
+    if numbers := range(min(blocks, len(cache.keys.quantized))):
+        ops.encode_blocks([FilledBlocks([cache], numbers, [KVLocation(buffer, i) for i in numbers])])
+        for pool in (cache.keys.quantized, cache.values.quantized):
+            _repeat(clock, pool, len(numbers))
     for pool, source in zip(cache.full, cache.pools(buffer), strict=True):
         count = min(blocks, len(pool))
         clock.copy(pool[:count], source[:count])
@@ -67,39 +64,28 @@ def _repeat(clock: Clock, pool: Array, filled: int) -> None:
 
 @dataclass(frozen=True)
 class StoredSequence:
-    """The blocks of a sequence of `context` tokens: slot of the sink block, ids of quantized blocks, current slot, and
-    ids of the newest blocks, if the cache has a kind with more bits for these."""
+    """The blocks of a sequence of `context` tokens: ids of quantized ones, and slots of the sink block and the newest
+    ones."""
 
     context: int
-    sink: int
     quantized: Sequence[int]
-    current: int
-    high_precision: Sequence[int] | None = None
+    full: Sequence[int]
 
     def span(self, row: int, block_size: int) -> SpanView:
         """The span of a step in which row `row` is the last token of the context."""
-        newest = self.context - 1
-        start = newest // block_size * block_size
-        current = KVLocation(None, self.current)
-        return SpanView(
-            slice(row, row + 1),
-            newest,
-            current,
-            start,
-            self.sink,
-            self.quantized,
-            block_size,
-            high_precision=self.high_precision,
-        )
+        sink, first, *following = self.full
+        start, place = (1 + len(self.quantized)) * block_size, KVLocation(None, first)
+        rows, newest = slice(row, row + 1), self.context - 1
+        return SpanView(rows, newest, place, start, sink, self.quantized, block_size, following)
 
 
 def attention_error(
-    device: Device, cache: Any, blocks: slice, sequence: StoredSequence, head: int, q: Any, out: Any
+    device: Device, cache: Any, blocks: int, sequence: StoredSequence, head: int, q: Any, out: Any
 ) -> float:
     """The largest error of out (G, D), the attention output of q (G, D), divided by the largest correct value.
 
-    The reference is float64 attention over the device's records of KV head `head`, decoded by NumPy. blocks: of the
-    cache, one of each content in the order of contents.
+    The reference is float64 attention over the device's records of KV head `head`, decoded by NumPy. blocks: how many
+    different ones a pool has.
     """
     k, v = (read_tokens(device, cache, side, blocks, sequence, head) for side in ("keys", "values"))
     scores = q.astype(np.float64) @ k.T * q.shape[-1] ** -0.5
@@ -108,25 +94,18 @@ def attention_error(
     return float(np.abs(out - full).max() / np.abs(full).max())
 
 
-def read_tokens(
-    device: Device, cache: Any, side: str, blocks: slice, sequence: StoredSequence, head: int
-) -> np.ndarray:
+def read_tokens(device: Device, cache: Any, side: str, blocks: int, sequence: StoredSequence, head: int) -> np.ndarray:
     """Keys or values (context, D) of one KV head of a sequence, float64."""
     number = ("keys", "values").index(side)
     parts = []
-    for slot in (sequence.sink, sequence.current):
+    for slot in sequence.full:
         fields, _ = cache.layouts[number].full.unpack(device.to_host(cache.full[number][slot])[head])
         parts.append(codecs.get(codecs.FULL).decode(fields).astype(np.float64))
-    for kind, ids, some in (
-        (cache.high_precision, sequence.high_precision, slice(0, blocks.stop - blocks.start)),
-        (cache, sequence.quantized, blocks),
-    ):
-        if ids:
-            records = device.to_host(getattr(kind, side).quantized[some, head])
-            fields, mean = kind.layouts[number].unpack(records)
-            codec = (kind.format.codec_k, kind.format.codec_v)[number]
-            decoded = codec.decode(fields).astype(np.float64)
-            if mean:
-                decoded += read_mean(mean)[..., None, :]
-            parts.insert(1, decoded[(np.asarray(ids) - some.start) % len(decoded)].reshape(-1, decoded.shape[-1]))
+    if sequence.quantized:
+        fields, mean = cache.layouts[number].unpack(device.to_host(getattr(cache, side).quantized[:blocks, head]))
+        codec = (cache.format.codec_k, cache.format.codec_v)[number]
+        decoded = codec.decode(fields).astype(np.float64)
+        if mean:
+            decoded += read_mean(mean)[..., None, :]
+        parts.insert(1, decoded[np.asarray(sequence.quantized) % len(decoded)].reshape(-1, decoded.shape[-1]))
     return np.concatenate(parts)[: sequence.context]
