@@ -15,7 +15,7 @@ from polarlm.engine.cli.flags import Check, FlagError
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
 from polarlm.engine.loading.placement.request import fit_check
-from polarlm.engine.state.cache_types import PRESETS_BY_NAME
+from polarlm.engine.state.cache_types import FORMER_TYPES, PRESETS_BY_NAME
 from polarlm.model_loaders import hub
 
 _PLAIN = ":plain"
@@ -54,7 +54,8 @@ class CacheType:
             try:
                 codecs.get(name)
             except ValueError as error:
-                raise FlagError(f"--types {text}: {str(error).rstrip('.')}") from None
+                why = FORMER_TYPES.get(name.partition("+")[0], str(error).rstrip("."))
+                raise FlagError(f"--types {text}: {why}") from None
         return parsed
 
     @property

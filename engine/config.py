@@ -184,7 +184,7 @@ class EngineConfig(Settings):
         "--cache-type",
         metavar="TYPE",
         help="quality, balanced or compact, whose newest tokens have 8 bits and older ones fewer; or one type such as "
-        "f16 or ring4, two as KEYS/VALUES such as ring5/ring4; q8_0, q4_0 and kivi4 are for measuring on the CPU",
+        "f16 or ring4, two as KEYS/VALUES such as ring5/ring4",
     )
     cache_type_k: str | None = setting(
         None,

@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from polarlm.engine import codecs, records
+from polarlm.engine import codecs
 from polarlm.engine.chat.config import GROUPS
 from polarlm.engine.cli.flags import IGNORED, describe
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.params import SamplingParams
-from polarlm.engine.records.fragments import Geometry
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
@@ -116,15 +115,14 @@ SIDES = {"k": "keys", "v": "values"}
 
 
 def bits() -> str:
-    """A row for each codec: the sides that it stores, its bits, and whether a GPU has a kernel for it."""
+    """A row for each codec: the sides that it stores, and its bits."""
     rows = []
     for name in codecs.available():
         codec = codecs.get(name)
         sides = " and ".join(side for letter, side in SIDES.items() if letter in codec.serves)
         values = [f"{codecs.bits_per_value(codec, BLOCK, head_dim):.3f}" for head_dim in (128, 64)]
-        kernel = "yes" if records.record_of(codec, Geometry("k" not in codec.serves, BLOCK, 128)) else "no"
-        rows.append(f"`{name}` | {sides} | {' | '.join(values)} | {kernel}")
-    return table("Type | Stores | bits/value, D = 128 | D = 64 | GPU", rows)
+        rows.append(f"`{name}` | {sides} | {' | '.join(values)}")
+    return table("Type | Stores | bits/value, D = 128 | D = 64", rows)
 
 
 def presets() -> str:
@@ -158,7 +156,7 @@ STEP = (
     ("model/layers/attention.py", "Attention.project", "Attention.mix", "queries, keys, values, projection"),
     ("backends/numpy/ops.py", "NumpyOps.append_kv", "NumpyOps.attention", "keys and values go to their block"),
     ("backends/numpy/attention.py", "attend_sequence", "read_blocks", "attention over codes and full-precision blocks"),
-    ("codecs/parts/pair_codec.py", "PairCodec.lookup", "PairCodec.dequantize", "codes become pairs of values"),
+    ("codecs/parts/pair_codec.py", "PairCodec.dequantize", "PairCodec.dequantize", "codes become pairs of values"),
     ("model/layers/gated_mlp.py", "GatedMLP.add", "GatedMLP.add", "the feed-forward network"),
     ("sampling/sample.py", "sample_all", "_adjust", "logits become a token"),
     ("state/store.py", "KVStore.commit_steps", "KVStore._encode_filled", "the token counts, a full block is encoded"),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +16,7 @@ import pytest
 from polarlm.engine import Engine, SamplingParams, codecs, weight_formats
 from polarlm.engine.weight_formats import Linear
 from tests.bare import bare_model, prefill_logits, read_model, spread
-from tests.codecs import test_contract
+from tests.codecs.test_contract import promises
 from tests.conftest import FIXTURES
 from tests.ops.backends import CUDA
 from tests.ops.encoding import case_of, vectors
@@ -51,16 +50,6 @@ def _in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     for name in CODECS:
         sys.modules.pop(f"polarlm.engine.codecs.{name}", None)
         vars(codecs).pop(name, None)
-
-
-def promises() -> dict[str, Callable[..., None]]:
-    """Tests of the contract that take a codec's name alone, each as it is for one codec."""
-    tests = {name: inspect.unwrap(test) for name, test in vars(test_contract).items() if name.startswith("test_")}
-    return {
-        name: test
-        for name, test in tests.items()
-        if {*inspect.signature(test).parameters} == {"name"} and "unknown" not in name
-    }
 
 
 def test_most_of_the_contract_can_be_asked_of_a_single_codec() -> None:

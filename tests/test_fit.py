@@ -22,6 +22,7 @@ from polarlm.engine.config import AS_STORED
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import FULL_ENCODING
 from polarlm.engine.loading.fit import (
+    CACHE_TYPES,
     Advice,
     CacheFit,
     DeviceFit,
@@ -51,10 +52,10 @@ from tests.tiny import make_model
 MIB = 1 << 20
 
 
-def fits(path: Path, ops: Ops, contexts=(), **settings) -> DeviceFit:
+def fits(path: Path, ops: Ops, contexts=(), types=CACHE_TYPES, **settings) -> DeviceFit:
     config, source, _ = model_loaders.load_weights(path)
     try:
-        return fit_device(EngineConfig(**settings), "cpu", ops, config, source, contexts=contexts)
+        return fit_device(EngineConfig(**settings), "cpu", ops, config, source, types, contexts)
     finally:
         source.close()
 
@@ -182,9 +183,9 @@ def test_weights_that_are_too_large_say_by_how_much(tiny_path: Path, memory) -> 
 
 def test_a_gpu_says_which_types_it_lacks(tiny_path: Path) -> None:
     ops = CudaOps(EmulatedDevice())
-    result = fits(tiny_path, ops)
+    result = fits(tiny_path, ops, types=("balanced", "polarpair-m4n4+g8/f16"))
     assert result.free == ops.free_memory() > 0
-    assert "q8_0" in result.weights[0].cache("q8_0").problem
+    assert "no GPU kernel" in result.weights[0].cache("polarpair-m4n4+g8/f16").problem
     assert result.weights[0].cache("balanced").tokens == 256
 
 

@@ -210,7 +210,7 @@ def test_what_cannot_be_replayed_is_refused(tiny_path: Path) -> None:
         ({"device": "cuda"}, "device=cuda: replayable=True needs a CPU"),
         ({"input_bits": "bf16"}, "sums that are exact"),
         ({"cache_type": "polarquant"}, "polarquant has other factors"),
-        ({"cache_type": "kivi4"}, "NumPy computes"),
+        ({"cache_type": "polarpair-m4n4+minmax/f16"}, "NumPy computes"),
         ({"ops": NumpyOps()}, "needs compiled kernels"),
     ]:
         with pytest.raises(EngineError, match=why):

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
             "TEXT is missing: give a UTF-8 text like what the model will read; figures of fewer than "
             f"{ENOUGH_TOKENS:,} tokens, about 16 KB of English, say little; - is standard input"
         )
-    with compared.also_of_file(options.codec) as names:
+    with compared.more_types(options.codec) as names:
         if names and options.types == compared.DEFAULT_TYPES:
             options = replace(options, types=",".join([*names, options.types]))
         cache_cost.measure(options, argv, time.monotonic)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from polarlm.bench.command import CacheType
+from polarlm.bench.quality.types import is_in_engine
 from polarlm.bench.result import Result
 from polarlm.bench.speed.ours import Ours
 from polarlm.engine import EngineError
@@ -53,6 +54,9 @@ class Speeds:
         try:
             engines = {}
             for one in self._types:
+                if not is_in_engine(one):
+                    self._problems[one.label] = "no engine can be loaded with it, so it has no speed"
+                    continue
                 try:
                     engines[one.label] = first.with_settings(one.settings())
                     engines[one.label].rates(self._ids[:_TRIED], 3)  # compiles kernels

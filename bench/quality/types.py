@@ -13,6 +13,7 @@ from types import ModuleType
 import numpy as np
 
 from polarlm.bench.command import CacheType, cache_types
+from polarlm.bench.quality.codecs import ggml, kivi4
 from polarlm.engine import codecs
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
@@ -21,6 +22,7 @@ from polarlm.engine.loading.encoding import Encoding
 from polarlm.model_loaders.config import ModelConfig
 
 _HEAD_DIMS = 128, 64, 256, 80  # of models; a codec is tried with the first that it supports
+_TO_COMPARE = ggml, kivi4
 DEFAULT_TYPES = "f16,balanced,q4_0:plain,q8_0,quality,compact,turbo4:plain"  # the last are left out first
 
 
@@ -44,11 +46,19 @@ def choose_types(types: str, ablate: str | None, config: ModelConfig) -> list[Ca
 
 
 @contextmanager
-def also_of_file(path: str | None) -> Iterator[tuple[str, ...]]:
-    """Know the cache types of a codec's file for a while; yields their names, none without a file. Raises FlagError."""
-    modules = [] if path is None else [_module(path)]
-    with codecs.more_types(modules):
-        yield tuple(name for module in modules for name in module.NAMES)
+def more_types(path: str | None) -> Iterator[tuple[str, ...]]:
+    """Know the types of `quality/codecs`, and of a codec's file, for a while; yields the names of the file's, none
+    without a file. Raises FlagError."""
+    with codecs.more_types(_TO_COMPARE):
+        modules = [] if path is None else [_module(path)]
+        with codecs.more_types(modules):
+            yield tuple(name for module in modules for name in module.NAMES)
+
+
+def is_in_engine(cache_type: CacheType) -> bool:
+    """Whether an engine can be loaded with this type; those of `quality/codecs` are here to be compared alone."""
+    to_compare = {name for module in _TO_COMPARE for name in module.NAMES}
+    return to_compare.isdisjoint(name.partition("+")[0] for name in cache_type.names())
 
 
 def _module(path: str) -> ModuleType:

@@ -35,7 +35,7 @@ from polarlm.engine.state.plan import reserved_text
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.files.weights import WeightSource
 
-CACHE_TYPES = ("f16", "q8_0", *PRESETS)
+CACHE_TYPES = ("f16", *PRESETS)
 _HOST_RATE = 50e9  # bytes a second from a desktop computer's memory
 _SMALLEST = "take a smaller model, or a file of fewer bits"
 

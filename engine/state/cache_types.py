@@ -38,11 +38,15 @@ PRESETS = {
     "compact": Preset(_NEWEST, ("ring3", "ring2.5"), uniform=("ring3", "ring3.5")),
 }
 PRESETS_BY_NAME = {**PRESETS, "by-age": PRESETS["balanced"]}
+_OF_FOUR_BITS = "ring4, which has four bits a value, too, or cache_type=balanced, the default"
 # Type that has left → what to take.
-_FORMER_TYPES = {
+FORMER_TYPES = {
     "auto": "bits by room are no more: choose compact, which has room for as many tokens, balanced (the default) or "
     "quality; in all of them the newest tokens of a text have the most bits",
-    **{f"trellis{bits}": f"choose ring{bits}, which has as many bits" for bits in ("2.5", "3", "3.5", "4")},
+    "q8_0": "it is a type of weights here: for the cache choose linear8, which has eight bits a value, too",
+    "q4_0": f"it is a type of weights here: for the cache choose {_OF_FOUR_BITS}",
+    "kivi4": f"it is no more: choose {_OF_FOUR_BITS}",
+    **{f"trellis{bits}": f"it is no more: choose ring{bits}, with as many bits" for bits in ("2.5", "3", "3.5", "4")},
 }
 _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
 
@@ -174,7 +178,7 @@ def _codec(side: str, setting: str, name: str, head_dim: int | None, block_size:
 
 def _unknown(setting: str, name: str) -> EngineError:
     types = ", ".join(codecs.available())
-    if former := _FORMER_TYPES.get(name.split("+")[0]):
+    if former := FORMER_TYPES.get(name.split("+")[0]):
         problem = former
     elif name in PRESETS_BY_NAME:
         problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"

@@ -61,9 +61,9 @@ BACKENDS: dict[str, Callable[[], Any]] = {
 def test_no_op_keeps_state(tiny_path: Path, backend: str) -> None:
     """After prompts, steps, a second turn and a score. The CPU backends have a layer of each kind."""
     ops = BACKENDS[backend]()
-    types = {"cache_type_v": "ring3.5" if backend == "emulated GPU" else "kivi4@1,ring4"}
+    types = {"cache_type_k": "ring4" if backend == "emulated GPU" else "polarpair-m4n4+minmax@1,ring4"}
     before = contents(ops)
-    with load_tiny(tiny_path, ops=ops, block_size=32, ctx_size=256, cache_type_k="ring4", **types) as engine:
+    with load_tiny(tiny_path, ops=ops, block_size=32, ctx_size=256, cache_type_v="ring3.5", **types) as engine:
         answer = engine.generate(PROMPT, SOME)
         engine.generate([*PROMPT, *answer.token_ids, *PROMPT[:5]], SOME)
         engine.score(PROMPT, every_token_coded=True)

@@ -10,6 +10,7 @@ import pytest
 from polarlm.bench.lab.codecs import fp8, ggml_rotated, int4_token_head, kvarn, nvfp4
 from polarlm.bench.lab.codecs.fp8 import E4M3
 from polarlm.bench.lab.codecs.ggml_rotated import hadamard
+from polarlm.bench.quality.codecs import ggml
 from polarlm.engine import codecs
 
 N, D = 64, 64
@@ -18,7 +19,7 @@ MODULES = [fp8, ggml_rotated, int4_token_head, kvarn, nvfp4]
 
 @pytest.fixture(autouse=True)
 def _known() -> Iterator[None]:
-    with codecs.more_types(MODULES):
+    with codecs.more_types([*MODULES, ggml]):
         yield
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from polarlm.bench.command import CacheType
 from polarlm.bench.quality import __main__ as cost
-from polarlm.bench.quality import cache_cost, survey, types
+from polarlm.bench.quality import cache_cost, speeds, survey, types
 from polarlm.bench.result import Result, read, today
 from polarlm.engine import codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -199,10 +200,43 @@ def test_what_was_measured_is_kept_when_it_is_stopped(
 
 def test_types_that_do_not_fit_the_model_are_left_out_of_the_default(tiny_path: Path, text: Path, capsys) -> None:
     config, _ = read_model(tiny_path)
-    kept = [one.label for one in types.choose_types(types.DEFAULT_TYPES, None, config)]
+    with types.more_types(None):
+        kept = [one.label for one in types.choose_types(types.DEFAULT_TYPES, None, config)]
     assert "q8_0" not in kept
     assert {"f16", "quality", "balanced", "compact"} <= set(kept)
     assert "q8_0 is left out. Cache type q8_0 needs a head dimension" in capsys.readouterr().err
+
+
+class FakeOurs:
+    """An engine whose rates are known."""
+
+    def __init__(self, *args: object) -> None:
+        self.close = lambda: None
+
+    def with_settings(self, settings: dict) -> FakeOurs:
+        return self
+
+    def prompt_rate(self, ids: list[int]) -> float:
+        return 1000.0
+
+    def rates(self, ids: list[int], steps: int) -> tuple[float, float]:
+        return 1000.0, 100.0
+
+
+def test_a_type_that_no_engine_has_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds, "Ours", FakeOurs)
+    figures, seconds = Result({}), iter(range(100, 0, -1))
+    with types.more_types(None):
+        compared = [CacheType.read(name) for name in ("ring4", "q4_0:plain", "f16/kivi4+token")]
+        measured = speeds.Speeds("model", compared, range(64), {}, lambda: next(seconds))
+        assert [*measured.measure()]
+    measured.add_to(figures)
+    assert figures.figures("speed", "ring4")["generation"].value == 100
+    for name in ("q4_0:plain", "f16/kivi4+token"):
+        assert (
+            figures.figures("speed", name)["generation"].failure
+            == "no engine can be loaded with it, so it has no speed"
+        )
 
 
 def test_a_codec_outside_of_the_package_is_measured(tiny_path: Path, text: Path, no_speed: None, capsys) -> None:

@@ -26,14 +26,13 @@ from tests.pairs import each, in_turn, mostly_slow
 TYPES = [
     ("ring4", "ring3.5"),
     ("ring5", "turbo3"),
-    ("q8_0", "ring4"),
+    ("linear8", "ring4"),
     ("turbo4", "f16"),
-    ("f16", "q4_0"),
+    ("f16", "linear8"),
     ("polarpair-m4n4", "ring4"),
     ("ring3", "turbo2"),
     ("ring2.5", "linear8"),
     ("linear8", "ring2.5"),
-    ("q4_0", "q8_0"),
     ("polarquant", "polarquant"),
 ]
 RAGGED = [Sequence_(0), Sequence_(3), Sequence_(16), Sequence_(47), Sequence_(700), Sequence_(2000), Sequence_(31)]

@@ -65,8 +65,6 @@ def one_sided(name: str, values: bool, dim: int, size: int, mean_bits: int = 0, 
 # -- as NumPy, to the bit ------------------------------------------------------------------------------------------
 
 OF_CPU = [
-    Shape(("q8_0", "q4_0"), 64, 48, 8),
-    Shape(("q4_0", "q8_0"), 96, 16, 16),
     Shape(("f16", "f16"), 24, 64, 0),
     Shape(("polarquant", "polarquant+none"), 40, 32, 16),
     Shape(("f16", "polarquant"), 96, 16, 0),
@@ -326,7 +324,7 @@ def test_codecs_without_a_kernel_are_encoded_in_numpy(ops: Any) -> None:
     case_of(ops, shape, metrics=metrics_of(shape)).check_same()
 
 
-NAMES = ["q8_0", "q4_0", "f16", "polarquant", "ring4", "turbo3"]
+NAMES = ["linear8", "f16", "polarquant", "ring4", "turbo3"]
 
 
 @backend_cases("ops name side bad", each(FLOAT_LEVELS or [NUMPY], NAMES, [0, 1], [np.nan, np.inf, -np.inf]))
@@ -340,7 +338,7 @@ def test_what_is_not_finite_is_refused(ops: Any, name: str, side: int, bad: floa
         case.ops.encode_blocks([FilledBlocks([case.cache], [0], case.places[1:])])
 
 
-ROUND_TRIPS = [("ring4", 32), ("turbo3", 5), ("q4_0", 32), ("kivi4", 5)]
+ROUND_TRIPS = [("ring4", 32), ("turbo3", 5), ("linear8", 32)]
 
 
 @backend_cases(

@@ -72,10 +72,17 @@ def test_bits_by_room_are_refused_with_the_presets() -> None:
     assert all(preset in sentence for preset in PRESETS)
 
 
-@pytest.mark.parametrize(("former", "choice"), [("trellis3.5", "ring3.5"), ("trellis4+norm16", "ring4")])
+@pytest.mark.parametrize(
+    ("former", "choice"),
+    [
+        *(("trellis3.5", "ring3.5"), ("trellis4+norm16", "ring4"), ("kivi4+token", "ring4")),
+        *(("q8_0", "linear8"), ("q4_0", "ring4")),
+    ],
+)
 def test_types_that_have_left_name_what_to_take(former: str, choice: str) -> None:
     for settings in ({"cache_type": former}, {"cache_type": f"f16/{former}"}, {"cache_type_k": f"{former}@0,f16"}):
-        assert f"={former}: choose {choice}, which" in refusal(**settings)
+        assert f"={former}: it is " in refusal(**settings)
+        assert f"choose {choice}, " in refusal(**settings)
 
 
 def test_a_preset_cannot_be_part_of_a_type() -> None:
@@ -112,5 +119,5 @@ def test_keys_only_and_unserved_head_dims_are_refused() -> None:
         cache_type="polarpair-m4n4"
     )
     assert "keys only; choose another type here" in refusal(cache_type_v="polarpair-m4n4")
-    with pytest.raises(EngineError, match="cache_type_v=q8_0"):
-        layer_codecs(EngineConfig(cache_type_v="q8_0"), [48])
+    with pytest.raises(EngineError, match="cache_type_v=polarquant"):
+        layer_codecs(EngineConfig(cache_type_k="f16", cache_type_v="polarquant"), [20])

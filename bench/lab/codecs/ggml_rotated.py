@@ -2,14 +2,14 @@
 
 Source: llama.cpp, pull request 21038, `llama_kv_cache`. Queries and keys have the largest matrices that divide the
 channels of a head, values matrices of order 64: `q4_0-rotated/q4_0-rotated-v`. With heads of 64 channels, both are
-`q4_0-rotated`. The codes are of `engine.codecs.ggml`: 4.5 and 8.5 bits.
+`q4_0-rotated`. The codes are of `bench.quality.codecs.ggml`: 4.5 and 8.5 bits.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from polarlm.engine.codecs.ggml import Q4, Q8
+from polarlm.bench.quality.codecs.ggml import Q4, Q8
 from polarlm.engine.codecs.parts.checks import check_no_options
 from polarlm.engine.codecs.parts.rotation import signed_hadamard
 

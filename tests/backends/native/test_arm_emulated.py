@@ -39,7 +39,6 @@ TESTS = [
     "tests/ops/test_attention_of_steps.py::test_rows_attend_to_codes",
     "tests/backends/native/codecs/test_tables.py::test_scores",
     "tests/backends/native/codecs/test_tables.py::test_mix",
-    "tests/backends/native/codecs/test_ggml.py::test_scores",
     "tests/backends/native/codecs/test_tiles.py::test_scores_and_mixes_are_those_of_what_is_decoded",
     "tests/ops/test_encoding.py::test_codes_with_a_metric_in_compiled_kernels",
     "tests/ops/test_encoding.py::test_without_feedback_codes_are_equal",

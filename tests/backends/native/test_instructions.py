@@ -73,11 +73,6 @@ OF_CODECS: dict[tuple[str, str], tuple[Counts, Callable[[Level], float]]] = {
     ("ring3.5", "values"): (lambda level: {wide_lookup(level): 4, OF_SMALL_BYTES[level.name]: 12}, table_count),
     ("turbo3", "keys"): (lambda level: {"vpshufb": 4, OF_BYTES[level.name]: 12}, table_count),
     ("polarpair-m4n4", "keys"): (lambda level: {wide_lookup(level): 4, OF_BYTES[level.name]: 24}, table_count),
-    ("q8_0", "values"): (lambda level: {OF_BYTES[level.name]: 24}, lambda level: 0.1),
-    ("q4_0", "keys"): (
-        lambda level: {OF_SMALL_BYTES[level.name]: 24},
-        lambda level: 0.1 if "avx512vnni" in level.needs else 1,
-    ),
     ("polarquant", "keys"): (polar_key_counts, lambda level: 0),
     ("polarquant", "values"): (polar_value_counts, lambda level: 0),
     ("f16", "keys"): (lambda level: {"vcvtph2ps": 8, "vfmadd231ps": 24}, lambda level: 0),
@@ -107,7 +102,7 @@ def encoder(tilted: bool) -> Kernel:
 
 OF_FLOATS: dict[str, Callable[[], Kernel]] = {
     "a step's blocks in full precision": lambda: attend_step(
-        Attention(*(make(codecs.get("q8_0"), 64, 64) for make in (tiles.keys, tiles.values)), 8, 64, 64, 3, 3)
+        Attention(*(make(codecs.get("linear8"), 64, 64) for make in (tiles.keys, tiles.values)), 8, 64, 64, 3, 3)
     ),
     "a prompt": lambda: attend_prompt(Prompt(64)),
     "a prompt of wide heads": lambda: attend_prompt(Prompt(128)),

@@ -206,7 +206,7 @@ def test_a_wrong_name_is_an_error_with_the_right_ones(monkeypatch: pytest.Monkey
         assert part in str(raised.value)
 
 
-@pytest.mark.parametrize("types", [("f16", "q8_0"), ("ring4", "turbo3")])
+@pytest.mark.parametrize("types", [("f16", "linear8"), ("ring4", "turbo3")])
 def test_kernels_work_at_a_level_that_they_do_not_know(types: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     level = Narrow()
     libraries = {one: library.Library(one, None) for one in (level, LEVELS[0])}

@@ -199,7 +199,7 @@ def test_families_compute_as_transformers_does_in_bfloat16(
 def test_a_layer_without_kernels_is_numpys(tiny_path: Path) -> None:
     prompt = np.random.default_rng(0).integers(5, VOCABULARY, 100).tolist()
     greedy_params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    settings = {"block_size": 32, "ctx_size": 256, "cache_type_k": "f16", "cache_type_v": "kivi4@1,f16"}
+    settings = {"block_size": 32, "ctx_size": 256, "cache_type_k": "polarpair-m4n4+minmax@1,f16", "cache_type_v": "f16"}
     answers = []
     for ops, kinds in (NativeOps(1), ["TileCache", "LayerCache"]), (NumpyOps(1), ["LayerCache"] * 2):
         with load_tiny(tiny_path, ops=ops, **settings) as engine:

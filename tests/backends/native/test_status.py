@@ -13,6 +13,8 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.jit.compile.target import VARIABLE, best, levels
 from tests.random_model import random_model
 
+MINMAX = "polarpair-m4n4+minmax"  # no kernel reads it
+
 
 def test_it_names_level_threads_and_kernels(tiny_path: Path) -> None:
     settings = {"device": "cpu", "block_size": 32, "calibration": False, "threads": 2, "cache_type": "f16"}
@@ -49,8 +51,8 @@ def test_it_names_inputs_of_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("k", "v", "clause"),
     [
-        ("kivi4", "kivi4", "attention and encoding in all layers, more slowly: no kernel reads kivi4"),
-        ("ring4", "kivi4@1,ring4", "attention and encoding in layer 1, more slowly: no kernel reads kivi4"),
+        (MINMAX, "f16", f"attention and encoding in all layers, more slowly: no kernel reads {MINMAX}"),
+        (f"{MINMAX}@1,ring4", "f16", f"attention and encoding in layer 1, more slowly: no kernel reads {MINMAX}"),
         ("polarpair-m4n4", "f16", "the encoding of keys in all layers, more slowly: no kernel encodes polarpair-m4n4"),
     ],
 )

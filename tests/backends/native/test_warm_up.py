@@ -104,7 +104,7 @@ CONVERSATIONS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("qwen3_next_shared_keys", "lfm2_tied", "kimi_linear_nope")),  # with snapshots
     *((PLAIN, {"cache_type": name}) for name in ("f16", "polarpair-m4n4/f16", "polarquant")),
     (PLAIN, {"cache_type": "turbo4", "weight_type": "q8_0"}),
-    (PLAIN, {"cache_type": "kivi4", "block_size": 32}),
+    (PLAIN, {"cache_type": "polarpair-m4n4+minmax/f16"}),
 ]
 
 

@@ -69,7 +69,7 @@ class PolarPairKeys(KeyTiles):
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         tokens, dim = self._tokens, self._head_dim
         ones = [e.constant(_F16, 1.0)] * (tokens // 16)
-        emit_points(e, block, self._packing, self._codes.places, self._table.points, [ones], out, scratch)
+        emit_points(e, block, self._packing, self._codes.places, self._table.points, ones, out, scratch)
         each = tokens // self._spans
         with e.loop(0, tokens) as token:
             steps, row = block + token // each * dim + self._steps_at, out + token * (4 * dim)

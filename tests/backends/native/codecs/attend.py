@@ -19,10 +19,9 @@ from tests.jit.levels import declared, run
 SIZES = ((64, 64, 3), (48, 16, 2), (128, 64, 4), (80, 64, 1), (8, 128, 4), (96, 16, 3), (16, 64, 1), (256, 64, 2))
 
 
-def sizes(codec: int, level: Level, of_32: bool = False) -> tuple[int, int, int]:
+def sizes(codec: int, level: Level) -> tuple[int, int, int]:
     """One of the sizes: all of them appear among six levels and a few codecs, and kernels take long to compile."""
-    choices = [size for size in SIZES if not of_32 or size[0] % 32 == 0]
-    return choices[(codec + levels().index(level)) % len(choices)]
+    return SIZES[(codec + levels().index(level)) % len(SIZES)]
 
 
 def random_fields(

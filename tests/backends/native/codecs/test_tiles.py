@@ -19,13 +19,8 @@ from tests.codecs.data import TABLED
 from tests.jit.levels import SOME, run, some_levels
 from tests.pairs import each, in_turn
 
-NAMES = (*TABLED, "ring4+norm16", "f16", "q8_0", "q4_0", "polarquant", "polarquant+none", "polarquant+dense")
+NAMES = (*TABLED, "ring4+norm16", "f16", "polarquant", "polarquant+none", "polarquant+dense")
 OF_KEYS = ("polarpair-m4n4", "polarpair-m4n2", "polarpair-m4n4+g16", "polarpair-m4n2+g32")
-
-
-def dim_of(name: str, d: int) -> int:
-    """A head dim near d that the codec serves."""
-    return -(-d // 32) * 32 if name.startswith("q") else d
 
 
 def sides(codec: Codec, n: int, d: int) -> list[KeyTiles | ValueTiles]:
@@ -46,7 +41,7 @@ def test_unpacking_gives_back_the_fields(name: str, d: int, n: int, seed: int) -
     """To the bit, with the leading axes. Tiles of whole units have few more bytes than the fields."""
     if name in OF_KEYS:
         n = -(-n // 32) * 32
-    codec, d, lead = codecs.get(name), dim_of(name, d), (2, seed % 4)
+    codec, lead = codecs.get(name), (2, seed % 4)
     fields = attend.random_fields(np.random.default_rng(seed), codec, lead, n, d)
     stored = sum(field.nbytes for field in codec.fields(n, d).values())
     for side in sides(codec, n, d):
@@ -63,7 +58,7 @@ def test_unpacking_gives_back_the_fields(name: str, d: int, n: int, seed: int) -
             assert back[field].tobytes() == values.tobytes()
 
 
-@pytest.mark.parametrize("name", ["ring4", "f16", "q8_0", "polarquant"])
+@pytest.mark.parametrize("name", ["ring4", "f16", "polarquant"])
 def test_names_differ_where_layouts_differ(name: str) -> None:
     made = [side for n in (16, 64) for d in (64, 128) for side in sides(codecs.get(name), n, d)]
     assert len({side.name for side in made}) == len(made)
@@ -76,7 +71,6 @@ def test_names_differ_where_layouts_differ(name: str) -> None:
         ("polarquant", 24),
         ("polarpair-m4n4+g8", 64),
         ("polarpair-m4n4+minmax", 64),
-        ("kivi4", 64),
     ],
 )
 def test_what_has_no_tiles(name: str, n: int) -> None:
@@ -86,10 +80,7 @@ def test_what_has_no_tiles(name: str, n: int) -> None:
 # Four levels of angles or three, and odd numbers of groups.
 OF_ANGLES = [(64, 64, 3), (8, 128, 4), (80, 48, 1), (40, 32, 3), (48, 16, 2), (256, 16, 2)]
 SIZED = [
-    *(
-        (level, name, attend.sizes(NAMES.index(name), level, of_32=name.startswith("q")))
-        for level, name in each(SOME, NAMES)
-    ),
+    *((level, name, attend.sizes(NAMES.index(name), level)) for level, name in each(SOME, NAMES)),
     *((level, name, (d, max(n, 32), heads)) for level, name, (d, n, heads) in each(SOME, OF_KEYS, attend.SIZES)),
     *((level, "polarquant", size) for level, size in each(SOME, OF_ANGLES)),
 ]
@@ -110,13 +101,13 @@ def test_scores_and_mixes_are_those_of_what_is_decoded(name: str, level: Level, 
 
 
 @some_levels
-@in_turn("name", ["ring4", "polarquant", "q8_0", "f16"])
+@in_turn("name", ["ring4", "polarquant", "f16"])
 def test_a_query_of_zeros(name: str, level: Level) -> None:
-    codec, d = codecs.get(name), dim_of(name, 16)
-    fields = attend.random_fields(np.random.default_rng(2), codec, (1,), 16, d)
-    side = tiles.keys(codec, 16, d)
+    codec = codecs.get(name)
+    fields = attend.random_fields(np.random.default_rng(2), codec, (1,), 16, 16)
+    side = tiles.keys(codec, 16, 16)
     assert side is not None
-    assert not attend.scores(side, level, side.pack(fields), np.zeros((1, d), np.float32), 16).any()
+    assert not attend.scores(side, level, side.pack(fields), np.zeros((1, 16), np.float32), 16).any()
 
 
 def check(names: tuple[str, str], level: Level, n: int, d: int, seed: int) -> None:
@@ -142,9 +133,9 @@ def check(names: tuple[str, str], level: Level, n: int, d: int, seed: int) -> No
         assert (np.abs(side - exact) <= 1e-5 * np.abs(exact).max(axis=-1, keepdims=True)).all()
 
 
-@in_turn("level name", each(SOME, ["f16", "ring3.5", "turbo3", "q4_0", "polarquant", OF_KEYS[0], OF_KEYS[3]]))
+@in_turn("level name", each(SOME, ["f16", "ring3.5", "turbo3", "polarquant", OF_KEYS[0], OF_KEYS[3]]))
 def test_tiles_are_decoded(name: str, level: Level) -> None:
-    check((name, "f16" if name in OF_KEYS else name), level, 64, 96 if name == "q4_0" else 80, 1)
+    check((name, "f16" if name in OF_KEYS else name), level, 64, 80, 1)
 
 
 @pytest.mark.slow
@@ -157,4 +148,4 @@ def test_tiles_are_decoded(name: str, level: Level) -> None:
 @settings(max_examples=15)
 def test_tiles_of_all_codecs_and_sizes_are_decoded(name: str, d: int, n: int, seed: int) -> None:
     """Each example compiles a kernel."""
-    check((name, name), best(), n, dim_of(name, d), seed)
+    check((name, name), best(), n, d, seed)

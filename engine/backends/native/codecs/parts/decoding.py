@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -40,28 +39,25 @@ def emit_points(
     packing: Packing,
     places: np.ndarray,
     points: np.ndarray,
-    norms: Sequence[Values],
+    norms: Values,
     out: Value,
     scratch: Value,
 ) -> None:
     """norm · point of each code, in token order → out (N, D) float32.
 
-    places (N, C): index of each code in the tile. points (2^bits, width): what codes stand for. norms: a token's codes
-    are cut into len(norms) equal groups; the norms (N,) of each, 16 tokens per vector. scratch: 4·N·D bytes.
+    places (N, C): index of each code in the tile. points (2^bits, width): what codes stand for. norms (N,), 16 tokens
+    per vector. scratch: 4·N·D bytes.
     """
     (tokens, codes), width = places.shape, points.shape[1]
-    planes, group_codes = tokens * codes, codes // len(norms)
-    code_tile = math.gcd(group_codes, 4)
+    planes, code_tile = tokens * codes, math.gcd(codes, 4)
     emit_codes(e, packing, block, planes // 64, scratch)
     norms_at = scratch + 2 * planes
-    for row, parts in enumerate(norms):
-        for number, part in enumerate(parts):
-            e.store(part, norms_at, 4 * tokens * row + 64 * number)
+    for number, part in enumerate(norms):
+        e.store(part, norms_at, 64 * number)
     table, all_places = (e.constant_bytes(x.tobytes()) for x in (points.astype(np.float32), places.astype(np.uint16)))
-    with e.loop(0, tokens) as token, e.loop(0, len(norms)) as group:
-        norm = e.load(norms_at + (group * tokens + token) * 4, F32)
-        first_code = token * codes + group * group_codes
-        with e.loop(first_code, first_code + group_codes, code_tile) as first:
+    with e.loop(0, tokens) as token:
+        norm = e.load(norms_at + token * 4, F32)
+        with e.loop(token * codes, token * codes + codes, code_tile) as first:
             for i in range(code_tile):
                 address = scratch + e.load(all_places + first * 2, I16, 2 * i).zext(I64)
                 code = e.load(address, I8).zext(I64)

@@ -134,7 +134,7 @@ class _TableTiles(Tiles):
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
-        emit_points(e, block, self._packing, self._section.places, self._table.points, [norms], out, scratch)
+        emit_points(e, block, self._packing, self._section.places, self._table.points, norms, out, scratch)
 
 
 class TableKeys(_TableTiles, KeyTiles):

@@ -218,12 +218,12 @@ def encoder(name: str, encoding: Encoding, write: Callable[[Unit], None]) -> Ker
 
 
 def plain_encoder(
-    name: str, format: CacheFormat, side: int, write: Callable[[Unit], None], bits: int = 8
+    name: str, format: CacheFormat, side: int, write: Callable[[Unit], None]
 ) -> Kernel[EncodeArguments] | None:
     """The kernel that encodes keys (side 0) or values (1) for codecs without an error metric into the tiles `name`, as
     `write` emits it for a block; None if scratch is too small."""
     mean_bits = 0 if side else format.mean_bits
-    encoding = Encoding(bits, 1, format.block_size, tilted=False, mean_bits=mean_bits)
+    encoding = Encoding(8, 1, format.block_size, tilted=False, mean_bits=mean_bits)
     if scratch_bytes(encoding, format.head_dim) > SCRATCH:
         return None
     return encoder(f"encode_mean{mean_bits}_{name}", encoding, write)

@@ -13,8 +13,7 @@ Decode, per value: a mask or a shift, one conversion, one multiplication and one
     scale, zero  (N/32, D)  float16  by channel, or (N, D/32) by token
     codes        (N, D)     4 bits
 
-Zero point and scale are rounded to half precision before the codes are chosen. Values beyond ±65376 saturate. There is
-no CUDA kernel: this codec is for comparison.
+Zero point and scale are rounded to half precision before the codes are chosen. Values beyond ±65376 saturate.
 """
 
 from __future__ import annotations
