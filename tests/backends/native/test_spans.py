@@ -41,8 +41,8 @@ def test_a_window_in_full_precision_is_cut_into_chunks_behind_those_of_codes() -
     table = StepTable([view(0, 2, 335, 3, tuple(range(20, 37)), kept=16), view(2, 1, 5, 0)], 16)
     assert table.arrays.places.tolist() == [[35, 15], [36, 0], [5, 5]]
     assert table.arrays.full[0, :3].tolist() == [[7, 0], [5, 64], [20, 80]]
-    assert SpanHeader(*table.arrays.headers[0].tolist()) == SpanHeader(0, 2, 335, 3, 16, 32, 2, 3, 19)
-    assert table.arrays.units[: table.unit_count].tolist() == [[0, 2], [0, 0], [1, 0], [0, 1]]
+    assert SpanHeader(*table.arrays.headers[0].tolist()) == SpanHeader(0, 2, 335, 3, 16, 32, 3, 4, 19)
+    assert table.arrays.units[: table.unit_count].tolist() == [[0, 3], [0, 0], [1, 0], [0, 1], [0, 2]]
 
 
 @pytest.mark.parametrize("blocks", [1, 32, 33, 2049, 10_000])

@@ -18,7 +18,7 @@ from polarlm.engine.jit.lang import F32, I64, Emitter, Int64, Kernel, Pointer, V
 
 LOWEST = -1e30  # the score of a masked token: finite, so that differences of two are not NaN
 WEIGHTED = 64  # offset in bytes of `weighted` in a partial result
-FULL_CHUNK_TOKENS = 256  # of a chunk in full precision
+FULL_CHUNK_TOKENS = 128  # of a chunk in full precision, which takes no longer than 512 as codes
 
 _F16 = vector(F32, 16)
 
