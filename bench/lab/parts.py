@@ -41,7 +41,7 @@ KINDS = {
     "embedding": ("dequantize_", "embed"),
     "norms": ("norm_rows", "layer_norm", "rms_norm", "centre"),
     "RoPE, heads": ("heads_", "to_slot", "transform_heads", "place_kv", "append_kv", "rotate", "copy_full"),
-    "attention": ("attention_", "prompt_", "text_", "merge_", "prefill_", "naive_", "decode_attention", "decode_two"),
+    "attention": ("attention_", "prompt_", "text_", "merge_", "prefill_", "naive_", "decode_attention"),
     "latent vectors": ("join_", "take_", "latent_"),
     "decoding": ("decode_", "to_matrices_"),
     "encoding": ("encode_",),

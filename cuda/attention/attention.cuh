@@ -5,7 +5,7 @@ constexpr int D = FullKeyLayout::D, DP = FullKeyLayout::DP, N = FullKeyLayout::N
 constexpr int PART = FullKeyLayout::PART, PARTS = FullKeyLayout::PARTS, PT = FullKeyLayout::PT;
 constexpr int TILES = FullKeyLayout::TILES;
 
-// Whether a side stores all blocks, not only the sink and the current block, as full-precision records.
+// Whether a side stores all blocks, not only the sink and the newest ones, as full-precision records.
 constexpr bool KEYS_ARE_FULL = !KeyCodec::QUANTIZED && KeyLayout::MEAN_BITS == 0;
 constexpr bool VALUES_ARE_FULL = !ValueCodec::QUANTIZED;
 

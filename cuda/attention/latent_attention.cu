@@ -1,5 +1,5 @@
 // The op `attention` where values are keys, which one KV head has: causal attention of the new rows of each sequence,
-// of prompts or of a step, over its records, [sink | quantized blocks | current blocks].
+// of prompts or of a step, over its records, [sink | quantized blocks | full precision].
 //
 // out float (T, H, D): Σ softmax(scale · q·k) k for every row and head, k as stored, times the head's factor. factors
 // (H), or null for ones. q float: H vectors of D at q + r · q_stride for row r, transformed as the keys are. keys

@@ -1,13 +1,13 @@
 // The op `attention` for prompts: causal attention of the new rows of each sequence over its records, [sink | quantized
-// blocks | current blocks].
+// blocks | full precision].
 //
 // out float (T, H, D): Σ softmax(scale · q·k) v for every row and head, v as stored, times the head's factor. factors
 // (H), equal for the query heads of one KV head, or null for ones. q float: H vectors of D at q + r · q_stride for row
 // r, transformed as the keys are. keys, values (blocks, K, bytes): quantized records; full_k, full_v (slots, K, bytes):
-// the sink's records; current_k, current_v (records, K, bytes): the records of the new rows. spans: a Span for each
-// sequence. tiles (tiles, 2): the index of a span, and the first of its T · GROUP rows of scores that a CTA has. A row
-// at position p sees tokens p − window + 1 … p, or 0 … p if window is 0; up to its span's `sees`, if that is later.
-// sink_scores (H): read with SINK_SCORES, see attention.cuh.
+// the sink's records; current_k, current_v (records, K, bytes): those of the newest blocks and of the new rows. spans:
+// a Span for each sequence. tiles (tiles, 2): the index of a span, and the first of its T · GROUP rows of scores that a
+// CTA has. A row at position p sees tokens p − window + 1 … p, or 0 … p if window is 0; up to its span's `sees`, if
+// that is later. sink_scores (H): read with SINK_SCORES, see attention.cuh.
 // Grid (tiles, K), block WARPS · 32. DEFINES: GROUP (H / K), WARPS, WARP_ROWS (16 or 32), SHARED (bytes of dynamic
 // shared memory): tables of both codecs, keys and values of a part, and the queries if WARP_ROWS is 32 and DP > 64;
 // SOFTCAP (or not defined) and SINK_SCORES (0 or 1, default 0) as in attention.cuh.

@@ -1,4 +1,4 @@
-// The op `append_kv`: writes new keys and values, transformed before, into the current blocks of their sequences.
+// The op `append_kv`: writes new keys and values, transformed before, into the blocks that hold their positions.
 //
 // k, v float: row r holds K vectors of D at k + r · k_stride, v + r · v_stride. They are stored as halves, clipped to
 // ±65504; NaN stays.

@@ -1,5 +1,5 @@
 // The op `place_kv`: transforms queries, keys and values of a step (see heads.cuh) and writes the keys and values into
-// the current blocks of their sequences.
+// the blocks that hold their positions.
 //
 // Row r of qkv is the one new token of sequence r; with STEP_ROWS > 1 a sequence has up to STEP_ROWS consecutive rows.
 // q (T, H, D). current_k, current_v: pools (records, K, bytes) of full-precision records. Keys and values are stored

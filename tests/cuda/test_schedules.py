@@ -82,8 +82,7 @@ ALLOWED = {"f16": (0.05, 0.01), "ring4/ring3.5": (2.0, 0.15)}
 
 
 # Prompts that begin as an earlier one read its blocks as codes, and a CPU that computes them does not.
-# Every part has schedules of its own, and what one finds in codes it need not find in halves. With blocks of two kinds,
-# which of them have fewer bits depends on the room that other requests leave: a CPU differs from itself alone.
+# Every part has schedules of its own, and what one finds in codes it need not find in halves.
 @pytest.mark.slow
 @pytest.mark.parametrize(("types", "cache_prompt"), [("f16", True), ("ring4/ring3.5", False)])
 @pytest.mark.parametrize("part", range(min(PARTS, SIZES.schedules)))
