@@ -37,7 +37,7 @@ TYPES = [
 ]
 RAGGED = [Sequence_(0), Sequence_(3), Sequence_(16), Sequence_(47), Sequence_(700), Sequence_(2000), Sequence_(31)]
 SMALL = Shape(("ring4", "ring3"), 16, 3, 16, kv_heads=1)
-KEPT = SMALL._replace(types=("ring4", "f16"))
+HALVES = SMALL._replace(types=("f16", "f16"))
 SEVERAL = [Sequence_(5, 4), Sequence_(64, 1), Sequence_(78, 16), Sequence_(15, 2), Sequence_(640, 9)]
 
 
@@ -81,9 +81,9 @@ def test_rows_attend_to_their_sequence(ops: Any, window: int | None, dim: int, s
     case.check(case.attended())
 
 
-# Sequences whose newest complete blocks are in full precision: those whose codes have not begun, whose rows reach into
-# another block, and whose rows all are in the last one.
 def with_kept(kept: int, n: int, rows: int) -> list[Sequence_]:
+    """Sequences whose `kept` newest complete blocks are in full precision: with codes and without; every second one has
+    several rows, which may reach into a further block."""
     lengths = [n - 1, 2 * n, (kept + 1) * n, (kept + 2) * n - 1, (kept + 3) * n + 5, (kept + 20) * n + n // 2]
     return [Sequence_(length, 1 + (rows - 1) * (number % 2), kept=kept) for number, length in enumerate(lengths)]
 
@@ -92,7 +92,11 @@ def with_kept(kept: int, n: int, rows: int) -> list[Sequence_]:
     "ops shape kept rows window",
     [
         (backend, shape, kept, rows, window)
-        for backend, shape in [*((one, Shape(block_size=64)) for one in (NUMPY, *SOME)), (CUDA, KEPT)]
+        for backend, shape in [
+            *((one, Shape(block_size=64)) for one in (NUMPY, *SOME)),
+            *((one, Shape(("ring4", "ring3.5"), block_size=64)) for one in BEST),
+            *((CUDA, shape) for shape in (SMALL, HALVES)),
+        ]
         for kept, rows, window in [(1, 1, None), (4, 1, 200), (8, 9, None), (4, 5, 90), (16, 3, 70)]
     ],
 )
@@ -182,9 +186,6 @@ def test_rows_attend_to_a_window_of_keys_that_are_values(ops: Any, name: str) ->
         sequences = with_kept(kept, 16, rows)[: 2 if is_prompt else None]
         case = case_of(ops, Shape((name, None), 64, 5, 16, kv_heads=1), sequences, is_prompt=is_prompt)
         case.check(case.attended())
-
-
-HALVES = SMALL._replace(types=("f16", "f16"))
 
 
 @backends(CUDA)

@@ -99,12 +99,12 @@ class LayerCache:
 
 def stored_blocks(format: CacheFormat, count: int, stored_as: str) -> Sides:
     """Return the arrays of `count` quantized blocks in the representation `stored_as`."""
-    sides = Sides({}, {}, {})
+    sides: dict[str, Fields] = {side: {} for side in Sides._fields}
     for array, stored in transfer.block_arrays(format, stored_as).items():
         side, _, name = array.partition(".")
         memory = zeros if side == "mean" else _memory
-        getattr(sides, side)[name] = memory((format.kv_heads, count, *stored.shape), stored.dtype)
-    return sides
+        sides[side][name] = memory((format.kv_heads, count, *stored.shape), stored.dtype)
+    return Sides(**sides)
 
 
 def full_slots(format: CacheFormat, count: int) -> Buffer:
