@@ -389,9 +389,10 @@ def test_queries_beyond_half_precision_are_its_largest_numbers(ops: Any) -> None
 @backends(*BEST)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_recording_follows_the_tables(ops: Any, threads: int) -> None:
-    """More chunks and fewer, blocks in other places, longer and shorter current blocks."""
+    """More chunks and fewer, of codes and of halves, blocks in other places, longer and shorter current blocks."""
     ops = BEST[0].open(threads)
-    case = case_of(ops, Shape(("ring4", "ring3.5")), [Sequence_(length) for length in (535, 350, 515, 421)])
+    sequences = [Sequence_(535), Sequence_(350), Sequence_(515, kept=12), Sequence_(421, kept=4)]
+    case = case_of(ops, Shape(("ring4", "ring3.5")), sequences)
     calls = []
 
     def work(q: np.ndarray, table: Any) -> np.ndarray:
@@ -431,7 +432,7 @@ SHAPES = st.builds(
     mean_bits=st.sampled_from([0, 8, 16]),
     kv_heads=st.just(2),
 )
-SEQUENCES = st.builds(Sequence_, st.integers(0, 1500), st.integers(1, 16), st.just(0))
+SEQUENCES = st.builds(Sequence_, st.integers(0, 1500), st.integers(1, 16), st.just(0), st.integers(0, 9))
 
 
 @pytest.mark.slow
@@ -444,7 +445,7 @@ def test_attention_over_codes_of_any_shape(
     """Sequences of several lengths and numbers of rows; all read codes, unless a window hides them."""
     if any(name.startswith("q") for name in shape.types):  # a scale for 32 channels
         shape = shape._replace(dim=-(-shape.dim // 32) * 32)
-    sequences = [one._replace(length=one.length + 3 * shape.block_size) for one in sequences]
+    sequences = [one._replace(length=one.length + (3 + one.kept) * shape.block_size) for one in sequences]
     case = case_of(BEST[0].open(), shape, sequences, window, seed=seed)
     case.check(case.attended())
 
