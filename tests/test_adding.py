@@ -18,6 +18,7 @@ from polarlm.engine.weight_formats import Linear
 from tests.bare import bare_model, prefill_logits, read_model, spread
 from tests.codecs.test_contract import promises
 from tests.conftest import FIXTURES
+from tests.ops import attending
 from tests.ops.backends import CUDA
 from tests.ops.encoding import case_of, vectors
 from tests.ops.test_encoding import one_sided
@@ -90,7 +91,7 @@ def test_the_pairs_of_the_document_are_rounded_exactly_and_served_by_compiled_ke
     codec = codecs.get("hex3")
     assert codecs.bits_per_value(codec, 64, 64) == 3 + 8 / 64
     pairs = np.random.default_rng(0).standard_normal((1000, 2)).astype(np.float32)
-    points = codec.points.astype(np.float64)
+    points = codec.store.points.astype(np.float64)
     distances = np.linalg.norm(pairs[:, None] - points, axis=-1)
     assert points.shape == (64, 2)
     assert (np.diff(np.sort(distances)[:, :2]) > 1e-6).all()
@@ -103,10 +104,12 @@ def test_the_pairs_of_the_document_are_rounded_exactly_and_served_by_compiled_ke
 
 @pytest.mark.usefixtures("_in_place")
 def test_a_gpu_has_kernels_for_the_pairs_of_the_document() -> None:
-    """They encode as NumPy does, without a file of the codec's own."""
+    """They encode as NumPy does, and attend, without a file of the codec's own."""
     for values in (False, True):
         shape = one_sided("hex3", values, 64, 16, heads=1)
         case_of(CUDA.open(), shape, vectors(np.random.default_rng(0), shape, 2)).check_same()
+    step = attending.case_of(CUDA.open(), attending.Shape(("hex3", "hex3")), [attending.Sequence_(70)])
+    step.check(step.attended())
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
@@ -29,7 +29,6 @@ FULL = "f16"
 KEYS_AND_VALUES = frozenset({"k", "v"})
 
 
-@runtime_checkable
 class Rounding(Protocol):
     """The table of a codec, for an encoder that chooses codes by its own metric (`engine.quantization.encode`).
 

@@ -57,6 +57,10 @@ class LinearTable(PairStore):
 
     width = 1
 
+    @property
+    def points(self) -> np.ndarray:
+        return levels()[:, None]
+
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (R, 1) float32 → codes (R,) uint8, levels (R, 1) float32. A value in the middle takes the upper level."""
         codes = np.clip(x[:, 0] * np.float32(STEPS) + np.float32(MIDDLE + 0.5), 0, 255).astype(np.uint8)
@@ -66,10 +70,6 @@ class LinearTable(PairStore):
 @dataclass(frozen=True)
 class Linear(RotatedPairs):
     takes_metric = False  # errors are small, and a block that is requantized soon is coded fast
-
-    @property
-    def points(self) -> np.ndarray:
-        return levels()[:, None]
 
     def norms(self, x: np.ndarray) -> np.ndarray:
         norms = self.store.norms

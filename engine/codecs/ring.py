@@ -36,12 +36,10 @@ positive, bit 8 negates the first one, and bit 9 the second one. So kernels need
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.parts.pair_codec import PairStore, RotatedPairs, parse_options
 
 NAMES = ("ring2.5", "ring3", "ring3.5", "ring4", "ring5")
@@ -112,25 +110,13 @@ def points_of(bits: int) -> np.ndarray:
     return points
 
 
-@cache
-def _nearest(bits: int) -> NearestPoint:
-    return NearestPoint(points_of(bits))
-
-
 class RingTable(PairStore):
-    def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """x (R, 2) float32, magnitudes under 1e37 → codes (R,) uint8, or uint16 for ten bits, points (R, 2) float32."""
-        return _nearest(self.bits)(x)
-
-
-@dataclass(frozen=True)
-class Ring(RotatedPairs):
     @property
     def points(self) -> np.ndarray:
-        return points_of(self.store.bits)
+        return points_of(self.bits)
 
 
-def create(name: str, options: tuple[str, ...]) -> Ring:
+def create(name: str, options: tuple[str, ...]) -> RotatedPairs:
     preconditioning, half_norms = parse_options(name, options)
     bits = round(2 * float(name.removeprefix("ring")))
-    return Ring("+".join((name, *options)), RingTable(bits, half_norms, RINGS[bits][-1][1]), preconditioning)
+    return RotatedPairs("+".join((name, *options)), RingTable(bits, half_norms, RINGS[bits][-1][1]), preconditioning)

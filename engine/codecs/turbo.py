@@ -73,6 +73,10 @@ class TurboTable(PairStore):
 
     width = 1
 
+    @property
+    def points(self) -> np.ndarray:
+        return levels_of(self.code_bits)[:, None]
+
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (R, 1) float32 → codes (R,) uint8, levels (R, 1) float32."""
         codes = np.zeros(len(x), np.uint8)
@@ -90,10 +94,6 @@ class Turbo(PairCodec):
 
     def rotation(self, head_dim: int) -> np.ndarray:
         return twice_signed_hadamard(head_dim)
-
-    @property
-    def points(self) -> np.ndarray:
-        return levels_of(self.store.code_bits)[:, None]
 
 
 def create(name: str, options: tuple[str, ...]) -> Turbo:

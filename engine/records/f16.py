@@ -18,7 +18,6 @@ class HalfRecord(Record):
     values: Stream
 
     codec = "f16"
-    points = None
     rows = 0
 
     @property

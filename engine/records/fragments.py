@@ -31,15 +31,18 @@ class Record(ABC):
     """The sections of one codec's record. Its twin is the struct template `codec` in `cuda/codecs/<codec>.cuh`; of
     a codec of pairs without that file, `PairTable`.
 
-    codec: the name of the file and of the struct. geometry: side, N and D of the block. points (P, 1 or 2) float32: the
-    value or pair of each code, if the kernel encodes by a search among them; else None. takes_metric: whether a metric
-    may choose among them.
+    codec: the name of the file and of the struct. geometry: side, N and D of the block. takes_metric: whether a metric
+    may choose among `points`.
     """
 
     codec: str
     geometry: Geometry
-    points: np.ndarray | None
     takes_metric = False
+
+    @property
+    def points(self) -> np.ndarray | None:
+        """The value or pair of each code, (P, 1 or 2) float32, if the kernel encodes by a search among them."""
+        return None
 
     @property
     @abstractmethod

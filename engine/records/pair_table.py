@@ -22,17 +22,19 @@ from polarlm.engine.records.fragments import Geometry, LaneWords, Record
 class PairRecord(Record):
     """The record of pair codes and norms.
 
-    points (P, width) float32: the value (width 1) or pair (width 2) of each code that the encoder chooses. pairs
-    (2^bits, 2) float32: the values of each pair code, or (256, 2): of each byte, which with ten bits is a code without
-    its signs; empty with 16 bits, which no table decodes.
+    pairs (2^bits, 2) float32: the values of each pair code, or (256, 2): of each byte, which with ten bits is a code
+    without its signs; empty with 16 bits, which no table decodes.
     """
 
     codec: str
     geometry: Geometry
     store: PairStore
-    points: np.ndarray
     pairs: np.ndarray
     takes_metric: bool = True
+
+    @property
+    def points(self) -> np.ndarray:
+        return self.store.points
 
     @property
     def rows(self) -> int:
@@ -87,4 +89,4 @@ class PairRecord(Record):
 
 def record(codec: PairCodec, geometry: Geometry) -> PairRecord:
     pairs = pair_points(codec)[:256] if codec.store.bits <= 10 else np.empty((0, 2), np.float32)
-    return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pairs, codec.takes_metric)
+    return PairRecord(codecs.file_of(codec), geometry, codec.store, pairs, codec.takes_metric)

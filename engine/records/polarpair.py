@@ -21,7 +21,6 @@ class PolarPairRecord(Record):
     geometry: Geometry
 
     codec = "polarpair"
-    points = None
 
     @property
     def group(self) -> int:

@@ -54,7 +54,6 @@ class PolarRecord(Record):
     geometry: Geometry
 
     codec = "polarquant"
-    points = None
     rows = 256
 
     @property

@@ -13,6 +13,7 @@ import numpy as np
 
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
+from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.parts.norms import ByteNorm, HalfNorm
 from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS, preconditioning
 from polarlm.engine.codecs.schema.streams import Schema, codes, join, join_wide, joined_table, numbers, pack
@@ -57,9 +58,14 @@ class PairStore(ABC):
     def schema(self, block_size: int, head_dim: int) -> Schema:
         return {"norm": numbers(self.norms.dtype, block_size), "codes": codes(self.bits, block_size, head_dim // 2)}
 
+    @property
     @abstractmethod
+    def points(self) -> np.ndarray:
+        """Point of each code, (P, width) float32: a pair, or one value where two codes are joined."""
+
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Rounding.nearest`."""
+        """See `Rounding.nearest`. Here of pairs: magnitudes of x are under 1e37."""
+        return _search(self)(x)
 
     def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
         """codes (..., N, D / width), norms (..., N) float32 → the fields."""
@@ -68,10 +74,15 @@ class PairStore(ABC):
         return pack(self.schema(block_size, 2 * pairs), {"norm": self.norms.pack(norms), "codes": codes})
 
 
+@cache
+def _search(store: PairStore) -> NearestPoint:
+    return NearestPoint(store.points)
+
+
 @dataclass(frozen=True)
 class PairCodec(Codec):
     """A codec of pairs with a norm for each vector. Kernels of all devices read it: tiles and records follow from its
-    points."""
+    table."""
 
     name: str
     store: PairStore
@@ -84,11 +95,6 @@ class PairCodec(Codec):
     def largest(self) -> np.float32:
         """The largest norm that a vector is divided by before its codes are chosen."""
         return self.store.norms.largest
-
-    @property
-    @abstractmethod
-    def points(self) -> np.ndarray:
-        """Point of each code of `rounding`, (P, width) float32: a pair, or one value where two codes are joined."""
 
     def schema(self, block_size: int, head_dim: int) -> Schema:
         return self.store.schema(block_size, head_dim)
@@ -121,7 +127,8 @@ class PairCodec(Codec):
 
 def pair_points(codec: PairCodec) -> np.ndarray:
     """The values of each pair code, (2^bits, 2) float32."""
-    return codec.points if codec.store.width == 2 else joined_table(codec.points, codec.store.bits // 2)
+    points = codec.store.points
+    return points if codec.store.width == 2 else joined_table(points, codec.store.bits // 2)
 
 
 @cache

@@ -77,7 +77,7 @@ class _TableTiles(Tiles):
 
     def __init__(self, codec: PairCodec, block_size: int, head_dim: int) -> None:
         norms, width = codec.store.norms, codec.store.width
-        self._table = CodeTable(codec.store.code_bits, codec.points)
+        self._table = CodeTable(codec.store.code_bits, codec.store.points)
         self._norm, self._largest = norms.dtype, float(norms.largest)
         self._tokens, self._head_dim = block_size, head_dim
         self._codes = head_dim // width
