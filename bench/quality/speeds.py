@@ -55,7 +55,7 @@ class Speeds:
             engines = {}
             for one in self._types:
                 if not is_in_engine(one):
-                    self._problems[one.label] = "no engine can be loaded with it, so it has no speed"
+                    self._problems[one.label] = "the engine cannot load this type, so its speed is not measured"
                     continue
                 try:
                     engines[one.label] = first.with_settings(one.settings())

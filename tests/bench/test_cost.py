@@ -235,7 +235,7 @@ def test_a_type_that_no_engine_has_has_no_speed(monkeypatch: pytest.MonkeyPatch)
     for name in ("q4_0:plain", "f16/kivi4+token"):
         assert (
             figures.figures("speed", name)["generation"].failure
-            == "no engine can be loaded with it, so it has no speed"
+            == "the engine cannot load this type, so its speed is not measured"
         )
 
 
