@@ -35,7 +35,9 @@
 // Members of template <class L> struct <codec>, in cuda/codecs/<codec>.cuh, or of PairTable:
 //   ROWS            rows of its tables; 0 for a codec without tables
 //   QUANTIZED       false for full precision, which needs no decoding
-//   NORMED          whether decoded values are still to be multiplied by the token's norm
+//   NORMED          whether decoded values are still to be multiplied by the token's norm. Then encode_blocks.cu chooses
+//                   codes among POINTS points of WIDTH values, at tables + POINTS_F32, and stores them by `pack`; else
+//                   `encode` chooses and stores them
 //   RANDOM_ACCESS   whether Decoder::next takes tiles in any order
 //   piece(tables, row, number, last)            bytes 16 · number … + 15 of a row of its tables in shared memory; no
 //                                               thread has a row after `last`, a constant after unrolling. Not
@@ -46,8 +48,6 @@
 //                                               ascends from 0 unless RANDOM_ACCESS
 //   Decoder.pass(t)                             in place of next(t, a) for a tile that is not wanted
 //   norms(norm, record, part, lane, shared)     norm[2i + h] = norm of token 16i + 8h + g, if NORMED
-//   ROUNDED         whether encode_blocks.cu chooses codes among POINTS points of WIDTH values, at tables + POINTS_F32,
-//                   and stores them by `pack`; else `encode` chooses and stores them
 //   pack(record, codes, norms, tables, thread, threads)   codes [N][D / WIDTH] and norms [N] ≥ 0, in shared memory
 //   encode(record, x, tables, thread, threads)            x [N][D] in shared memory
 // PRECOND of all: records aligned to 128 bytes, tables to 16.
@@ -228,6 +228,6 @@ __device__ __forceinline__ float mean_scale(const unsigned char *record) {
 // The base of codecs without norms of tokens, which choose their codes by `encode`.
 template <class L>
 struct NormsInCodes {
-    static constexpr bool NORMED = false, ROUNDED = false;
+    static constexpr bool NORMED = false;
     static __device__ void norms(float (&)[2 * L::PT], const unsigned char *, int, int, const unsigned char *) {}
 };

@@ -10,7 +10,6 @@ template <class L>
 struct PairTable {
     static constexpr int ROWS = L::ROWS, PAIR_ROWS = L::BITS == 16 ? 0 : 256;
     static constexpr bool NORMED = true, QUANTIZED = true, RANDOM_ACCESS = false, BY_GROUPS = false;
-    static constexpr bool ROUNDED = true;
     static constexpr bool COVERED = false;  // whether norms cover a vector's largest value, in place of the rms
     static constexpr int WIDTH = L::WIDTH, POINTS = L::POINTS, POINTS_F32 = L::POINTS_F32;
 

@@ -15,7 +15,7 @@
 // Every pair takes the nearest point, every norm is the rms or covers the largest value. Codes, norms and means equal
 // NumPy's to the bit: sums are in its order, multiplications not fused.
 // Grid (count, K), block WARPS · 32, dynamic shared memory RounderMemory::BYTES (x and mean for a codec that is not
-// ROUNDED; none in half precision).
+// NORMED; none in half precision).
 // DEFINES: TOKENS, tokens of a block that are in shared memory at once: a divisor of N, 16 or a multiple of 32; WARPS;
 // LARGEST, to which values are clipped before rounding with a metric.
 // PRECOND: full-precision records are finite; pools aligned to 128 bytes, other arrays to 16.
@@ -31,7 +31,7 @@ __device__ __forceinline__ void encode_block(const Move<L, Full> &move) {
         return;
     }
     DYNAMIC_SHARED(unsigned char, shared);
-    if constexpr (Codec::ROUNDED) {
+    if constexpr (Codec::NORMED) {
         Rounder<L, Codec>(shared, move.side->candidates).encode(move);
     } else if constexpr (Codec::QUANTIZED) {
         float *x = reinterpret_cast<float *>(shared), *mean = x + L::N * L::D;

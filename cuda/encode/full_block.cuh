@@ -145,15 +145,15 @@ __device__ __forceinline__ float sum_squares(float *column, const float *mean, i
 }
 
 // Subtracts the mean, if there is one, from the first `count` tokens of x (D, STRIDE), a multiple of four, clips them
-// if `clipped`, and writes their rms, times `factor`. Eight lanes share a token and add in NumPy's order.
+// if `clipped`, and writes their rms. Eight lanes share a token and add in NumPy's order.
 template <class L, int STRIDE>
-__device__ void measure(float *sizes, float *x, const float *mean, int count, float factor, bool clipped) {
+__device__ void measure(float *sizes, float *x, const float *mean, int count, bool clipped) {
     constexpr int head = L::D <= 128 ? L::D : L::D / 2 / 8 * 8;
     for (int four = threadIdx.x / 32; four < count / 4; four += WARPS) {
         const int t = 4 * four + threadIdx.x % 32 / 8;
         float sum = sum_squares<L, STRIDE>(x + t, mean, 0, head, clipped);
         if (head < L::D) sum = __fadd_rn(sum, sum_squares<L, STRIDE>(x + t, mean, head, L::D, clipped));
-        if (threadIdx.x % 8 == 0) sizes[t] = __fmul_rn(__fsqrt_rn(__fdiv_rn(sum, float(L::D))), factor);
+        if (threadIdx.x % 8 == 0) sizes[t] = __fsqrt_rn(__fdiv_rn(sum, float(L::D)));
     }
 }
 
@@ -183,7 +183,7 @@ __device__ __forceinline__ void measure_block(Arrays &arrays, const Block &block
     for (int token = 0; token < L::N; token += COUNT) {
         load_tokens<L, 1, Arrays::STRIDE>(arrays.x, block.full(), token, COUNT);
         __syncthreads();
-        measure<L, Arrays::STRIDE>(arrays.sizes + token, arrays.x, arrays.mean, COUNT, 1.0f, true);
+        measure<L, Arrays::STRIDE>(arrays.sizes + token, arrays.x, arrays.mean, COUNT, true);
         __syncthreads();
     }
     const float *table = reinterpret_cast<const float *>(block.side->tables + Codec::POINTS_F32);

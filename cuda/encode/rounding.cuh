@@ -31,7 +31,7 @@ struct Rounder {
             if constexpr (Codec::COVERED)
                 cover<L, Codec, STRIDE>(sizes + first, x, mean, TOKENS, move.side->tables);
             else
-                measure<L, STRIDE>(sizes + first, x, mean, TOKENS, 1.0f, false);
+                measure<L, STRIDE>(sizes + first, x, mean, TOKENS, false);
             __syncthreads();
             round(first);
             __syncthreads();
