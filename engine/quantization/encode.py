@@ -9,7 +9,7 @@ norm of the vector. `Codec.encode` takes the nearest points and the norm n = rms
   the mean w = μ + x·(Σ − μᵀμ) / √D, where Σ and μ are the second moment and the mean of all queries, and the norm
   minimizes e·(Σ + wᵀw)·eᵀ.
 * The best of several norms, for keys: a key is rounded with each of `NORM_FACTORS` times rms(x), and the codes are
-  kept that cost least with their tilted norms.
+  kept that cost least with their tilted norms. A value is rounded with rms(x).
 
 Example with two pairs: M = [[I, .9·I], [.9·I, I]] has F_1 = .9·I. The vector x = (.4, 0 | .3, 0) has n = .25, and a
 table with the coordinates 0 and ±4, scaled by n, offers 0 and ±1. Pair 0 takes (0, 0), so e_0 = (.4, 0). Pair 1 aims at
@@ -41,7 +41,13 @@ from polarlm.engine.codecs.schema.arrays import require_finite
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.quantization.metric import Metric
 
-NORM_FACTORS = 1.0, 0.92, 1.08, 0.85, 1.16  # norms to round with, over the rms; of equal costs the first one counts
+NORM_FACTORS = (
+    1.0,
+    0.92,
+    1.08,
+    0.85,
+    1.16,
+)  # norms to round keys with, over the rms; of equal costs the first one counts
 
 TILT_RANGE = 0.8, 1.25  # limits of a tilted norm, over the norm of least squares
 
@@ -64,14 +70,14 @@ def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> di
     step = max(1, _SLAB // (x.size // x.shape[1]))
     for start in range(0, x.shape[1], step):
         rows = x[:, start : start + step]
-        if metric.tilt_mean is not None:
-            codes, norms = _best_of_norms(rounding, rows, metric)
-        else:
-            rounded = _round(rounding, rows, metric, np.ones(1, np.float32))
-            codes, norms = rounded.codes, _fitted_norms(rounded, metric)
-        encoded.append((codes.swapaxes(2, 3), norms))
+        encoded.append(_best_of_norms(rounding, rows, metric))
     codes, norms = (np.concatenate(slabs, axis=1) for slabs in zip(*encoded, strict=True))
-    return rounding.assemble(codes, np.maximum(norms, 0))  # negative where feedback reversed a vector
+    return rounding.assemble(codes, norms)
+
+
+def norm_factors(is_tilted: bool) -> tuple[float, ...]:
+    """Return the norms to round with, over the rms: several where norms are tilted, as those of keys are."""
+    return NORM_FACTORS if is_tilted else NORM_FACTORS[:1]
 
 
 def encode_centred(
@@ -103,6 +109,18 @@ def decode_centred(codec: Codec, fields: dict[str, np.ndarray], mean: dict[str, 
     return values + read_mean(mean)[..., None, :] if mean else values
 
 
+def _best_of_norms(rounding: Rounding, x: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+    """Round x (K, B, N, D) with each norm that is tried, all at once → the codes (K, B, N, P) of least cost of each
+    vector, and their norms (K, B, N)."""
+    count, factors = x.shape[2], np.array(norm_factors(metric.tilt_mean is not None), np.float32)
+    rounded = _round(rounding, np.tile(x, (1, 1, len(factors), 1)), metric, np.repeat(factors, count))
+    norms, costs = _fitted_norms(rounded, metric)
+    best = costs.reshape(*costs.shape[:2], -1, count).argmin(axis=2)
+    chosen = best * count + np.arange(count)
+    codes = np.take_along_axis(rounded.codes, chosen[:, :, None], axis=3)
+    return codes.swapaxes(2, 3), np.take_along_axis(norms, chosen, axis=2)
+
+
 class _RoundedVectors(NamedTuple):
     """Vectors, and the codes that they were rounded to with some norms. R: tokens, once for each norm."""
 
@@ -111,26 +129,10 @@ class _RoundedVectors(NamedTuple):
     codes: np.ndarray  # (K, B, P, R)
     norms: np.ndarray  # (K, B, R)
 
-    @property
-    def values(self) -> np.ndarray:
-        return self.x - self.errors
-
-
-def _best_of_norms(rounding: Rounding, x: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
-    """Round x (K, B, N, D) with each of `NORM_FACTORS` times the rms, all at once → the codes (K, B, P, N) of least
-    cost of each vector, and their norms (K, B, N)."""
-    count, factors = x.shape[2], np.array(NORM_FACTORS, np.float32)
-    rounded = _round(rounding, np.tile(x, (1, 1, len(factors), 1)), metric, np.repeat(factors, count))
-    norms, costs = _tilted_norms(rounded, metric)
-    best = costs.reshape(*costs.shape[:2], -1, count).argmin(axis=2)
-    chosen = best * count + np.arange(count)
-    codes = np.take_along_axis(rounded.codes, chosen[:, :, None], axis=3)
-    return codes, np.take_along_axis(norms, chosen, axis=2)
-
 
 def _round(rounding: Rounding, x: np.ndarray, metric: Metric, factors: np.ndarray) -> _RoundedVectors:
     """Round x (K, B, R, D) value by value or pair by pair, all vectors at once, with feedback of the errors of earlier
-    ones. factors (R,) or (1,) float32: norms, over the rms."""
+    ones. factors (R,) float32: norms, over the rms."""
     x = np.ascontiguousarray(x.swapaxes(2, 3))  # (K, B, D, R)
     heads, blocks, dim, rows = x.shape
     width = rounding.width
@@ -162,32 +164,30 @@ def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     return np.divide(numerator, denominator, out=np.ones_like(numerator), where=denominator > 0)
 
 
-def _fitted_norms(rounded: _RoundedVectors, metric: Metric) -> np.ndarray:
-    """Return the norms (K, B, R) that minimize the cost of errors."""
-    values = rounded.values
-    weighted = metric.matrix[:, None] @ values
-    return _ratio(_dot(rounded.x, weighted), _dot(values, weighted)) * rounded.norms
-
-
-def _tilted_norms(rounded: _RoundedVectors, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
-    """Return the norms that minimize the cost for the queries that attend to each key, and that cost, (K, B, R).
+def _fitted_norms(rounded: _RoundedVectors, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+    """Return the norms that minimize the cost, of keys for the queries that attend to each, and that cost, (K, B, R).
 
     With the ratio r of a norm to the one that rounded, the error is (1 − r)·x + r·e. Sums over x and e, not over x and
     what is decoded, keep the cost precise.
     """
-    assert metric.tilt_mean is not None
-    x, errors, values = rounded.x, rounded.errors, rounded.values
-    mean = metric.tilt_mean[:, None, :, None]
+    x, errors, _, norms = rounded
     second = metric.matrix[:, None]
-    lean = (second - mean * mean.swapaxes(2, 3)) @ x  # (K, B, D, R)
-    lean /= np.float32(np.sqrt(x.shape[2]))
-    lean += mean
-    weighted, lean_x, lean_e = second @ errors, _dot(x, lean), _dot(errors, lean)
+    weighted = second @ errors
     xx, xe, ee = _dot(x, second @ x), _dot(x, weighted), _dot(errors, weighted)
-    with_x, with_e = xx - xe + lean_x * (lean_x - lean_e), xe - ee + lean_e * (lean_x - lean_e)
-    plain = _ratio(_dot(x, values), _dot(values, values))
-    low, high = TILT_RANGE
-    ratio = np.clip(_ratio(with_x, with_x - with_e), low * plain, high * plain)
+    if metric.tilt_mean is None:
+        ratio = _ratio(xx - xe, xx - 2 * xe + ee)
+    else:
+        mean = metric.tilt_mean[:, None, :, None]
+        lean = (second - mean * mean.swapaxes(2, 3)) @ x  # (K, B, D, R)
+        lean /= np.float32(np.sqrt(x.shape[2]))
+        lean += mean
+        values, lean_x, lean_e = x - errors, _dot(x, lean), _dot(errors, lean)
+        with_x, with_e = xx - xe + lean_x * (lean_x - lean_e), xe - ee + lean_e * (lean_x - lean_e)
+        plain = _ratio(_dot(x, values), _dot(values, values))
+        low, high = TILT_RANGE
+        ratio = np.clip(_ratio(with_x, with_x - with_e), low * plain, high * plain)
     rest = 1 - ratio
-    costs = rest * (rest * xx + 2 * ratio * xe) + ratio * ratio * ee + np.square(rest * lean_x + ratio * lean_e)
-    return ratio * rounded.norms, costs
+    costs = rest * (rest * xx + 2 * ratio * xe) + ratio * ratio * ee
+    if metric.tilt_mean is not None:
+        costs += np.square(rest * lean_x + ratio * lean_e)
+    return np.maximum(ratio * norms, 0), costs  # negative where feedback reversed a vector

@@ -1,6 +1,6 @@
 """The error metric e·M·eᵀ of stored vectors, and its block LDL factors, with which an encoder minimizes it in steps.
 
-Letters: K KV heads, D head dim, P = D / width codes.
+Letters: K KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class Metric:
 
     matrix: np.ndarray  # (K, D, D) M: an error e costs e·M·eᵀ. For tilted keys E[qᵀq], weighted by attention
     feedback: np.ndarray  # (K, D, D) F, strictly block-lower: row block j is F_j
-    weights: np.ndarray  # (K, P) cost of a square of e_j + F_j·e_{<j}, averaged over its directions
     tilt_mean: np.ndarray | None  # (K, D) E[q], weighted likewise: norms are tilted; keys only
 
 
@@ -42,8 +41,7 @@ def key_metric(
     transform = scale[:, :, None] * orthogonal  # queries become q @ transform
     second = transform.swapaxes(1, 2) @ query_second.astype(np.float64) @ transform
     mean = (query_mean.astype(np.float64)[:, None] @ transform)[:, 0]
-    feedback, weights = _block_ldl(_with_ridge(second), rounding.width)
-    return Metric(_float32(second), feedback, weights, _float32(mean))
+    return Metric(_float32(second), _block_ldl(_with_ridge(second), rounding.width), _float32(mean))
 
 
 def value_metric(output_second: np.ndarray, rotation: np.ndarray | None, rounding: Rounding) -> Metric:
@@ -55,7 +53,7 @@ def value_metric(output_second: np.ndarray, rotation: np.ndarray | None, roundin
     if rotation is not None:
         second = rotation.T.astype(np.float64) @ second @ rotation
     matrix = _with_ridge(second)
-    return Metric(_float32(matrix), *_block_ldl(matrix, rounding.width), None)
+    return Metric(_float32(matrix), _block_ldl(matrix, rounding.width), None)
 
 
 def split_layers(metric: Metric, layers: int) -> list[Metric]:
@@ -84,19 +82,19 @@ def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
     return Metric(*(joined(field.name) for field in fields(Metric)))
 
 
-def residue_costs(metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+def residue_costs(metric: Metric, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Return F (K, D, D) float32, also where errors are not fed back, and what residues r_j = e_j + F_j·e_{<j} cost:
     M + ρ·I = (I + F)ᵀ · diag(D_j) · (I + F), so e·M·eᵀ = Σ_j r_j·D_j·r_jᵀ − ρ·e·eᵀ. M of a metric that is not tilted
-    contains the ridge: ρ is 0.
+    contains the ridge: ρ is 0. width: values per code.
 
     The costs are (K, D / 2, 4) float32, for two channels each: the first one's in D_j, that of both together, the
     second one's; the ridge ρ, negative (or −0) if errors are not fed back.
     """
-    rest, width = metric.matrix.astype(np.float64), metric.matrix.shape[1] // metric.weights.shape[1]
+    rest = metric.matrix.astype(np.float64)
     if metric.tilt_mean is not None:
         rest = _with_ridge(rest)
     ridge, is_fed_back = rest[:, 0, 0] - metric.matrix[:, 0, 0], metric.feedback.any()
-    factor = metric.feedback if is_fed_back else _block_ldl(rest, width)[0]
+    factor = metric.feedback if is_fed_back else _block_ldl(rest, width)
     lower = factor.astype(np.float64) + np.eye(factor.shape[1])
     costs, weighted = np.empty((len(lower), lower.shape[1] // 2, 4)), np.zeros_like(lower)
     for number in reversed(range(costs.shape[1])):
@@ -110,8 +108,8 @@ def residue_costs(metric: Metric) -> tuple[np.ndarray, np.ndarray]:
 
 
 def remove_feedback(metric: Metric) -> Metric:
-    """Return the metric without error feedback between pairs: each is rounded alone, and all have the same weight."""
-    return replace(metric, feedback=np.zeros_like(metric.feedback), weights=np.ones_like(metric.weights))
+    """Return the metric without error feedback between pairs: each is rounded alone."""
+    return replace(metric, feedback=np.zeros_like(metric.feedback))
 
 
 def remove_tilt(metric: Metric) -> Metric:
@@ -132,14 +130,11 @@ def _float32(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x, np.float32)
 
 
-def _block_ldl(matrix: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Block LDL of matrix (K, D, D) float64, positive definite, from the last block backward → F (K, D, D) float32, the
-    mean diagonal of each diagonal block, (K, D / width) float32, scaled to mean 1."""
+def _block_ldl(matrix: np.ndarray, width: int) -> np.ndarray:
+    """Block LDL of matrix (K, D, D) float64, positive definite, from the last block backward → F (K, D, D) float32."""
     rest, feedback = matrix.copy(), np.zeros_like(matrix)
     for start in range(matrix.shape[-1] - width, 0, -width):
         block = slice(start, start + width)
         feedback[:, block, :start] = np.linalg.solve(rest[:, block, block], rest[:, block, :start])
         rest[:, :start, :start] -= rest[:, :start, block] @ feedback[:, block, :start]
-    diagonal = rest.diagonal(axis1=1, axis2=2)  # elimination does not change a diagonal block once it has used it
-    weights = diagonal.reshape(len(diagonal), -1, width).mean(-1)
-    return _float32(feedback), _float32(weights / weights.mean(-1, keepdims=True))
+    return _float32(feedback)

@@ -124,8 +124,6 @@ def test_block_ldl_factors_the_metric(blocks, width, seed):
     # The condition number of M is at most 1 + D / ridge, and so is |lower⁻¹|²: rounding of M and F grows by no more.
     assert np.abs(squares[:, ~inside]).max(initial=0) <= EPS * dim * (1 + dim / 0.05) * np.abs(metric.matrix).max()
     assert (np.linalg.eigvalsh(np.where(inside, squares, 0)) > 0).all()
-    costs = squares.diagonal(axis1=1, axis2=2).reshape(3, blocks, width).mean(-1)
-    assert metric.weights == pytest.approx(costs / costs.mean(1, keepdims=True), rel=1e-3)
     assert not metric.feedback[:, block[:, None] <= block].any()
 
 
@@ -136,7 +134,7 @@ def test_residues_cost_what_their_errors_cost(width, is_fed_back, is_tilted):
     dim, error = 12, gaussian(3, 5, 12)
     metric = key_metric(covariance(3, dim, dim), np.ones((3, dim)), np.ones((3, dim)), None, WIDTHS[width])
     metric = metric if is_tilted else remove_tilt(metric)
-    factor, costs = residue_costs(metric if is_fed_back else remove_feedback(metric))
+    factor, costs = residue_costs(metric if is_fed_back else remove_feedback(metric), width)
     np.testing.assert_allclose(factor, metric.feedback, rtol=1e-5, atol=1e-6)
     residues = (error + error @ factor.swapaxes(1, 2)).reshape(3, -1, dim // 2, 2)
     first, both, second, ridge = np.moveaxis(costs, 2, 0)[:, :, None]
@@ -214,22 +212,14 @@ def by_definition(codec, x, metric, feedback=True, tilt=True):
     metric = metric if tilt else remove_tilt(metric)
     codes, norms = np.zeros((*lead, dim // codec.width), int), np.zeros(lead)
     for head, block in np.ndindex(*lead[:2]):
-        matrix = metric.matrix[head].astype(np.float64)
-        f = metric.feedback[head] if feedback else np.zeros_like(matrix)
+        f = metric.feedback[head] if feedback else np.zeros_like(metric.feedback[head])
         for t, u in enumerate(x[head, block].astype(np.float64)):
-            n = np.sqrt(np.mean(u**2))
-            if metric.tilt_mean is not None:
-                tried = [rounded_by_definition(codec, u / (f_n * n), f) for f_n in encode.NORM_FACTORS]
-                costs = [tilted_cost(u, y, metric, head) for _, y in tried]
-                code, y = tried[int(np.argmin(costs))]
-            else:
-                code, y = rounded_by_definition(codec, u / n, f)
-            codes[head, block, t] = code
-            norms[head, block, t] = (
-                tilted_norm(u, y, metric, head)
-                if metric.tilt_mean is not None
-                else (max(0, (u @ matrix @ y) / (y @ matrix @ y)))
-            )
+            n, tried = np.sqrt(np.mean(u**2)), []
+            for factor in encode.norm_factors(metric.tilt_mean is not None):
+                code, y = rounded_by_definition(codec, u / (factor * n), f)
+                norm = norm_of_least_cost(u, y, metric, head)
+                tried.append((cost_of_error(u, u - norm * y, metric, head), code, norm))
+            _, codes[head, block, t], norms[head, block, t] = min(tried, key=lambda one: one[0])
     return codes, norms
 
 
@@ -250,13 +240,16 @@ def leaning(u, metric, head):
     return second, mean + u @ (second - np.outer(mean, mean)) / np.sqrt(len(u))
 
 
-def tilted_cost(u, y, metric, head):
-    second, w = leaning(u, metric, head)
-    e = u - tilted_norm(u, y, metric, head) * y
-    return e @ second @ e + (e @ w) ** 2
+def cost_of_error(u, error, metric, head):
+    matrix = metric.matrix[head].astype(np.float64)
+    tilt = 0 if metric.tilt_mean is None else (error @ leaning(u, metric, head)[1]) ** 2
+    return error @ matrix @ error + tilt
 
 
-def tilted_norm(u, y, metric, head):
+def norm_of_least_cost(u, y, metric, head):
+    if metric.tilt_mean is None:
+        matrix = metric.matrix[head].astype(np.float64)
+        return max(0, (u @ matrix @ y) / (y @ matrix @ y))
     second, w = leaning(u, metric, head)
     tilted = (u @ second @ y + (u @ w) * (y @ w)) / (y @ second @ y + (y @ w) ** 2)
     plain = (u @ y) / (y @ y)

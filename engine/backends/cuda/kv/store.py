@@ -137,7 +137,7 @@ class CacheOps(HeadOps):
         arrays = SideArrays(pool, None, like.tables, like.candidates)
         if metric is None:
             return arrays
-        factor, residues = residue_costs(metric)
+        factor, residues = residue_costs(metric, layout.record.constants["WIDTH"])
         return arrays._replace(
             feedback=self._upload(feedback_tiles(factor)),
             mean_query=self._upload(metric.tilt_mean),

@@ -50,7 +50,7 @@ def encoder(tiles: Tiles, format: CacheFormat, side: int) -> Encoder | str:
             f"{SCRATCH >> 10} KiB of scratch memory are too few to encode {format.block_size} tokens of "
             f"{format.head_dim} channels as {codec.name}; a smaller block_size needs less"
         )
-    arrays = {} if metric is None else _arrays(metric)
+    arrays = {} if metric is None or codec.rounding is None else _arrays(metric, codec.rounding.width)
     addresses = np.zeros((format.kv_heads, len(Block._fields)), np.int64)
     for name, array in arrays.items():
         addresses[:, Block._fields.index(name)] = by_head(array, format.kv_heads)
@@ -64,12 +64,10 @@ def by_head(array: np.ndarray, heads: int) -> np.ndarray:
     return address(array) + np.arange(heads, dtype=np.int64) * step
 
 
-def _arrays(metric: Metric) -> dict[str, np.ndarray]:
-    arrays = {"feedback": metric.feedback, "matrix": metric.matrix}
-    if metric.tilt_mean is not None:
-        arrays["mean_query"] = metric.tilt_mean
-        arrays["matrix"], arrays["costs"] = residue_costs(metric)
-    return arrays
+def _arrays(metric: Metric, width: int) -> dict[str, np.ndarray]:
+    matrix, costs = residue_costs(metric, width)
+    arrays = {"feedback": metric.feedback, "matrix": matrix, "costs": costs}
+    return arrays if metric.tilt_mean is None else {**arrays, "mean_query": metric.tilt_mean}
 
 
 _TILES = "tiles"

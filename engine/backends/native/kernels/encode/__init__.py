@@ -2,7 +2,7 @@
 head.
 
 A row is a channel, its lanes are tokens, 16 per vector. Vectors are rounded pair by pair, all tokens of the block at
-once, keys with one norm after another.
+once, with one norm after another.
 
 Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector.
 """
@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from polarlm.engine.backends.native.kernels.encode.load import ANY, cover, load, measure
 from polarlm.engine.backends.native.kernels.encode.rounding import (
-    round_all_tokens,
     round_with_best_norms,
-    round_without_feedback,
+    round_without_metric,
     write_codes,
-    write_norms,
 )
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Encoding, PackedTiles, Unit, encoder
 from polarlm.engine.jit.lang import Kernel
@@ -26,14 +24,10 @@ def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
     def write(unit: Unit) -> None:
         unit.report(load(unit, LARGEST if encoding.has_metric else ANY))
         (cover if encoding.is_linear else measure)(unit)
-        if encoding.tries_norms:
+        if encoding.has_metric:
             round_with_best_norms(unit)
-        elif not encoding.has_metric:
-            round_without_feedback(unit)
         else:
-            round_all_tokens(unit)
-        if encoding.has_metric and not encoding.tries_norms:
-            write_norms(unit)
+            round_without_metric(unit)
         codes = unit.codes
         if tiles.by_token:
             codes = unit.errors  # reuses the memory of the errors

@@ -1,36 +1,36 @@
-"""Rounding of a block to codes, with error feedback between pairs, with one norm or the best of several, or without
-feedback; and the norms that minimise its error metric."""
+"""Rounding of a block to codes: with error feedback between pairs and the best of several norms, or without either."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.encode.nearest import search
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
 from polarlm.engine.jit.lang import F32, I32, Emitter, Value, Values, vector
-from polarlm.engine.quantization.encode import NORM_FACTORS, TILT_RANGE
+from polarlm.engine.quantization.encode import TILT_RANGE, norm_factors
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 
 
 def round_with_best_norms(unit: Unit) -> None:
-    """Round with each of `NORM_FACTORS` times the RMS; the codes and norms of least cost → `codes` and `norms`."""
-    e = unit.e
-    factors = e.constant_bytes(np.array(NORM_FACTORS, "<f4").tobytes())
+    """Round with each of `norm_factors` times the RMS; the codes and norms of least cost → `codes` and `norms`."""
+    e, tried = unit.e, norm_factors(unit.encoding.tilted)
+    factors = e.constant_bytes(np.array(tried, "<f4").tobytes())
     with unit.vectors() as offset:
         e.store(e.load(unit.norms + offset, _F16), unit.rms + offset)
         e.store(e.constant(_F16, float(np.finfo(np.float32).max)), unit.least + offset)
     _weigh_x(unit)
-    with e.loop(0, len(NORM_FACTORS)) as number:
+    with e.loop(0, len(tried)) as number:
         factor = e.broadcast(factors + number * 4, F32, LANES)
         with unit.vectors() as offset:
             norm = e.load(unit.rms + offset, _F16) * factor
             e.store(norm, unit.norms + offset)
             e.store(e.select(norm > 0.0, e.constant(_F16, 1.0) / norm, e.zero(_F16)), unit.inverses + offset)
-        round_all_tokens(unit)
-        _write_tilted_norms(unit)
+        _round_all_tokens(unit)
+        _fit_norms(unit)
         with unit.vectors() as offset:
             cost, least = e.load(unit.costs + offset, _F16), e.load(unit.least + offset, _F16)
             is_better = cost < least
@@ -44,7 +44,7 @@ def round_with_best_norms(unit: Unit) -> None:
     unit.codes, unit.norms = unit.best_codes, unit.best_norms
 
 
-def round_all_tokens(unit: Unit) -> None:
+def _round_all_tokens(unit: Unit) -> None:
     """Round pair by pair, all tokens at once → `codes`, and the errors of `x` → `errors`."""
     e, width = unit.e, unit.width
     nearest_to = search(e, unit.encoding.bits, unit.width)
@@ -69,12 +69,12 @@ def round_all_tokens(unit: Unit) -> None:
             points = [point * norm for point in nearest.points]
             for start, aim, point in zip(offsets, aims, points, strict=True):
                 e.store(e.load(unit.x + corner + start, _F16) - point, unit.errors + corner + start)
-                if unit.encoding.leaves_residues:
+                if unit.encoding.is_fed_back:
                     e.store(aim - point, unit.metric_errors + corner + start)
 
 
-def round_without_feedback(unit: Unit) -> None:
-    """Round without feedback, as `Codec.encode` does; norms are limited to `Encoding.largest`."""
+def round_without_metric(unit: Unit) -> None:
+    """Round as `Codec.encode` does; norms are limited to `Encoding.largest`."""
     e = unit.e
     nearest_to = search(e, unit.encoding.bits, unit.width)
     with unit.vectors() as offset:
@@ -100,35 +100,11 @@ def write_codes(unit: Unit, out: Value) -> None:
                 e.store(code.trunc(unit.encoding.code), target + pair * size, number * size)
 
 
-def write_norms(unit: Unit) -> None:
-    """Replace `norms` by norms of least cost, given the errors of `x` in `errors`, overwritten."""
-    e = unit.e
-    _decode(unit)
-    _multiply(unit, unit.x, unit.metric_x)
-    _multiply(unit, unit.errors, unit.metric_errors)
-    vector_tile = unit.vector_tile(2)
-    with e.loop(0, unit.row, 64 * vector_tile) as offset:
-        by_vector = [_Sums(e, "xy", "yy") for _ in range(vector_tile)]
-        with e.loop(0, unit.dim) as channel:
-            diagonal = e.broadcast(unit.block.matrix + channel * (unit.dim * 4 + 4), F32, LANES)
-            place = channel * unit.row + offset
-            for number, sums in enumerate(by_vector):
-                arrays = unit.x, unit.errors, unit.metric_x, unit.metric_errors
-                x, y, sum_x, sum_y = (e.load(array + place, _F16, 64 * number) for array in arrays)
-                own_y = e.fma(diagonal, y, sum_y)  # sum_y: of the products of all earlier channels
-                sums.add("xy", x, own_y)
-                sums.add("xy", y, sum_x)
-                sums.add("yy", y, own_y + sum_y)
-        for number, sums in enumerate(by_vector):
-            norms = unit.norms + offset + 64 * number
-            e.store(e.fmax(_ratio(e, sums["xy"], sums["yy"]) * e.load(norms, _F16), 0.0), norms)
-
-
 def _weigh_x(unit: Unit) -> None:
-    """The residues of `x`, times what they cost → `metric_x`; x·S·xᵀ, x·xᵀ and x·μᵀ with the second moment S and the
-    mean μ of queries → `sums_of_x`. See `metric.residue_costs`."""
+    """The residues of `x`, times what they cost → `metric_x`; x·M·xᵀ, for tilted norms also x·xᵀ and x·μᵀ with the mean
+    μ of queries → `sums_of_x`. See `metric.residue_costs`."""
     e = unit.e
-    _multiply(unit, unit.x, unit.metric_x, adds=True)
+    _add_products(unit, unit.x, unit.metric_x)
     ridge = _ridge(unit)
     with unit.vectors() as offset:
         sums = _Sums(e, "weighed", "plain", "mean")
@@ -141,18 +117,19 @@ def _weigh_x(unit: Unit) -> None:
                 x = e.load(unit.x + place, _F16, axis * unit.row)
                 e.store(weighed[axis], unit.metric_x + place, axis * unit.row)
                 sums.add("weighed", residue, weighed[axis])
-                sums.add("plain", x, x)
-                sums.add("mean", x, e.broadcast(mean, F32, LANES, 4 * axis))
+                if unit.encoding.tilted:
+                    sums.add("plain", x, x)
+                    sums.add("mean", x, e.broadcast(mean, F32, LANES, 4 * axis))
         for number, total in enumerate((sums["weighed"] - ridge * sums["plain"], sums["plain"], sums["mean"])):
             e.store(total, unit.sums_of_x + offset, number * unit.row)
 
 
-def _write_tilted_norms(unit: Unit) -> None:
-    """Replace `norms` by norms of least cost for the queries that attend to each key, and the costs with them →
+def _fit_norms(unit: Unit) -> None:
+    """Replace `norms` by norms of least cost, of keys for the queries that attend to each, and the costs with them →
     `costs`, given `errors` and, if rounding leaves them, their residues in `metric_errors`."""
     e = unit.e
-    if not unit.encoding.leaves_residues:
-        _multiply(unit, unit.errors, unit.metric_errors, adds=True)
+    if not unit.encoding.is_fed_back:
+        _add_products(unit, unit.errors, unit.metric_errors)
     ridge, vector_tile = _ridge(unit), unit.vector_tile(2)
     with e.loop(0, unit.row, 64 * vector_tile) as offset:
         by_vector = [_Sums(e, "xe", "ee", "plain_xe", "plain_ee", "mean_e") for _ in range(vector_tile)]
@@ -165,20 +142,31 @@ def _write_tilted_norms(unit: Unit) -> None:
                 for axis, residue in enumerate((a, b)):
                     sums.add("xe", e.load(unit.metric_x + place, _F16, axis * unit.row), residue)
                     sums.add("ee", weighed[axis], residue)
-        with e.loop(0, unit.dim) as channel:  # a loop of its own: AVX2 has no registers for all sums
-            mean = e.broadcast(unit.block.mean_query + channel * 4, F32, LANES)
-            for number, sums in enumerate(by_vector):
-                place = channel * unit.row + offset + 64 * number
-                x, error = e.load(unit.x + place, _F16), e.load(unit.errors + place, _F16)
-                sums.add("plain_xe", x, error)
-                sums.add("plain_ee", error, error)
-                sums.add("mean_e", mean, error)
+        if unit.encoding.tilted:
+            _add_plain_sums(unit, offset, by_vector)
         for number, sums in enumerate(by_vector):
             place = offset + 64 * number
             of_x = [e.load(unit.sums_of_x + place, _F16, at * unit.row) for at in range(3)]
-            ratio, cost = _best_tilt(unit, of_x, sums, ridge)
+            if unit.encoding.tilted:
+                ratio, cost = _best_tilt(unit, of_x, sums, ridge)
+            else:  # no other norm is tried
+                xy = of_x[0] - sums["xe"]
+                ratio, cost = _ratio(e, xy, xy - sums["xe"] + sums["ee"]), e.zero(_F16)
             e.store(cost, unit.costs + place)
             e.store(e.fmax(ratio * e.load(unit.norms + place, _F16), 0.0), unit.norms + place)
+
+
+def _add_plain_sums(unit: Unit, offset: Value, by_vector: Sequence[_Sums]) -> None:
+    """Add up x·eᵀ, e·eᵀ and e·μᵀ, in a loop of their own: AVX2 has no registers for all sums."""
+    e = unit.e
+    with e.loop(0, unit.dim) as channel:
+        mean = e.broadcast(unit.block.mean_query + channel * 4, F32, LANES)
+        for number, sums in enumerate(by_vector):
+            place = channel * unit.row + offset + 64 * number
+            x, error = e.load(unit.x + place, _F16), e.load(unit.errors + place, _F16)
+            sums.add("plain_xe", x, error)
+            sums.add("plain_ee", error, error)
+            sums.add("mean_e", mean, error)
 
 
 def _ridge(unit: Unit) -> Value:
@@ -207,11 +195,8 @@ def _ratio(e: Emitter, numerator: Value, denominator: Value) -> Value:
     return e.select(denominator > 0.0, numerator / denominator, e.constant(_F16, 1.0))
 
 
-def _multiply(unit: Unit, vectors: Value, out: Value, *, adds: bool = False) -> None:
-    """The products of vectors (D, N) with each row of `matrix`, as far as its diagonal → `out` (D, N).
-
-    adds: the vectors are added.
-    """
+def _add_products(unit: Unit, vectors: Value, out: Value) -> None:
+    """Vectors (D, N) plus their products with each row of `matrix`, as far as its diagonal → `out` (D, N)."""
     e, vector_tile = unit.e, unit.vector_tile(4)
     with e.loop(0, unit.row, 64 * vector_tile) as offset, e.loop(0, unit.dim, 2) as channel:
         rows = [unit.block.matrix + (channel + row) * (unit.dim * 4) for row in (0, 1)]
@@ -219,18 +204,10 @@ def _multiply(unit: Unit, vectors: Value, out: Value, *, adds: bool = False) -> 
         below_diagonal = e.broadcast(rows[1] + channel * 4, F32, LANES)
         for row, by_source in enumerate(unit.products(rows, sources, channel)):
             for number, total in enumerate(by_source):
-                if adds:
-                    total = total + e.load(vectors + place, _F16, row * unit.row + 64 * number)
+                total = total + e.load(vectors + place, _F16, row * unit.row + 64 * number)
                 if row:
                     total = e.fma(below_diagonal, e.load(vectors + place, _F16, 64 * number), total)
                 e.store(total, out + place, row * unit.row + 64 * number)
-
-
-def _decode(unit: Unit) -> None:
-    """Replace errors by x − errors."""
-    e = unit.e
-    with e.loop(0, unit.dim * unit.row, 64) as offset:
-        e.store(e.load(unit.x + offset, _F16) - e.load(unit.errors + offset, _F16), unit.errors + offset)
 
 
 class _Sums:

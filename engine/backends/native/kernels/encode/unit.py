@@ -52,11 +52,11 @@ class Encoding:
     """The properties that a kernel is specialized for.
 
     bits: bits of a code. width: values per code, 2 for `ring`, 1 for `turbo` and `linear`. tokens: N, a multiple of 16.
-    tilted: norms are tilted, by `mean_query` (D,) and the residues of errors, which `matrix` (D, D) makes and which
-    cost `costs` (D / 2, 4), as of `residue_costs`; else they are fitted, by the metric's `matrix`. is_fed_back: errors
-    of earlier pairs change what the next ones aim at, by the metric's feedback (D, D). mean_bits: bits of the block
-    mean that is subtracted; 0 for none. has_metric: if False, codes name the nearest points, and norms are the RMS, at
-    most `largest`; of `linear` (`is_linear`) those that cover the largest value.
+    tilted: norms are tilted, by `mean_query` (D,). is_fed_back: errors of earlier pairs change what the next ones aim
+    at, by the metric's `feedback` (D, D). mean_bits: bits of the block mean that is subtracted; 0 for none. has_metric:
+    if False, codes name the nearest points, and norms are the RMS, at most `largest`; of `linear` (`is_linear`) those
+    that cover the largest value. Else norms are fitted by the residues of errors, which `matrix` (D, D) makes and which
+    cost `costs` (D / 2, 4), as of `residue_costs`.
     """
 
     bits: int
@@ -76,16 +76,6 @@ class Encoding:
         alone = "" if self.has_metric else f"_alone{self.largest:.0f}"
         alone += "" if self.is_fed_back else "_forward"
         return f"encode_{table}{self.bits}_{self.tokens}{''.join(parts)}{alone}"
-
-    @property
-    def tries_norms(self) -> bool:
-        """Whether vectors are rounded with several norms."""
-        return self.has_metric and self.tilted
-
-    @property
-    def leaves_residues(self) -> bool:
-        """Whether the residues of errors are the differences of aims and points, which rounding then keeps."""
-        return self.tries_norms and self.is_fed_back
 
     @property
     def code(self) -> Type:
@@ -109,7 +99,7 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
     arrays = 4 if encoding.has_metric else 2  # (D, N)
     nbytes = (arrays * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
-    return nbytes + pairs * row + (7 + pairs) * row * encoding.tries_norms
+    return nbytes + pairs * row + (7 + pairs) * row * encoding.has_metric
 
 
 def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
@@ -152,7 +142,6 @@ class Unit:
         self.mean = self.allocate(self.dim * 4)
         if encoding.has_metric:
             self.metric_x, self.metric_errors = (self.allocate(self.dim * self.row) for _ in range(2))  # (D, N)
-        if encoding.tries_norms:
             self.rms, self.costs, self.least = self.allocate(self.row), self.allocate(self.row), self.allocate(self.row)
             self.best_codes, self.best_norms = self.allocate(self.pairs * self.row), self.allocate(self.row)
             self.sums_of_x = self.allocate(3 * self.row)
@@ -223,7 +212,7 @@ def plain_encoder(
     """The kernel that encodes keys (side 0) or values (1) for codecs without an error metric into the tiles `name`, as
     `write` emits it for a block; None if scratch is too small."""
     mean_bits = 0 if side else format.mean_bits
-    encoding = Encoding(8, 1, format.block_size, tilted=False, mean_bits=mean_bits)
+    encoding = Encoding(8, 1, format.block_size, tilted=False, mean_bits=mean_bits, has_metric=False)
     if scratch_bytes(encoding, format.head_dim) > SCRATCH:
         return None
     return encoder(f"encode_mean{mean_bits}_{name}", encoding, write)
