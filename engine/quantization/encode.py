@@ -41,13 +41,8 @@ from polarlm.engine.codecs.schema.arrays import require_finite
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.quantization.metric import Metric
 
-NORM_FACTORS = (
-    1.0,
-    0.92,
-    1.08,
-    0.85,
-    1.16,
-)  # norms to round keys with, over the rms; of equal costs the first one counts
+# Norms to round keys with, over the rms; of equal costs the first one counts.
+NORM_FACTORS = 1.0, 0.92, 1.08, 0.85, 1.16
 
 TILT_RANGE = 0.8, 1.25  # limits of a tilted norm, over the norm of least squares
 
@@ -69,8 +64,7 @@ def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> di
     encoded = []
     step = max(1, _SLAB // (x.size // x.shape[1]))
     for start in range(0, x.shape[1], step):
-        rows = x[:, start : start + step]
-        encoded.append(_best_of_norms(rounding, rows, metric))
+        encoded.append(_best_of_norms(rounding, x[:, start : start + step], metric))
     codes, norms = (np.concatenate(slabs, axis=1) for slabs in zip(*encoded, strict=True))
     return rounding.assemble(codes, norms)
 

@@ -180,7 +180,8 @@ def encode_rows(side: Layout, is_tilted: bool) -> LaunchConfig | None:
     constants, dim, size = side.record.constants, side.record.geometry.head_dim, side.record.geometry.block_size
     if not side.record.takes_metric:
         return None
-    points, width, numbers = constants["POINTS"], constants["WIDTH"], 1 + len(encode.NORM_FACTORS) if is_tilted else 2
+    points, width = constants["POINTS"], constants["WIDTH"]
+    numbers = 1 + len(encode.norm_factors(is_tilted))  # a token's rows: not rounded, and with each norm
     name = "Value" if side.record.geometry.values else "Key"
     for room, tokens in itertools.product(_rooms(side), (64, 32, 16)):
         rows = -(-tokens * numbers // WARP) * WARP

@@ -33,8 +33,8 @@ class EncodeArguments(NamedTuple):
 class Block(NamedTuple):
     """The addresses that a unit reads and writes.
 
-    x (N, D) float32 or float16; the error metric's arrays for its KV head, as `Encoding` describes them;
-    then the outputs: a tile, and the fields of the block mean.
+    x (N, D) float32 or float16; the error metric's arrays for its KV head, as `Encoding` describes them; then the
+    outputs: a tile, and the fields of the block mean.
     """
 
     x: Pointer
