@@ -33,10 +33,9 @@ function meter() {
   $("filled").max = stats.context;
   $("filled").value = contextUse.tokens;
   const { bytes, f16_bytes: f16 } = stats.sequence, whole = stats.whole_context;
-  const [now, full] = [stats, whole].map(({ bits_per_value: bits }) => number(bits, 2));
-  $("bits").textContent = `${now === full ? full : `now ${now}, full ${full}`} bits/value`;
+  $("bits").textContent = `${number(whole.bits_per_value, 2)} bits/value`;
   $("types").textContent = `Stored as ${stats.cache_types}`;
-  const saves = f16 > 1.05 * bytes; // false for short sequences: the first and the current block are f16 in both
+  const saves = f16 > 1.05 * bytes; // false for short sequences: the newest blocks and the first one are f16 in both
   const will = whole.f16_bytes > 1.05 * whole.bytes && `${number(whole.tokens)} tokens take ${size(whole.bytes)}, in f16 ${size(whole.f16_bytes)}`;
   $("memory").textContent = saves ? `${size(bytes)}, ${number(f16 / bytes, 1)}× saved` : bytes ? size(bytes) : "–";
   $("saved").textContent = [saves && `f16 would take ${size(f16)}`, will].filter(Boolean).join("; ");
@@ -46,8 +45,7 @@ function meter() {
     $(id).value = value;
   }
   $("requests").textContent = `${stats.running} running, ${stats.waiting} waiting`;
-  $("in-use").textContent = `${number(stats.blocks_used)} of ${number(stats.blocks)} blocks in use, ${number(stats.blocks_kept)} kept` +
-    Object.entries(stats.blocks_by_type ?? {}).map(([type, count]) => `, ${number(count)} as ${type}`).join("");
+  $("in-use").textContent = `${number(stats.blocks_used)} of ${number(stats.blocks)} blocks in use, ${number(stats.blocks_kept)} kept`;
   drawBlocks(blocksOf(contextUse.tokens, contextUse.cached, stats), stats);
 }
 
@@ -59,7 +57,7 @@ function meterless() {
   if (stats.state === "unloaded") $("types").textContent = "The model is not in memory. A message loads it.";
   $("filled").value = 0;
   $("bars").hidden = true;
-  const nothing = { block_size: 1, bits_per_value: 16, context: 0 };
+  const nothing = { block_size: 1, bits_per_value: 16, context: 0, recent_blocks: 0 };
   drawBlocks(blocksOf(0, 0, nothing), nothing);
   $("blocks-say").textContent = "";
   drawnState = "";
@@ -102,17 +100,17 @@ const WIDTH = 264; // the picture's width, in its own units
 const PITCHES = [[12, 132], [8, 660], [5, 2640]]; // (pitch of a cell, most cells that are drawn at this pitch)
 
 /**
- * The blocks of a sequence of `tokens`; the first `cached` tokens were in the cache. The first block and the block that
- * is being filled are in full precision; the blocks between them are coded. With a window, only blocks that a later token
- * sees are left.
+ * The blocks of a sequence of `tokens`; the first `cached` tokens were in the cache. The first block, the newest complete
+ * ones and the block that is being filled are in full precision; the blocks between them are coded. With a window, only
+ * blocks that a later token sees are left.
  */
-function blocksOf(tokens, cached, { block_size: length, window }) {
+function blocksOf(tokens, cached, { block_size: length, window, recent_blocks: recent }) {
   const complete = Math.floor(tokens / length), rest = tokens % length;
   const first = window ? Math.floor(Math.max(0, tokens - window + 1) / length) : 0;
   const sink = complete > 0 && first === 0 ? 1 : 0;
+  const all = complete - first + (rest > 0 ? 1 : 0), coded = Math.max(0, complete - recent - Math.max(1, first));
   return {
-    length, first, sink, complete, filled: rest / length, all: complete - first + (rest > 0 ? 1 : 0),
-    full: sink + (rest > 0 ? 1 : 0), coded: Math.max(0, complete - Math.max(1, first)),
+    length, first, sink, complete, filled: rest / length, all, full: all - coded, coded, recent,
     shared: Math.max(0, Math.min(complete, Math.floor(cached / length)) - first),
   };
 }
@@ -120,8 +118,7 @@ function blocksOf(tokens, cached, { block_size: length, window }) {
 /** The picture in words. */
 function blocksInWords({ all, length, full, coded, shared }, bits) {
   if (!all) return `No block of ${length} tokens yet`;
-  const parts = [`${number(full)} in full precision`];
-  if (coded) parts.push(`${number(coded)} coded (${number(bits, 1)} bits)`);
+  const parts = coded ? [`${number(full)} in full precision`, `${number(coded)} coded (${number(bits, 1)} bits)`] : ["all in full precision"];
   if (shared) parts.push(`${number(shared)} shared with an earlier prompt`);
   return `${count(all, "block")} of ${length} tokens: ${parts.join(", ")}`;
 }
@@ -148,7 +145,7 @@ function drawBlocks(blocks, { bits_per_value: bits, context }) {
     const block = blocks.first + cell * each;
     if (cell >= cells) { paths.free += box(cell, 1); continue; }
     const whose = cell * each < blocks.shared ? "shared" : "own";
-    const full = (cell === 0 && blocks.sink) || block >= blocks.complete;
+    const full = (cell === 0 && blocks.sink) || block >= blocks.complete - blocks.recent;
     paths[`outline ${whose}`] += box(cell, 1);
     paths[`fill ${whose}`] += box(cell, full ? (block >= blocks.complete ? blocks.filled : 1) : height);
   }

@@ -64,7 +64,7 @@ def test_what_differs_is_told(
     cases: list[tuple[Any, Any, tuple[str, ...], str]] = [
         (RAW, changed(raw, lambda one: one["choices"][0].update(text="Other")), (), "choice 0 was changed"),
         ({**RAW, "prompt": "Another"}, raw, (), "choice 0 is not the answer computed here"),
-        (RAW, raw, ("--cache-type", "f16"), "another cache type, ring4/ring3.5 and not f16: choose it by --cache-type"),
+        (RAW, raw, ("--cache-type", "f16"), "another cache type, balanced and not f16: choose it by --cache-type"),
         (RAW, changed(raw, lambda one: one["choices"].clear()), (), "it has 0 choices, and here 1"),
         (RAW, changed(raw, lambda one: one["choices"][0].update(finish_reason="stop")), (), "its finish_reason is"),
         (RAW, changed(raw, lambda one: one["choices"][0].update(index=1)), (), "its index is 0"),

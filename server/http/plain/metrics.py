@@ -105,8 +105,6 @@ def _load(totals: Totals, status: Status) -> Iterator[Metric]:
         ("snapshot_bytes", "Bytes of the computer's memory that there are for snapshots", state.bytes),
     ):
         yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
-    meaning = "Used and kept blocks by cache type, where they are of two kinds"
-    yield gauges("polarlm_kv_blocks_of_type", meaning, "type", status.types or {})
 
 
 def _times(totals: Totals) -> Iterator[Metric]:

@@ -26,13 +26,6 @@ def requested_tokens(query: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def _mean_over_blocks(status: Status, high_precision: float, other: float) -> float:
-    """Return the mean of a number that is `high_precision` for blocks with more bits and `other` for others: these
-    alone unless blocks have two types. An empty store's next blocks have more bits."""
-    counts = (0, 1) if status.types is None else tuple(status.types.values()) if any(status.types.values()) else (1, 0)
-    return (counts[0] * high_precision + counts[1] * other) / sum(counts)
-
-
 def stats(engine: Engine, totals: Totals, status: Status, tokens: int | None) -> dict[str, Any]:
     """A JSON object; with `tokens`, it has the memory of such a sequence, as stored and if all were half precision."""
     cache = engine.cache_shape
@@ -46,11 +39,11 @@ def stats(engine: Engine, totals: Totals, status: Status, tokens: int | None) ->
         "cache_type_v": type_v,
         "block_size": cache.block_size,
         "window": max(windows, default=None) if len(windows) == len(cache.layers) else None,  # None: all tokens
-        "bits_per_value": _mean_over_blocks(status, cache.high_precision_shape.bits_per_value, cache.bits_per_value),
-        "bytes_per_token": _mean_over_blocks(status, cache.high_precision_shape.bytes_per_token, cache.bytes_per_token),
+        "recent_blocks": cache.recent_blocks,  # of a sequence, which are in full precision
+        "bits_per_value": cache.bits_per_value,  # of the others
+        "bytes_per_token": cache.bytes_per_token,
         "f16_bytes_per_token": cache.f16_bytes_per_token,
         **{name: getattr(status, name) for name in _STATUS_FIELDS},
-        "blocks_by_type": status.types,
         "drafted_tokens": totals.drafted_tokens,
         "accepted_tokens": totals.accepted_tokens,
     }

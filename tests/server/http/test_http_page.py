@@ -14,7 +14,7 @@ import pytest
 
 from polarlm import server as server_package
 from polarlm.engine import Engine
-from polarlm.engine.state.cache_types import PRESETS_BY_NAME
+from polarlm.engine.state.cache_types import PRESETS
 from polarlm.server.http.page import _build
 from polarlm.server.running import journal
 from tests.server.http_server import Serving, serving
@@ -127,6 +127,7 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
         "block_size": BLOCK,
         "window": None,
         "whole_context": whole,
+        "recent_blocks": 0,
         "bits_per_value": cache.bits_per_value,
         "bytes_per_token": stats["bytes_per_token"],
         "f16_bytes_per_token": stats["f16_bytes_per_token"],
@@ -134,7 +135,6 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
         "blocks_used": 0,
         "blocks_kept": 0,
         "blocks_free": status.blocks,
-        "blocks_by_type": None,
         "running": 0,
         "waiting": 0,
         "drafted_tokens": 0,
@@ -152,7 +152,7 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
 def test_a_preset_is_named_by_its_types(tiny_path: Path) -> None:
     with Engine.load(tiny_path, device="cpu", calibration=False) as engine, serving(engine) as server:
         stats = server.http.get("/stats").json()
-        assert (stats["cache_type_k"], stats["cache_type_v"]) == PRESETS_BY_NAME["balanced"].low_precision
+        assert (stats["cache_type_k"], stats["cache_type_v"]) == PRESETS["balanced"][:2]
 
 
 def test_the_memory_of_a_sequence_is_what_the_engine_holds_for_it(server: Serving) -> None:

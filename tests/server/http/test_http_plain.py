@@ -332,20 +332,3 @@ def test_a_client_may_leave_v1_out_of_its_base_url(shared: Serving) -> None:
     client = shared.openai.with_options(base_url=shared.url)
     for one in (client, shared.openai):
         assert one.models.retrieve(shared.engine.model.name).id == one.models.list().data[0].id
-
-
-def test_blocks_are_counted_by_type_where_there_are_two(tiny_path: Path) -> None:
-    with (
-        Engine.load(tiny_path, device="cpu", block_size=16, cache_type="balanced") as engine,
-        serving(engine) as server,
-    ):
-        server.post("/v1/completions", {"prompt": "the rain " * 32, "ignore_eos": True, "max_tokens": 40})
-        now, shape = server.http.get("/stats").json(), engine.cache_shape
-        counts = now["blocks_by_type"]
-        assert tuple(counts) == shape.kinds == ("linear8", "ring3")
-        assert min(counts.values()) > 0
-        assert sum(counts.values()) == engine.status().blocks_kept
-        bits = counts["linear8"] * shape.high_precision_shape.bits_per_value + counts["ring3"] * shape.bits_per_value
-        assert now["bits_per_value"] == pytest.approx(bits / sum(counts.values()))
-        now = metrics(server)
-        assert {name: now[f"polarlm_kv_blocks_of_type{{{name}}}"] for name in counts} == counts

@@ -16,14 +16,11 @@ from tests.tiny import PLAIN, load_tiny
 pytestmark = pytest.mark.slow
 
 
-def blocks(page: Page, tokens: int, cached: int, length: int, window: int | None = None) -> dict[str, Any]:
-    return page.run(
-        "return blocksOf(arguments[0], arguments[1], {block_size: arguments[2], window: arguments[3]})",
-        tokens,
-        cached,
-        length,
-        window,
-    )
+def blocks(
+    page: Page, tokens: int, cached: int, length: int, window: int | None = None, recent: int = 0
+) -> dict[str, Any]:
+    stats = {"block_size": length, "window": window, "recent_blocks": recent}
+    return page.run("return blocksOf(...arguments)", tokens, cached, stats)
 
 
 def test_blocks_are_counted_from_tokens(page: Page) -> None:
@@ -38,14 +35,16 @@ def test_blocks_are_counted_from_tokens(page: Page) -> None:
         assert [counts[name] for name in ("full", "coded", "shared", "all")] == [full, coded, shared, full + coded]
     seen = blocks(page, 700, 0, 64, 128)  # with a window
     assert (seen["first"], seen["full"], seen["coded"]) == (8, 1, 2)
+    recent = [blocks(page, tokens, 0, 64, recent=4) for tokens in (130, 700)]
+    assert [(seen["full"], seen["coded"]) for seen in recent] == [(3, 0), (6, 5)]
 
 
 def test_the_engine_holds_as_many_bytes_as_these_blocks_take(page: Page, tiny_path: Path) -> None:
-    with load_tiny(tiny_path, **PLAIN) as engine:
+    with load_tiny(tiny_path, **PLAIN | {"cache_type": "compact"}) as engine:
         shape = engine.cache_shape
     layers = range(len(shape.layers))
     for tokens in (0, 1, 7, 8, 9, 16, 17, 24, 50):
-        counts = blocks(page, tokens, 0, shape.block_size)
+        counts = blocks(page, tokens, 0, shape.block_size, recent=shape.recent_blocks)
         taken = counts["coded"] * shape.quantized_bytes(layers) + counts["full"] * shape.full_bytes(layers)
         assert taken == shape.sequence_bytes(tokens)
 
@@ -58,6 +57,7 @@ def test_it_moves_with_the_answer_and_is_what_the_engine_tells(
         page = visit(server)
         page.until(lambda: "bits/value" in page.text("#bits"))
         assert stats(server, 0)["block_size"] == 8
+        recent = stats(server, 0)["recent_blocks"]
         page.choose(temperature=0, max_tokens=60)
         page.run(
             """
@@ -66,13 +66,13 @@ def test_it_moves_with_the_answer_and_is_what_the_engine_tells(
             new MutationObserver(() => window.seen.push(words.textContent)).observe(words, {childList: true});
             """
         )
-        page.send_and_wait("the rain")
-        assert len(set(page.run("return window.seen"))) > 3
-        expected = blocks(page, page.run("return contextUse.tokens"), 0, 8)
+        page.send_and_wait("the rain " * 12)
+        assert len(set(page.run("return window.seen"))) > 1
+        expected = blocks(page, page.run("return contextUse.tokens"), 0, 8, recent=recent)
         assert page.text("#blocks-say").startswith(f"{expected['all']} blocks of 8 tokens: {expected['full']} in full")
         assert "shared" not in page.text("#blocks-say")
         page.click("#new")
-        page.send_and_wait("the rain")
+        page.send_and_wait("the rain " * 12)
         shared = re.search(r"(\d+) shared", page.text("#blocks-say"))
         assert int(shared[1]) == page.run("return rows.at(-1).message.usage.cached") // 8 > 1
 
@@ -81,7 +81,8 @@ def test_every_block_has_a_cell_up_to_a_long_context(page: Page) -> None:
     script = """
         const [tokens, context] = arguments, length = 64;
         drawnState = "";
-        drawBlocks(blocksOf(tokens, tokens / 2, {block_size: length, window: null}), {bits_per_value: 4, context});
+        const stats = {block_size: length, window: null, recent_blocks: 4};
+        drawBlocks(blocksOf(tokens, tokens / 2, stats), {bits_per_value: 4, context});
         const cells = (path) => path.getAttribute("d").split("M").length - 1;
         const counted = [...document.querySelectorAll("#blocks path")].map(cells);
         const [, , width, height] = document.getElementById("blocks").getAttribute("viewBox").split(" ").map(Number);
@@ -104,7 +105,7 @@ def test_what_is_shared_is_seen_while_the_prompt_is_computed(page: Page) -> None
     page.send("go")
     page.until(lambda: "shared" in page.text("#blocks-say"))
     assert page.text("#blocks-say") == (
-        "6 blocks of 64 tokens: 1 in full precision, 5 coded (9.1 bits), 5 shared with an earlier prompt"
+        "6 blocks of 64 tokens: 5 in full precision, 1 coded (4.1 bits), 5 shared with an earlier prompt"
     )
     assert page.text("#progress") == "384 of 640 tokens"
 
@@ -112,5 +113,5 @@ def test_what_is_shared_is_seen_while_the_prompt_is_computed(page: Page) -> None
 def test_a_server_that_hides_what_is_cached_shows_no_block_as_shared(page: Page) -> None:
     page.says(["one", usage(300, 20, prompt_tokens_details=None)])
     page.send_and_wait("go")
-    assert page.text("#blocks-say") == "5 blocks of 64 tokens: 1 in full precision, 4 coded (9.1 bits)"
+    assert page.text("#blocks-say") == "5 blocks of 64 tokens: all in full precision"
     assert page.figures().startswith("300 prompt tokens · 20 tokens")
