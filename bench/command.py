@@ -15,7 +15,7 @@ from polarlm.engine.cli.flags import Check, FlagError
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
 from polarlm.engine.loading.placement.request import fit_check
-from polarlm.engine.state.cache_types import FORMER_TYPES, PRESETS_BY_NAME
+from polarlm.engine.state.cache_types import FORMER_TYPES, PRESETS
 from polarlm.model_loaders import hub
 
 _PLAIN = ":plain"
@@ -46,7 +46,7 @@ class CacheType:
         CacheType(label='f16/polarquant:plain', key='f16', value='polarquant', key_conditioning=False)
         """
         names = text.removesuffix(_PLAIN)
-        if names in PRESETS_BY_NAME:
+        if names in PRESETS:
             return cls(text, names, names, key_conditioning=not text.endswith(_PLAIN))
         key, _, value = names.partition("/")
         parsed = cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
@@ -64,20 +64,16 @@ class CacheType:
         return self.key if self.key == self.value else f"{self.key}/{self.value}"
 
     @property
-    def older(self) -> CacheType:
-        """The type of the older blocks alone, where blocks are of two kinds."""
-        if self.key not in PRESETS_BY_NAME:
+    def codes(self) -> CacheType:
+        """The type of the quantized blocks."""
+        if self.key not in PRESETS:
             return self
-        key, value = PRESETS_BY_NAME[self.key].low_precision
-        return replace(self, key=key, value=value)
+        return replace(self, key=PRESETS[self.key].keys, value=PRESETS[self.key].values)
 
     @property
-    def newest(self) -> tuple[CacheType, int] | None:
-        """The type of the newest blocks of a sequence, and how many these are; None where all blocks are alike."""
-        if self.key not in PRESETS_BY_NAME:
-            return None
-        kinds = PRESETS_BY_NAME[self.key]
-        return replace(self, key=kinds.high_precision[0], value=kinds.high_precision[1]), kinds.newest
+    def recent_blocks(self) -> int:
+        """How many of a sequence's newest complete blocks are in full precision."""
+        return PRESETS[self.key].recent_blocks if self.key in PRESETS else 0
 
     def check(self, head_dim: int) -> None:
         """Raises FlagError if a codec does not support this head dim."""
@@ -89,14 +85,12 @@ class CacheType:
 
     def names(self) -> list[str]:
         """The names of the codecs of keys and of values in any layer."""
-        if self.key in PRESETS_BY_NAME:
-            kinds = PRESETS_BY_NAME[self.key]
-            return [*kinds.high_precision, *kinds.low_precision]
-        return [part.partition("@")[0] for part in f"{self.key},{self.value}".split(",")]
+        codes = self.codes
+        return [part.partition("@")[0] for part in f"{codes.key},{codes.value}".split(",")]
 
     def settings(self) -> dict[str, Any]:
         """The fields of EngineConfig that set this cache type."""
-        if self.key in PRESETS_BY_NAME:
+        if self.key in PRESETS:
             return {"cache_type": self.key, "key_conditioning": self.key_conditioning}
         return {"cache_type_k": self.key, "cache_type_v": self.value, "key_conditioning": self.key_conditioning}
 

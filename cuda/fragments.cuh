@@ -35,9 +35,9 @@
 // Members of template <class L> struct <codec>, in cuda/codecs/<codec>.cuh, or of PairTable:
 //   ROWS            rows of its tables; 0 for a codec without tables
 //   QUANTIZED       false for full precision, which needs no decoding
-//   NORMED          whether decoded values are still to be multiplied by the token's norm. Then encode_blocks.cu chooses
-//                   codes among POINTS points of WIDTH values, at tables + POINTS_F32, and stores them by `pack`; else
-//                   `encode` chooses and stores them
+//   NORMED          whether decoded values are still to be multiplied by the token's norm. Then encode_blocks.cu
+//                   chooses codes among POINTS points of WIDTH values, at tables + POINTS_F32, and stores them by
+//                   `pack`; else `encode` chooses and stores them
 //   RANDOM_ACCESS   whether Decoder::next takes tiles in any order
 //   piece(tables, row, number, last)            bytes 16 · number … + 15 of a row of its tables in shared memory; no
 //                                               thread has a row after `last`, a constant after unrolling. Not

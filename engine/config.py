@@ -183,8 +183,8 @@ class EngineConfig(Settings):
         DEFAULT_CACHE_TYPE,
         "--cache-type",
         metavar="TYPE",
-        help="quality, balanced or compact, whose newest tokens have 8 bits and older ones fewer; or one type such as "
-        "f16 or ring4, two as KEYS/VALUES such as ring5/ring4",
+        help="quality, balanced or compact, whose newest tokens are in full precision; or one type such as f16 or "
+        "ring4, two as KEYS/VALUES such as ring5/ring4",
     )
     cache_type_k: str | None = setting(
         None,

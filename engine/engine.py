@@ -39,7 +39,7 @@ from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
-from polarlm.engine.state.cache_types import describe_types
+from polarlm.engine.state.cache_types import name_types
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import identity, packs, sessions
 from polarlm.engine.storage.packs import Pack
@@ -81,7 +81,7 @@ class Engine(Completions, AdapterLoading):
         self._model, self._store = parts.model, parts.model.store
         self._identity = identity.settings(parts.model, parts.source.name, replayable=parts.config.replayable)
         keeps = parts.config.kept_sequences > 0
-        bits, types = parts.model.ops.input_bits, describe_types(parts.config, parts.plan.shape)
+        bits, types = parts.model.ops.input_bits, name_types(parts.config)
         self.fingerprint = replay.fingerprint(self._identity, types, bits) if parts.config.replayable else ""
         changed_bits = {} if bits == "16" else {"input_bits": bits}
         self._prefixes = PrefixCache(
@@ -237,14 +237,11 @@ class Engine(Completions, AdapterLoading):
             raise EngineError("This engine keeps no sequences (kept_sequences is 0), so none can be loaded", "session")
         allowed = self.model.vocabulary, self.context, cache_salt, self.adapters.knows
         session, contents = sessions.read(path, self._identity, self.cache_shape, *allowed, progress)
-        while True:
-            with self._exclusive():
-                if self._runner.makes_room(contents.length):  # others take steps until there is some
-                    continue
-                kv = sessions.restore_snapshot(self._store, contents, path)
-                self._runner.release(session.token_ids, self._prefixes.set_salt(kv, session.salt), session.salt)
-            self._answers.restore(session.answers)
-            return session
+        with self._exclusive():
+            kv = sessions.restore_snapshot(self._store, contents, path)
+            self._runner.release(session.token_ids, self._prefixes.set_salt(kv, session.salt), session.salt)
+        self._answers.restore(session.answers)
+        return session
 
     # -- packs -------------------------------------------------------------------------------------------------
 

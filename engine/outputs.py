@@ -206,7 +206,6 @@ class Status:
     tiers: tuple[TierStatus, ...] = ()  # the fastest first
     experts: ExpertStatus | None = None  # None if all experts are in memory, or there are none
     snapshots: SnapshotStatus | None = None  # None for a model without recurrent layers
-    types: dict[str, int] | None = None  # used and kept blocks by cache type; None if all blocks have the same
     blocks_of_largest: int = 0  # blocks of the largest group of layers
 
 
@@ -216,7 +215,7 @@ class CacheStats:
 
     tokens: int
     bytes: int  # blocks and full-precision slots
-    bits_per_value: float  # of a sequence that fills the context, whose newest blocks may have more than others
+    bits_per_value: float  # of a sequence that fills the context, with its recent blocks in full precision
     f16_bytes: int  # the same blocks in half precision
     context: int  # tokens that fit
     context_bytes: int  # of a sequence that fills the context

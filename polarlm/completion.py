@@ -18,7 +18,7 @@ from polarlm.engine import codecs, weight_formats
 from polarlm.engine.cli.commands import with_flags
 from polarlm.engine.cli.flags import parser
 from polarlm.engine.config import AS_STORED, setting
-from polarlm.engine.state.cache_types import PRESETS_BY_NAME
+from polarlm.engine.state.cache_types import PRESETS
 
 _SHELLS = ("bash", "zsh", "fish")
 
@@ -66,10 +66,10 @@ _PLACES: Mapping[Any, Any] = {
 _CODECS = codecs.available()
 _NAMES: Mapping[str, Sequence[str]] = {
     "device": ("auto", "cpu", "cuda"),
-    "cache_type": (*PRESETS_BY_NAME, *_CODECS),
+    "cache_type": (*PRESETS, *_CODECS),
     "cache_type_k": _CODECS,
     "cache_type_v": _CODECS,
-    "types": (*PRESETS_BY_NAME, *_CODECS),
+    "types": (*PRESETS, *_CODECS),
     "weight_type": (AS_STORED, *weight_formats.writable()),
 }
 """Field → values to complete, of flags that take others as well and so have no `choices`."""

@@ -126,18 +126,15 @@ def bits() -> str:
 
 
 def presets() -> str:
-    """A row for each preset: the types of its blocks, and its bits in texts of some lengths, with heads of 128."""
+    """A row for each preset: its types, and its bits in texts of some lengths, with heads of 128."""
     rows = []
-    for name, kinds in PRESETS.items():
-        keys, values = map(codecs.get, kinds.low_precision)
-        shape = CacheShape(
-            BLOCK, (LayerShape(keys, values, 1, 128, MEAN_BITS, high_precision=kinds.high_precision_kind),)
-        )
-        bits = [f"{shape.bits_of_text(tokens):.2f}" for tokens in (2048, 8192)]
-        newest, older, windows = ("/".join(dict.fromkeys(types)) for types in kinds[:3])
-        cells = f"`{name}` | {kinds.newest * BLOCK} as `{newest}`", f"`{older}`", f"`{windows}`", *bits
-        rows.append(f"{' | '.join(cells)} | {shape.bits_per_value:.2f}")
-    return table("Preset | newest tokens | older | windows | bits/value of 2,048 tokens | 8,192 | longer", rows)
+    for name, preset in PRESETS.items():
+        keys, values, recent = codecs.get(preset.keys), codecs.get(preset.values), preset.recent_blocks
+        shape = CacheShape(BLOCK, (LayerShape(keys, values, 1, 128, MEAN_BITS, recent_blocks=recent),))
+        bits = [f"{shape.bits_of_text(tokens):.2f}" for tokens in (2048, 8192, 32768)]
+        older = "/".join(dict.fromkeys(preset[:2]))
+        rows.append(f"`{name}` | {recent * BLOCK} | `{older}` | {' | '.join(bits)}")
+    return table("Preset | newest tokens in full precision | older | bits/value of 2,048 tokens | 8,192 | 32,768", rows)
 
 
 # -- the lines of a step ---------------------------------------------------------------------------------------------
@@ -159,7 +156,7 @@ STEP = (
     ("codecs/parts/pair_codec.py", "PairCodec.dequantize", "PairCodec.dequantize", "codes become pairs of values"),
     ("model/layers/gated_mlp.py", "GatedMLP.add", "GatedMLP.add", "the feed-forward network"),
     ("sampling/sample.py", "sample_all", "_adjust", "logits become a token"),
-    ("state/store.py", "KVStore.commit_steps", "KVStore._encode_filled", "the token counts, a full block is encoded"),
+    ("state/store.py", "KVStore.commit_steps", "KVStore._encode_filled", "the token counts, an old block is encoded"),
     ("requests/request.py", "Request.take", "Request._take", "the token becomes text"),
 )
 

@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from tests.server.lines import PATIENCE
@@ -82,7 +81,6 @@ class Soak:
     first: dict[str, Any]
     seen: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in CLIENTS})
     memory: dict[str, Memory] = field(default_factory=dict)
-    blocks: dict[tuple[str, str], int] = field(default_factory=dict)  # the most of a model and a cache type
     problems: Counter[str] = field(default_factory=Counter)
     kills: Counter[str] = field(default_factory=Counter)
     unloads: int = 0
@@ -131,20 +129,10 @@ class Soak:
             for name, taken in resident(self.house).items():
                 memory = self.memory.setdefault(name, Memory())
                 memory.add(pids.get(name, 0), taken, told[name].get("memory", 0))
-            for name in CHATTING:
-                if told[name]["status"]["value"] == "loaded":
-                    with suppress(httpx.TransportError):  # its process was killed while it answered
-                        self._count_blocks(name)
             with suppress(psutil.NoSuchProcess):  # its clients tell
                 server = psutil.Process(self.house.process.pid)
                 self.memory.setdefault("the server", Memory()).add(server.pid, server.memory_info().rss, 0)
             time.sleep(_SAMPLE_SECONDS)
-
-    def _count_blocks(self, name: str) -> None:
-        answer = self.house.http.get("/stats", params={"model": name})
-        types = answer.json().get("blocks_by_type") if answer.is_success else None
-        for kind, count in (types or {}).items():
-            self.blocks[name, kind] = max(count, self.blocks.get((name, kind), 0))
 
     def _try(self, name: str, asks: Callable[[], bool]) -> None:
         seen = self.seen.setdefault(name, Counter())
@@ -252,8 +240,6 @@ def _tell(soak: Soak, again: dict[str, int]) -> None:
     for name, memory in soak.memory.items():
         sizes = "".join(f"{size / 2**20:>10.1f}" for size in (memory.told, memory.first, memory.last, memory.most))
         print(f"{name:28}{sizes}{again.get(name, 1):>10}{soak.kills[name]:>10}")
-    for (name, kind), count in sorted(soak.blocks.items()):
-        print(f"at most {count} blocks of {name} were {kind} at a time")
     print(f"\n{soak.kills.total()} kills, {soak.unloads} unloaded")
 
 

@@ -83,13 +83,13 @@ def test_the_longest_context_is_what_an_engine_gets(tiny_path: Path, memory, cac
 
 
 def test_the_bits_of_a_cache_are_those_of_its_whole_context_wherever_they_are_told(tiny_path: Path, capsys) -> None:
-    """Of a preset, whose newest blocks have more. What is reserved beside the context is named."""
+    """Of a preset, whose newest blocks are in full precision. What is reserved beside the context is named."""
     assert command([str(tiny_path), "--device", "cpu", "-c", "4096"]) == 0
     said = capsys.readouterr().out
     with Engine.load(tiny_path, device="cpu", ctx_size=4096, calibration=False) as engine:
         shape, plan, cache = engine.cache_shape, engine._store.plan, engine.cache_stats()
         bits = f"{shape.bits_of_text(4096):.2f}"
-        assert f"{shape.bits_per_value:.2f}" != bits != f"{shape.high_precision_shape.bits_per_value:.2f}"
+        assert f"{shape.bits_per_value:.2f}" != bits
         size = shape.sequence_bytes(4096)
         room = f"{format_bytes(plan.bytes)} reserved, with {format_bytes(plan.bytes - size)} of room"
         smaller = f"{bits} bits/value, {shape.f16_bytes(4096) / size:.1f}× smaller than f16"
@@ -119,7 +119,7 @@ def test_weights_take_what_loading_takes(tiny_path: Path, weight_type: str) -> N
 def test_a_mixture_is_placed_as_it_is_loaded_with_each_cache_type(tmp_path: Path, memory, cache_type: str) -> None:
     """With few experts in memory at a time: a cache that takes less leaves room for more of them."""
     path = make_model(tmp_path, "qwen3_moe_normed")
-    memory(220 * 1024)
+    memory(250 * 1024)
     row = fits(path, cpu(), kept_sequences=0, parallel=1).weights[0].cache(cache_type)
     with Engine.load(path, device="cpu", cache_type=cache_type, kept_sequences=0, parallel=1) as engine:
         assert engine.expert_plan is not None

@@ -15,7 +15,7 @@ import pytest
 
 from polarlm.engine import codecs
 from polarlm.engine.loading import kept_arrays
-from polarlm.engine.state.cache_types import PRESETS_BY_NAME
+from polarlm.engine.state.cache_types import PRESETS
 from polarlm.model_loaders import LoadError
 from scripts.make_golden import FILE, TYPES, answer, open_engine, scores
 
@@ -39,10 +39,10 @@ def _statistics_in_float32(statistics: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_run_is_in_the_file_and_every_family_of_codecs_in_a_run() -> None:
     assert [(model, cache_type) for model, runs in GOLDEN.items() for cache_type in runs["types"]] == RUNS
-    mixed = [(*kinds.high_precision, *kinds.low_precision) for _, name in RUNS if (kinds := PRESETS_BY_NAME.get(name))]
-    names = {
-        name for _, cache_type in RUNS if cache_type not in PRESETS_BY_NAME for name in cache_type.split("/")
-    }.union(*mixed)
+    mixed = [preset[:2] for _, name in RUNS if (preset := PRESETS.get(name))]
+    names = {name for _, cache_type in RUNS if cache_type not in PRESETS for name in cache_type.split("/")}.union(
+        *mixed
+    )
     assert {codecs.file_of(codecs.get(name)) for name in names} == {
         codecs.file_of(codecs.get(name)) for name in codecs.available()
     }

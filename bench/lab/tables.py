@@ -25,7 +25,7 @@ from polarlm.bench.speed.tables import (
     strongest,
 )
 from polarlm.engine import EngineConfig, codecs
-from polarlm.engine.state.cache_types import PRESETS_BY_NAME
+from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
 from scripts import docs
@@ -152,12 +152,13 @@ def _kl(figures: Figures) -> str:
 
 
 def _long_bits(name: str, bits: float) -> float:
-    """Bits a value of a text of 8,192 tokens. bits: of a shorter one, which is the same for types without ages."""
-    if name not in PRESETS_BY_NAME:
+    """Bits a value of a text of 8,192 tokens. bits: of a shorter one, which is the same for types without recent
+    blocks."""
+    if name not in PRESETS:
         return bits
-    kinds = PRESETS_BY_NAME[name]
-    keys, values = map(codecs.get, kinds.low_precision)
-    layer = LayerShape(keys, values, 1, _HEAD, _MEAN_BITS, high_precision=kinds.high_precision_kind)
+    kinds = PRESETS[name]
+    keys, values = codecs.get(kinds.keys), codecs.get(kinds.values)
+    layer = LayerShape(keys, values, 1, _HEAD, _MEAN_BITS, recent_blocks=kinds.recent_blocks)
     return CacheShape(_BLOCK, (layer,)).bits_of_text(_LONG)
 
 

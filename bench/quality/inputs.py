@@ -58,7 +58,7 @@ class QualityConfig:
         None, "--ablate", metavar="TYPE", help="one type with parts of its encoding switched off, each alone and all"
     )
     every_token_coded: bool = setting(
-        False, "--every-token-coded", help="score each type also with the current block read as codes"
+        False, "--every-token-coded", help="score each type also with all blocks but the first read as codes"
     )
     windows: int = setting(
         0,

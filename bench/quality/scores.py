@@ -44,8 +44,8 @@ def by_turns(texts: Mapping[str, Sequence[list[int]]]) -> list[tuple[str, list[i
 def add_scores(result: Result, who: str, bits: float, windows: Sequence[Score], exact: Sequence[np.ndarray]) -> None:
     """Add the rows of a type and scoring over all windows, and over stretches of their positions.
 
-    bits: per value, of complete blocks as stored; by age, over a window. exact: full precision's log-probabilities of
-    each window. The error of the perplexity is that of its ratio to full precision's, times that.
+    bits: per value, of a window's complete blocks, of which recent ones have 16. exact: full precision's
+    log-probabilities of each window. The error of the perplexity is that of its ratio to full precision's, times that.
     """
     exact = exact[: len(windows)]
     logprobs = np.concatenate([window.logprobs for window in windows])

@@ -39,7 +39,7 @@ _MEAN = "how far the next token's distribution is from full precision's on avera
 _OFF = "further off than this, in nats"
 _TOP1 = "positions where the most likely next token is the same as in full precision"
 _BITS = "bits of complete blocks over their values: codes, norms and means; f16 has 16"
-_THERE_BITS = "the same in a window, where the newest blocks, which have more bits, are more of all"
+_THERE_BITS = "the same in a window, where the newest blocks, which presets keep in full precision, are more of all"
 _CHANGE = "of the text, and its change from full precision; lower is better, and small changes are chance"
 _DRAFTS = "tokens that full precision drafts and the type accepts, in speculative sampling"
 _LONGEST = "tokens that fit in the memory that the weights leave, up to the model's own"
@@ -133,7 +133,7 @@ def report_of(result: Result) -> Report:
                 "By position in the text",
                 [_cross_table(result, POSITIONS, "KL at positions", "kl_mean", small)],
                 "A token that comes later has more codes before it, so it shows more of what a type costs. The first "
-                "stretch has few codes: the first block and the current one are in full precision.",
+                "stretch has few codes: the first block and the newest ones are in full precision.",
             ),
         ],
         notes=_missing(result),
@@ -185,8 +185,8 @@ def _about(result: Result) -> Sequence[tuple[str, str]]:
         ),
         (
             "types",
-            "as generation reads them: complete blocks as codes, the first and the current one in full precision"
-            + ("; with every token coded, the current block is read as codes, too" if coded else ""),
+            "as generation reads them: the first and the current block in full precision, with presets also the newest "
+            "complete ones, and all others as codes" + ("; with every token coded, all but the first" if coded else ""),
         ),
         *([("speed", f"{speed} rounds")] if rounds else []),
         ("time", duration(result["seconds"])),

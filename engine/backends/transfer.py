@@ -23,6 +23,7 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.codecs import Field
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.quantization.conditioning import mean_fields
+from polarlm.engine.quantization.encode import decode_centred
 from polarlm.engine.records import Layout
 
 if TYPE_CHECKING:
@@ -116,6 +117,16 @@ def _to_fields(format: CacheFormat, arrays: Arrays) -> dict[str, dict[str, np.nd
     if "k.tiles" in arrays and (both := tiles(format)) is not None:
         sides |= {side: own.unpack(arrays[f"{side}.tiles"]) for side, own in zip(format.sides, both, strict=True)}
     return sides
+
+
+def decode_block(format: CacheFormat, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of one block in any representation, as slots have them: (K, 1, N, D) float16. Raises ValueError
+    for other arrays."""
+    sides = _to_fields(format, convert_blocks(format, 1, arrays, FIELDS))
+    k, v, mean = ({name: x.swapaxes(0, 1) for name, x in sides[side].items()} for side in ("k", "v", "mean"))
+    keys = decode_centred(format.codec_k, k, mean)
+    values = keys if format.codec_v is None else format.codec_v.decode(v)
+    return round_to(keys, np.dtype(np.float16)), round_to(values, np.dtype(np.float16))
 
 
 @cache

@@ -374,7 +374,7 @@ def numbers(turn: Turn, engine: Engine) -> str:
 
 def _compared_with_f16(size: int, f16: int) -> str:
     """Bytes of a sequence, and how much smaller they are than in half precision; empty if they are not, since the first
-    and the current block are in full precision."""
+    block and the newest ones are in full precision."""
     if f16 <= 1.05 * size:
         return ""
     return f"{size / _MIB:.1f} MiB, {f16 / size:.1f}× smaller than f16 ({f16 / _MIB:.1f} MiB)"

@@ -69,7 +69,7 @@ class LinearTable(PairStore):
 
 @dataclass(frozen=True)
 class Linear(RotatedPairs):
-    takes_metric = False  # errors are small, and a block that is requantized soon is coded fast
+    takes_metric = False  # errors are small
 
     def norms(self, x: np.ndarray) -> np.ndarray:
         norms = self.store.norms

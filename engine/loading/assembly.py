@@ -197,7 +197,7 @@ class _Loader:
             ops.reserve_workspace(Load(source.config, plan.shape.widest, plan.tokens, config.parallel))
         store = _store(config, FULL_ENCODING, ops, source, weights, plan, self._verbose)
         if config.replayable:
-            checks.check_replayable(ops, store)
+            checks.check_replayable(ops, store, config.parallel)
         for clause in store.numpy_fallbacks():
             self._say(f"{clause}.")
         if warm is not None:
@@ -300,4 +300,4 @@ def _store(
     is_shown = verbose is not None and tokenizer is not None
     with progress_bar(is_shown, desc="Fitting the KV cache", bar_format=SHARE) as bar:
         encodings = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, scales, say, amounts(bar))
-        return KVStore(ops, plan, *encodings)
+        return KVStore(ops, plan, *encodings, keeps_recent=config.replayable)

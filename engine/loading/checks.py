@@ -94,14 +94,10 @@ def _check_values(config: EngineConfig) -> None:
 
 def _replayable(config: EngineConfig) -> EngineConfig:
     """Return settings with which answers can be replayed. Raises EngineError for others that have been asked for."""
-    from polarlm.engine.state import cache_types
-
     if config.device not in ("auto", "cpu"):
         raise _wrong("device", config, "replayable=True needs a CPU, whose sums are added in one order; leave it out")
     if config.input_bits == "bf16":
         raise _wrong("input_bits", config, "replayable=True needs sums that are exact; choose 16, 8 or auto")
-    if (types := cache_types.preset(config)) is not None:  # whether a block is old would depend on other requests
-        config = replace(config, cache_type="/".join(types.uniform))
     return replace(
         config,
         device="cpu",
@@ -111,13 +107,16 @@ def _replayable(config: EngineConfig) -> EngineConfig:
     )
 
 
-def check_replayable(ops: Ops, store: KVStore) -> None:
-    """Raises EngineError if what is loaded computes steps in several ways."""
+def check_replayable(ops: Ops, store: KVStore, parallel: int) -> None:
+    """Raises EngineError if what is loaded computes steps in several ways, or lacks room for the recent blocks of
+    `parallel` requests."""
     why = next(iter(store.numpy_fallbacks()), "")
     if not ops.is_replayable:
         why = "it needs compiled kernels of a CPU with AVX2 or NEON"
     if [one for layer in store.shape.kv_layers.values() for one in layer.codecs if one.name.startswith("polarquant")]:
         why = "polarquant has other factors on CPUs with VBMI; choose ring4 or another cache_type"
+    if store.plan.recent_slots < parallel * store.shape.recent_blocks:
+        why = "recent tokens of all requests find no room in full precision; raise kv_memory, or lower parallel"
     if why:
         raise EngineError(f"replayable=True cannot be had here: {why}", settings=("replayable",))
 

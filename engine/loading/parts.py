@@ -102,4 +102,6 @@ def fit_line(parts: Parts) -> str:
         f"{shape.blocks_of_kv(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "
         f"({shape.bits_of_text(plan.tokens):.2f} bits/value): {plan.capacity:,} tokens fit"
     )
+    if plan.recent_slots < (wanted := shape.recent_blocks * parts.config.parallel):
+        line += f"; slots for {plan.recent_slots} of {wanted} recent blocks in full precision"
     return line if types == codecs.FULL else f"{line} (with an f16 cache: {f16_tokens(plan):,})"

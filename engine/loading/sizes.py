@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from polarlm.engine import codecs, weight_formats
@@ -17,7 +16,6 @@ from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.quantization import snapshot_codes
 from polarlm.engine.state import cache_types
-from polarlm.engine.state.cache_types import Preset
 from polarlm.engine.state.layer_shapes import LayerShape, SharedShape, StateShape
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.recurrent.delta import DeltaShape
@@ -56,6 +54,8 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
     """Return the shape of all layers' caches. Raises EngineError for a cache type that does not suit the model."""
     if model.is_encoder:
         return CacheShape(config.block_size, ())
+    preset = cache_types.preset(config)
+    recent_blocks = 0 if preset is None else preset.recent_blocks
     mean_bits, attentions = 8 if encoding.small_means else 16, model.kv_attentions
     head_dims = [attentions[layer].head_dim if layer in attentions else None for layer in range(len(model.layers))]
     layers: list[StateShape] = []
@@ -71,35 +71,12 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
         sizes = mixer.kv_heads, mixer.head_dim, means, mixer.window
         stored_v = None if isinstance(mixer, LatentAttention) else codec_v  # a latent vector is key and value
-        layers.append(LayerShape(codec_k, stored_v, *sizes, images_whole=mixer.images_whole))
-    if (preset := cache_types.preset(config)) is not None:
-        layers = _apply_preset(preset, layers)
+        layers.append(LayerShape(codec_k, stored_v, *sizes, mixer.images_whole, recent_blocks))
     shape = _set_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
     try:
         return replace(shape, stored={layer: ops.cache_bytes(shape.format(layer)) for layer in shape.kv_layers})
     except ValueError as error:
         raise EngineError(str(error)) from None
-
-
-def _apply_preset(preset: Preset, layers: Sequence[StateShape]) -> list[StateShape]:
-    """Return the layers with the types of a preset: two kinds of blocks in the group that keeps the most of a whole
-    text, and one kind in all others, whose windows have no more blocks, however long the text."""
-    values: Counter[Hashable] = Counter()
-    for layer in layers:
-        if isinstance(layer, LayerShape) and layer.window is None:
-            values[layer.group] += layer.values
-    mixed = max(values, key=values.__getitem__, default=None)
-    k, v = map(codecs.get, preset.uniform)
-
-    def layer_shape(layer: StateShape) -> StateShape:
-        if not isinstance(layer, LayerShape):
-            return layer
-        if layer.group == mixed:
-            kind = preset.high_precision_kind
-            return replace(layer, high_precision=kind._replace(codec_v=layer.codec_v and kind.codec_v))
-        return replace(layer, codec_k=k, codec_v=layer.codec_v and v)
-
-    return [*map(layer_shape, layers)]
 
 
 def _set_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:

@@ -327,17 +327,14 @@ class PromptRows(Rows):
         self._ops, (ropes, adapters) = ops, self._tables
         tables = [tuple(map(ops.to_device, table)) for table in ropes]
         routing = None if adapters is None else Routing(*map(ops.to_device, adapters))
-        self._inputs = [self._part(rows, tables, routing, added) for rows in self._slices]
-        self._place_chunks()
+        inputs = [self._part(rows, tables, routing, added) for rows in self._slices]
+        self.chunks[:] = map(self._chunk, self._slices, inputs)
 
     @staticmethod
     def _part(rows: slice, tables: Sequence[Any], adapters: Routing | None, added: Array | None) -> Inputs:
         ropes = tuple([tuple([array[rows] for array in table]) for table in tables])  # no views for each layer
         routing = None if adapters is None else adapters.part(rows)
         return Inputs(None, ropes, (), routing, None if added is None else added[rows])
-
-    def _place_chunks(self) -> None:
-        self.chunks[:], self._changes = map(self._chunk, self._slices, self._inputs), self._store.changes
 
     def _chunk(self, rows: slice, inputs: Inputs) -> Chunk:
         last, count, outputs = self._store.group_of(self.last), rows.stop - rows.start, None
@@ -353,11 +350,6 @@ class PromptRows(Rows):
             parts = [span.part(span.count - 1, 1) for span in spans_here]
             last_spans = self._store.spans(parts, slice(0, len(parts)))[last]
         return Chunk(rows, self.choice.distinct(inputs._replace(spans=tuple(spans))), skipped, last_spans, outputs)
-
-    def follow_blocks(self) -> None:
-        """Read blocks that earlier turns left where they are now, if they have been moved."""
-        if self._store.changes != self._changes:
-            self._place_chunks()
 
     def begin(self, layer: int, x: Array) -> Callable[[], AbstractContextManager[None]] | None:
         super().begin(layer, x)

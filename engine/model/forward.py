@@ -199,7 +199,6 @@ class Transformer:
                 if by_layer or done + count > prompt.step or (layer == last and chunk.rows.stop == len(x)):
                     yield done
                     done = 0
-                    prompt.follow_blocks()
         if self.mtp is not None:
             self.mtp.keep_last(spans[0], x if states is None else states.sum)
         return x[first_output:]
@@ -458,7 +457,7 @@ class StepSpans:
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
-        self._last: tuple[int, dict[TableVersion | None, int], list[Spans]] = 0, {}, [None] * len(store.groups)
+        self._last: tuple[dict[TableVersion | None, int], list[Spans]] = {}, [None] * len(store.groups)
 
     def __call__(self, spans: Sequence[Span]) -> tuple[Spans, ...]:
         """Return what `KVStore.spans` does for all rows."""
@@ -466,13 +465,12 @@ class StepSpans:
         if next_spans is None or len(at) > len(spans):
             return tuple(store.spans(spans, slice(0, len(at))))
         tables = [None if span.reservations else span.sequence.table_version for span in spans]
-        changes, rows, last = self._last
-        found_rows = map(rows.get, tables) if changes == store.changes else [None] * len(spans)
-        last_rows = [-1 if row is None else row for row in found_rows]
+        rows, last = self._last
+        last_rows = [rows.get(table, -1) for table in tables]
         for group, last_spans in zip(store.groups, last, strict=True):
             is_kv, layer, n = isinstance(group, KVBlocks), group.layers[0], store.shape.block_size
             new = [(row, spans[row]) for row, last_row in enumerate(last_rows) if last_row < 0 or not is_kv]
             views = {row: store.view(layer, span, slice(row, row + 1), span.start) for row, span in new}
             result.append(next_spans(last_spans, last_rows, views, at, n) if is_kv else group.spans([*views.values()]))
-        self._last = store.changes, {one: row for row, one in enumerate(tables) if one is not None}, result
+        self._last = {one: row for row, one in enumerate(tables) if one is not None}, result
         return tuple(result)

@@ -48,8 +48,8 @@ def states(
     """Feed `ids` (T,) to `kv`, and yield (index of the first id, hidden states (rows, E) from it on), block by block.
 
     `kv` is empty or ends with a complete block. Attention reads what it reads in a step; with `every_token_coded`, it
-    reads the current block encoded and decoded, whose codes may depend on later tokens of the block. The states are
-    valid until the next chunk. Raises OutOfBlocks.
+    reads all but the first block as codes: recent blocks encoded at once, and the current block encoded and decoded,
+    whose codes may depend on later tokens of the block. The states are valid until the next chunk. Raises OutOfBlocks.
     """
     size = model.store.shape.block_size
     for start in range(0, len(ids), size):
@@ -58,8 +58,8 @@ def states(
         with model.store.abort_on_error([span]):
             hidden = model.forward([span], chunk)
             model.store.commit(span)
-        if model.store.mixed_precision is not None:
-            model.store.mixed_precision.requantize_aged()
+        if every_token_coded:
+            model.store.encode_recent(kv)
         yield start, hidden
 
 

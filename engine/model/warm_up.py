@@ -19,8 +19,6 @@ _MANY_ROWS = 256  # rows of a prompt: enough to be multiplied by a GPU's library
 def least_plan(shape: CacheShape, most_rows: int) -> StorePlan:
     """Return the smallest store for a warm-up. most_rows: the most rows of `warm_up_rows`."""
     tokens = 2 * _ROWS + 1 + _many_rows(shape) + shape.block_size
-    if shape.has_two_kinds:  # there is room for blocks with more bits
-        tokens *= 2
     return plan_for_tokens(shape, tokens + 1 + most_rows, 1 + most_rows)
 
 
@@ -43,13 +41,11 @@ def warm_up(model: Transformer, short: Sequence[int]) -> SequenceKV:
 
 
 def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
-    """Run a prompt that completes blocks and prompts that read them, before and after one is requantized; for recurrent
-    layers, also a step that completes a block."""
+    """Run a prompt that completes blocks, and one that reads them as codes; for recurrent layers, also a step that
+    completes a block."""
     _prompt(model, sequence, _many_rows(model.store.shape))
+    model.store.encode_recent(sequence)
     _prompt(model, sequence, _ROWS)
-    if model.store.mixed_precision is not None:
-        model.store.mixed_precision.requantize()
-        _prompt(model, sequence, _ROWS)
     if not any(group.is_sparse for group in model.store.groups):
         return
     if tokens_left := -(sequence.length + 1) % model.store.shape.block_size:

@@ -16,7 +16,6 @@ from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.scheduler import GAP, Scheduler
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.state.requantize.blocks import Requantizer
 from polarlm.engine.state.store import SequenceKV
 from polarlm.engine.storage.copies import restore
 
@@ -30,13 +29,12 @@ class Prefills:
         prefixes: PrefixCache,
         scheduler: Scheduler,
         batches: Batches,
-        requantizer: Requantizer,
         replayable: bool,
     ) -> None:
         """replayable: compute prompts as rows of steps, whatever prefix is found: they see its codes as their own."""
         self._replayable = replayable
         self._model, self._store, self._prefixes = model, model.store, prefixes
-        self._scheduler, self._batches, self._requantizer = scheduler, batches, requantizer
+        self._scheduler, self._batches = scheduler, batches
 
     def open(self, requests: Sequence[Request], running: Sequence[Request]) -> Batch | None:
         """Open the prompt of the first request, or its prompt with those of others and a step of the running requests.
@@ -73,21 +71,15 @@ class Prefills:
 
     def _match(self, request: Request) -> int | None:
         """Return how many tokens the store lacks of a request, whose prefix is matched now; None if it has to wait for
-        blocks that are requantized or put back. Raises OutOfBlocks."""
+        blocks that are put back. Raises OutOfBlocks."""
         if request.kv is None:
-            stored = 0 if request.saved is None else request.saved.length
-            if request.hit is not None:
-                stored += request.hit.tokens_left
-            if stored and self._requantizer.must_wait(stored):
-                return None
             if request.hit is not None and request.hit.put_back():
                 return None  # the next unit puts back the next part
             request.kv = self._restore(request) or self._longest_prefix(request)
             request.kv.adapter, request.kv.image_positions = request.adapter, request.image_positions
             if request.sequence.generated == 0:
                 request.cached = request.kv.length
-        missing = request.sequence.computable - request.kv.length
-        return None if missing > 0 and self._requantizer.must_wait(missing) else missing
+        return request.sequence.computable - request.kv.length
 
     def _restore(self, request: Request) -> SequenceKV | None:
         if request.saved is None:
@@ -149,8 +141,7 @@ class Prefills:
             if not self._joins(request, missing):
                 return False
             rows, buffers, count = rows + missing, buffers + self._buffer_rows(request), count + 1
-            fits = rows <= min(most, share * count) and buffers <= self._store.plan.tokens
-            return fits and not self._requantizer.must_wait(buffers)
+            return rows <= min(most, share * count) and buffers <= self._store.plan.tokens
 
         return has_room
 
@@ -161,8 +152,8 @@ class Prefills:
     def _buffer_rows(self, request: Request) -> int:
         """The rows of a prompt in its buffer, which has whole blocks."""
         assert request.kv is not None
-        first, n = self._store.first_of_block(request.kv), self._store.shape.block_size
-        return -(-(len(request.sequence.prompt) - first) // n) * n
+        n = self._store.shape.block_size
+        return -(-self._store.buffer_rows(request.kv, self._rows(request)) // n) * n
 
     def _others(self, waiting: Sequence[Request], joins: Callable[[Request, int], bool]) -> list[Request]:
         """Return the first requests that join another one, of whose prompts, matched now, the store lacks so many

@@ -20,7 +20,6 @@ from polarlm.engine.requests.request import Request, UnitTimer
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence, Unit
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.state.requantize.blocks import Requantizer
 from polarlm.engine.state.store import SequenceKV
 from polarlm.engine.storage.copies import export
 from polarlm.engine.storage.tiers.patience import Patience
@@ -56,10 +55,9 @@ class Runner:
         self._lost: DeviceLost | None = None  # why nothing can be computed any more
         self.newest = StoredSequence()
         self._warm_ups = recording_warm_ups(model, scheduler.parallel)
-        self._requantizer = Requantizer(self._store.mixed_precision)
         self._timer = timer = UnitTimer(scheduler)
         self._batches = Batches(model, prefixes, scheduler, patience, timer, self._preempt, drafting.seconds)
-        self._prefills = Prefills(model, prefixes, scheduler, self._batches, self._requantizer, replayable)
+        self._prefills = Prefills(model, prefixes, scheduler, self._batches, replayable)
 
     def submit(self, request: Request) -> None:
         self.requests[request.sequence] = request
@@ -80,7 +78,7 @@ class Runner:
             batch = self._next_batch(unit)
             if batch is not None:
                 self._batches.run(batch)
-        self._requantize()
+        self._encode_ahead()
 
     def _next_batch(self, unit: Unit) -> Batch | None:
         """Return the next batch: a long prompt or the step that has begun, or another one, opened; None if its requests
@@ -129,20 +127,13 @@ class Runner:
             self._timer.end(unit)
             self.sweep()
 
-    def _requantize(self) -> None:
-        """Requantize blocks between two units. Without memory for that, it is tried again after the next unit."""
+    def _encode_ahead(self) -> None:
+        """Encode blocks between two units. Without memory for that, it is tried again after the next unit."""
         try:
-            self._requantizer.run(self._scheduler.usual_step)
+            self._store.encode_ahead()
         except Exception as error:
             if not self._is_lost() and not isinstance(error, MemoryError):
                 raise
-
-    def makes_room(self, tokens: int) -> bool:
-        """Requantize blocks for no longer than a step takes if `tokens` lack room; return whether they did."""
-        is_short = self._requantizer.must_wait(tokens)
-        if is_short:
-            self._requantizer.run(self._scheduler.usual_step)
-        return is_short
 
     def _affected_requests(self, *, is_prefill: bool) -> list[Request]:
         """Return the requests that an error in this unit fails."""
@@ -187,17 +178,9 @@ class Runner:
             backend=self._model.ops.backend,
             tiers=() if self._tiers is None else self._tiers.status(),
             experts=None if cache is None else ExpertStatus(cache.experts, cache.hits, cache.misses, cache.bytes),
-            types=self._blocks_by_type(),
             blocks_of_largest=max((blocks.size for blocks in counted), default=0),
             snapshots=SnapshotStatus(room, room - unused, known, self._store.plan.snapshot_bytes) if sparse else None,
         )
-
-    def _blocks_by_type(self) -> dict[str, int] | None:
-        """Return the number of blocks by type; None if all have the same type."""
-        mixed = self._store.mixed_precision
-        if mixed is None:
-            return None
-        return dict(zip(self._store.shape.kinds, mixed.blocks.placement.counts(), strict=True))
 
     def cache_stats(self) -> CacheStats:
         newest, shape, context = self.newest, self._store.shape, self._store.plan.tokens

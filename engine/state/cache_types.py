@@ -10,39 +10,30 @@ from typing import NamedTuple
 from polarlm.engine import codecs
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.layer_shapes import HighPrecisionKind
 from polarlm.engine.state.shapes import CacheShape
 
 
 class Preset(NamedTuple):
-    """Types of keys and of values: of a sequence's newest blocks, of older ones, and of layers with one kind of blocks.
-    newest: see `HighPrecisionKind`."""
+    """Types of keys and of values, and how many of a sequence's newest complete blocks stay in full precision: their
+    errors cost more than those of all older blocks together (docs/quality.md)."""
 
-    high_precision: tuple[str, str]
-    low_precision: tuple[str, str]
-    uniform: tuple[str, str]
-    newest: int = 3
+    keys: str
+    values: str
+    recent_blocks: int
 
-    @property
-    def high_precision_kind(self) -> HighPrecisionKind:
-        k, v = map(codecs.get, self.high_precision)
-        return HighPrecisionKind(k, v, self.newest)
-
-
-_NEWEST = ("linear8", "linear8")
 
 # Chosen by measurement: see docs/quality.md.
 PRESETS = {
-    "quality": Preset(_NEWEST, ("ring4", "ring4"), uniform=("ring5", "ring4"), newest=2),
-    "balanced": Preset(_NEWEST, ("ring3", "ring3"), uniform=("ring4", "ring3.5"), newest=4),
-    "compact": Preset(_NEWEST, ("ring3", "ring2.5"), uniform=("ring3", "ring3.5")),
+    "quality": Preset("ring4", "ring4", 2),
+    "balanced": Preset("ring3", "ring3", 4),
+    "compact": Preset("ring3", "ring2.5", 2),
 }
-PRESETS_BY_NAME = {**PRESETS, "by-age": PRESETS["balanced"]}
 _OF_FOUR_BITS = "ring4, which has four bits a value, too, or cache_type=balanced, the default"
 # Type that has left → what to take.
 FORMER_TYPES = {
     "auto": "bits by room are no more: choose compact, which has room for as many tokens, balanced (the default) or "
-    "quality; in all of them the newest tokens of a text have the most bits",
+    "quality; in all of them the newest tokens are in full precision",
+    "by-age": "it is balanced, the default, by another name: choose balanced",
     "q8_0": "it is a type of weights here: for the cache choose linear8, which has eight bits a value, too",
     "q4_0": f"it is a type of weights here: for the cache choose {_OF_FOUR_BITS}",
     "kivi4": f"it is no more: choose {_OF_FOUR_BITS}",
@@ -53,14 +44,14 @@ _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
 
 def preset(config: EngineConfig) -> Preset | None:
     """Return the preset of a store; None if a type is named, also for one side alone: all blocks have that then."""
-    return PRESETS_BY_NAME.get(config.cache_type) if config.cache_type_k is config.cache_type_v is None else None
+    return PRESETS.get(config.cache_type) if config.cache_type_k is config.cache_type_v is None else None
 
 
 def types_by_side(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
     """Return (setting, types) for keys and for values: cache_type_k and cache_type_v if set, else cache_type. Raises
     EngineError for a cache_type that is neither one type nor two."""
-    if cache_preset := PRESETS_BY_NAME.get(config.cache_type):
-        k, v = cache_preset.low_precision if preset(config) else cache_preset.uniform
+    if cache_preset := PRESETS.get(config.cache_type):
+        k, v, _ = cache_preset
     else:
         k, v = _split_pair(config.cache_type)
     return (
@@ -118,17 +109,17 @@ def type_pair(config: EngineConfig) -> tuple[str, str]:
     return k, v
 
 
+def name_types(config: EngineConfig) -> str:
+    """Return the preset of a store, or its types, such as "ring4/ring3.5"."""
+    return config.cache_type if preset(config) else "/".join(dict.fromkeys(type_pair(config)))
+
+
 def describe_types(config: EngineConfig, shape: CacheShape) -> str:
-    """Return the types of a store of this shape for people, such as "ring4/ring3.5"."""
+    """Return the types of a store of this shape for people."""
     if (types := preset(config)) is None:
-        return "/".join(dict.fromkeys(type_pair(config)))
-    newest, older, uniform = ("/".join(dict.fromkeys(pair)) for pair in types[:3])
-    layers = shape.kv_layers.values()
-    others = sum(layer.high_precision is None for layer in layers)
-    if others == len(layers):
-        return f"{config.cache_type}: {uniform}"
-    where = f"; {uniform} in {others} of {len(layers)} layers" if others else ""
-    return f"{config.cache_type}: {newest}, {older} for older tokens{where}"
+        return name_types(config)
+    recent = shape.recent_blocks * shape.block_size
+    return f"{config.cache_type}: {'/'.join(dict.fromkeys(types[:2]))}, the newest {recent} tokens in full precision"
 
 
 def _names(setting: str, types: str, layers: int) -> list[str]:
@@ -180,11 +171,11 @@ def _unknown(setting: str, name: str) -> EngineError:
     types = ", ".join(codecs.available())
     if former := FORMER_TYPES.get(name.split("+")[0]):
         problem = former
-    elif name in PRESETS_BY_NAME:
+    elif name in PRESETS:
         problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"
     elif setting == "cache_type":
         problem = (
-            f"there is no such type; choose {', '.join(PRESETS_BY_NAME)}, one of {types}, or two as "
+            f"there is no such type; choose {', '.join(PRESETS)}, one of {types}, or two as "
             "KEYS/VALUES; cache_type_k and cache_type_v set keys and values by themselves"
         )
     else:

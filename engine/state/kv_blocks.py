@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import groupby
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, Move, Spans, SpanView
+from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, Move, Spans, SpanView, layers_together
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.errors import EngineError
 from polarlm.engine.sampling.sample import NOT_FINITE
-from polarlm.engine.state.layer_shapes import SharedShape
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.layer_shapes import LayerShape, SharedShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.tables import BlockTable, Reservation, TableGroup
-
-
-class BlocksOfKind(NamedTuple):
-    """Blocks of one kind: by layer the caches that they are in, their numbers there, and their indices among the blocks
-    that were given."""
-
-    caches: Mapping[int, Cache]
-    numbers: Sequence[int]
-    indices: Sequence[int]
 
 
 class KVBlocks(TableGroup):
@@ -37,19 +29,18 @@ class KVBlocks(TableGroup):
         """layers: a group's layers with K/V. caches: one per layer. blocks: the numbers of quantized blocks and of
         slots."""
         first = shape.layers[layers[0]]
-        super().__init__(shape.block_size, first.window, *blocks)
+        assert isinstance(first, LayerShape)
+        super().__init__(shape.block_size, first.window, *blocks, first.recent_blocks)
         self.layers = layers
         self._ops, self._shape = ops, shape
         self._caches = dict(zip(layers, caches, strict=True))
+        self._heads = [shape.kv_layers[layer].kv_heads for layer in layers]
+        self._encoded_layers: dict[int, int] = {}  # slots of blocks that are quantized next → layers that have codes
         # Layers without K/V read the last layer's, so that no other group may write to a prompt's buffer.
         self._is_shared = any(isinstance(layer, SharedShape) and layer.group == first.group for layer in shape.layers)
 
     def cache(self, layer: int) -> Cache:
         return self._caches[layer]
-
-    def _split_by_kind(self, blocks: Sequence[int]) -> Iterable[BlocksOfKind]:
-        """Yield the quantized blocks of each kind."""
-        yield BlocksOfKind(self._caches, blocks, range(len(blocks)))
 
     # -- growing -----------------------------------------------------------------------------------------------
 
@@ -70,52 +61,56 @@ class KVBlocks(TableGroup):
     def view(
         self, layer: int, table: BlockTable, reservation: Reservation, start: int, rows: slice, position: int
     ) -> SpanView:
-        n, first = self.block_size, start // self.block_size
+        n = self.block_size
         if reservation.buffer is None:
             slot, *following = reservation.slots.values()
             current = KVLocation(None, slot)
         else:
             current, following = KVLocation(reservation.buffer, reservation.first), []
-        ids, high_precision = self._numbers(table.quantized)
         return SpanView(
             rows=rows,
             position=position,
             current=current,
-            current_start=first * n,
-            sink=table.sink if first else None,
-            table=ids,
+            current_start=reservation.start * n,
+            sink=table.sink if reservation.start else None,
+            table=table.quantized,
             table_start=(1 + table.dropped) * n,
             following=following,
-            high_precision=high_precision,
         )
-
-    def _numbers(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
-        """Return the numbers of blocks in the cache: of all, or of low-precision and of high-precision ones."""
-        return blocks, None
 
     def spans(self, views: Sequence[SpanView]) -> Spans:
         return self._ops.spans(views, self.block_size)
 
     def begin(self, layers: Sequence[int], table: BlockTable, reservation: Reservation, start: int) -> None:
-        """Copy the current block's earlier tokens to the reservation's buffer, if it has one."""
-        filled = start % self.block_size
-        if reservation.buffer is not None and filled:
-            assert table.current is not None
-            beginning = KVLocation(reservation.buffer, reservation.first)
-            self._copy(layers, [Move(beginning, KVLocation(None, table.current), filled)])
+        """Copy recent blocks, and the current block's earlier tokens, to the reservation's buffer, if it has one."""
+        if (buffer := reservation.buffer) is None:
+            return
+        n = self.block_size
+        tokens = [min(n, start - first) for first in range(reservation.start * n, start, n)]
+        self._copy(
+            layers,
+            [
+                Move(KVLocation(buffer, reservation.first + index), KVLocation(None, slot), tokens[index])
+                for index, slot in enumerate(self.held_slots(table))
+            ],
+        )
 
     def seal(self, layers: Sequence[int], reservation: Reservation, start: int, count: int) -> list[FilledBlocks]:
-        """Copy the tokens that stay in slots, and return the blocks to encode."""
+        """Copy the new tokens that stay in slots, and return the blocks to encode."""
         if reservation.buffer is None:
             return []
         n, buffer = self.block_size, reservation.buffer
-        blocks_absent, moves = start // n - reservation.first, list[Move]()  # before: blocks that the buffer lacks
-        for number, slot in reservation.slots.items():
-            tokens = min(n, start + count - number * n)
-            moves.append(Move(KVLocation(None, slot), KVLocation(buffer, number - blocks_absent), tokens))
-        self._copy(layers, moves)
-        pairs = [(block, KVLocation(buffer, number - blocks_absent)) for number, block in reservation.quantized.items()]
-        return self._to_encode(layers, pairs)
+        absent = reservation.start - reservation.first  # blocks before the buffer
+        self._copy(
+            layers,
+            [
+                Move(KVLocation(None, slot), KVLocation(buffer, number - absent), min(n, start + count - number * n))
+                for number, slot in reservation.slots.items()
+                if (number + 1) * n > start
+            ],
+        )
+        places = [KVLocation(buffer, number - absent) for number in reservation.quantized]
+        return self._to_encode(layers, [*reservation.quantized.values()], places)
 
     def _copy(self, layers: Iterable[int], moves: Sequence[Move]) -> None:
         if moves:
@@ -124,26 +119,79 @@ class KVBlocks(TableGroup):
     def round_trip(self, layer: int, reservation: Reservation, start: int, count: int) -> None:
         if start >= self.block_size:  # a sequence's first block is never encoded
             with _damage_as_error():
-                tokens = start % self.block_size + count
-                self._ops.round_trip(
-                    self._cache_of_newest(layer), KVLocation(reservation.buffer, reservation.first), tokens
-                )
-
-    def _cache_of_newest(self, layer: int) -> Cache:
-        """Return the cache of a layer's new blocks."""
-        return self._caches[layer]
+                block, filled = divmod(start, self.block_size)
+                place = KVLocation(reservation.buffer, reservation.first + block - reservation.start)
+                self._ops.round_trip(self._caches[layer], place, filled + count)
 
     def filled_blocks(self, reservations: Sequence[tuple[Reservation, int]]) -> list[FilledBlocks]:
-        slots = [pair for reservation, length in reservations for pair in self.filled_slots(reservation, length)]
-        return self._to_encode(self.layers, [(block, KVLocation(None, slot)) for block, slot in slots])
+        pairs = [pair for reservation, length in reservations for pair in self.filled_slots(reservation, length)]
+        return self._from_slots(dict.fromkeys(pairs), len(self.layers))
 
-    def _to_encode(self, layers: Sequence[int], pairs: Sequence[tuple[int, KVLocation]]) -> list[FilledBlocks]:
-        """Return the blocks to encode in `layers`. pairs: quantized blocks, and where their tokens are."""
-        return [
-            FilledBlocks([kind.caches[layer] for layer in layers], kind.numbers, [pairs[i][1] for i in kind.indices])
-            for kind in self._split_by_kind([block for block, _ in pairs])
-            if kind.numbers
-        ]
+    def _from_slots(self, pairs: Iterable[tuple[int, int]], most: int) -> list[FilledBlocks]:
+        """Return what is to be encoded in the next `most` layers. pairs: (quantized block, slot)."""
+        filled = []
+        for done, members in groupby(sorted(pairs, key=self._layers_done), self._layers_done):
+            blocks, slots = zip(*members, strict=True)
+            filled += self._to_encode(self.layers[done : done + most], blocks, [KVLocation(None, one) for one in slots])
+        return filled
+
+    def _layers_done(self, pair: tuple[int, int]) -> int:
+        block, slot = pair
+        return self._encoded_layers.get(slot, 0) if self.ahead.get(slot) == block else 0
+
+    def _to_encode(
+        self, layers: Sequence[int], blocks: Sequence[int], places: Sequence[KVLocation]
+    ) -> list[FilledBlocks]:
+        return [FilledBlocks([self._caches[layer] for layer in layers], blocks, places)] if blocks and layers else []
+
+    # -- recent blocks -----------------------------------------------------------------------------------------
+
+    def note_oldest(self, table: BlockTable) -> None:
+        """Note the block that a table quantizes next."""
+        if len(table.recent) >= self.recent_blocks > 0:
+            self._encoded_layers.setdefault(table.recent[0], 0)
+
+    def encode_ahead(self) -> None:
+        """Encode some layers of the blocks that are quantized next: so many that all are done after half a block's
+        steps. Raises EngineError as `encode` does."""
+        slots = [slot for slot, done in self._encoded_layers.items() if done < len(self.layers)]
+        if not slots:
+            return
+        with suppress(OutOfBlocks):
+            for slot in slots:
+                if slot not in self.ahead:
+                    (self.ahead[slot],) = self.quantized.allocate()
+        pairs = [(self.ahead[slot], slot) for slot in slots if slot in self.ahead]
+        together = layers_together(self._ops.encoded_at_once, self._heads, len(pairs))
+        most = max(together, -(-2 * len(self.layers) // self.block_size))
+        if pairs:
+            encode(self._ops, self._from_slots(pairs, most))
+        for _, slot in pairs:
+            self._encoded_layers[slot] = min(len(self.layers), self._encoded_layers[slot] + most)
+
+    def encode_recent(self, table: BlockTable) -> None:
+        """Encode the oldest recent block of a table, which is quantized then. Raises OutOfBlocks."""
+        slot = table.recent[0]
+        table.quantized.append(self.encode_slot(slot))
+        del table.recent[0]
+        self._release((), [slot])
+
+    def encode_slot(self, slot: int) -> int:
+        """Return a quantized block, which the caller holds, with the codes of a complete block. Raises OutOfBlocks."""
+        (block,) = self._blocks_of([slot])
+        try:
+            encode(self._ops, self._from_slots([(block, slot)], len(self.layers)))
+        except BaseException:
+            self._release([block], ())
+            raise
+        return block
+
+    def _release(self, quantized: Iterable[int], full: Iterable[int]) -> None:
+        full = [*full]
+        super()._release(quantized, full)
+        for slot in full:
+            if not self.full.references(slot):
+                self._encoded_layers.pop(slot, None)
 
     def copy_full(self, target: int, source: int, tokens: int) -> None:
         self._copy(self.layers, [Move(KVLocation(None, target), KVLocation(None, source), tokens)])
@@ -151,18 +199,15 @@ class KVBlocks(TableGroup):
     # -- blocks on the host ------------------------------------------------------------------------------------
 
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
-        """As in `LayerState`, for blocks of one kind."""
-        (kind,) = self._split_by_kind(blocks)
         return {
             (layer, name): array
-            for layer, cache in kind.caches.items()
-            for name, array in self._ops.read_blocks(cache, kind.numbers).items()
+            for layer, cache in self._caches.items()
+            for name, array in self._ops.read_blocks(cache, blocks).items()
         }
 
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
-        (kind,) = self._split_by_kind(blocks)
-        for layer, cache in kind.caches.items():
-            self._ops.write_blocks(cache, kind.numbers, layer_arrays(arrays, layer))
+        for layer, cache in self._caches.items():
+            self._ops.write_blocks(cache, blocks, layer_arrays(arrays, layer))
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
@@ -35,6 +35,7 @@ class StateShape:
 
     window: int | None = None  # the number of tokens that a token sees, itself included; None: all before it
     images_whole: bool = False  # whether rows of an image see its later rows, too
+    recent_blocks: int = 0  # how many of a sequence's newest complete blocks are in full precision
     is_sparse: ClassVar[bool] = False  # whether its quantized blocks are snapshots; see `LayerState.is_sparse`
 
     @property
@@ -51,24 +52,26 @@ class StateShape:
         """Return the quantized blocks and the full-precision blocks of a sequence of `tokens`."""
         complete, rest = divmod(tokens, block_size)
         first = 0 if self.window is None else max(0, tokens - self.window + 1) // block_size  # first visible block
-        return max(0, complete - max(1, first)), (rest > 0) + (complete > 0 and first == 0)
+        blocks = max(0, complete - max(1, first))
+        recent = min(blocks, self.recent_blocks)
+        return blocks - recent, recent + (rest > 0) + (complete > 0 and first == 0)
 
     def needed_blocks(self, tokens: int, block_size: int) -> int:
-        """Return the quantized blocks that a sequence needs until it has `tokens`. Block 0 is never quantized.
+        """Return the quantized blocks that a sequence needs until it has `tokens`, if recent blocks are quantized for
+        want of slots. Block 0 is never quantized.
 
         A window needs its blocks twice: a prompt's first tokens see old blocks while its last ones are encoded.
         """
         complete = max(0, tokens // block_size - 1)
         return complete if self.window is None else min(complete, 2 * (self.window // block_size + 2))
 
-    def slots(self, full_slots: int, more: int) -> int:
-        """Return the number of full-precision slots in a store that has `full_slots` of K/V, and `more` of sequences
-        that are only kept."""
-        return full_slots + more
+    def slots(self, full_slots: int, more: int, recent: int) -> int:
+        """Return the number of full-precision slots in a store that has `full_slots` of K/V for first and current
+        blocks, `more` of sequences that are only kept, and `recent` for recent blocks."""
+        return full_slots + more + recent
 
-    def more_blocks(self, full_slots: int, more: int, tokens: int, block_size: int) -> int:
-        """Return the number of quantized blocks that such a store has besides what its longest sequence needs. tokens:
-        those that all sequences share."""
+    def more_blocks(self, full_slots: int, more: int) -> int:
+        """Return the number of quantized blocks that such a store has besides what its longest sequence needs."""
         return 0
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
@@ -101,16 +104,6 @@ class RecurrentShape(StateShape):
         raise NotImplementedError
 
 
-class HighPrecisionKind(NamedTuple):
-    """The blocks of a layer that have more bits than others: the newest of each sequence. newest: how many complete
-    blocks at its end always have them, since their errors cost more than those of all older blocks together
-    (docs/quality.md, "Deeper in a text")."""
-
-    codec_k: Codec
-    codec_v: Codec | None
-    newest: int = 3
-
-
 @dataclass(frozen=True)
 class LayerShape(StateShape):
     """How one layer stores its K/V. codec_v: None if values are keys."""
@@ -121,46 +114,18 @@ class LayerShape(StateShape):
     head_dim: int  # D
     mean_bits: int = 0  # bits per channel of the block mean that is subtracted from keys: 8, 16, or 0 for none
     window: int | None = None
-    high_precision: HighPrecisionKind | None = None
     images_whole: bool = False
+    recent_blocks: int = 0
 
     @property
     def types(self) -> str:
-        """The types of keys and of values, one name if they are equal; with two kinds of blocks, of low-precision
-        ones."""
+        """The types of keys and of values, one name if they are equal."""
         return "/".join(dict.fromkeys(codec.name for codec in self.codecs))
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """Of keys and, if they are stored, of values."""
         return (self.codec_k,) if self.codec_v is None else (self.codec_k, self.codec_v)
-
-    @property
-    def high_precision_shape(self) -> LayerShape:
-        """The shape if all blocks were high-precision."""
-        if (kind := self.high_precision) is None:
-            return self
-        return replace(self, codec_k=kind.codec_k, codec_v=kind.codec_v, high_precision=None)
-
-    def needed_blocks(self, tokens: int, block_size: int) -> int:
-        complete = super().needed_blocks(tokens, block_size)
-        return complete + self._high_precision_room(min(complete, self._most_high_precision), block_size)
-
-    def more_blocks(self, full_slots: int, more: int, tokens: int, block_size: int) -> int:
-        shared = max(0, super().needed_blocks(tokens, block_size) - self._most_high_precision)
-        newest = min(shared, (full_slots // 2 - 1) * self._most_high_precision)  # of the other sequences
-        requantized = int(self.high_precision is not None)  # the one that has places of both kinds
-        return self._high_precision_room(newest, block_size) + requantized
-
-    @property
-    def _most_high_precision(self) -> int:
-        """High-precision blocks of a sequence, until the oldest one has been requantized."""
-        return 0 if self.high_precision is None else self.high_precision.newest + 1
-
-    def _high_precision_room(self, blocks: int, block_size: int) -> int:
-        """Return how many low-precision blocks have the room by which `blocks` high-precision ones are larger."""
-        high, low = (shape.quantized_bytes(block_size) for shape in (self.high_precision_shape, self))
-        return -(-blocks * (high - low) // low)
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         arrays = transfer.block_arrays(self.format(block_size), stored_as)
@@ -172,9 +137,6 @@ class LayerShape(StateShape):
 
     def format(self, block_size: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
         """Return the format of this layer's cache, for the ops."""
-        high_precision = (
-            None if self.high_precision is None else self.high_precision_shape.format(block_size, metric_k, metric_v)
-        )
         return CacheFormat(
             codec_k=self.codec_k,
             codec_v=self.codec_v,
@@ -184,7 +146,6 @@ class LayerShape(StateShape):
             block_size=block_size,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            high_precision=high_precision,
         )
 
     @property

@@ -33,7 +33,7 @@ class LayerState(Protocol):
     """The state of layers that share block tables. A sequence has one table in each group.
 
     A block of N tokens has a number in its sequence and an id in one of two allocators: `full` for blocks as they were
-    computed, `quantized` for complete blocks as they are stored. New tokens are added by a reservation:
+    computed, `quantized` for complete blocks that are old. New tokens are added by a reservation:
 
         reservation = state.open(table, start, count, …)   or open_step: reserves blocks, or raises OutOfBlocks
         state.begin, …, state.seal                         for all layers of a prompt, one by one or some together
@@ -43,6 +43,8 @@ class LayerState(Protocol):
     layers: tuple[int, ...]
     quantized: BlockAllocator
     full: BlockAllocator
+    recent_blocks: int
+    """How many of a sequence's newest complete blocks are in full precision, where there is room."""
     is_sparse: bool
     """Whether a quantized block stands for all tokens before its end, and only some complete blocks have one."""
 
@@ -81,7 +83,7 @@ class LayerState(Protocol):
         """Encode and decode, in place, what a sealed layer attends to."""
 
     def filled_blocks(self, reservations: Sequence[tuple[Reservation, int]]) -> Sequence[FilledBlocks]:
-        """Return the blocks that steps have filled, to be encoded before these are committed. reservations: with the
+        """Return the blocks that steps have made old, to be encoded before these are committed. reservations: with the
         length that each sequence will have."""
 
     def commit(self, table: BlockTable, reservation: Reservation, length: int) -> None:
@@ -105,8 +107,15 @@ class LayerState(Protocol):
     def first_visible(self, length: int) -> int:
         """Return the number of the first block that the token after `length` tokens, or a later one, can see."""
 
-    def share(self, blocks: Sequence[int | None], length: int) -> BlockTable:
-        """Return a table of `length` tokens with the complete blocks `blocks`, and add a reference to each."""
+    def first_full(self, table: BlockTable, length: int) -> int:
+        """Return the number of the first block in full precision of a sequence of `length` tokens, except the sink."""
+
+    def reservation(self, table: BlockTable, length: int) -> Reservation:
+        """Return the reservation of a step that changes no block of a sequence of `length` tokens."""
+
+    def share(self, blocks: Sequence[int | None], recent: Sequence[int], length: int) -> BlockTable:
+        """Return a table of `length` tokens with the complete blocks `blocks`, behind which the slots `recent` are, and
+        add a reference to each."""
 
     def copy_full(self, target: int, source: int, tokens: int) -> None:
         """Copy the first `tokens` tokens of the slot `source` to the slot `target`."""
@@ -123,11 +132,11 @@ class LayerState(Protocol):
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         """Write a slot, with arrays as `read_full` returns them. Raises ValueError for other arrays."""
 
-    def reserve_table(self, length: int, dropped: int, with_sink: bool) -> BlockTable:
+    def reserve_table(self, length: int, dropped: int, recent: int, *, with_sink: bool) -> BlockTable:
         """Reserve blocks for `length` tokens and return a table of them. If it raises, nothing has changed.
 
-        dropped: the number of quantized blocks that have left the window. Raises OutOfBlocks, or ValueError for numbers
-        that do not fit together.
+        dropped: the number of blocks that have left the window. recent: of recent blocks. Raises OutOfBlocks, or
+        ValueError for numbers that do not fit together.
         """
 
     def bytes(self, table: BlockTable) -> int:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from polarlm.engine.codecs import FULL, get
+from polarlm.engine.codecs import FULL
 from polarlm.engine.config import format_bytes
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
 
 _SPARE_SLOTS = 1  # a prompt's span holds the slot of the block that it completes until commit
@@ -23,17 +22,18 @@ class StorePlan:
     shape: CacheShape
     tokens: int
     quantized_blocks: tuple[int, ...]  # per group
-    full_slots: int  # slots of K/V in full precision; see `StateShape.slots`
+    full_slots: int  # slots of K/V for first and current blocks; see `StateShape.slots`
     more_slots: int = 0  # slots of further sequences that are kept
     more_tokens: int = 0  # tokens of further sequences that are kept
+    recent_slots: int = 0  # slots for recent blocks, which all sequences share
 
     @property
     def bytes(self) -> int:
         """Bytes of the store in the device's memory."""
-        return self.shape.bytes(self.quantized_blocks, self.full_slots, self.more_slots)
+        return self.shape.bytes(self.quantized_blocks, self.full_slots, self.more_slots, self.recent_slots)
 
     def layer_bytes(self, layers: Container[int]) -> int:
-        return self.shape.bytes(self.quantized_blocks, self.full_slots, self.more_slots, layers)
+        return self.shape.bytes(self.quantized_blocks, self.full_slots, self.more_slots, self.recent_slots, layers)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -63,13 +63,17 @@ class StorePlan:
         return min([slots, *(blocks // each for blocks, each in needed if each)])
 
 
-def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: int = 1) -> StorePlan:
+def plan_for_tokens(
+    shape: CacheShape, tokens: int, sequences: int, step_rows: int = 1, *, running: int | None = None
+) -> StorePlan:
     """Return the smallest store with quantized blocks for a sequence of `tokens`, and slots for `sequences` sequences
-    that have `step_rows` rows each in a step."""
+    that have `step_rows` rows each in a step. running: how many have all their recent blocks at once; None for all."""
     # Blocks that the rows of a step may touch, the current block included.
     step_blocks = 1 + (shape.block_size + step_rows - 2) // shape.block_size
     slots = (1 + step_blocks) * sequences + _SPARE_SLOTS
-    return StorePlan(shape, tokens, _quantized_blocks(shape, tokens, slots), slots)
+    blocks = _quantized_blocks(shape, tokens, slots)
+    recent = shape.recent_blocks * (sequences if running is None else running)
+    return StorePlan(shape, tokens, blocks, slots, recent_slots=recent)
 
 
 def _quantized_blocks(
@@ -79,7 +83,7 @@ def _quantized_blocks(
     longer."""
     whole, rest = divmod(more_tokens, max(1, tokens))
     each, last = shape.quantized_blocks(tokens), shape.quantized_blocks(rest)
-    more_blocks = shape.more_blocks(slots, more_slots, tokens)
+    more_blocks = shape.more_blocks(slots, more_slots)
     return tuple((1 + whole) * a + b + c for a, b, c in zip(each, last, more_blocks, strict=True))
 
 
@@ -89,21 +93,29 @@ def plan_for_memory(
     max_tokens: int,
     sequences: int,
     other_bytes: Callable[[int], int] = lambda tokens: 0,
+    *,
+    running: int | None = None,
 ) -> StorePlan:
     """Return the store for the longest sequence, up to `max_tokens`, that fits into `memory` bytes.
 
     other_bytes: tokens of a sequence → bytes of `memory` that other things need; must not decrease. sequences: how many
-    get full-precision slots; fewer if these would take more than a quarter of `memory`. Raises EngineError
-    ("out_of_memory") if two blocks do not fit.
+    get full-precision slots; fewer if these would take more than a quarter of `memory`. As many recent blocks get
+    slots, from those of one sequence to those of `running` ones, as fit into that quarter, too, and beside the longest
+    sequence. Raises EngineError ("out_of_memory") if two blocks do not fit.
     """
 
     def slots(sequences: int) -> int:
-        return plan_for_tokens(shape, 0, sequences).bytes
+        return plan_for_tokens(shape, 0, sequences, running=0).bytes
 
     sequences = max(1, bisect_right(range(1, sequences + 1), memory // 4, key=slots))
+    recent = shape.recent_blocks * min(running or sequences, sequences)
 
     def plan(tokens: int) -> StorePlan:
-        return plan_for_tokens(shape, tokens, sequences)
+        return replace(plan_for_tokens(shape, tokens, sequences), recent_slots=recent)
+
+    whole = plan(max_tokens)
+    for part, room in ((plan(0), memory // 4), (whole, memory - other_bytes(max_tokens))):
+        recent = max(shape.recent_blocks, _most_recent(part, recent, room))
 
     least = plan(min(max_tokens, 2 * shape.block_size))
     room = memory - other_bytes(least.tokens)
@@ -128,11 +140,17 @@ def plan_for_memory(
     return plan(tokens)
 
 
+def _most_recent(plan: StorePlan, most: int, memory: int) -> int:
+    """Return how many slots of recent blocks, up to `most`, a plan has that takes `memory` bytes."""
+    return bisect_right(range(1, most + 1), memory, key=lambda count: replace(plan, recent_slots=count).bytes)
+
+
 def common_plan(shape: CacheShape, plans: Sequence[StorePlan]) -> StorePlan:
     """Return the plan for all layers of `shape` that takes no more of any of its parts than `plans`, one for each."""
     tokens, slots = min(plan.tokens for plan in plans), min(plan.full_slots for plan in plans)
     more_slots, more_tokens = min(plan.more_slots for plan in plans), min(plan.more_tokens for plan in plans)
-    return StorePlan(shape, tokens, (), slots).extend(more_slots, more_tokens)
+    recent = min(plan.recent_slots for plan in plans)
+    return StorePlan(shape, tokens, (), slots, recent_slots=recent).extend(more_slots, more_tokens)
 
 
 def add_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
@@ -167,18 +185,11 @@ def _add_tokens(plan: StorePlan, memory: int) -> StorePlan:
 
 def f16_tokens(plan: StorePlan) -> int:
     """Return how many tokens, up to the plan's, an f16 cache would hold in the memory of `plan`."""
-    half = get(FULL)
-    layers = (
-        replace(layer, codec_k=half, codec_v=layer.codec_v and half, mean_bits=0, high_precision=None)
-        if isinstance(layer, LayerShape)
-        else layer
-        for layer in plan.shape.layers
-    )
-    f16, slots, more = replace(plan.shape, layers=tuple(layers), stored={}), plan.full_slots, plan.more_slots
+    f16, slots, more = plan.shape.as_type(FULL), plan.full_slots, plan.more_slots
 
     def size(tokens: int) -> int:
         first = min(tokens, plan.tokens)
-        return f16.bytes(_quantized_blocks(f16, first, slots, more, tokens - first), slots, more)
+        return f16.bytes(_quantized_blocks(f16, first, slots, more, tokens - first), slots, more, plan.recent_slots)
 
     return bisect_right(range(1, plan.capacity + 1), plan.bytes, key=size)
 
@@ -186,4 +197,4 @@ def f16_tokens(plan: StorePlan) -> int:
 def reserved_text(store: int, context: float) -> str:
     """Return the bytes of a store in words, with what it has beside the bytes that its whole context takes."""
     room = format_bytes(max(0, store - context))
-    return f"{format_bytes(store)} reserved, with {room} of room for newest tokens and further conversations"
+    return f"{format_bytes(store)} reserved, with {room} of room for recent tokens and further conversations"

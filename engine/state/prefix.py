@@ -5,7 +5,8 @@ of everything else that determines the stored K/V (model, codecs, conditioning, 
 salt: K/V of equal tokens are shared only under equal salts. A salt is the `cache_salt` of a request, joined with the
 adapter that computes its K/V, if there is one. A block can be found while a sequence holds it, and until the allocator
 reuses it: the longest free blocks first, first blocks of sequences after current blocks. Both kinds are in full
-precision and match in part as well: the tokens in common with a prompt are copied.
+precision and match in part as well: the tokens in common with a prompt are copied. Recent blocks are found in their
+slots; when these are reused, their codes stay.
 
     kv = prefixes.match_prefix(ids, salt)   the longest stored prefix of `ids`
     prefixes.insert(kv, ids)                after every commit: makes complete blocks findable
@@ -16,13 +17,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 
-from polarlm.engine.state.blocks import Blocks, add_blocks
+from polarlm.engine.errors import EngineError
+from polarlm.engine.state.blocks import Blocks, OutOfBlocks, add_blocks
+from polarlm.engine.state.kv_blocks import KVBlocks
 from polarlm.engine.state.layer_state import copy_slots
 from polarlm.engine.state.store import KVStore, SequenceKV
 
@@ -60,6 +64,7 @@ class PrefixCache:
         self._root = hashlib.blake2b(identity, digest_size=16).digest()
         self._enabled, self._control_ids = enabled, np.array(sorted(control_ids), np.int64)
         self._quantized_blocks: dict[bytes, Blocks] = {}  # by the hash at the block's end
+        self._recent_blocks: dict[bytes, Blocks] = {}  # slots, likewise
         self._full_blocks: dict[bytes, list[_FullBlock]] = {}  # by the hash before the block
         self._observer: ReuseObserver | None = None
 
@@ -88,6 +93,19 @@ class PrefixCache:
             blocks = [table.block(number) if number else table.sink for table in kv.tables]
             parent = self._last_hash(root, kv.hashes)
             kv.hashes.append(self.add(root, parent, ids[number * n : (number + 1) * n], blocks))
+            if number:
+                self._add_recent(kv.hashes[-1], [table.slot(number) for table in kv.tables])
+        first_recent = self._first_recent(kv)
+        for number in range(kv.coded, min(first_recent, len(kv.hashes))):
+            blocks = [table.block(number) for table in kv.tables]
+            self._add_quantized(kv.hashes[number], blocks)
+            self._drop_recent(kv.hashes[number], blocks)
+        kv.coded = max(kv.coded, first_recent)
+
+    def _first_recent(self, kv: SequenceKV) -> int:
+        """Return the number of the first recent block in any group that has such; 0 if none has."""
+        tables = zip(self._store.groups, kv.tables, strict=True)
+        return min((table.first_recent for group, table in tables if group.recent_blocks), default=0)
 
     def add(self, root: bytes, parent: bytes, ids: Sequence[int], blocks: Blocks) -> bytes:
         """Make a complete block that the caller holds findable, and return its hash. root: the hash that its chain
@@ -123,6 +141,7 @@ class PrefixCache:
             for entry in list(self._full_blocks.get(parent, ())):
                 self._drop(entry)
         for key in kv.hashes:
+            self._drop_recent(key, self.find_recent(key))
             for index, block in enumerate(self._quantized_blocks.pop(key, ())):
                 if block is not None:
                     self._store.groups[index].quantized.drop(block)
@@ -137,6 +156,51 @@ class PrefixCache:
         add_blocks(stored_blocks, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
         if stored_blocks == [None] * len(blocks):
             del self._quantized_blocks[key]
+
+    def _add_recent(self, key: bytes, slots: Blocks) -> None:
+        if slots != [None] * len(slots):
+            allocators = [group.full for group in self._store.groups]
+            stored_slots = self._recent_blocks.setdefault(key, [None] * len(slots))
+            forget = partial(partial, self._forget_recent, key)
+            add_blocks(stored_slots, slots, allocators, forget, are_copied=True)
+
+    def _drop_recent(self, key: bytes, blocks: Blocks) -> None:
+        """Remove a recent block from the cache, whether or not a sequence holds it, in groups that have one of
+        `blocks`."""
+        for index, (slot, block) in enumerate(zip(self.find_recent(key), blocks, strict=True)):
+            if slot is not None and block is not None:
+                self._store.groups[index].full.drop(slot)
+                self._remove_recent(key, index)
+
+    def _remove_recent(self, key: bytes, index: int) -> None:
+        slots = self._recent_blocks[key]
+        slots[index] = None
+        if slots == [None] * len(slots):
+            del self._recent_blocks[key]
+
+    def _forget_recent(self, key: bytes, index: int) -> None:
+        """Keep the codes of a recent block, whose slot is reused, if there is room for them."""
+        with suppress(OutOfBlocks, EngineError):
+            self._encode(key, index)
+        self._remove_recent(key, index)
+
+    def _encode(self, key: bytes, index: int) -> None:
+        """Let a block be found as codes in a group, too, if it is found as a recent one. Raises OutOfBlocks, and
+        EngineError for a damaged block."""
+        slot, group = self.find_recent(key)[index], self._store.groups[index]
+        if slot is not None and self.find_quantized(key)[index] is None:
+            assert isinstance(group, KVBlocks)
+            block = group.encode_slot(slot)
+            self._add_quantized(key, [block if one is group else None for one in self._store.groups])
+            group.quantized.release(block)
+
+    def encode(self, key: bytes) -> Blocks:
+        """Return the quantized blocks that are stored under a hash. A block that is found as a recent one alone is
+        encoded before, if there is room."""
+        with suppress(OutOfBlocks, EngineError):
+            for index in range(len(self._store.groups)):
+                self._encode(key, index)
+        return self.find_quantized(key)
 
     def add_full(self, parent: bytes, ids: Sequence[int], slots: Blocks) -> None:
         """Make the slots of a block with `ids`, which the caller holds, findable."""
@@ -201,19 +265,49 @@ class PrefixCache:
             for rest in dict.fromkeys((shared, 0)):
                 if self._is_complete(runs[count], count, count * n + rest):
                     length, is_whole = count * n + rest, False
-                    groups = enumerate(self._store.groups)
-                    tables = [group.share([each[index] for each in blocks[:count]], length) for index, group in groups]
-                    kv = SequenceKV(length, tables, hashes[:count], root)
+                    kv = self._share(blocks[: min(1, count)], hashes[:count], length, root)
                     try:
-                        is_whole = rest == 0 or self._set_current(kv, partial_block, rest)
+                        is_whole = kv.length == length and (rest == 0 or self._set_current(kv, partial_block, rest))
                         if is_whole:
                             _remember_branch(kv, reach, n)
                             self._remember_edges(kv, ids)
+                            self._store.note_recent(kv)
                             return kv
                     finally:
                         if not is_whole:
                             self._store.release(kv)
         raise AssertionError("the empty prefix always matches")
+
+    def _share(self, first: Sequence[Blocks], hashes: Sequence[bytes], length: int, root: bytes) -> SequenceKV:
+        """Return a sequence of stored blocks, without a current one; an empty one if a block between codes that is in
+        full precision alone cannot be encoded, or if recent blocks are missing that must be there. first: the first
+        block."""
+        count, groups, firsts = len(hashes), self._store.groups, list[int]()
+        with suppress(OutOfBlocks, EngineError):
+            for index, group in enumerate(groups):
+                lowest = max(1, group.first_visible(length))
+                first_recent = count
+                while first_recent > lowest and self.find_recent(hashes[first_recent - 1])[index] is not None:
+                    first_recent -= 1
+                if self._store.keeps_recent and first_recent > max(lowest, count - group.recent_blocks):
+                    return self._store.new_sequence()
+                for key in hashes[lowest:first_recent]:
+                    self._encode(key, index)
+                firsts.append(first_recent)
+        blocks, recent = [*first, *map(self.find_quantized, hashes[1:])], [*map(self.find_recent, hashes)]
+        codes = [[each[index] for each in blocks[:end]] for index, end in enumerate(firsts)]
+        ends = zip(groups, codes, strict=False)
+        if len(firsts) < len(groups) or any(None in each[group.first_visible(length) :] for group, each in ends):
+            return self._store.new_sequence()
+        slots = [
+            [slot for each in recent[end:] if (slot := each[index]) is not None] for index, end in enumerate(firsts)
+        ]
+        tables = [
+            group.share(*each, length) for group, each in zip(groups, zip(codes, slots, strict=True), strict=True)
+        ]
+        kv = SequenceKV(length, tables, list(hashes), root)
+        kv.coded = self._first_recent(kv)
+        return kv
 
     def _remember_edges(self, kv: SequenceKV, ids: Sequence[int]) -> None:
         """Note where a later prompt may leave this one, for groups that are not able to continue everywhere."""
@@ -231,6 +325,15 @@ class PrefixCache:
         """Return the quantized blocks that are stored under a hash."""
         return list(self._quantized_blocks.get(key, ())) or [None] * len(self._store.groups)
 
+    def find_recent(self, key: bytes) -> Blocks:
+        """Return the slots of the recent block that is stored under a hash."""
+        return list(self._recent_blocks.get(key, ())) or [None] * len(self._store.groups)
+
+    def find_complete(self, key: bytes) -> Blocks:
+        """Return the blocks that are stored under a hash, quantized ones or slots; None for groups without one."""
+        blocks = zip(self.find_quantized(key), self.find_recent(key), strict=True)
+        return [recent if block is None else block for block, recent in blocks]
+
     def find_full(self, parent: bytes, ids: Sequence[int]) -> Blocks:
         """Return the slots of the full-precision block with exactly `ids` after the hash `parent`."""
         slots = (list(entry.slots) for entry in self._full_blocks.get(parent, ()) if entry.ids == tuple(ids))
@@ -246,7 +349,7 @@ class PrefixCache:
             return [], []
         root, hashes = self.hashes(ids, salt)
         first = [self.find_full(root, ids[: self._store.shape.block_size])] if hashes else []
-        return hashes, [*first, *map(self.find_quantized, hashes[1:])]
+        return hashes, [*first, *map(self.find_complete, hashes[1:])]
 
     def _runs(self, stored_blocks: Sequence[Blocks]) -> list[list[int]]:
         """Return, as [i][group], the length of the run of stored blocks that ends with block i − 1."""

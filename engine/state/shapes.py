@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from polarlm.engine import codecs
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.quantization.metric import Metric
-from polarlm.engine.state.layer_shapes import HighPrecisionKind, LayerShape, SharedShape, StateShape
+from polarlm.engine.state.layer_shapes import LayerShape, SharedShape, StateShape
 from polarlm.model_loaders.forks import cached_property
 
 
@@ -27,43 +28,31 @@ class CacheShape:
         return self.kv_layers[layer].format(self.block_size, metric_k, metric_v)
 
     @property
-    def has_two_kinds(self) -> bool:
-        """Whether some blocks have more bits than others."""
-        return self.high_precision is not None
+    def recent_blocks(self) -> int:
+        """How many of a sequence's newest complete blocks are in full precision, where there is room."""
+        return max((layer.recent_blocks for layer in self.layers), default=0)
 
-    @cached_property
-    def high_precision(self) -> HighPrecisionKind | None:
-        """The blocks that have more bits than others, in the layers that have two kinds."""
-        return next((layer.high_precision for layer in self.kv_layers.values() if layer.high_precision), None)
-
-    @property
-    def _newest(self) -> int:
-        """How many of a sequence's newest complete blocks always have more bits."""
-        return 0 if self.high_precision is None else self.high_precision.newest
-
-    @property
-    def kinds(self) -> tuple[str, str]:
-        """The types of blocks with more bits, and of the others, where they are of two kinds."""
-        layer = next(layer for layer in self.kv_layers.values() if layer.high_precision)
-        return layer.high_precision_shape.types, layer.types
-
-    @property
-    def high_precision_shape(self) -> CacheShape:
-        """The shape if all blocks have the most bits that they can have, without a backend's padding of these."""
-        if not self.has_two_kinds:
-            return self
-        high_precision_shape = (
-            layer.high_precision_shape if isinstance(layer, LayerShape) else layer for layer in self.layers
+    def as_type(self, name: str) -> CacheShape:
+        """The shape if all K/V had this type, without a backend's padding."""
+        codec = codecs.get(name)
+        layers = (
+            replace(
+                layer,
+                codec_k=codec,
+                codec_v=layer.codec_v and codec,
+                mean_bits=layer.mean_bits if codecs.is_quantized(codec) else 0,
+            )
+            if isinstance(layer, LayerShape)
+            else layer
+            for layer in self.layers
         )
-        return replace(self, layers=tuple(high_precision_shape), stored={})
+        return replace(self, layers=tuple(layers), stored={})
 
     @property
     def widest(self) -> CacheFormat:
-        """The format of a layer with the most K/V values per token, of those one whose blocks are of two kinds."""
+        """The format of a layer with the most K/V values per token."""
         layers = self.kv_layers
-        return self.format(
-            max(layers, key=lambda layer: (layers[layer].values, layers[layer].high_precision is not None))
-        )
+        return self.format(max(layers, key=lambda layer: layers[layer].values))
 
     @cached_property
     def kv_layers(self) -> dict[int, LayerShape]:
@@ -111,14 +100,12 @@ class CacheShape:
         return self.quantized_bytes(every_token) / self.block_size
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Return the bytes of a sequence of `tokens`: its quantized blocks, its sink and its current block. Blocks
-        outside a layer's window do not count."""
-        total = 0
-        for layers, quantized, full in self._blocks(tokens):
-            newest = min(quantized, self._newest)
-            total += (quantized - newest) * self.quantized_bytes(layers) + full * self.full_bytes(layers)
-            total += newest * self.high_precision_shape.quantized_bytes(layers)
-        return total
+        """Return the bytes of a sequence of `tokens`: its quantized blocks, and those in full precision. Blocks outside
+        a layer's window do not count."""
+        blocks = self._blocks(tokens)
+        return sum(
+            codes * self.quantized_bytes(layers) + full * self.full_bytes(layers) for layers, codes, full in blocks
+        )
 
     def f16_bytes(self, tokens: int) -> int:
         """Return the bytes of the same blocks in half precision. The block that is being filled counts as a whole in
@@ -137,12 +124,11 @@ class CacheShape:
         return 8 * sum(self._quantized_bytes[layer] for layer in self.kv_layers) / max(1, values)
 
     def bits_of_text(self, tokens: int) -> float:
-        """Return `bits_per_value` of a text of `tokens` without its first block, if the current block is coded, too: it
-        is one more of the newest."""
-        blocks = max(1, -(-tokens // self.block_size) - 1)
-        newest = min(blocks, self._newest + self.has_two_kinds)
-        bits = newest * self.high_precision_shape.bits_per_value + (blocks - newest) * self.bits_per_value
-        return bits / blocks
+        """Return the bits per value of K/V of the complete blocks of a text of `tokens` but its first one, of which the
+        recent ones have 16."""
+        blocks = max(1, tokens // self.block_size - 1)
+        recent = min(blocks, self.recent_blocks)
+        return (16 * recent + self.bits_per_value * (blocks - recent)) / blocks
 
     def quantized_blocks(self, tokens: int) -> tuple[int, ...]:
         """Return how many quantized blocks a sequence needs until it has `tokens`, per group."""
@@ -152,21 +138,24 @@ class CacheShape:
         """Return the sum of `blocks`, numbers for each group, over the groups that have K/V."""
         return sum(count for (_, layers), count in zip(self.groups, blocks, strict=True) if layers[0] in self.kv_layers)
 
-    def more_blocks(self, full_slots: int, more: int, tokens: int) -> tuple[int, ...]:
-        """Return how many quantized blocks a store has besides those that its longest sequence needs, per group.
-        tokens: those that all sequences share; 0 if each has its blocks."""
-        shapes = (self.layers[layers[0]] for _, layers in self.groups)
-        return tuple(shape.more_blocks(full_slots, more, tokens, self.block_size) for shape in shapes)
+    def more_blocks(self, full_slots: int, more: int) -> tuple[int, ...]:
+        """Return how many quantized blocks a store has besides those that its longest sequence needs, per group."""
+        return tuple(self.layers[layers[0]].more_blocks(full_slots, more) for _, layers in self.groups)
 
     def bytes(
-        self, quantized_blocks: tuple[int, ...], full_slots: int, more: int = 0, of: Container[int] | None = None
+        self,
+        quantized_blocks: tuple[int, ...],
+        full_slots: int,
+        more: int = 0,
+        recent: int = 0,
+        of: Container[int] | None = None,
     ) -> int:
-        """Return the bytes of a store with `quantized_blocks` per group, and `full_slots` and `more` in groups of K/V,
-        without what is in the memory of a GPU's host. of: the layers to count; None for all."""
+        """Return the bytes of a store with `quantized_blocks` per group, and slots as for `StateShape.slots`, without
+        what is in the memory of a GPU's host. of: the layers to count; None for all."""
         total = 0
         for (_, layers), count in zip(self.groups, quantized_blocks, strict=True):
             shape, counted = self.layers[layers[0]], [layer for layer in layers if of is None or layer in of]
-            total += shape.slots(full_slots, more) * self.full_bytes(counted)
+            total += shape.slots(full_slots, more, recent) * self.full_bytes(counted)
             if not (self.has_host and shape.is_sparse):
                 total += count * self.quantized_bytes(counted)
         return total

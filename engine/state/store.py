@@ -1,12 +1,13 @@
 """The KV store: holds the K/V of all sequences in blocks, and encodes them.
 
-A sequence is split into blocks of N tokens. Its first block (the sink) and the block that is being filled (the current
-block) stay in full precision, in *full-precision slots*; every complete block between them is encoded. New tokens enter
-the store through a `Span`. The span of a prompt has buffers for the new K/V of the layers that are sealed together:
+A sequence is split into blocks of N tokens. Its first block (the sink), its newest complete blocks (the recent blocks)
+and the block that is being filled (the current block) are in full precision, in *full-precision slots*; all others are
+encoded. New tokens enter the store through a `Span`. The span of a prompt has buffers for the new K/V of the layers
+that are sealed together:
 
     span = store.open(sequence, count)      reserves blocks, or raises OutOfBlocks and changes nothing
     for every layer:                        begin_layer, append and attend in any number of chunks; after the last one
-        store.seal(layer, span)             encodes complete blocks and copies the rest to the current block
+        store.seal(layer, span)             encodes old blocks and copies the others to slots
     store.commit(span)                      the sequence is `count` tokens longer       (or store.abort(span))
 
 The rows of a step are appended to the slots of their blocks. They stay in full precision until the number of rows to
@@ -14,15 +15,16 @@ keep is known:
 
     span = store.open_step(sequence, count)
     for every layer:                        append and attend
-    store.commit(span, kept)                keeps the first `kept` rows and encodes complete blocks
+    store.commit(span, kept)                keeps the first `kept` rows and encodes old blocks
 
-Layers with the same window share block tables. Blocks that no later token of a group can see are released.
+Layers with the same window share block tables. Blocks that no later token of a group can see are released. Recent
+blocks of all sequences share the slots: without a free one, the oldest recent block of some sequence is encoded early.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -32,13 +34,12 @@ from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric
-from polarlm.engine.state.blocks import NeedsRequantize, OutOfBlocks
+from polarlm.engine.state.blocks import OutOfBlocks, OutOfSlots
 from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
 from polarlm.engine.state.layer_shapes import LayerShape, RecurrentShape
 from polarlm.engine.state.layer_state import Buffers, LayerState, TableVersion, describe_layers, table_version_after
 from polarlm.engine.state.plan import StorePlan
-from polarlm.engine.state.requantize.blocks import MixedPrecisionBlocks
 from polarlm.engine.state.tables import BlockTable, Reservation
 
 T = TypeVar("T")
@@ -72,6 +73,8 @@ class SequenceKV:
     table_version: TableVersion | None = None  # None: the next step may change a table
     image_positions: ImagePositions | None = None  # None: a sequence without images
     hidden: Array | None = None  # (E,) float32: of the last token, for `MtpLayer`; None: unknown
+    coded: int = 1  # the number of the first block whose codes the prefix cache does not know
+    open_spans: int = 0
 
 
 @dataclass
@@ -89,6 +92,7 @@ class Span:
     round_trip: bool = False
     layers_per_seal: int = 1  # layers with K/V that are sealed together
     layers_to_seal: list[int] = field(default_factory=list)  # which wait for the others of these; one list for a batch
+    is_open: bool = True
     hidden: Array | None = field(default=None, compare=False)  # of the rows of a step, or of a prompt's last one
 
     def part(self, first: int, count: int) -> Span:
@@ -104,16 +108,23 @@ class KVStore:
     """The blocks of all layers, and the block tables of all sequences. Not thread-safe: the engine's lock guards it."""
 
     def __init__(
-        self, ops: Ops, plan: StorePlan, conditioning: Sequence[Conditioning], metrics: Sequence[Metrics] | None = None
+        self,
+        ops: Ops,
+        plan: StorePlan,
+        conditioning: Sequence[Conditioning],
+        metrics: Sequence[Metrics] | None = None,
+        *,
+        keeps_recent: bool = False,
     ):
-        """conditioning, metrics: one for each layer; without metrics every codec rounds to the nearest code."""
-        self.ops, self.plan, self.shape = ops, plan, plan.shape
+        """conditioning, metrics: one for each layer; without metrics every codec rounds to the nearest code.
+        keeps_recent: never quantize a block early, so that what a token reads depends on its position alone."""
+        self.ops, self.plan, self.shape, self.keeps_recent = ops, plan, plan.shape, keeps_recent
         self._source = [plan.shape.source(layer) for layer in range(len(plan.shape.layers))]
         self.conditioning = [conditioning[source] for source in self._source]
         groups = {layer: index for index, (_, layers) in enumerate(plan.shape.groups) for layer in layers}
         self.group_of = groups.__getitem__  # a layer → the number of its group, whose layers share block tables
         firsts = [plan.shape.layers[layers[0]] for _, layers in plan.shape.groups]
-        slots = [first.slots(plan.full_slots, plan.more_slots) for first in firsts]
+        slots = [first.slots(plan.full_slots, plan.more_slots, plan.recent_slots) for first in firsts]
         sizes, caches = [*zip(plan.quantized_blocks, slots, strict=True)], dict[int, Cache]()
         for layer in plan.shape.kv_layers:
             format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
@@ -127,13 +138,12 @@ class KVStore:
         for (_, layers), shape, blocks in zip(plan.shape.groups, firsts, sizes, strict=True):
             layers = tuple(layer for layer in layers if self._source[layer] == layer)
             if isinstance(shape, LayerShape):
-                kind = KVBlocks if shape.high_precision is None else MixedPrecisionBlocks
-                self.groups.append(kind(ops, plan.shape, layers, [caches[layer] for layer in layers], blocks))
+                self.groups.append(KVBlocks(ops, plan.shape, layers, [caches[layer] for layer in layers], blocks))
             else:
                 assert isinstance(shape, RecurrentShape)
                 self.groups.append(shape.state(ops, plan.shape.block_size, layers, blocks))
-        # The group with two kinds of blocks, if there is one.
-        self.mixed_precision = next((group for group in self.groups if isinstance(group, MixedPrecisionBlocks)), None)
+        # Sequences with recent blocks, by their identities.
+        self._with_recent: dict[int, SequenceKV] = {}
 
     def cache(self, layer: int) -> Any:
         """Return the cache of one layer, for the ops; see `LayerState.cache`."""
@@ -170,9 +180,10 @@ class KVStore:
 
     def release(self, sequence: SequenceKV) -> None:
         """Release all blocks of a sequence; it is empty afterwards."""
+        self._with_recent.pop(id(sequence), None)
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
-        sequence.length, sequence.tables, sequence.hashes = 0, self.new_sequence().tables, []
+        sequence.length, sequence.tables, sequence.hashes, sequence.coded = 0, self.new_sequence().tables, [], 1
         sequence.adapter = sequence.table_version = sequence.image_positions = sequence.hidden = None
 
     # -- growing a sequence ------------------------------------------------------------------------------------
@@ -203,12 +214,17 @@ class KVStore:
     def _buffers(self, prompts: Sequence[tuple[SequenceKV, int]], layers: int | None = None) -> Buffers:
         """layers: that are sealed together; None for as many as are worth a launch, 1 if something changes the K/V of a
         layer before the next one comes."""
-        n, rows = self.shape.block_size, 0
-        for sequence, count in prompts:
-            rows = -(-rows // n) * n + sequence.length % n + count
+        n = self.shape.block_size
+        rows = sum(-(-self.buffer_rows(sequence, count) // n) * n for sequence, count in prompts)
         kv_heads = [shape.kv_heads for shape in self.shape.kv_layers.values()]
         least = max(self.ops.encoded_at_once, _SEALED_BLOCKS)
         return Buffers(rows, layers or layers_together(least, kv_heads, -(-rows // n)))
+
+    def buffer_rows(self, sequence: SequenceKV, count: int) -> int:
+        """Return the rows of a prompt's `count` tokens in its buffer, behind those of the blocks in full precision."""
+        tables = zip(self.groups, sequence.tables, strict=True)
+        firsts = [group.first_full(table, sequence.length) for group, table in tables if isinstance(group, KVBlocks)]
+        return sequence.length - min(firsts, default=0) * self.shape.block_size + count
 
     def _open(
         self, sequence: SequenceKV, count: int, buffers: Buffers, *, as_steps: bool = False, **fields: Any
@@ -217,7 +233,8 @@ class KVStore:
         reservations = self._reserve(
             sequence, lambda group, table: group.open(table, start, count, buffers, as_steps=as_steps)
         )
-        buffers.first += -(-(start % n + count) // n)
+        buffers.first += -(-self.buffer_rows(sequence, count) // n)
+        sequence.open_spans += 1
         return Span(sequence, start, count, reservations, layers_per_seal=buffers.layers, **fields)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
@@ -226,9 +243,10 @@ class KVStore:
         changed."""
         n = self.shape.block_size
         assert 1 <= count <= STEP_ROWS or sequence.length % n + count <= n
-        if sequence.table_version is not None and sequence.length + count <= sequence.table_version.end:
-            return Span(sequence, sequence.length, count, [], is_step=True)
-        reservations = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
+        reservations: list[Reservation] = []
+        if sequence.table_version is None or sequence.length + count > sequence.table_version.end:
+            reservations = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
+        sequence.open_spans += 1
         return Span(sequence, sequence.length, count, reservations, is_step=True)
 
     def plan_snapshots(self, sequence: SequenceKV, stop: int) -> None:
@@ -257,7 +275,7 @@ class KVStore:
         reservations: list[Reservation] = []
         try:
             for group, table in zip(self.groups, sequence.tables, strict=True):
-                reservations.append(self.with_room(partial(grow, group, table)))
+                reservations.append(self.with_slots(group, partial(grow, group, table)))
         except BaseException:  # OutOfBlocks, or no memory for a buffer
             for group, reservation in zip(self.groups, reservations, strict=False):
                 group.abort(reservation)
@@ -301,8 +319,8 @@ class KVStore:
 
     def seal(self, layer: int, *spans: Span) -> None:
         """Keep the K/V of a layer of a prompt, or of all prompts of a batch, whose rows have all been appended. As many
-        layers as `layers_per_seal` encode their complete blocks at once, the last ones at commit, before which logits
-        may be asked for. Raises EngineError ("model_damaged") if one holds NaN or infinity and the device detects it.
+        layers as `layers_per_seal` encode their old blocks at once, the last ones at commit, before which logits may
+        be asked for. Raises EngineError ("model_damaged") if one holds NaN or infinity and the device detects it.
         """
         if layer not in self.shape.kv_layers:
             self._seal(spans, [layer])
@@ -337,14 +355,15 @@ class KVStore:
 
     def _group_of_span(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Reservation]:
         index = self.group_of(layer)
-        table, first = span.sequence.tables[index], span.start // self.shape.block_size
-        slots = {} if table.current is None else {first: table.current}  # of a step that changes no table
-        return self.groups[index], table, span.reservations[index] if span.reservations else Reservation(slots, {}, [])
+        group, table = self.groups[index], span.sequence.tables[index]
+        if span.reservations:
+            return group, table, span.reservations[index]
+        return group, table, group.reservation(table, span.sequence.length)  # of a step that changes no table
 
     def commit(self, span: Span, kept: int | None = None) -> None:
         """Keep the first `kept` tokens of `span` (None: all, as for every prompt) and discard the others.
 
-        Encodes the blocks that a step has filled. Raises EngineError ("model_damaged") if one of them holds NaN or
+        Encodes the blocks that a step makes old. Raises EngineError ("model_damaged") if one of them holds NaN or
         infinity and the device detects it; the tokens are kept nevertheless.
         """
         for error in self.commit_steps([span], [kept]).values():
@@ -361,18 +380,21 @@ class KVStore:
         damaged = self._encode_filled([step for step in growing if step[1].is_step])
         for span, length in zip(spans, lengths, strict=True):
             span.sequence.length = length
+            span.sequence.open_spans -= span.is_open
+            span.is_open = False
             if span.hidden is not None and length > span.start:
                 span.sequence.hidden = span.hidden[length - span.start - span.count - 1]
         for _, span, length in growing:
             reservations, span.reservations = span.reservations, []
             for group, table, reservation in zip(self.groups, span.sequence.tables, reservations, strict=True):
                 group.commit(table, reservation, length)
+            self.note_recent(span.sequence)
             version = table_version_after(self.groups, self.shape.block_size, length) if span.is_step else None
             span.sequence.table_version = version
         return damaged
 
     def _encode_filled(self, steps: Sequence[_Step]) -> dict[int, EngineError]:
-        """Encode the blocks that steps have filled, all at once, and return errors as `commit_steps` does."""
+        """Encode the blocks that steps make old, all at once, and return errors as `commit_steps` does."""
         filled: list[FilledBlocks] = []
         for index, group in enumerate(self.groups):
             filled += group.filled_blocks([(span.reservations[index], length) for _, span, length in steps])
@@ -389,6 +411,8 @@ class KVStore:
     def abort(self, span: Span) -> None:
         """Discard an open span; its sequence is as it was before. Does nothing after `commit`."""
         reservations, span.reservations = span.reservations, []
+        span.sequence.open_spans -= span.is_open
+        span.is_open = False
         for group, reservation in zip(self.groups, reservations, strict=False):
             group.abort(reservation)
 
@@ -402,21 +426,61 @@ class KVStore:
                 self.abort(span)
             raise
 
-    def with_room(self, allocate: Callable[[], T]) -> T:
-        """Return what `allocate` returns, and requantize blocks as long as it raises NeedsRequantize."""
-        while True:
-            try:
-                return allocate()
-            except NeedsRequantize:
-                if self.mixed_precision is None or not self.mixed_precision.requantize():
-                    raise
+    # -- recent blocks -----------------------------------------------------------------------------------------
+
+    def note_recent(self, sequence: SequenceKV) -> None:
+        """Note which recent blocks a sequence has."""
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            if isinstance(group, KVBlocks) and table.recent:
+                self._with_recent[id(sequence)] = sequence
+                group.note_oldest(table)
+
+    def encode_ahead(self) -> None:
+        """Encode some layers of the blocks that running sequences quantize next, so that the step that makes these old
+        need not wait for all layers."""
+        with suppress(EngineError):  # a damaged block, which the step that quantizes it reports
+            for group in self.groups:
+                if isinstance(group, KVBlocks):
+                    group.encode_ahead()
+
+    def encode_recent(self, sequence: SequenceKV) -> None:
+        """Quantize all complete blocks of a sequence but the first one. Raises OutOfBlocks."""
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            while table.recent and isinstance(group, KVBlocks):
+                group.encode_recent(table)
+        sequence.table_version = None
+
+    def with_slots(self, group: LayerState, allocate: Callable[[], T]) -> T:
+        """Return what `allocate` returns, which allocates slots of a group. Without enough of them, recent blocks are
+        quantized, first of conversations that no request continues, before blocks are lost that could be found."""
+        full, index = group.full, self.groups.index(group)
+        full.gives_up = not group.recent_blocks
+        try:
+            while True:
+                try:
+                    return allocate()
+                except OutOfSlots:
+                    if full.gives_up:
+                        raise
+                    full.gives_up = not self._quantize_recent(index)
+        finally:
+            full.gives_up = True
+
+    def _quantize_recent(self, index: int) -> bool:
+        """Quantize the oldest recent block in a group of the sequence that has the most, among those without an open
+        span; return whether there was one."""
+        group, sequences = self.groups[index], [one for one in self._with_recent.values() if not one.open_spans]
+        sequence = max(sequences, key=lambda one: len(one.tables[index].recent), default=None)
+        if self.keeps_recent or sequence is None or not sequence.tables[index].recent:
+            return False
+        assert isinstance(group, KVBlocks)
+        with suppress(OutOfBlocks):
+            group.encode_recent(sequence.tables[index])
+            sequence.table_version = None
+            return True
+        return False
 
     # -- memory ------------------------------------------------------------------------------------------------
-
-    @property
-    def changes(self) -> int:
-        """Generation counter of block moves: spans and views from an earlier generation are invalid."""
-        return 0 if self.mixed_precision is None else self.mixed_precision.blocks.placement.changes
 
     def bytes_held(self, sequence: SequenceKV) -> int:
         """Return the bytes of the blocks and slots that a sequence holds, shared ones included."""

@@ -11,7 +11,6 @@ import numpy as np
 
 from polarlm.engine.state.blocks import Blocks
 from polarlm.engine.state.layer_state import LayerState
-from polarlm.engine.state.requantize.blocks import MixedPrecisionBlocks
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
@@ -29,23 +28,8 @@ def select_groups(blocks: Blocks, groups: int) -> Blocks:
 
 def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) -> list[Object]:
     """Return copies of quantized blocks, which must all be in the same groups."""
-    objects: list[Object] = []
-    for are_high_precision, run in groupby(blocks, partial(_is_high_precision, store)):
-        objects += _take_kind(store, payloads, list(run), are_high_precision)
-    return objects
-
-
-def _is_high_precision(store: KVStore, blocks: Blocks) -> bool:
-    group = store.mixed_precision
-    block = None if group is None else blocks[store.groups.index(group)]
-    return group is not None and block is not None and group.is_high_precision(block)
-
-
-def _take_kind(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], are_high_precision: bool) -> list[Object]:
-    # Objects are named by the kind's old name, which files have.
-    kind, layout = ("finer", payloads.high_precision) if are_high_precision else ("block", payloads)
-    header = {"kind": kind, "stored_as": store.ops.stored_as, "groups": group_bits(blocks[0])}
-    parts, size = layout.quantized_parts(store.ops.stored_as, group_bits(blocks[0]))
+    header = {"kind": "block", "stored_as": store.ops.stored_as, "groups": group_bits(blocks[0])}
+    parts, size = payloads.quantized_parts(store.ops.stored_as, group_bits(blocks[0]))
     rows = np.zeros((len(blocks), size), np.uint8)
     arrays: dict[tuple[int, str], np.ndarray] = {}
     for group, ids in _blocks_by_group(store, blocks):
@@ -76,8 +60,6 @@ def write_objects(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], 
         if objects[0].is_full:
             (slot,) = ids
             group.write_full(slot, {key: array[0] for key, array in arrays.items()})
-        elif objects[0].is_high_precision and isinstance(group, MixedPrecisionBlocks):
-            group.write_high_precision(ids, arrays)
         else:
             group.write_blocks(ids, arrays)
 
@@ -93,32 +75,33 @@ def _blocks_by_group(store: KVStore, blocks: Sequence[Blocks]) -> Iterator[tuple
 class Snapshot:
     """A copy of what the store holds of a sequence of `length` tokens.
 
-    blocks: number of a block → its object. The first block and an incomplete last one are in full precision. After a
+    blocks: number of a block → its objects: one in full precision, or quantized, or both, of different groups. The
+    first block and an incomplete last one are in full precision, and so may complete ones before the last. After a
     complete last one, a block without tokens may follow, with the state of recurrent layers. Blocks that have left
     every window are missing.
     """
 
     length: int
-    blocks: Mapping[int, Object]
+    blocks: Mapping[int, Sequence[Object]]
 
     @property
     def bytes(self) -> int:
-        return sum(len(block.payload) for block in self.blocks.values())
+        return sum(len(one.payload) for objects in self.blocks.values() for one in objects)
 
 
 def export(store: KVStore, sequence: SequenceKV, ids: Sequence[int]) -> Snapshot:
     """Return a copy of everything that the store holds of a sequence, whose tokens are the first of `ids`."""
-    payloads, n, places = Payloads(store.shape), store.shape.block_size, _sequence_blocks(store, sequence)
-    complete, blocks = sequence.length // n, {}
-    for number in {0, complete} & set(range(len(places))):
-        if group_bits(places[number]):
-            tokens = ids[number * n : min(sequence.length, (number + 1) * n)]
-            blocks[number] = take_full(store, payloads, places[number], tokens)
-    for groups, members in groupby(range(1, complete), lambda number: group_bits(places[number])):
-        if groups:
-            numbers = list(members)
-            objects = take_blocks(store, payloads, [places[number] for number in numbers])
-            blocks |= dict(zip(numbers, objects, strict=True))
+    payloads, n = Payloads(store.shape), store.shape.block_size
+    codes, slots = _sequence_codes(store, sequence), _sequence_slots(store, sequence)
+    blocks: dict[int, list[Object]] = {}
+    for number, each in slots.items():
+        tokens = ids[number * n : min(sequence.length, (number + 1) * n)]
+        blocks[number] = [take_full(store, payloads, each, tokens)]
+    for _, members in groupby(codes, lambda number: group_bits(codes[number])):
+        numbers = list(members)
+        objects = take_blocks(store, payloads, [codes[number] for number in numbers])
+        for number, one in zip(numbers, objects, strict=True):
+            blocks.setdefault(number, []).append(one)
     return Snapshot(sequence.length, blocks)
 
 
@@ -127,42 +110,56 @@ def restore(store: KVStore, snapshot: Snapshot) -> SequenceKV:
     not fit this store; then nothing has changed."""
     payloads, n = Payloads(store.shape), store.shape.block_size
     complete = snapshot.length // n
-    groups = {number: block.groups for number, block in snapshot.blocks.items()}
+    full, codes = (
+        {number: one for number, objects in snapshot.blocks.items() for one in objects if one.is_full is is_full}
+        for is_full in (True, False)
+    )
     sequence = SequenceKV(snapshot.length, [])
     try:
         for index, group in enumerate(store.groups):
-            whole = {number for number in range(complete) if groups.get(number, 0) >> index & 1}
-            dropped = max(0, complete - 1) - len(whole - {0})
-            reserve = partial(group.reserve_table, snapshot.length, dropped, 0 in whole)
-            sequence.tables.append(store.with_room(reserve))
-        places = _sequence_blocks(store, sequence)
-        if groups != {number: bits for number, blocks in enumerate(places) if (bits := group_bits(blocks))}:
-            raise ValueError("the blocks are not those that the next token sees")
-        for number in {0, complete} & groups.keys():
-            if len(snapshot.blocks[number].ids) != min(n, snapshot.length - number * n):
-                raise ValueError(f"block {number} has other tokens")
-        for _, members in groupby(sorted(groups), lambda number: snapshot.blocks[number].header):
-            numbers = list(members)
-            write_objects(
-                store, payloads, [places[number] for number in numbers], [snapshot.blocks[number] for number in numbers]
+            recent, quantized = (
+                {number for number, one in kind.items() if number < complete and one.groups >> index & 1}
+                for kind in (full, codes)
             )
+            dropped = max(0, complete - 1) - len((recent | quantized) - {0})
+            reserve = partial(group.reserve_table, snapshot.length, dropped, len(recent - {0}), with_sink=0 in recent)
+            sequence.tables.append(store.with_slots(group, reserve))
+        for objects, places in ((full, _sequence_slots(store, sequence)), (codes, _sequence_codes(store, sequence))):
+            groups = {number: group_bits(blocks) for number, blocks in places.items()}
+            if {number: one.groups for number, one in objects.items()} != groups:
+                raise ValueError("the blocks are not those that the next token sees")
+        for number, one in full.items():
+            if len(one.ids) != min(n, snapshot.length - number * n):
+                raise ValueError(f"block {number} has other tokens")
+        for number, blocks in _sequence_slots(store, sequence).items():
+            write_objects(store, payloads, [blocks], [full[number]])
+        ids = _sequence_codes(store, sequence)
+        for _, members in groupby(sorted(codes), lambda number: codes[number].header):
+            numbers = list(members)
+            write_objects(store, payloads, [ids[number] for number in numbers], [codes[number] for number in numbers])
     except BaseException:
         for group, table in zip(store.groups, sequence.tables, strict=False):
             group.release(table)
         raise
+    store.note_recent(sequence)
     return sequence
 
 
-def _sequence_blocks(store: KVStore, sequence: SequenceKV) -> list[Blocks]:
-    """Return the blocks of a sequence in order, each as its ids in all groups. A sparse group's slot has all that its
-    snapshots know: these are left out then."""
-    complete, current = sequence.length // store.shape.block_size, [table.current for table in sequence.tables]
+def _sequence_codes(store: KVStore, sequence: SequenceKV) -> dict[int, Blocks]:
+    """Return the quantized blocks of a sequence by their numbers, each as its ids in all groups. A sparse group's slot
+    has all that its snapshots know: these are left out then."""
     tables = [
         None if group.is_sparse and table.current is not None else table
         for group, table in zip(store.groups, sequence.tables, strict=True)
     ]
-    blocks: list[Blocks] = [
-        [None if table is None else table.block(number) if number else table.sink for table in tables]
-        for number in range(complete)
-    ]
-    return [*blocks, current] if group_bits(current) else blocks
+    numbers = range(1, sequence.length // store.shape.block_size)
+    blocks = {number: [None if one is None else one.block(number) for one in tables] for number in numbers}
+    return {number: each for number, each in blocks.items() if group_bits(each)}
+
+
+def _sequence_slots(store: KVStore, sequence: SequenceKV) -> dict[int, Blocks]:
+    """Return the slots of a sequence by the numbers of their blocks, each as its ids in all groups."""
+    complete = sequence.length // store.shape.block_size
+    slots: dict[int, Blocks] = {number: [one.slot(number) for one in sequence.tables] for number in range(complete)}
+    slots[complete] = [table.current for table in sequence.tables]
+    return {number: each for number, each in slots.items() if group_bits(each)}

@@ -29,6 +29,7 @@ _DIFFERENCES = {
 }
 DETERMINE = tuple(_DIFFERENCES)
 _UNNAMED_STATE = "8bit"  # the default, which a session does not name
+BY_AGE = " by-age:linear8"  # of cache types in earlier versions, whose recent blocks were linear8
 
 
 def settings(model: Transformer, name: str, *, replayable: bool = False) -> dict[str, str]:
@@ -46,7 +47,6 @@ def settings(model: Transformer, name: str, *, replayable: bool = False) -> dict
         "block_size": str(shape.block_size),
         "cache_types": " ".join("/".join(one.name for one in layer.codecs) for layer in shape.kv_layers.values())
         + "".join(f" state:{name}" for name in _state_types(shape.layers) if name != _UNNAMED_STATE)
-        + (f" by-age:{shape.kinds[0]}" if shape.has_two_kinds else "")
         + (" replayable" if replayable else ""),
         "conditioning": digest.hexdigest(),
     }
@@ -78,6 +78,7 @@ def _state_types(layers: Sequence[Any]) -> Iterable[str]:
 
 def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
     """Return what to say of the first setting in which a session differs from an engine; None if none."""
+    there = {**there, "cache_types": str(there.get("cache_types")).replace(BY_AGE, "")}
     key = next((key for key in DETERMINE if there.get(key) != here[key]), None)
     if key is None:
         return None

@@ -49,8 +49,8 @@ class Object:
         return self.header.get("kind") == "full"
 
     @property
-    def is_high_precision(self) -> bool:
-        """Whether it is a high-precision block."""
+    def is_finer(self) -> bool:
+        """Whether it is a recent block of an earlier version, as linear8."""
         return self.header.get("kind") == "finer"
 
     @property

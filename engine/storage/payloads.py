@@ -1,7 +1,7 @@
 """Blocks of K/V as objects: the positions of all layers' arrays in a payload, and checks of payloads.
 
     "block"    a quantized block. "stored_as" is the representation of its arrays, see `engine.backends.transfer`
-    "finer"    likewise, of a high-precision block
+    "finer"    likewise, as linear8: a recent block of an earlier version, which becomes one in full precision
     "full"     a block in full precision with 1 to N tokens, whose ids are "ids"
 
 "groups" says, as bits, which groups of layers have arrays: in other groups, the block has left the window.
@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,11 +62,6 @@ class Payloads:
     def every_group(self) -> int:
         return (1 << len(self.shape.groups)) - 1
 
-    @cached_property
-    def high_precision(self) -> Payloads:
-        """The payloads of high-precision blocks; `self` if there is one kind of blocks."""
-        return self if not self.shape.has_two_kinds else Payloads(self.shape.high_precision_shape)
-
     def quantized_parts(self, stored_as: str, groups: int) -> tuple[list[Part], int]:
         """Return the parts of a quantized block's payload, and its bytes. Raises ValueError if a layer lacks them."""
         return self._lay_out(groups, lambda layer: layer.block_arrays(self.shape.block_size, stored_as), stored_as)
@@ -77,10 +72,7 @@ class Payloads:
 
     def parts(self, block: Object) -> list[Part]:
         """Return the parts of the payload of a block that has been checked."""
-        if block.is_full:
-            return self.full_parts(len(block.ids), block.groups)[0]
-        payloads = self.high_precision if block.is_high_precision else self
-        return payloads.quantized_parts(block.header["stored_as"], block.groups)[0]
+        return self._place(block)[0]
 
     def _lay_out(
         self, groups: int, specs: Callable[[StateShape], list[ArraySpec]], kind: object
@@ -119,9 +111,6 @@ class Payloads:
 
     def check_block(self, block: Object) -> None:
         """Raises DamagedObject unless `block` is a quantized block of this shape whose numbers are all finite."""
-        if block.is_high_precision and self.high_precision is not self:
-            self.high_precision.check_block(Object({**block.header, "kind": "block"}, block.payload))
-            return
         groups, stored_as = self._check_groups(block, "block"), str(block.header.get("stored_as"))
         try:
             _, size = self.quantized_parts(stored_as, groups)
@@ -143,12 +132,46 @@ class Payloads:
             raise DamagedObject(_NOT_FINITE)
         return ids
 
+    def widen(self, block: Object, ids: Sequence[int]) -> list[Object]:
+        """Return the block with the tokens `ids` that a "finer" object has: in full precision, and what recurrent
+        layers have of it. Raises DamagedObject."""
+        kv, every = self.shape.kv_layers, enumerate(self.shape.groups)
+        payloads = Payloads(self.shape.as_type("linear8"))
+        codes = Object({**block.header, "kind": "block"}, block.payload)
+        payloads.check_block(codes)
+        attention = block.groups & sum(1 << bit for bit, (_, layers) in every if layers[0] in kv)
+        others, parts = block.groups & ~attention, payloads.parts(codes)
+        arrays = {(part.layer, part.name): part.stack([codes]) for part in parts}
+        for layer in {part.layer for part in parts} & kv.keys():
+            own = {name: array for (number, name), array in arrays.items() if number == layer}
+            sides = transfer.decode_block(payloads.shape.format(layer), own)
+            arrays |= {(layer, side): x.swapaxes(0, 1) for side, x in zip("kv", sides, strict=True)}
+        widened = [
+            Object({"kind": "full", "groups": attention, "ids": [*ids]}),
+            Object({**codes.header, "groups": others}),
+        ]
+        return [replace(one, payload=join(*self._place(one), arrays)) for one in widened if one.groups]
+
+    def _place(self, block: Object) -> tuple[list[Part], int]:
+        """Return the parts of a block's payload, and its size."""
+        if block.is_full:
+            return self.full_parts(len(block.ids), block.groups)
+        return self.quantized_parts(block.header["stored_as"], block.groups)
+
     def _check_groups(self, block: Object, kind: str) -> int:
         """Return the groups of an object. Raises DamagedObject if it is not of this kind."""
         groups = block.header.get("groups")
         if block.header.get("kind") != kind or type(groups) is not int or not 0 < groups <= self.every_group:
             raise DamagedObject("it is another object")
         return groups
+
+
+def join(parts: Sequence[Part], size: int, arrays: Mapping[tuple[int, str], np.ndarray]) -> np.ndarray:
+    """Return the payload of one block. arrays: by layer and name (1, K, …)."""
+    rows = np.zeros((1, size), np.uint8)
+    for part in parts:
+        part.view_rows(rows)[...] = arrays[part.layer, part.name]
+    return rows[0]
 
 
 def _check_size(block: Object, size: int) -> None:

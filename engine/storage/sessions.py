@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.model_loaders.fields import Fields
 
+_LOG = logging.getLogger(__name__)
 NAME = b"polarlm session\0"  # the name of the first object
 _SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")
 _KEYS = "kind", "version", "salt", "adapter", "ids", "first", "note", "answers", "arrays"  # of headers, beside settings
@@ -104,9 +106,10 @@ def write(
                     f"{path} exists and is not a session, so it is not replaced: choose another name", "storage"
                 )
         name = _names(header)
-        blocks = (part for number, block in sorted(snapshot.blocks.items()) for part in block.pack(name(number)))
-        total = len(head) + sum(block.payload.nbytes for block in snapshot.blocks.values())
-        files.write(file, chain([head], blocks), _count_progress(progress, total))
+        blocks = ((name(number), block) for number, each in sorted(snapshot.blocks.items()) for block in each)
+        parts = (part for block_name, block in blocks for part in block.pack(block_name))
+        total = len(head) + snapshot.bytes
+        files.write(file, chain([head], parts), _count_progress(progress, total))
 
 
 def is_session(path: SessionPath) -> bool:
@@ -160,17 +163,23 @@ def read(
 
 def _blocks(
     path: SessionPath, file: BinaryIO, header: Mapping[str, Any], payloads: Payloads, progress: Callable[[int], None]
-) -> Iterator[tuple[int, Object]]:
-    """Yield (number, block) for the rest of a file. Raises EngineError if a block is damaged or missing."""
+) -> Iterator[tuple[int, list[Object]]]:
+    """Yield (number, its objects) for the rest of a file. Raises EngineError if a block is damaged or missing."""
     ids, n, name, number = header["ids"], payloads.shape.block_size, _names(header), header["first"]
+    complete, is_old = len(ids) // n, False
     try:
         while number * n < len(ids):
-            block = objects.read(file, name(number), progress)
-            if 0 < number < len(ids) // n:
-                payloads.check_block(block)
-            elif list(payloads.check_full(block)) != ids[number * n : (number + 1) * n]:
-                raise DamagedObject("it has other tokens")
-            yield number, block
+            blocks, tokens = list[Object](), ids[number * n : (number + 1) * n]
+            while not blocks or (len(blocks) == 1 and _is_next(file, name(number))):
+                block = objects.read(file, name(number), progress)
+                is_old |= block.is_finer
+                blocks += payloads.widen(block, tokens) if block.is_finer else [block]
+            for block in blocks:
+                if not block.is_full and 0 < number < complete:
+                    payloads.check_block(block)
+                elif [*payloads.check_full(block)] != tokens:
+                    raise DamagedObject("it has other tokens")
+            yield number, blocks
             number += 1
         if file.read(1):
             raise DamagedObject("more follows than was saved")
@@ -179,6 +188,15 @@ def _blocks(
             f"The session {path} is damaged, or cannot be read by this installation: block {number}: {error}; load "
             "another copy of it"
         ) from None
+    if is_old:
+        _LOG.warning("%s is of an earlier version: its newest blocks, of 8 bits, are kept in full precision", path)
+
+
+def _is_next(file: BinaryIO, name: bytes) -> bool:
+    """Return whether the next object of a file has this name."""
+    start = file.read(objects.NAME_END)
+    file.seek(-len(start), os.SEEK_CUR)
+    return len(start) == objects.NAME_END and objects.read_name(start) == name
 
 
 def take_snapshot(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: str) -> Snapshot:

@@ -22,7 +22,7 @@ from tests.bare import read_model
 from tests.model_loaders.hub_server import Hub, Repository
 
 TEXT = "the rain in the north and the other inn on the hill\n" * 40
-TYPES = ["f16", "balanced"]
+TYPES = ["f16", "ring3"]
 QUICKLY = ["--minutes", "0.02"]
 MINE = """
 from dataclasses import replace
@@ -83,11 +83,11 @@ def test_figures_are_of_the_same_windows_and_say_of_what(tiny_path: Path, text: 
     figures, page = result(output)
     assert figures["complete"] is True
     assert list(figures["types"]) == TYPES
-    row = figures.figures("text", "balanced")
-    assert kl(figures, "f16") < 1e-5 < kl(figures, "balanced") < row["kl_99th_percentile"].value
+    row = figures.figures("text", "ring3")
+    assert kl(figures, "f16") < 1e-5 < kl(figures, "ring3") < row["kl_99th_percentile"].value
     printed, *_, line = capsys.readouterr().out.strip().split("\n\n")
     assert [line.split("|")[1].strip() for line in printed.splitlines()[2:]] == ["full precision", *TYPES]
-    assert f" {figures.value('room', 'balanced', 'bits_per_value'):.2f} |" in printed.splitlines()[-1]
+    assert f" {figures.value('room', 'ring3', 'bits_per_value'):.2f} |" in printed.splitlines()[-1]
     assert f"{row['perplexity'].value:.3f}" in page
     # What they are of stands once, which a reader can check, with the load of the machine.
     digests = [hashlib.sha256(data).hexdigest() for data in (TEXT.encode(), *(f.read_bytes() for f in weights))]
@@ -97,10 +97,10 @@ def test_figures_are_of_the_same_windows_and_say_of_what(tiny_path: Path, text: 
     assert all(digest[:12] in of for digest in digests)
     assert page.count(of) == page.count(load.removeprefix("load: ")) == 1
     # KL by position is of the same positions as the mean of all, and each window has its value.
-    stretches = [at["kl_mean"] for subject, who, at in figures.parts(prefix="positions") if who == "balanced"]
+    stretches = [at["kl_mean"] for subject, who, at in figures.parts(prefix="positions") if who == "ring3"]
     assert sum(one.more["positions"] for one in stretches) == figures["scored_tokens"]
     for name in ("kl_mean", "same_top1"):
-        parts = [figures.figures(one.subject, "balanced")[name] for one in stretches]
+        parts = [figures.figures(one.subject, "ring3")[name] for one in stretches]
         whole = sum(one.more["positions"] * one.value for one in parts) / figures["scored_tokens"]
         assert whole == pytest.approx(row[name].value), name
     assert len(row["kl_mean"].runs) == len(row["nll_per_token"].runs) == figures["windows"]
@@ -116,7 +116,7 @@ def test_a_page_needs_nothing_beside_it(hub: Hub, small_ggufs: dict[str, bytes],
     assert not re.findall(r'(?:src|href)="[^#]', page)
     assert all(sentence in page for sentence in ("text.txt", figures["command"], figures["machine"]["cpu"], "<svg"))
     assert output.name == f"quality-tiny-q8-0-text-{today()}.html"
-    measured = (("speed", "f16", "generation"), ("speed", "f16", "prompt"), ("room", "balanced", "tokens"))
+    measured = (("speed", "f16", "generation"), ("speed", "f16", "prompt"), ("room", "ring3", "tokens"))
     assert all(figures.value(*one) > 0 for one in measured)
     assert str(output) in capsys.readouterr().err
 
@@ -263,7 +263,7 @@ def test_given_windows_are_scored_however_long_they_take(
     figures, page = result(output)
     assert (figures["windows"], figures["window"], figures["complete"]) == (1, 150, True)
     assert list(figures["types"]) == [name + scoring for name in TYPES for scoring in ("", ", every token coded")]
-    assert kl(figures, "balanced") < kl(figures, "balanced, every token coded")
+    assert kl(figures, "ring3") < kl(figures, "ring3, every token coded")
     assert not [*figures.parts("speed")]
     assert not re.search("<th[^>]*>(prompt|generation)", page), "no columns of what was not measured"
 
@@ -274,12 +274,10 @@ def test_each_of_several_texts_has_figures(tiny_path: Path, text: Path, capsys: 
     flags = ("--windows", "3", "--window", "64", "-o", "out.html")
     assert cost.main(argv(tiny_path, "text.txt,code.py", *flags)) == 0
     figures, page = result(Path("out.html"))
-    texts = {
-        subject: figures.figures(subject, "balanced")["kl_mean"].runs for subject, *_ in figures.parts(prefix="kind")
-    }
+    texts = {subject: figures.figures(subject, "ring3")["kl_mean"].runs for subject, *_ in figures.parts(prefix="kind")}
     assert {subject: len(runs) for subject, runs in texts.items()} == {"kind text.txt": 2, "kind code.py": 1}
     (first, last), (middle,) = texts["kind text.txt"], texts["kind code.py"]
-    assert figures.figures("text", "balanced")["kl_mean"].runs == (first, middle, last)
+    assert figures.figures("text", "ring3")["kl_mean"].runs == (first, middle, last)
     assert "By text" in page
     assert "KL mean by text" in capsys.readouterr().out
     assert figures["text"] == "text.txt, code.py"

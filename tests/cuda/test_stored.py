@@ -36,7 +36,8 @@ def saved(dialogue: Talk) -> Snapshot:
 
 
 def stored_as(snapshot: Snapshot) -> set[str]:
-    return {block.header["stored_as"] for block in snapshot.blocks.values() if block.header["kind"] == "block"}
+    blocks = (block for blocks in snapshot.blocks.values() for block in blocks)
+    return {block.header["stored_as"] for block in blocks if not block.is_full}
 
 
 @pytest.mark.slow

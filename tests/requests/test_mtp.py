@@ -42,7 +42,7 @@ def test_it_drafts_what_transformers_drafts(backend: Callable[[], Any], every: i
     assert len(places) > 60 // every
 
 
-@pytest.mark.parametrize(("cache_type", "temperature"), [("f16", 0), ("balanced", 1), ("by-age", 0)])
+@pytest.mark.parametrize(("cache_type", "temperature"), [("f16", 0), ("balanced", 1)])
 def test_a_trained_layer_is_right_and_changes_no_answer(
     cache_type: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

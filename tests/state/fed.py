@@ -24,16 +24,26 @@ def plan_for_sequences(shape: CacheShape, tokens: int, sequences: int) -> StoreP
     """The smallest store that can always hold `sequences` sequences of `tokens` each at once. `plan_for_tokens` for as
     many tokens in all has the blocks of windows for one sequence alone."""
     plan = plan_for_tokens(shape, sequences * tokens, sequences)
-    blocks = zip(shape.quantized_blocks(tokens), shape.more_blocks(plan.full_slots, 0, 0), strict=True)
+    blocks = zip(shape.quantized_blocks(tokens), shape.more_blocks(plan.full_slots, 0), strict=True)
     return replace(plan, quantized_blocks=tuple(sequences * each + more for each, more in blocks))
 
 
 def make_store(
-    codec_k="f16", codec_v="f16", mean_bits=8, windows=(None,), tokens=256, sequences=4, step_rows=1
+    codec_k="f16",
+    codec_v="f16",
+    mean_bits=8,
+    windows=(None,),
+    tokens=256,
+    sequences=4,
+    step_rows=1,
+    recent=0,
+    recent_slots=None,
 ) -> KVStore:
+    """recent_slots: None for all that `sequences` may have."""
     k, v = codecs.get(codec_k), codecs.get(codec_v)
-    layers = tuple(LayerShape(k, v, KV_HEADS, D, mean_bits, window) for window in windows)
+    layers = tuple(LayerShape(k, v, KV_HEADS, D, mean_bits, window, recent_blocks=recent) for window in windows)
     plan = plan_for_tokens(CacheShape(N, layers), tokens, sequences, step_rows)
+    plan = plan if recent_slots is None else replace(plan, recent_slots=recent_slots)
     # Without rotations: the ops apply them, not the store.
     return KVStore(NumpyOps(), plan, [Conditioning()] * len(windows))
 
@@ -101,7 +111,10 @@ class Fed:
 
     def check(self, out, q, k, v, start, position, layer) -> None:
         shape = self.store.shape.layers[layer]
-        seen_k, seen_v = as_read(k, v, start, N, shape.codec_k.name, shape.codec_v.name, shape.mean_bits)
+        codes = shape.codec_k.name, shape.codec_v.name, shape.mean_bits
+        index = self.store.group_of(layer)
+        end = N * self.store.groups[index].first_full(self.kv.tables[index], start)
+        seen_k, seen_v = as_read(k, v, end, N, *codes)
         expected = attention(q, seen_k, seen_v, position, 0.3, shape.window)
         # float32 sums of |v| ≲ 5 over at most a few hundred keys
         np.testing.assert_allclose(out, expected, atol=2e-5)
@@ -111,8 +124,8 @@ def assert_held_by(store: KVStore, sequences: Sequence[SequenceKV]) -> None:
     """Assert that every block has one reference for each table of `sequences` that holds it."""
     for index, group in enumerate(store.groups):
         tables = [kv.tables[index] for kv in sequences]
-        quantized = [block for table in tables for block in table.quantized]
-        full = [slot for table in tables for slot in (table.sink, table.current) if slot is not None]
+        quantized = [*group.ahead.values(), *(block for table in tables for block in table.quantized)]
+        full = [slot for table in tables for slot in (table.sink, *table.recent, table.current) if slot is not None]
         for allocator, holders in ((group.quantized, quantized), (group.full, full)):
             assert [allocator.references(i) for i in range(allocator.size)] == [
                 holders.count(i) for i in range(allocator.size)

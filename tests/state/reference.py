@@ -11,13 +11,14 @@ from tests.ops import reference
 from tests.ops.reference import causal_mask
 
 
-def as_read(k: np.ndarray, v: np.ndarray, length: int, n: int, codec_k: str, codec_v: str, mean_bits: int):
-    """k, v (T, K, D) float32, as tokens after the first `length` read them: (T, K, D) float64.
+def as_read(k: np.ndarray, v: np.ndarray, end: int, n: int, codec_k: str, codec_v: str, mean_bits: int):
+    """k, v (T, K, D) float32, as tokens read them of whose sequence blocks are codes up to position `end`: (T, K, D)
+    float64.
 
-    The first block and everything after the last complete block are in full precision, the blocks between are codes.
+    The first block, and everything after the last complete block before `end`, are in full precision.
     """
     read_k, read_v = k.astype(np.float64), v.astype(np.float64)
-    for start in range(n, length // n * n, n):
+    for start in range(n, end // n * n, n):
         block = slice(start, start + n)
         keys, values = k[block].swapaxes(0, 1)[:, None], v[block].swapaxes(0, 1)[:, None]  # (K, 1, N, D)
         mean = np.zeros((k.shape[1], 1, k.shape[2]))

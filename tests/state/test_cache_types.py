@@ -7,7 +7,7 @@ import pytest
 from polarlm.engine import codecs
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.cache_types import PRESETS, PRESETS_BY_NAME, layer_codecs, types_by_side
+from polarlm.engine.state.cache_types import PRESETS, layer_codecs, types_by_side
 
 LAYERS, HEAD_DIM = 6, 64
 
@@ -32,13 +32,13 @@ def test_one_type_serves_keys_and_values() -> None:
 
 def test_presets_name_types_that_exist() -> None:
     for preset in PRESETS:
-        assert names(cache_type=preset) == [PRESETS[preset].low_precision] * LAYERS
+        assert names(cache_type=preset) == [PRESETS[preset][:2]] * LAYERS
 
 
 def test_cache_type_k_and_cache_type_v_override_cache_type() -> None:
     assert names(cache_type="f16", cache_type_k="polarquant") == [("polarquant", "f16")] * LAYERS
     assert names(cache_type="f16", cache_type_v="polarquant") == [("f16", "polarquant")] * LAYERS
-    assert names(cache_type="by-age", cache_type_k="f16") == [("f16", "ring3.5")] * LAYERS  # then blocks are alike
+    assert names(cache_type="balanced", cache_type_k="f16") == [("f16", "ring3")] * LAYERS
     assert types_by_side(EngineConfig(cache_type="f16", cache_type_v="turbo3")) == (
         ("cache_type", "f16"),
         ("cache_type_v", "turbo3"),
@@ -60,9 +60,7 @@ def test_half_a_pair_is_refused() -> None:
 def test_an_unknown_type_is_refused_with_the_available_ones() -> None:
     sentence = refusal(cache_type="rign4")
     assert sentence.startswith("cache_type=rign4: there is no such type")
-    assert all(
-        word in sentence for word in (*PRESETS_BY_NAME, *PRESETS, *codecs.available(), "KEYS/VALUES", "cache_type_k")
-    )
+    assert all(word in sentence for word in (*PRESETS, *codecs.available(), "KEYS/VALUES", "cache_type_k"))
     assert "KEYS/VALUES is for cache_type" in refusal(cache_type_k="ring5/ring4")
 
 

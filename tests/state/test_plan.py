@@ -79,7 +79,7 @@ def test_memory_that_is_left_is_filled_to_the_last_block(more_layers, shape, mem
     def larger(more: int, slots: int) -> StorePlan:
         """The plan with blocks for `more` tokens besides the context, of sequences that are no longer."""
         whole, rest = divmod(more, tokens)
-        beside = shape.more_blocks(one.full_slots, slots, tokens)
+        beside = shape.more_blocks(one.full_slots, slots)
         own = shape.quantized_blocks(tokens), shape.quantized_blocks(rest), beside
         blocks = tuple((1 + whole) * a + b + c for a, b, c in zip(*own, strict=True))
         return replace(one, quantized_blocks=blocks, more_slots=slots, more_tokens=more)

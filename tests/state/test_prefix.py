@@ -67,6 +67,8 @@ class CachedSequence(Fed):
         for token in ids:
             self.ids.append(token)
             self.feed(1, step=True)
+            if token % 2:
+                self.store.encode_ahead()
         return self
 
     def draft(self, ids: Sequence[int], kept: int) -> CachedSequence:
@@ -185,9 +187,14 @@ def test_blocks_outside_the_window_are_not_needed_for_a_hit(windows: tuple[int |
 class Schedules(RuleBasedStateMachine):
     """Sequences of few different tokens begin, grow and end in any order in a store that is too small for all."""
 
-    @initialize(windows=st.sampled_from([(None,), (12,), (None, 12)]))
-    def start(self, windows) -> None:
-        self.cached = CachedStore("polarquant", windows, tokens=64, sequences=3, step_rows=N)
+    @initialize(
+        windows=st.sampled_from([(None,), (12,), (None, 12), (None,) * 5]),
+        recent=st.integers(0, 3),
+        slots=st.integers(0, 9),
+    )
+    def start(self, windows, recent: int, slots: int) -> None:
+        room = {"tokens": 64, "sequences": 3, "step_rows": N, "recent": recent, "recent_slots": min(slots, 3 * recent)}
+        self.cached = CachedStore("polarquant", windows, **room)
         self.live: list[CachedSequence] = []
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=4), count=st.integers(1, 40))
@@ -241,7 +248,10 @@ class Schedules(RuleBasedStateMachine):
             store = self.cached.store
             assert_held_by(store, [sequence.kv for sequence in self.live])
             for sequence in self.live:
-                assert store.bytes_held(sequence.kv) == store.shape.sequence_bytes(sequence.kv.length)
+                blocks = [(table.first_recent, len(table.recent)) for table in sequence.kv.tables]
+                assert all(not count or first + count == sequence.kv.length // N for first, count in blocks)
+                if not store.shape.recent_blocks:
+                    assert store.bytes_held(sequence.kv) == store.shape.sequence_bytes(sequence.kv.length)
 
 
 @mostly_slow("examples", [15, 200], [15])

@@ -146,7 +146,7 @@ class Schedules(RuleBasedStateMachine):
             return
         number, block = data.draw(st.sampled_from(sorted(sequence.table.snapshots.items())))
         end = (number + 1) * N
-        table = self.state.share([None] * number + [block], end)
+        table = self.state.share([None] * number + [block], (), end)
         arrays, start = self.state.read_blocks([block]), {}
         for layer, (weights,) in self.weights.items():
             kept = {name: array[0] for (number, name), array in arrays.items() if number == layer}
@@ -173,7 +173,7 @@ class Schedules(RuleBasedStateMachine):
         else:
             length = length if length >= complete * N else length // N * N
             blocks = [table.block(number) if number else table.sink for number in range(length // N)]
-            copy = self.state.share(blocks, length)
+            copy = self.state.share(blocks, (), length)
         if length % N or self.state.is_sparse:
             try:
                 (copy.current,) = self.state.full.allocate(1)
@@ -230,7 +230,7 @@ class Schedules(RuleBasedStateMachine):
         sequence, saved = self.waiting[index]
         try:
             complete = len(sequence.rows) // N
-            sequence.table = self.state.reserve_table(len(sequence.rows), max(0, complete - 1), False)
+            sequence.table = self.state.reserve_table(len(sequence.rows), max(0, complete - 1), 0, with_sink=False)
         except OutOfBlocks:
             return
         self.state.write_full(sequence.table.current, saved)

@@ -13,22 +13,33 @@ from polarlm.engine.state.store import Span
 from tests.state.fed import Fed, N, assert_held_by, held, make_store
 
 
+@pytest.mark.parametrize("recent", [0, 1, 4])
 @pytest.mark.parametrize(
     ("codec", "mean_bits", "window"),
     [("f16", 0, None), ("polarquant", 8, None), ("polarquant", 16, 5), ("polarquant", 8, 1), ("polarquant", 0, 20)],
 )
-def test_attention_reads_sink_codes_and_current_block(codec: str, mean_bits: int, window: int | None) -> None:
-    sequence = Fed(make_store(codec, codec, mean_bits, (window,)))
+def test_attention_reads_sink_codes_recent_and_current_blocks(
+    codec: str, mean_bits: int, window: int | None, recent: int
+) -> None:
+    sequence = Fed(make_store(codec, codec, mean_bits, (window,), recent=recent))
     for count, chunk in [(3, None), (1, None), (40, 7), (1, None), (1, None), (1, None), (6, 1), (30, None), (1, None)]:
         sequence.feed(count, chunk)
     for _ in range(2 * N + 1):
         sequence.feed(1, step=True)
+        sequence.store.encode_ahead()
+        if window is None:
+            assert len(sequence.kv.tables[0].recent) == recent
+        assert sequence.store.bytes_held(sequence.kv) == sequence.store.shape.sequence_bytes(sequence.kv.length)
+        assert_held_by(sequence.store, [sequence.kv])
 
 
+@pytest.mark.parametrize("recent", [0, 2])
 @pytest.mark.parametrize(("first", "window"), [(0, None), (3, 5), (N - 1, 20), (N, 1), (3 * N + 5, 20)])
-def test_rows_of_a_step_attend_to_each_other_and_are_forgotten_unless_kept(first: int, window: int | None) -> None:
+def test_rows_of_a_step_attend_to_each_other_and_are_forgotten_unless_kept(
+    first: int, window: int | None, recent: int
+) -> None:
     """Across ends of blocks, the first one too, however many rows are kept."""
-    sequence = Fed(make_store("ring4", "ring3.5", 8, (window, None), step_rows=STEP_ROWS))
+    sequence = Fed(make_store("ring4", "ring3.5", 8, (window, None), step_rows=STEP_ROWS, recent=recent))
     if first:
         sequence.feed(first)
     for count, kept in [(5, 2), (N, 0), (2, 2), (STEP_ROWS, 5), (3, 3), (STEP_ROWS, STEP_ROWS), (7, 1), (N + 1, N)]:
@@ -42,7 +53,7 @@ def test_rows_of_a_step_attend_to_each_other_and_are_forgotten_unless_kept(first
     ("first", "count", "step"), [(0, 3 * N + 1, False), (3, 2, False), (N, N, False), (20, 1, True), (3, N, True)]
 )
 def test_an_aborted_span_changes_nothing(first: int, count: int, step: bool) -> None:
-    sequence = Fed(make_store("polarquant", "polarquant", windows=(None, 12)))
+    sequence = Fed(make_store("polarquant", "polarquant", windows=(None, 12), recent=1))
     if first:
         sequence.feed(first)
     before = held(sequence.store)
@@ -53,7 +64,7 @@ def test_an_aborted_span_changes_nothing(first: int, count: int, step: bool) -> 
 
 
 def test_a_prompt_without_memory_for_its_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    sequence = Fed(make_store(windows=(None, 30)))
+    sequence = Fed(make_store(windows=(None, 30), recent=1))
     sequence.feed(2 * N + 3)
     before = held(sequence.store)
     with monkeypatch.context() as patch:

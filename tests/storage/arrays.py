@@ -27,7 +27,8 @@ def block_arrays(payloads: Payloads, block: Object, stored_as: str | None = None
 def arrays_of(store: KVStore, saved: Snapshot, stored_as: str | None = None) -> dict[tuple[int, int, str], np.ndarray]:
     """(number of a block, layer, name) → array, for all blocks; see `block_arrays`."""
     payloads = Payloads(store.shape)
-    blocks = ((number, block_arrays(payloads, block, stored_as)) for number, block in saved.blocks.items())
+    every = ((number, block) for number, blocks in saved.blocks.items() for block in blocks)
+    blocks = ((number, block_arrays(payloads, block, stored_as)) for number, block in every)
     return {(number, *key): array for number, arrays in blocks for key, array in arrays.items()}
 
 

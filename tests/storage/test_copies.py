@@ -49,9 +49,9 @@ def test_restore_without_room_changes_nothing() -> None:
 
 def with_block(saved: Snapshot, number: int, payload: np.ndarray | None = None, **header: object) -> Snapshot:
     """With another payload or another header of a block."""
-    block = saved.blocks[number]
+    (block,) = saved.blocks[number]
     other = Object({**block.header, **header}, block.payload if payload is None else payload)
-    return replace(saved, blocks={**saved.blocks, number: other})
+    return replace(saved, blocks={**saved.blocks, number: [other]})
 
 
 def with_blocks(saved: Snapshot, *numbers: int) -> Snapshot:
@@ -65,8 +65,8 @@ WRONG = {
     "nothing": lambda s: with_blocks(s),
     "a group more": lambda s: with_block(s, 2, groups=3),
     "a group less": lambda s: with_block(s, 4, groups=1),
-    "a shorter payload": lambda s: with_block(s, 2, s.blocks[2].payload[:-64]),
-    "a shorter sink": lambda s: with_block(s, 0, s.blocks[0].payload[:-64]),
+    "a shorter payload": lambda s: with_block(s, 2, s.blocks[2][0].payload[:-64]),
+    "a shorter sink": lambda s: with_block(s, 0, s.blocks[0][0].payload[:-64]),
     "fewer ids": lambda s: with_block(s, 5, ids=[0]),
     "records": lambda s: with_block(s, 2, stored_as="records 999"),
     "longer": lambda s: replace(s, length=s.length + N),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from polarlm.engine.backends import transfer
-from polarlm.engine.state.layer_shapes import HighPrecisionKind, LayerShape
+from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage import objects
 from polarlm.engine.storage.objects import DamagedObject, Object, unpack
@@ -78,22 +77,6 @@ def test_a_block_is_checked_for_its_shape(groups: int) -> None:
     for other in (payloads("ring5"), payloads(windows=(None, 12, 12))):
         with pytest.raises(DamagedObject):
             other.check_block(unpack(NAME, block(made, groups=3)))
-
-
-def test_a_high_precision_block_is_checked_for_the_shape_of_its_kind() -> None:
-    ring3, ring5 = codecs.get("ring3"), codecs.get("ring5")
-    layer = LayerShape(ring3, ring3, 2, 64, 8)
-    both = Payloads(CacheShape(8, (replace(layer, high_precision=HighPrecisionKind(ring5, ring5)),)))
-    alike, high_precision_shape = Payloads(CacheShape(8, (layer,))), both.high_precision
-    blocks = [unpack(NAME, block(of, groups=1)) for of in (alike, high_precision_shape)]
-    for kind, read in zip(("block", "finer"), blocks, strict=True):
-        right, others = Object({**read.header, "kind": kind}, read.payload), {"block", "finer"} - {kind}
-        both.check_block(right)
-        with pytest.raises(DamagedObject):
-            both.check_block(Object({**read.header, "kind": others.pop()}, read.payload))
-    for of, read in ((alike, blocks[0]), (high_precision_shape, blocks[1])):
-        with pytest.raises(DamagedObject):
-            of.check_block(Object({**read.header, "kind": "finer"}, read.payload))
 
 
 def test_numbers_that_are_not_finite_are_damage() -> None:

@@ -46,8 +46,8 @@ def measure_attention(
     """Check the result, then measure the time: add the seconds of a call, the bytes that it reads, and its error: above
     `ALLOWED_ERROR` the time is meaningless. Raises EngineError if there is no kernel or too little memory."""
     ops, device = gpu.open()
-    format, attention = layer_format(sizes, cache_type.older, None, None), sizes.config.attention
-    blocks = _blocks(format, context, 0 if cache_type.newest is None else cache_type.newest[1])
+    format, attention = layer_format(sizes, cache_type.codes, None, None), sizes.config.attention
+    blocks = _blocks(format, context, cache_type.recent_blocks)
     size, calls = _size_and_calls(ops, format, sizes, blocks, batch)
     cache = ops.cache(format, calls * batch * blocks[0], calls * batch * blocks[1])
     fill(ops, gpu.clock, cache, content)

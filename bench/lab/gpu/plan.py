@@ -162,7 +162,7 @@ class Plan:
                 yield f"{name}, {weights}", _work(measure_products, self.gpu, self.sizes, weights, name)
         for name in MATRICES:
             yield f"{name}, PyTorch", _work(torch_products, self.sizes, name)
-        yield "encoding", _work(measure_encoding, self.gpu, self.sizes, self._content, self.types[0].older)
+        yield "encoding", _work(measure_encoding, self.gpu, self.sizes, self._content, self.types[0].codes)
         for batch in self.batches[1:]:
             yield from self._attention(batch)
 

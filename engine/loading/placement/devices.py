@@ -170,7 +170,7 @@ def _layers_by_memory(
     """Return the number of layers of each GPU, such that the largest part of a GPU's memory that weights and the KV
     store of the requested context take is smallest."""
     config, tokens, count = request.config, request.context, len(request.model.layers)
-    plan = plan_for_tokens(shape, tokens, config.kept_sequences + config.parallel)
+    plan = plan_for_tokens(shape, tokens, config.kept_sequences + config.parallel, running=config.parallel)
     needed = np.cumsum([0, *(size + plan.layer_bytes((layer,)) for layer, size in enumerate(sizes.layers))])
     attentions = np.cumsum([0, *(layer in shape.kv_layers for layer in range(count))])
     # best[n]: the least of the largest parts, if the devices until now have the first n layers.

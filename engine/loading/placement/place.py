@@ -62,7 +62,7 @@ class Placement:
         """Return the bytes that are lacking for a store of `tokens`, and for the work on a prompt of as many, with this
         many requests at a time."""
         request = self.request.with_settings(parallel=parallel)
-        plan = plan_for_tokens(self.shape, tokens, parallel + request.config.kept_sequences)
+        plan = plan_for_tokens(self.shape, tokens, parallel + request.config.kept_sequences, running=parallel)
         if self.split is not None:
             return sum(max(0, -device.left) for device in self.split.devices(request, plan))
         return self.lacking + plan.bytes + request.work(self.ops, self.shape, tokens) - self.room

@@ -122,13 +122,13 @@ class PlacementRequest:
         sequences = config.kept_sequences + config.parallel
         if config.kv_memory is not None:
             memory = parse_size(config.kv_memory)
-            plan = plan_for_memory(shape, memory, tokens, sequences)
+            plan = plan_for_memory(shape, memory, tokens, sequences, running=config.parallel)
             if config.kept_sequences and plan.tokens == tokens:
                 plan = add_kept(plan, min(memory, room - other_bytes(tokens)), _KEPT_TOKENS)
             return plan
-        plan, other = plan_for_tokens(shape, tokens, sequences), other_bytes(tokens)
+        plan, other = plan_for_tokens(shape, tokens, sequences, running=config.parallel), other_bytes(tokens)
         if plan.bytes + other > room:
-            return plan_for_memory(shape, room, tokens, sequences, other_bytes)
+            return plan_for_memory(shape, room, tokens, sequences, other_bytes, running=config.parallel)
         if config.kept_sequences:
             plan = add_kept(plan, min(plan.bytes + plan.bytes // _KEPT_SHARE, room - other), 0)
         return plan

@@ -47,12 +47,12 @@ class DeltaShape(RecurrentShape):
     def needed_blocks(self, tokens: int, block_size: int) -> int:
         return 0
 
-    def slots(self, full_slots: int, more: int) -> int:
+    def slots(self, full_slots: int, more: int, recent: int) -> int:
         """One for each sequence, which has at least two of K/V, and a spare one; further ones are kept as snapshots."""
         return (full_slots + 1) // 2
 
-    def more_blocks(self, full_slots: int, more: int, tokens: int, block_size: int) -> int:
-        return _SNAPSHOTS * self.slots(full_slots + more, 0) if self.snapshots is None else self.snapshots
+    def more_blocks(self, full_slots: int, more: int) -> int:
+        return _SNAPSHOTS * self.slots(full_slots + more, 0, 0) if self.snapshots is None else self.snapshots
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         mixer = self.mixer
@@ -299,7 +299,7 @@ class DeltaState(RecurrentState):
         """Return the number of the block whose end is at `length`, or of the current block, where nothing is needed."""
         return max(0, length - 1) // self.block_size
 
-    def share(self, blocks: Sequence[int | None], length: int) -> DeltaTable:
+    def share(self, blocks: Sequence[int | None], recent: Sequence[int], length: int) -> DeltaTable:
         if length == 0 or length % self.block_size:
             return DeltaTable()  # a slot follows
         block = blocks[-1]
@@ -332,7 +332,7 @@ class DeltaState(RecurrentState):
             for name, array in snapshots.items():
                 array[list(blocks)] = arrays[layer, name]
 
-    def reserve_table(self, length: int, dropped: int, with_sink: bool) -> DeltaTable:
+    def reserve_table(self, length: int, dropped: int, recent: int, *, with_sink: bool) -> DeltaTable:
         complete = length // self.block_size
         has_snapshot = max(0, complete - 1) > dropped
         if with_sink or (has_snapshot and (dropped != complete - 2 or length % self.block_size)):

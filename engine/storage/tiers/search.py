@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import groupby
 from threading import Lock, Thread
 from typing import Any, NamedTuple, TypeVar
@@ -110,11 +109,6 @@ class TierHit:
             self._claim.bytes = 0
         return bool(self._parts)
 
-    @property
-    def tokens_left(self) -> int:
-        """The tokens of the parts that are not in the store yet."""
-        return sum(len(run.blocks) for run in self._parts) * self._access.store.shape.block_size
-
     def _keep(self) -> None:
         """Let the store reuse the prompt's blocks that it has later than all other free blocks."""
         for key in reversed(self._hashes):
@@ -132,15 +126,15 @@ class TierHit:
             if is_full or candidate.key is None:
                 store_blocks = prefixes.find_full(candidate.parent, candidate.ids)
             else:
-                store_blocks = prefixes.find_quantized(candidate.key)
+                store_blocks = prefixes.find_complete(candidate.key)
             if any(block is None and run.needed_groups >> index & 1 for index, block in enumerate(store_blocks)):
                 missing.append(candidate)
         allocators = [group.full if is_full else group.quantized for group in store.groups]
         allocated: list[Sequence[int | None]] = []
         try:
             for index, allocator in enumerate(allocators):
-                allocate = partial(allocator.allocate, len(missing))
-                allocated.append(store.with_room(allocate) if run.needed_groups >> index & 1 else [None] * len(missing))
+                is_needed = run.needed_groups >> index & 1
+                allocated.append(allocator.allocate(len(missing)) if is_needed else [None] * len(missing))
             blocks: list[Blocks] = [list(ids) for ids in zip(*allocated, strict=True)]
             if missing:
                 write_objects(store, payloads, blocks, [candidate.block for candidate in missing])
@@ -290,7 +284,7 @@ class Search:
     def _store_blocks(self, number: int) -> Blocks:
         """Return the store's blocks of complete block `number`: for each group of layers its id, or None."""
         if number:
-            return self._prefixes.find_quantized(self._hashes[number])
+            return self._prefixes.find_complete(self._hashes[number])
         return self._prefixes.find_full(self._root, self._ids[: self._n])
 
     def _store_lacks(self, number: int, groups: int) -> bool:

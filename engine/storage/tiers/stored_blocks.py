@@ -33,8 +33,9 @@ class StoredBlocks:
         self.block_size, self.sparse_groups = self._store.shape.block_size, self._store.sparse_groups
 
     def read_quantized(self, hashes: Collection[bytes], groups: int) -> list[tuple[bytes, Object]]:
-        """Return the blocks of `groups`, given as bits, under these hashes, as far as they are known."""
-        candidates = ((key, select_groups(self._prefixes.find_quantized(key), groups)) for key in hashes)
+        """Return the blocks of `groups`, given as bits, under these hashes, as far as they are known. Recent blocks are
+        encoded for it."""
+        candidates = ((key, select_groups(self._prefixes.encode(key), groups)) for key in hashes)
         stored = [(key, ids) for key, ids in candidates if group_bits(ids)]
         blocks: list[tuple[bytes, Object]] = []
         for _, members in groupby(stored, lambda one: group_bits(one[1])):
