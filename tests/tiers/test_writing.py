@@ -29,7 +29,7 @@ class Busy:
     reads blocks. Sequences come at these times."""
 
     is_wanted, label, place = True, "ram", "ram"
-    block_size, sparse_groups = 64, 2
+    block_size, sparse_groups, recent_blocks = 64, 2, 4
 
     def __init__(self, times: Sequence[float]):
         self.now, self.held, self.due = 0.0, 0.0, deque(times)

@@ -31,6 +31,7 @@ class StoredBlocks:
     def __init__(self, access: StoreAccess):
         self._store, self._prefixes, self._payloads = access
         self.block_size, self.sparse_groups = self._store.shape.block_size, self._store.sparse_groups
+        self.recent_blocks = self._store.shape.recent_blocks
 
     def read_quantized(self, hashes: Collection[bytes], groups: int) -> list[tuple[bytes, Object]]:
         """Return the blocks of `groups`, given as bits, under these hashes, as far as they are known. Recent blocks are

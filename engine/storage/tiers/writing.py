@@ -307,21 +307,23 @@ class Writer:
         quantized: dict[bytes, bytes] = {}  # name → hash
         states: dict[bytes, bytes] = {}
         tails: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
+        recent: set[bytes] = set()  # hashes of blocks that may have to be encoded before
         for work in works:
             if isinstance(work, _Answer):
                 self._write(query, names.answer(work.key), Object({"kind": "ids", "ids": work.ids}))
                 continue
             first[names.block(work.hashes[0])] = work.root, work.first_ids
             quantized |= ((names.block(key), key) for key in work.hashes[1:])
+            recent |= {*work.hashes[len(work.hashes) - self._blocks.recent_blocks :]}
             states |= ((names.state(key), key) for key in work.hashes[1:] if self._blocks.has_state(key))
             if work.last_ids:
                 tails[names.tail(work.hashes[-1])] = work.hashes[-1], work.last_ids
         dense, sparse = ~self._blocks.sparse_groups, self._blocks.sparse_groups
         takes = [partial(self._take_full, name, *at) for name, at in first.items() if self._is_missing(query, name)]
         missing = [one for one in quantized.items() if self._is_missing(query, one[0])]
-        takes += [
-            partial(self._take_quantized, missing[at : at + _AT_ONCE], dense) for at in range(0, len(missing), _AT_ONCE)
-        ]
+        old, new = ([one for one in missing if (one[1] in recent) is is_new] for is_new in (False, True))
+        runs = [*(old[at : at + _AT_ONCE] for at in range(0, len(old), _AT_ONCE)), *([one] for one in new)]
+        takes += [partial(self._take_quantized, run, dense) for run in runs]
         missing_states = [one for one in states.items() if self._is_missing(query, one[0])]
         takes += [partial(self._take_quantized, [one], sparse) for one in missing_states]
         takes += [
