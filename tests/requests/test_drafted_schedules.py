@@ -20,6 +20,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.outputs import fold
 from polarlm.engine.requests.drafts import Drafts
 from polarlm.engine.requests.request import Ticket
+from polarlm.engine.state.cache_types import PRESETS, Preset
 from tests.eagle3 import DRAFTED_IDS, make_head
 from tests.mtp import Beside, make_mtp
 from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin
@@ -27,7 +28,7 @@ from tests.requests.test_assistants import with_assistant
 from tests.tiny import VOCABULARY, blocks_left, load_tiny, make_model
 
 BLOCK = 8
-SETTINGS: dict[str, Any] = {"block_size": BLOCK, "cache_type": "f16", "parallel": 3, "ctx_size": 160}
+SETTINGS: dict[str, Any] = {"block_size": BLOCK, "cache_type": "recent", "parallel": 3, "ctx_size": 160}
 CLOSE = 0.02  # nats: full precision everywhere, but products of several rows are rounded otherwise
 TOKENS = st.lists(st.integers(5, VOCABULARY - 1), min_size=20, max_size=50)
 TURNS = st.lists(st.integers(5, VOCABULARY - 1), min_size=1, max_size=9)  # most are rows of a step
@@ -47,6 +48,12 @@ class RecordedRequest:
         return tuple(token for chunk in self.tray for token in chunk.token_ids)
 
 
+@pytest.fixture(autouse=True)
+def _preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose codes are in full precision, too, so that a block may become old at any time."""
+    monkeypatch.setitem(PRESETS, "recent", Preset("f16", "f16", 1))
+
+
 class Schedules(RuleBasedStateMachine):
     """Each answer equals a plain run's; a cancelled answer is its beginning. No block is lost."""
 
@@ -64,7 +71,7 @@ class Schedules(RuleBasedStateMachine):
         self.plain: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS, **self.more))
         self.engine: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS, **self.more))
         attention = next(number for number, group in enumerate(self.engine._store.groups) if not group.is_sparse)
-        self.stack.enter_context(blocks_left(self.engine, 11, attention))  # the longest answer needs ten
+        self.stack.enter_context(blocks_left(self.engine, 10, attention))  # the longest answer needs nine
         record_time = self.engine._scheduler.record_time  # by count: the machine must do the same each time
         self.engine._scheduler.record_time = lambda unit, _: record_time(unit, 1)  # type: ignore[method-assign]
         preempt = self.engine._scheduler.preempt
