@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,7 @@ def test_a_conversation_goes_on_from_its_recent_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache_type", ["balanced", ONE_KIND])
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize(("model", "cache_type"), [*zip(FAMILIES, cycle(["balanced", ONE_KIND]), strict=False)])
 def test_answers_do_not_depend_on_many_schedules(tmp_path: Path, model: str, cache_type: str) -> None:
     """REPLAYABLE_SCHEDULES says how many, of 64 requests each."""
     count = int(os.environ.get("REPLAYABLE_SCHEDULES", "4"))
