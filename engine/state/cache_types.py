@@ -26,7 +26,7 @@ class Preset(NamedTuple):
 PRESETS = {
     "quality": Preset("ring4", "ring4", 2),
     "balanced": Preset("ring3", "ring3", 4),
-    "compact": Preset("ring3", "ring2.5", 3),
+    "compact": Preset("ring3", "ring2.5", 4),
 }
 _OF_FOUR_BITS = "ring4, which has four bits a value, too, or cache_type=balanced, the default"
 # Type that has left → what to take.
