@@ -14,12 +14,20 @@
 //
 // Every pair takes the nearest point, every norm is the rms or covers the largest value. Codes, norms and means equal
 // NumPy's to the bit: sums are in its order, multiplications not fused.
-// Grid (count, K), block WARPS · 32, dynamic shared memory RounderMemory::BYTES (x and mean for a codec that is not
-// NORMED; none in half precision).
+// Grid (count, K), block WARPS · 32, dynamic shared memory SHARED.
 // DEFINES: TOKENS, tokens of a block that are in shared memory at once: a divisor of N, 16 or a multiple of 32; WARPS;
-// LARGEST, to which values are clipped before rounding with a metric.
+// LARGEST, to which values are clipped before rounding with a metric; SHARED, the bytes of `shared_bytes` for the side
+// that needs more.
 // PRECOND: full-precision records are finite; pools aligned to 128 bytes, other arrays to 16.
-// JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, rounding.cuh.
+// JOINS: full_block.cuh, nearest.cuh, rounding.cuh.
+
+template <class L, class Codec>
+__device__ constexpr int shared_bytes() {
+    if constexpr (Codec::NORMED) return sizeof(RounderArrays<L, Codec>);
+    return Codec::QUANTIZED ? 4 * L::D * (L::N + 1) : 0;  // x and the mean
+}
+constexpr int KEY_BYTES = shared_bytes<KeyLayout, KeyCodec>(), VALUE_BYTES = shared_bytes<ValueLayout, ValueCodec>();
+static_assert(SHARED == (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES), "as named above");
 
 template <class Codec, class L, class Full>
 __device__ __forceinline__ void encode_block(const Move<L, Full> &move) {

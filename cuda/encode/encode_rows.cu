@@ -21,13 +21,14 @@
 // of the diagonal, less the ridge. The token itself is the error of number 0. Without a tilt there is no ridge, and the
 // norm of least cost is a·My / y·My, y = a − e.
 //
-// Grid (count, K), block WARPS · 32, dynamic shared memory sizeof(RowArrays).
+// Grid (count, K), block WARPS · 32, dynamic shared memory SHARED, sizeof(RowArrays).
 // DEFINES: LARGEST as encode_blocks.cu; SIDE, KeyLayout or ValueLayout, CODEC and FULL, the codec and the layout of its
 // full-precision records; TILTED, whether norms are; TILT_LOW, TILT_HIGH, least and largest ratio of a tilted norm to
 // the norm of least squares; NORM_FACTORS, a list of floats, the norms to round with, over the rms: if TILTED all are
-// tried, else the first one; TOKENS, 16, 32 or 64, a divisor of N; WARPS · 32 >= TOKENS · (1 + the number of norms).
+// tried, else the first one; TOKENS, 16, 32 or 64, a divisor of N; WARPS · 32 >= TOKENS · (1 + the number of norms);
+// SHARED.
 // PRECOND: D a multiple of 8; as encode_blocks.cu.
-// JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, fitting.cuh.
+// JOINS: full_block.cuh, nearest.cuh, fitting.cuh.
 
 constexpr float ALL_FACTORS[] = {NORM_FACTORS};
 constexpr int NUMBERS = 1 + (TILTED ? sizeof ALL_FACTORS / sizeof *ALL_FACTORS : 1);
@@ -48,6 +49,7 @@ struct RowArrays {
     float mean[L::D], sizes[L::N], inverses[L::N], norms[L::N], factors[(NUMBERS + 3) / 4 * 4];
     unsigned short codes[L::N * CODES];
 };
+static_assert(SHARED == sizeof(RowArrays<SIDE, CODEC>), "as named above");
 
 // Numbers of 32 rows in a group of channels as operands A, whose columns are 8 high and 8 low parts.
 struct Split {

@@ -28,11 +28,6 @@ __device__ __forceinline__ const float *at_head(const float *all, int size) {
     return all ? all + blockIdx.y * size : all;
 }
 
-template <class T>
-__device__ __forceinline__ T *area(unsigned char *shared, int offset) {
-    return reinterpret_cast<T *>(shared + offset);
-}
-
 template <int W>
 __device__ __forceinline__ void load_cell(float (&v)[W], const float *p) {
     if constexpr (W == 1) {

@@ -1,6 +1,11 @@
 // Finds the point of a codec that is nearest to a value, or a pair of values, of unit variance. Part of
 // encode_blocks.cu.
 
+template <bool IS_BYTE>
+struct CodeOf { using Type = unsigned short; };
+template <>
+struct CodeOf<true> { using Type = unsigned char; };
+
 // points (POINTS, WIDTH): in shared memory. candidates: from engine/backends/cuda/kv/store.py, unread for WIDTH 1.
 template <class Codec>
 struct Nearest {

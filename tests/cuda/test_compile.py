@@ -154,7 +154,18 @@ def test_the_covering_set_covers_and_stays_small() -> None:
     assert set(covered) == {trait for variant, _ in everything() for trait in traits(variant)}
 
 
-@pytest.mark.parametrize("kernel", ["gemv_packed", "gemm_wide", "prefill_attention", "decode_attention", "delta_scan"])
+SIZED = [
+    "gemv_packed",
+    "gemm_wide",
+    "prefill_attention",
+    "decode_attention",
+    "encode_blocks",
+    "encode_rows",
+    "delta_scan",
+]
+
+
+@pytest.mark.parametrize("kernel", SIZED)
 def test_a_kernel_does_not_compile_with_other_bytes_of_shared_memory(kernel: str) -> None:
     variant = VARIANTS[kernel][0]
     more = replace(variant, defines={**variant.defines, "SHARED": int(variant.defines["SHARED"]) + 16})

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs
-from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.kv.store import ALL, candidates
 from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.backends.kv import FilledBlocks, KVLocation
@@ -21,8 +20,6 @@ from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.ring import RINGS, points_of
 from polarlm.engine.quantization.metric import remove_feedback
 from tests.codecs.data import TABLED
-from tests.cuda.emulated import EmulatedDevice
-from tests.cuda.programs import Program
 from tests.ops.backends import BEST, CUDA, EVERY_LEVEL, NUMPY, backend_cases, backends
 from tests.ops.encoding import Case, Shape, bits, case_of, edges, metrics_of, vectors
 from tests.pairs import each, in_turn, mostly_slow
@@ -32,25 +29,12 @@ _BY_REGISTERS = {(one.level.lanes, one.level.registers): one for one in reversed
 FLOAT_LEVELS = [*_BY_REGISTERS.values()][::-1]
 
 
-@pytest.fixture(autouse=True)
-def _shared_memory_is_as_large_as_is_reckoned_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts do not compile where `launch_configs` has another size."""
-
-    def run(self: Any, text: str, kernel: str, grid: Any, block: Any, args: list, shared: int) -> None:
-        if kernel == "encode_rows_kernel":
-            text += f'static_assert(sizeof(RowArrays<SIDE, CODEC>) == {shared}, "");\n'
-        run_text(self, text, kernel, grid, block, args, shared)
-
-    run_text = EmulatedDevice.run
-    monkeypatch.setattr(EmulatedDevice, "run", run)
-
-
 def use_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int, warps: int = 4) -> None:
     """In shared memory at once, of fewer warps than the engine has for encode_blocks, for the emulator's sake."""
 
     def config(keys: records.Layout, values: records.Layout) -> LaunchConfig:
         shared = max(launch_configs.encode_bytes(side, tokens) for side in (keys, values))
-        defines = {"WARPS": warps, "TOKENS": tokens, **launch_configs.LARGEST}
+        defines = {"WARPS": warps, "TOKENS": tokens, "SHARED": shared, **launch_configs.LARGEST}
         return LaunchConfig(defines, 32 * warps, shared)
 
     monkeypatch.setattr(launch_configs, "encode_blocks", config)
@@ -187,20 +171,6 @@ def test_exceptional_blocks_with_a_metric_on_a_gpu(ops: Any, number: int, most: 
     case_of(ops, shape, edges(shape), metrics_of(shape)).check_as_good(most)
 
 
-@mostly_slow("number, name", enumerate(TABLED), [(0, TABLED[0]), (1, TABLED[1])])
-def test_rounders_have_as_much_shared_memory_as_is_reckoned_with(number: int, name: str) -> None:
-    """The text does not compile where `launch_configs.encode_bytes` is not RounderMemory::BYTES."""
-    dim, size, tokens, mean_bits = GPU_SHAPES[number % len(GPU_SHAPES)]
-    codec = codecs.get(name)
-    other = codec if "v" in codec.serves else codecs.get("ring4")
-    layouts = records.layout(codec, False, size, dim, mean_bits), records.layout(other, True, size, dim)
-    text = source("encode_blocks", *layouts, WARPS=4, TOKENS=tokens, **launch_configs.LARGEST)
-    for side, layout in zip(("Key", "Value"), layouts, strict=True):
-        nbytes = launch_configs.encode_bytes(layout, tokens)
-        text += f'static_assert(RounderMemory<{side}Layout, {side}Codec>::BYTES == {nbytes}, "");\n'
-    Program(text)
-
-
 @pytest.mark.parametrize("bits", [*RINGS][:3])
 def test_the_nearest_point_is_among_the_candidates_of_its_cell(rng: np.random.Generator, bits: int) -> None:
     points = points_of(bits)
@@ -217,10 +187,6 @@ def test_the_nearest_point_is_among_the_candidates_of_its_cell(rng: np.random.Ge
 
 
 # -- with a metric, in compiled kernels ----------------------------------------------------------------------------
-
-WITH_KERNELS = [
-    *("linear8", "ring2.5", "ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4"),
-]
 
 
 def points(case: Case, side: int, fields: Any) -> np.ndarray:
@@ -274,8 +240,8 @@ def test_without_feedback_codes_are_equal(ops: Any, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not BEST, reason="no kernel is compiled here")
 @given(
-    st.sampled_from(WITH_KERNELS),
-    st.sampled_from(WITH_KERNELS),
+    st.sampled_from(TABLED),
+    st.sampled_from(TABLED),
     st.integers(1, 32),
     st.sampled_from([16, 32, 48, 64, 80]),
     st.sampled_from([0, 8, 16]),
@@ -289,7 +255,7 @@ def test_any_shape(k: str, v: str, eighths: int, size: int, mean_bits: int, seed
         assert same == 1 or cost == pytest.approx(wanted, rel=0.3)
 
 
-@in_turn("name largest", each(WITH_KERNELS, [0, 1e4, 3e38]))
+@in_turn("name largest", each(TABLED, [0, 1e4, 3e38]))
 @backends(*BEST)
 def test_without_a_metric_points_are_nearest(ops: Any, name: str, largest: float) -> None:
     """Norms may differ in their last bit, and a code with them; those beyond the largest saturate."""

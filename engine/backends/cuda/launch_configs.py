@@ -165,7 +165,8 @@ def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
             warps = _ENCODE_WARPS - 2 * (tokens < size)
             shared = max(encode_bytes(side, tokens) for side in (keys, values))
             if shared <= room:
-                return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **LARGEST}, WARP * warps, shared)
+                defines = {"WARPS": warps, "TOKENS": tokens, "SHARED": shared, **LARGEST}
+                return LaunchConfig(defines, WARP * warps, shared)
             if tokens % 64 and tokens != 32:  # a part of a block has 16 tokens or a multiple of 32
                 break
             tokens //= 2
@@ -175,8 +176,7 @@ def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
 @cache
 def encode_rows(side: Layout, is_tilted: bool) -> LaunchConfig | None:
     """The launch of encode_rows for keys or values; None for a codec that it does not take. is_tilted: whether norms
-    are tilted, and the best of several is kept. Raises ValueError as `encode_blocks`. Shared memory: RowArrays of
-    `cuda/encode/encode_rows.cu`, whose size `tests/ops/test_encoding.py` compares."""
+    are tilted, and the best of several is kept. Raises ValueError as `encode_blocks`."""
     constants, dim, size = side.record.constants, side.record.geometry.head_dim, side.record.geometry.block_size
     if not side.record.takes_metric:
         return None
@@ -190,8 +190,8 @@ def encode_rows(side: Layout, is_tilted: bool) -> LaunchConfig | None:
         shared = 4 * floats + max(4 * dim * (tokens + 4), row_code_bytes) + 2 * size * dim // width
         if size % tokens == 0 and shared <= room:
             sides = {"SIDE": f"{name}Layout", "CODEC": f"{name}Codec", "FULL": f"Full{name}Layout"}
-            defines = {"WARPS": rows // WARP, "TOKENS": tokens, "TILTED": int(is_tilted), **sides, **LARGEST, **_NORMS}
-            return LaunchConfig(defines, rows, shared)
+            defines = {"WARPS": rows // WARP, "TOKENS": tokens, "TILTED": int(is_tilted), "SHARED": shared}
+            return LaunchConfig({**defines, **sides, **LARGEST, **_NORMS}, rows, shared)
     raise _too_large(size)
 
 
@@ -205,15 +205,14 @@ def _too_large(block_size: int) -> ValueError:
 
 
 def encode_bytes(side: Layout, tokens: int) -> int:
-    """RounderMemory::BYTES of `cuda/encode/rounding_memory.cuh`, which `tests/ops/test_encoding.py` compares, for
-    `tokens` tokens at once; of a polar codec, bytes of x and of a mean; of half precision, none."""
+    """`shared_bytes` of `cuda/encode/encode_blocks.cu` for `tokens` tokens at once."""
     size, dim = side.record.geometry.block_size, side.record.geometry.head_dim
-    constants, mean = side.record.constants, 4 * dim * (side.mean_bits > 0)
+    constants = side.record.constants
     if not side.is_quantized:
         return 0
     if "POINTS" not in constants:
-        return 4 * dim * size + mean
+        return 4 * dim * (size + 1)
     points, width = constants["POINTS"], constants["WIDTH"]
-    floats = dim * (tokens + 4) + width * points + size
+    floats = dim * (tokens + 4) + width * points + dim + size
     code_bytes = 1 if width == 1 and points <= 256 else 2
-    return 4 * floats + mean + code_bytes * dim // width * (size + tokens + 2)
+    return 4 * floats + code_bytes * dim // width * (size + tokens + 2)
