@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from polarlm.engine import codecs
-from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs import Codec, Field
 from polarlm.engine.codecs.parts.pair_codec import PairCodec
 from polarlm.engine.codecs.schema.streams import pack, unpack
 
@@ -18,6 +18,20 @@ TABLED = [name for name in codecs.available() if isinstance(codecs.get(name), Pa
 def gaussian(*shape: int, seed: int = 0) -> np.ndarray:
     """Standard normal values, `shape`, float32."""
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def random_fields(
+    rng: np.random.Generator, fields: Mapping[str, Field], lead: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Any bytes (*lead, *shape); halves are finite, and norms, radii and steps not negative."""
+    made = {}
+    for name, field in fields.items():
+        raw = rng.integers(0, 256, (*lead, field.nbytes), np.uint8)
+        made[name] = raw.view(field.dtype).reshape(*lead, *field.shape)
+        if field.dtype == np.float16:
+            halves = rng.standard_normal(made[name].shape)
+            made[name][...] = halves if name in ("values", "mean") else np.abs(halves)
+    return made
 
 
 def stored_norms(codec: Codec, norms: np.ndarray) -> np.ndarray:

@@ -443,8 +443,6 @@ def test_attention_over_codes_of_any_shape(
     shape: Shape, sequences: list[Sequence_], window: int | None, seed: int
 ) -> None:
     """Sequences of several lengths and numbers of rows; all read codes, unless a window hides them."""
-    if any(name.startswith("q") for name in shape.types):  # a scale for 32 channels
-        shape = shape._replace(dim=-(-shape.dim // 32) * 32)
     sequences = [one._replace(length=one.length + (3 + one.kept) * shape.block_size) for one in sequences]
     case = case_of(BEST[0].open(), shape, sequences, window, seed=seed)
     case.check(case.attended())

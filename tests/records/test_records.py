@@ -1,4 +1,5 @@
-"""The bytes of records: what is packed is unpacked, and the bytes of a version stay what they are."""
+"""The bytes of records: how many there are, and that those of a version stay what they are. What is packed is
+unpacked: `tests/backends/test_transfer.py`."""
 
 from __future__ import annotations
 
@@ -7,11 +8,8 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from polarlm.engine import codecs, records
-from polarlm.engine.quantization.conditioning import centre
 from polarlm.engine.records.fragments import Geometry
 from tests.pairs import in_turn
 
@@ -23,32 +21,6 @@ def twins() -> list[str]:
     """Every codec that has a twin, with norms of either kind."""
     names = [name + option for name in codecs.available() for option in ("", "+norm16") if "ring" in name or not option]
     return [name for name in names if records.record_of(codecs.get(name), Geometry(False, 64, 64))]
-
-
-@settings(max_examples=15)  # of every codec
-@given(data=st.data())
-@in_turn("name", twins())
-def test_records_unpack_to_the_fields_they_were_packed_from(name: str, data: st.DataObject) -> None:
-    codec = codecs.get(name)
-    head_dim, block_size = data.draw(st.sampled_from(HEAD_DIMS)), data.draw(st.sampled_from(BLOCK_SIZES))
-    values = data.draw(st.booleans()) and "v" in codec.serves
-    bits = 0 if values else data.draw(st.sampled_from([0, 8, 16]))
-    if records.record_of(codec, Geometry(values, block_size, head_dim)) is None:
-        return
-    layout = records.layout(codec, values, block_size, head_dim, bits)
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    x, mean_fields = 3 * rng.standard_normal((2, 1, block_size, head_dim)).astype(np.float32), {}
-    if bits:
-        x, mean_fields = centre(x, bits)
-    fields = codec.encode(x)
-    packed = layout.pack(fields, mean_fields)
-    assert packed.shape == (2, 1, layout.nbytes)
-    for before, after in zip((fields, mean_fields), layout.unpack(packed), strict=True):
-        assert before.keys() == after.keys()
-        for field in before:
-            assert before[field].dtype == after[field].dtype
-            np.testing.assert_array_equal(before[field], after[field])
-    np.testing.assert_array_equal(layout.pack(*layout.unpack(packed)), packed)
 
 
 def test_a_record_adds_less_than_a_line_to_the_codec_s_bits() -> None:

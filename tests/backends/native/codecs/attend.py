@@ -13,6 +13,7 @@ from polarlm.engine.codecs import Codec
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.lang import F32, Emitter, Kernel, Level, Value, Values, vector
 from polarlm.engine.jit.run.workers import aligned_bytes
+from tests.codecs.data import random_fields
 from tests.jit.levels import declared, run
 
 # (head dim, block size, queries that read a block together)
@@ -24,30 +25,14 @@ def sizes(codec: int, level: Level) -> tuple[int, int, int]:
     return SIZES[(codec + levels().index(level)) % len(SIZES)]
 
 
-def random_fields(
-    rng: np.random.Generator, codec: Codec, lead: tuple[int, ...], n: int, d: int
-) -> dict[str, np.ndarray]:
-    """Any bytes; halves are finite, and norms and radii not negative."""
-    fields = {}
-    for name, field in codec.fields(n, d).items():
-        raw = rng.integers(0, 256, (*lead, field.nbytes), np.uint8)
-        fields[name] = raw.view(field.dtype).reshape(*lead, *field.shape)
-        if field.dtype == np.float16:
-            halves = rng.standard_normal(fields[name].shape)
-            fields[name][...] = halves if name == "scale" else np.abs(halves)
-    return fields
-
-
 def scored(
-    codec: Codec, level: Level, n: int, d: int, heads: int, outliers: float = 1
+    codec: Codec, level: Level, n: int, d: int, heads: int
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """The fields of three random blocks, random queries (H, D) whose first 32 channels are `outliers` times as large,
-    and the scores by a level's kernel (3, H, N)."""
+    """The fields of three random blocks, random queries (H, D), and the scores by a level's kernel (3, H, N)."""
     rng = np.random.default_rng(1)
-    fields, key_tiles = random_fields(rng, codec, (3,), n, d), keys(codec, n, d)
+    fields, key_tiles = random_fields(rng, codec.fields(n, d), (3,)), keys(codec, n, d)
     assert key_tiles is not None
     queries = rng.standard_normal((heads, d)).astype(np.float32)
-    queries[:, :32] *= outliers
     return fields, queries, scores(key_tiles, level, key_tiles.pack(fields), queries, n)
 
 
@@ -57,7 +42,7 @@ def mix_of_random_blocks(
     """The fields of three random blocks, weights (3, H, N), which are zeros for one head and block, and 7 plus the sums
     by a level's kernel (H, D)."""
     rng = np.random.default_rng(2)
-    fields, value_tiles = random_fields(rng, codec, (3,), n, d), values(codec, n, d)
+    fields, value_tiles = random_fields(rng, codec.fields(n, d), (3,)), values(codec, n, d)
     assert value_tiles is not None
     weights = np.exp(2 * rng.standard_normal((3, heads, n))).astype(np.float32)
     weights[1, 0] = 0

@@ -1,4 +1,4 @@
-"""Tiles of every codec: exact packing, and blocks as float32 at every level of CPU features, against the codecs."""
+"""Tiles of every codec: their names, and blocks as float32 at every level of CPU features, against the codecs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polarlm.engine.codecs import Codec
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import Level
 from tests.backends.native.codecs import attend
-from tests.codecs.data import TABLED
+from tests.codecs.data import TABLED, random_fields
 from tests.jit.levels import SOME, run, some_levels
 from tests.pairs import each, in_turn
 
@@ -28,34 +28,6 @@ def sides(codec: Codec, n: int, d: int) -> list[KeyTiles | ValueTiles]:
     both = [side for side in (tiles.keys(codec, n, d), tiles.values(codec, n, d)) if side is not None]
     assert len(both) == len(codec.serves)
     return both
-
-
-@given(
-    st.sampled_from((*NAMES, *OF_KEYS)),
-    st.sampled_from([8, 16, 40, 48, 64, 80, 96, 128, 256]),
-    st.sampled_from([32, 48, 64, 128]),
-    st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=150, deadline=None)
-def test_unpacking_gives_back_the_fields(name: str, d: int, n: int, seed: int) -> None:
-    """To the bit, with the leading axes. Tiles of whole units have few more bytes than the fields."""
-    if name in OF_KEYS:
-        n = -(-n // 32) * 32
-    codec, lead = codecs.get(name), (2, seed % 4)
-    fields = attend.random_fields(np.random.default_rng(seed), codec, lead, n, d)
-    stored = sum(field.nbytes for field in codec.fields(n, d).values())
-    for side in sides(codec, n, d):
-        packed = side.pack(fields)
-        assert packed.dtype == np.uint8
-        assert packed.shape == (*lead, side.nbytes)
-        assert side.nbytes % 64 == 0
-        assert d % 32 or stored <= side.nbytes < stored + stored // 16 + 64
-        back = side.unpack(packed)
-        assert list(back) == list(fields)
-        for field, values in fields.items():
-            assert back[field].dtype == values.dtype
-            assert back[field].shape == values.shape
-            assert back[field].tobytes() == values.tobytes()
 
 
 @pytest.mark.parametrize("name", ["ring4", "f16", "polarquant"])
@@ -104,7 +76,7 @@ def test_scores_and_mixes_are_those_of_what_is_decoded(name: str, level: Level, 
 @in_turn("name", ["ring4", "polarquant", "f16"])
 def test_a_query_of_zeros(name: str, level: Level) -> None:
     codec = codecs.get(name)
-    fields = attend.random_fields(np.random.default_rng(2), codec, (1,), 16, 16)
+    fields = random_fields(np.random.default_rng(2), codec.fields(16, 16), (1,))
     side = tiles.keys(codec, 16, 16)
     assert side is not None
     assert not attend.scores(side, level, side.pack(fields), np.zeros((1, 16), np.float32), 16).any()
@@ -114,7 +86,7 @@ def check(names: tuple[str, str], level: Level, n: int, d: int, seed: int) -> No
     """Blocks 3, 0, 0 of two heads, with means of 8 or 16 bits or none. names: of the codecs of keys and values."""
     rng, both, (heads, blocks) = np.random.default_rng(seed), [codecs.get(name) for name in names], (2, 4)
     bits = (0, 8, 16)[seed % 3]
-    fields = [attend.random_fields(rng, codec, (heads, blocks), n, d) for codec in both]
+    fields = [random_fields(rng, codec.fields(n, d), (heads, blocks)) for codec in both]
     keys, values = tiles.keys(both[0], n, d), tiles.values(both[1], n, d)
     assert keys is not None
     assert values is not None
