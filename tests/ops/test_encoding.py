@@ -286,8 +286,12 @@ def test_extreme_values(ops: Any) -> None:
 
 @backends(*BEST)
 def test_codecs_without_a_kernel_are_encoded_in_numpy(ops: Any) -> None:
-    shape = Shape(("ring4", "ring4"), 16, 20, 8)  # 20 tokens do not fill vectors
+    """In a layer that kernels read, and in one that they do not: 20 tokens do not fill vectors."""
+    shape = Shape(("ring4", "ring4"), 16, 20, 8)
     case_of(ops, shape, metrics=metrics_of(shape)).check_same()
+    case = case_of(ops, Shape(("polarpair-m4n4", "f16"), 64, 32, 8))
+    assert "keys" in "".join(ops.numpy_fallbacks(case.cache))
+    case.check_same()
 
 
 NAMES = ["linear8", "f16", "polarquant", "ring4", "turbo3"]

@@ -339,7 +339,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
             (k, mean), (v, _) = (encode_side(layers, sources, side) for side in (0, 1))
             for number, cache in enumerate(layers):
                 heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)
-                cache.write(blocks, Sides(*({name: x[heads] for name, x in side.items()} for side in (k, v, mean))))
+                cache.put(blocks, Sides(*({name: x[heads] for name, x in side.items()} for side in (k, v, mean))))
 
     def copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
         for cache, (target, source, tokens) in itertools.product(caches, moves):

@@ -92,10 +92,6 @@ class TileCache(LayerCache):
         values = {} if self.value_tiles is None else self.value_tiles.unpack(v[_TILES])
         return Sides(self.key_tiles.unpack(k[_TILES]), values, mean)
 
-    def write(self, blocks: Sequence[int], sides: Sides) -> None:
-        for side, fields in enumerate((sides.k, sides.v)[: len(self.encoders)]):
-            self.write_side(blocks, side, fields, {} if side else sides.mean)
-
     def write_side(self, blocks: Sequence[int], side: int, fields: Fields, mean: Fields) -> None:
         """Overwrite the keys (side 0) or the values (1) of quantized blocks. mean: the block means, of keys only."""
         tiles = self.value_tiles if side else self.key_tiles

@@ -60,10 +60,6 @@ class LayerCache:
         """The fields of the quantized blocks with these ids."""
         return self.take(blocks)
 
-    def write(self, blocks: Sequence[int], sides: Sides) -> None:
-        """Overwrite the quantized blocks with these ids by fields, as `read` returns them."""
-        self.put(blocks, sides)
-
     def full(self, place: KVLocation) -> Buffer:
         """Views k, v (K, S, D) of `place`: the N tokens of a slot, float16, or a buffer's tokens from that block on."""
         if place.buffer is None:
