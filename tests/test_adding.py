@@ -20,7 +20,7 @@ from tests.codecs.test_contract import promises
 from tests.conftest import FIXTURES
 from tests.ops import attending
 from tests.ops.backends import CUDA
-from tests.ops.encoding import case_of, vectors
+from tests.ops.encoding import Shape, case_of, vectors
 from tests.ops.test_encoding import one_sided
 from tests.pairs import each
 from tests.tiny import make_model
@@ -86,7 +86,6 @@ def test_the_pairs_of_the_document_are_rounded_exactly_and_served_by_compiled_ke
     """A code is the nearest of all points in float64, and tiles hold NumPy's codes; only rounding is left to NumPy."""
     pytest.importorskip("llvmlite")
     from polarlm.engine.backends.native.ops import NativeOps
-    from tests.backends.native import test_cache
 
     codec = codecs.get("hex3")
     assert codecs.bits_per_value(codec, 64, 64) == 3 + 8 / 64
@@ -96,10 +95,9 @@ def test_the_pairs_of_the_document_are_rounded_exactly_and_served_by_compiled_ke
     assert points.shape == (64, 2)
     assert (np.diff(np.sort(distances)[:, :2]) > 1e-6).all()
     assert (codec.rounding.nearest(pairs)[0] == distances.argmin(-1)).all()
-    test_cache.test_blocks_are_encoded_read_and_written_as_in_numpy(("hex3", "hex3"), 8)
-    cache = NativeOps(1).cache(test_cache.format_of(("hex3", "hex3")), 1, 1)
-    why = "no kernel rounds to the table of hex3"
-    assert NativeOps(1).numpy_fallbacks(cache) == {"the encoding of keys": why, "the encoding of values": why}
+    case, why = case_of(NativeOps(1), Shape(("hex3", "hex3"), 64, 64, 8)), "no kernel rounds to the table of hex3"
+    case.check_same()
+    assert case.ops.numpy_fallbacks(case.cache) == {"the encoding of keys": why, "the encoding of values": why}
 
 
 @pytest.mark.usefixtures("_in_place")

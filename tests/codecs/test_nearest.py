@@ -44,9 +44,3 @@ def test_it_agrees_with_a_comparison_with_every_point(bits: int) -> None:
         codes, nearest = search(bits)(pairs)
         assert np.array_equal(codes, by_comparison(points, pairs))
         assert np.array_equal(nearest, points[codes])
-
-
-def test_the_first_of_equally_near_points_wins():
-    square = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1]], np.float32)
-    x = np.array([[0, 0], [0, 3], [-3, 0], [0, -3], [3, 0], [-0.0, -0.0], [0, 100], [-1e30, 0]], np.float32)
-    assert NearestPoint(square)(x)[0].tolist() == [0, 0, 1, 2, 0, 0, 0, 1]
