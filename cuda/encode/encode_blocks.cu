@@ -5,12 +5,8 @@
 // jobs int32 (count, 3): row of `sides`, slot of the full-precision record, id of the block. The arrays of a side:
 //   quantized (blocks, K, NBYTES), full (slots, K, bytes)     pools of records
 //   tables                  the codec's
-//   candidates uint16       for codes of pairs: made by engine/backends/cuda/kv/store.py
-// The others are float32, from engine.quantization.metric, each null where the metric does not have it. Only
-// encode_rows.cu reads them, and describes them:
-//   feedback (K, D, D)      error feedback between channels
-//   mean_query (K, D)       by which norms of keys are tilted
-//   residues (K, D / 2, 4)  what is left of targets costs
+//   candidates uint16       for codes of pairs: made by engine/backends/cuda/kv/store.py;
+// and those of a metric, which encode_rows.cu lists: null, and not read here.
 //
 // Every pair takes the nearest point, every norm is the rms or covers the largest value. Codes, norms and means equal
 // NumPy's to the bit: sums are in its order, multiplications not fused.

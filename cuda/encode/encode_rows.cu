@@ -1,8 +1,8 @@
 // Part of the op `encode_blocks`: keys or values with a metric, with one norm or the best of several, on tensor cores.
 // Codes are chosen as in engine/quantization/encode.py; encode_blocks.cu takes what has no metric.
 //
-// sides, jobs: as encode_blocks.cu lists them, of one side alone. It reads of the arrays of a metric: mean_query where
-// norms are tilted; and
+// sides, jobs: as encode_blocks.cu lists them, of one side alone. Arrays of a metric, from engine.quantization.metric:
+//   mean_query (K, D)                            by which norms are tilted; null if TILTED is 0
 //   feedback __half (K, D / 8, D / 8, 32, 2, 2)  F in tiles of 8 × 8: those from group i of channels to group j. Lane
 //                                                4g + t has the weights from channels 2t, 2t + 1 to channel g, high
 //                                                parts, then low ones

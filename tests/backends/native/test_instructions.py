@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from polarlm.engine import codecs
+from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.kernels.attention.bfloat_matrices import BFLOAT
 from polarlm.engine.backends.native.kernels.attention.latent_steps import LANES, LatentBody
@@ -17,8 +18,6 @@ from polarlm.engine.backends.native.kernels.attention.steps import Attention
 from polarlm.engine.backends.native.kernels.attention.steps import attend as attend_step
 from polarlm.engine.backends.native.kernels.attention.unit import Prompt
 from polarlm.engine.backends.native.kernels.attention.word_matrices import WORDS
-from polarlm.engine.backends.native.kernels.encode import encode
-from polarlm.engine.backends.native.kernels.encode.unit import Encoding
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs, inputs_for, splits
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
 from polarlm.engine.backends.native.kernels.linear.tiling import (
@@ -34,6 +33,7 @@ from polarlm.engine.weight_formats import get
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, OF_WORDS, X86, Loop, special_levels
 from tests.jit.levels import assembly
+from tests.ops.encoding import Shape, metrics_of
 from tests.pairs import each, in_turn, mostly_slow
 
 WITH_WORDS = [level for level in X86 if level.unpacks_first]
@@ -96,8 +96,9 @@ def test_loops_over_codes(codec_and_side: tuple[str, str], level: Level) -> None
 
 
 def encoder(tilted: bool) -> Kernel:
-    encoding = Encoding(8, 2, 64, tilted=tilted, mean_bits=8)
-    return encode(encoding, (tiles.values, tiles.keys)[tilted](codecs.get("ring4"), 64, 64))
+    shape, ring4 = Shape(("ring4", "ring4"), 64, 64, 8), codecs.get("ring4")
+    format = CacheFormat(ring4, ring4, *metrics_of(shape), shape.mean_bits, shape.size, shape.heads, shape.dim)
+    return (tiles.values, tiles.keys)[tilted](ring4, 64, 64).encoder(format, int(not tilted))
 
 
 OF_FLOATS: dict[str, Callable[[], Kernel]] = {

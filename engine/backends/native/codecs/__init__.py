@@ -18,14 +18,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.kernels.attention.unit import supports
-from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, side_of
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.schema.planes import Planes
 from polarlm.engine.codecs.schema.sections import Section, Sections, arrange, numbered
@@ -62,6 +62,11 @@ class Tiles(ABC):
     def to_streams(self, stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The inverse of `from_streams`."""
         return stored
+
+    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | str:
+        """The kernel that encodes keys (side 0) or values (1) of a format into tiles, or the reason why NumPy encodes
+        them and packs them."""
+        return f"no kernel encodes {side_of(format, side)[0].name}"
 
     @abstractmethod
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
@@ -122,14 +127,6 @@ class ByteOrder(NamedTuple):
     width: int
     scale: float
     factor_at: int
-
-
-@runtime_checkable
-class EncodedTiles(Protocol):
-    """Tiles that a kernel can encode. NumPy encodes others and packs them."""
-
-    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
-        """The kernel that encodes keys (side 0) or values (1) of a format into tiles; None if there is none."""
 
 
 def codes_section(

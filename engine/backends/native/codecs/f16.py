@@ -75,7 +75,7 @@ class HalfKeys(KeyTiles):
         super().__init__("half_keys", codec, block_size, head_dim, section)
         self.query_bytes = -(-head_dim // 16) * 64
 
-    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
+    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | str:
         def write(unit: Unit) -> None:
             e, tile = unit.e, unit.block.tiles
             unit.report(load(unit, float(HALF_MAX)))
@@ -114,7 +114,7 @@ class HalfValues(ValueTiles):
         section = Section.numbers("values", values, ((block_size,), (self._row,)), (0, 1))
         super().__init__("half_values", codec, block_size, head_dim, section)
 
-    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
+    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | str:
         return plain_encoder(self.name, format, side, lambda unit: unit.report(load_halves(unit, unit.block.tiles)))
 
     def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:

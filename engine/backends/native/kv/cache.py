@@ -11,10 +11,10 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.native.codecs import EncodedTiles, KeyTiles, Tiles, ValueTiles, tiles
+from polarlm.engine.backends.native.codecs import KeyTiles, Tiles, ValueTiles, tiles
 from polarlm.engine.backends.native.kernels.attention.matrices import KEYS, MatrixFormat
 from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments, Decoding, decode
-from polarlm.engine.backends.native.kernels.encode.unit import TABLES, Block, EncodeArguments
+from polarlm.engine.backends.native.kernels.encode.unit import Block, EncodeArguments, side_of
 from polarlm.engine.backends.numpy.kv.cache import Fields, LayerCache, Sides, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.lang import Kernel
@@ -39,17 +39,9 @@ class Encoder:
 
 def encoder(tiles: Tiles, format: CacheFormat, side: int) -> Encoder | str:
     """The encoder of keys (side 0) or values (1) into tiles, or the reason why NumPy must encode them."""
-    codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
-    assert codec is not None
-    if not isinstance(tiles, EncodedTiles):
-        return f"no kernel encodes {codec.name}"
-    if (kernel := tiles.encoder(format, side)) is None:
-        if codec.rounding is not None and not isinstance(codec.rounding, TABLES):
-            return f"no kernel rounds to the table of {codec.name}"
-        return (
-            f"{SCRATCH >> 10} KiB of scratch memory are too few to encode {format.block_size} tokens of "
-            f"{format.head_dim} channels as {codec.name}; a smaller block_size needs less"
-        )
+    codec, metric = side_of(format, side)
+    if isinstance(kernel := tiles.encoder(format, side), str):
+        return kernel
     arrays = {} if metric is None or codec.rounding is None else _arrays(metric, codec.rounding.width)
     addresses = np.zeros((format.kv_heads, len(Block._fields)), np.int64)
     for name, array in arrays.items():

@@ -73,7 +73,7 @@ class PolarTiles(Tiles):
         upper = from_rows(stored["rows"], self.levels)
         return {"radius": stored["radius"], "level1": join(stored["directions"], 4), **upper}
 
-    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
+    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | str:
         def write_unit(unit: Unit, channels: Value, halves: int) -> None:
             """Encode the 8 · halves channels of unit `channels`."""
             e, address = unit.e, unit.x + channels * (16 * unit.row)

@@ -40,13 +40,19 @@ from polarlm.engine.backends.native.codecs.parts.products import (
     store_query,
     write_values,
 )
-from polarlm.engine.backends.native.kernels.encode import encode
-from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, by_rounding
+from polarlm.engine.backends.native.kernels.encode.load import ANY, cover, load, measure
+from polarlm.engine.backends.native.kernels.encode.rounding import (
+    round_with_best_norms,
+    round_without_metric,
+    write_codes,
+)
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, by_rounding, encoder
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.pair_codec import PairCodec
 from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.codecs.schema.streams import Stream, codes, join, split
 from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Kernel, Value, Values, vector
+from polarlm.engine.quantization.encode import LARGEST
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
@@ -73,7 +79,7 @@ def values(codec: Codec, block_size: int, head_dim: int) -> TableValues | None:
 
 class _TableTiles(Tiles):
     _side: str
-    by_token: bool  # whether the codes that `emit_pack` reads are contiguous by token
+    by_token: bool  # whether the codes that `_emit_pack` reads are contiguous by token
 
     def __init__(self, codec: PairCodec, block_size: int, head_dim: int) -> None:
         norms, width = codec.store.norms, codec.store.width
@@ -90,9 +96,22 @@ class _TableTiles(Tiles):
         super().__init__(layout, codec, block_size, head_dim, self._section, norm)
         _, self._norms_at, _ = self._sections.offsets
 
-    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
+    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | str:
         encoding = by_rounding(format, side)
-        return None if encoding is None else encode(encoding, self)
+        if isinstance(encoding, str):
+            return encoding
+
+        def write(unit: Unit) -> None:
+            unit.report(load(unit, LARGEST if encoding.has_metric else ANY))
+            (cover if encoding.is_linear else measure)(unit)
+            (round_with_best_norms if encoding.has_metric else round_without_metric)(unit)
+            codes = unit.codes
+            if self.by_token:
+                codes = unit.errors  # reuses the memory of the errors
+                write_codes(unit, codes)
+            self._emit_pack(unit.e, codes, unit.norms, unit.block.tiles)
+
+        return encoder(f"{encoding.name}_{self.name}", encoding, write)
 
     @abstractmethod
     def _codes_section(self, stream: Stream) -> Section:
@@ -106,7 +125,7 @@ class _TableTiles(Tiles):
         codes = self._table.codes[stored["codes"]]
         return {**stored, "codes": codes if self._table.width == 2 else join(codes, self._table.bits)}
 
-    def emit_pack(self, e: Emitter, codes: Value, norms: Value, tile: Value) -> None:
+    def _emit_pack(self, e: Emitter, codes: Value, norms: Value, tile: Value) -> None:
         """Pack codes and norms (N,) float32 ≥ 0, which may be overwritten, into the tile.
 
         codes (C, N) int32; if `by_token` (N, C) uint8, or uint16 for ten bits.

@@ -8,15 +8,17 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.linear import LinearTable
 from polarlm.engine.codecs.ring import RingTable
 from polarlm.engine.codecs.turbo import TurboTable
 from polarlm.engine.jit.lang import F32, I8, I16, Emitter, Type, Value, Values, Variable, vector
 from polarlm.engine.jit.lang.records import Int64, Kernel, Pointer, read
 from polarlm.engine.jit.run.workers import SCRATCH
+from polarlm.engine.quantization.metric import Metric
 
 LANES = 16
 TABLES = RingTable, TurboTable, LinearTable  # that kernels round to
@@ -82,19 +84,6 @@ class Encoding:
         return I16 if self.bits > 8 else I8
 
 
-class PackedTiles(Protocol):
-    """Tiles that a kernel packs; see `engine.backends.native.codecs`."""
-
-    name: str
-    by_token: bool
-
-    def emit_pack(self, e: Emitter, codes: Value, norms: Value, tile: Value) -> None:
-        """Pack codes and norms (N,) float32 ≥ 0, which may be overwritten, into the tile.
-
-        codes (P, N) int32; if `by_token` (N, P) uint8, or uint16 for ten bits.
-        """
-
-
 def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
     arrays = 4 if encoding.has_metric else 2  # (D, N)
@@ -102,12 +91,30 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     return nbytes + pairs * row + (7 + pairs) * row * encoding.has_metric
 
 
-def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
-    """The encoding of keys (side 0) or values (1) for a codec that rounds to a table of points; None without kernel."""
+def side_of(format: CacheFormat, side: int) -> tuple[Codec, Metric | None]:
+    """The codec and the metric of keys (side 0) or values (1)."""
     codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
-    rounding = None if codec is None else codec.rounding
-    if not isinstance(rounding, TABLES) or format.block_size % LANES:
-        return None
+    assert codec is not None
+    return codec, metric
+
+
+def _in_scratch(encoding: Encoding, format: CacheFormat, side: int) -> Encoding | str:
+    """The encoding, or why it is not possible."""
+    if scratch_bytes(encoding, format.head_dim) <= SCRATCH:
+        return encoding
+    return (
+        f"{SCRATCH >> 10} KiB of scratch memory are too few to encode {format.block_size} tokens of {format.head_dim} "
+        f"channels as {side_of(format, side)[0].name}; a smaller block_size needs less"
+    )
+
+
+def by_rounding(format: CacheFormat, side: int) -> Encoding | str:
+    """The encoding of keys (side 0) or values (1) for a codec that rounds to a table of points, or why no kernel has
+    it."""
+    codec, metric = side_of(format, side)
+    rounding = codec.rounding
+    if not isinstance(rounding, TABLES):
+        return f"no kernel rounds to the table of {codec.name}"
     encoding = Encoding(
         bits=rounding.code_bits,
         width=rounding.width,
@@ -120,7 +127,7 @@ def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
         is_linear=metric is None and isinstance(rounding, LinearTable),
         is_fed_back=metric is None or bool(metric.feedback.any()),
     )
-    return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
+    return _in_scratch(encoding, format, side)
 
 
 class Unit:
@@ -208,11 +215,10 @@ def encoder(name: str, encoding: Encoding, write: Callable[[Unit], None]) -> Ker
 
 def plain_encoder(
     name: str, format: CacheFormat, side: int, write: Callable[[Unit], None]
-) -> Kernel[EncodeArguments] | None:
+) -> Kernel[EncodeArguments] | str:
     """The kernel that encodes keys (side 0) or values (1) for codecs without an error metric into the tiles `name`, as
-    `write` emits it for a block; None if scratch is too small."""
+    `write` emits it for a block; or why there is none."""
     mean_bits = 0 if side else format.mean_bits
     encoding = Encoding(8, 1, format.block_size, tilted=False, mean_bits=mean_bits, has_metric=False)
-    if scratch_bytes(encoding, format.head_dim) > SCRATCH:
-        return None
-    return encoder(f"encode_mean{mean_bits}_{name}", encoding, write)
+    fitting = _in_scratch(encoding, format, side)
+    return fitting if isinstance(fitting, str) else encoder(f"encode_mean{mean_bits}_{name}", encoding, write)
