@@ -58,7 +58,7 @@ def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> di
     Equal x give equal codes. A block's codes do not depend on the other blocks.
     """
     rounding = codec.rounding
-    if metric is None or rounding is None or x.size == 0:
+    if metric is None or rounding is None:
         return codec.encode(x)
     x = np.ascontiguousarray(np.clip(require_finite(x, codec.name), -LARGEST, LARGEST))
     encoded = []
