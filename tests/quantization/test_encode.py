@@ -308,17 +308,6 @@ def codec_and_metrics(name):
 
 
 @in_turn("name", WITH_ROUNDING)
-def test_fields_match_the_codec(name):
-    codec, metrics = codec_and_metrics(name)
-    for blocks in (0, 1, 3):
-        for metric in metrics:
-            encoded = encode_with_metric(codec, gaussian(2, blocks, 16, 32), metric)
-            for key, field in codec.fields(16, 32).items():
-                assert encoded[key].shape == (2, blocks, *field.shape), blocks
-                assert encoded[key].dtype == field.dtype, blocks
-
-
-@in_turn("name", WITH_ROUNDING)
 def test_errors_cost_less_than_those_of_plain_encoding(name):
     codec, metrics = codec_and_metrics(name)
     x = gaussian(2, 12, 16, 32)
