@@ -137,7 +137,7 @@ def costs_in_short() -> str:
     of_all = {name: rows for _, types in found for name, rows in types.items()}
     full, lines = found[0][0][_EXACT], list[Sequence[str]]()
     for name, words in _NAMES.items():
-        as_served, coded = of_all[name][SERVED], of_all[name][CODED]
+        as_served, coded = of_all[name][SERVED], of_all[name].get(CODED, {})
         bits = _of(as_served, "bits_per_value")
         change = f"{100 * (_of(as_served, 'perplexity') / full - 1):+.1f} %"
         cells = f"{bits:.2f}", f"{_long_bits(name, bits):.2f}", change, _kl(as_served), _kl(coded)
