@@ -58,7 +58,7 @@ class Schedules(RuleBasedStateMachine):
     """Each answer equals a plain run's; a cancelled answer is its beginning. No block is lost."""
 
     preempted = drafted = saved = joined = 0
-    model = "llama_gqa_linear"
+    model, blocks = "llama_gqa_linear", 10  # the longest answer needs nine
     more: Mapping[str, Any] = {}
     make = staticmethod(make_model)
 
@@ -71,7 +71,7 @@ class Schedules(RuleBasedStateMachine):
         self.plain: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS, **self.more))
         self.engine: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS, **self.more))
         attention = next(number for number, group in enumerate(self.engine._store.groups) if not group.is_sparse)
-        self.stack.enter_context(blocks_left(self.engine, 10, attention))  # the longest answer needs nine
+        self.stack.enter_context(blocks_left(self.engine, self.blocks, attention))
         record_time = self.engine._scheduler.record_time  # by count: the machine must do the same each time
         self.engine._scheduler.record_time = lambda unit, _: record_time(unit, 1)  # type: ignore[method-assign]
         preempt = self.engine._scheduler.preempt
@@ -222,6 +222,7 @@ class OfAssistant(Schedules):
     """With layers that read the K/V of the model's."""
 
     model = "gemma4_shared_kv"
+    blocks = 7  # of the group with a window
     more: Mapping[str, Any] = {"spec_type": "assistant"}
     make = staticmethod(lambda folder, fixture: with_assistant(folder, fixture)[0])
 
