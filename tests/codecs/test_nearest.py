@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from polarlm.engine import codecs
 from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.ring import RINGS, points_of
 
@@ -44,3 +45,14 @@ def test_it_agrees_with_a_comparison_with_every_point(bits: int) -> None:
         codes, nearest = search(bits)(pairs)
         assert np.array_equal(codes, by_comparison(points, pairs))
         assert np.array_equal(nearest, points[codes])
+
+
+@pytest.mark.parametrize("name", ["turbo2", "turbo3", "turbo4", "linear8"])
+def test_values_take_the_nearest_levels(name: str) -> None:
+    table = codecs.get(name).rounding
+    levels, x = table.points[:, 0].astype(np.float64), np.random.default_rng(0).normal(0, 2, 20_000)
+    thresholds = (levels[1:] + levels[:-1]) / 2
+    is_clear = np.abs(x[:, None] - thresholds).min(-1) > 1e-5
+    assert is_clear.mean() > 0.999
+    codes, _ = table.nearest(x.astype(np.float32)[:, None])
+    assert np.array_equal(codes[is_clear], np.searchsorted(thresholds, x)[is_clear])
