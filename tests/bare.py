@@ -40,14 +40,13 @@ def bare_model(
     block_size: int = 16,
     centred: bool = True,
     tokens: int = 2048,
-    step_rows: int = 1,
     ops: NumpyOps | None = None,
 ) -> Transformer:
     """A model with its own store; models may share weights."""
     k, v = (codecs.get(name) for name in types)
     mean_bits = 16 if centred and types[0] != "f16" else 0
     layers = tuple(shape_of(layer.mixer, k, v, mean_bits) for layer in config.layers)
-    plan = plan_for_tokens(CacheShape(block_size, layers), tokens, 4, step_rows)
+    plan = plan_for_tokens(CacheShape(block_size, layers), tokens, 8)
     plan = replace(plan, quantized_blocks=tuple(4 * count for count in plan.quantized_blocks))  # for each sequence
     ops = ops or NumpyOps()
     conditioning = [

@@ -118,11 +118,6 @@ class LayerShape(StateShape):
     recent_blocks: int = 0
 
     @property
-    def types(self) -> str:
-        """The types of keys and of values, one name if they are equal."""
-        return "/".join(dict.fromkeys(codec.name for codec in self.codecs))
-
-    @property
     def codecs(self) -> tuple[Codec, ...]:
         """Of keys and, if they are stored, of values."""
         return (self.codec_k,) if self.codec_v is None else (self.codec_k, self.codec_v)

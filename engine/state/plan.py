@@ -63,14 +63,10 @@ class StorePlan:
         return min([slots, *(blocks // each for blocks, each in needed if each)])
 
 
-def plan_for_tokens(
-    shape: CacheShape, tokens: int, sequences: int, step_rows: int = 1, *, running: int | None = None
-) -> StorePlan:
-    """Return the smallest store with quantized blocks for a sequence of `tokens`, and slots for `sequences` sequences
-    that have `step_rows` rows each in a step. running: how many have all their recent blocks at once; None for all."""
-    # Blocks that the rows of a step may touch, the current block included.
-    step_blocks = 1 + (shape.block_size + step_rows - 2) // shape.block_size
-    slots = (1 + step_blocks) * sequences + _SPARE_SLOTS
+def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, *, running: int | None = None) -> StorePlan:
+    """Return the smallest store with quantized blocks for a sequence of `tokens`, and slots for the first and the
+    current block of `sequences`. running: how many have all their recent blocks at once; None for all."""
+    slots = 2 * sequences + _SPARE_SLOTS
     blocks = _quantized_blocks(shape, tokens, slots)
     recent = shape.recent_blocks * (sequences if running is None else running)
     return StorePlan(shape, tokens, blocks, slots, recent_slots=recent)

@@ -54,7 +54,7 @@ def test_rows_of_an_image_see_all_of_it(
     monkeypatch.setattr(numpy_attention, "_KEY_TILE", 32)
     ops, f16, count = make(), codecs.get("f16"), 130 - known
     layers = tuple(LayerShape(f16, f16, KV_HEADS, D, 0, window, images_whole=whole) for window, whole in KINDS)
-    store = KVStore(ops, plan_for_tokens(CacheShape(N, layers), 200, 2, 16), [Conditioning()] * len(KINDS))
+    store = KVStore(ops, plan_for_tokens(CacheShape(N, layers), 200, 4), [Conditioning()] * len(KINDS))
     kv = store.new_sequence()
     q, k, v = (rng.standard_normal((130, heads, D)).astype(np.float16).astype(np.float32) for heads in (4, 2, 2))
     for first, rows in ((0, known), (known, count)):

@@ -27,7 +27,7 @@ def store_of(ops: Ops, sequences: int, metrics: Sequence[Any] | None = None) -> 
     """Layers of two formats that take turns, some with a window."""
     shapes = zip(TYPES, WINDOWS, strict=True)
     layers = tuple(LayerShape(codecs.get(k), codecs.get(v), KV_HEADS, D, 8, window) for (k, v), window in shapes)
-    plan = plan_for_tokens(CacheShape(N, layers), 3 * N * sequences, sequences, N)
+    plan = plan_for_tokens(CacheShape(N, layers), 3 * N * sequences, sequences)
     return KVStore(ops, plan, [Conditioning()] * len(TYPES), metrics)
 
 

@@ -114,7 +114,7 @@ def model_from(
         factors = np.exp2(np.arange(kv_heads, dtype=np.float32) - 2)
         scale = Scale(np.concatenate([halves, halves], axis=1), factors) if mean_bits else None
         conditioning.append(Conditioning(k.rotation(d), v.rotation(d), scale))
-    store = KVStore(ops, plan_for_tokens(CacheShape(N, layers), *room, 16).extend(0, more), conditioning)
+    store = KVStore(ops, plan_for_tokens(CacheShape(N, layers), room[0], 2 * room[1]).extend(0, more), conditioning)
     return Transformer(ops, config, weights, store)
 
 

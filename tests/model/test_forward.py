@@ -150,7 +150,7 @@ ROUNDS = [((5, 1, 3), (2, 1, 3)), ((2, 9, 1), (2, 1, 0)), ((16, 12, 8), (9, 12, 
 def test_rows_of_a_step_get_the_logits_of_a_prompt(fixture, types: tuple[str, str], block_size: int) -> None:
     """With other sequences in the step, across ends of blocks, and after rows that were not kept."""
     config, weights, ids, reference = fixture
-    model, other = (bare_model(config, weights, types, block_size=block_size, step_rows=16) for _ in range(2))
+    model, other = (bare_model(config, weights, types, block_size=block_size) for _ in range(2))
     sequences, prompts = ([one.store.new_sequence() for _ in range(3)] for one in (model, other))
     for kv, prompt, length in zip(sequences, prompts, (20, 33, 5), strict=True):
         feed(model, kv, ids[:length])

@@ -35,14 +35,13 @@ def make_store(
     windows=(None,),
     tokens=256,
     sequences=4,
-    step_rows=1,
     recent=0,
     recent_slots=None,
 ) -> KVStore:
     """recent_slots: None for all that `sequences` may have."""
     k, v = codecs.get(codec_k), codecs.get(codec_v)
     layers = tuple(LayerShape(k, v, KV_HEADS, D, mean_bits, window, recent_blocks=recent) for window in windows)
-    plan = plan_for_tokens(CacheShape(N, layers), tokens, sequences, step_rows)
+    plan = plan_for_tokens(CacheShape(N, layers), tokens, sequences)
     plan = plan if recent_slots is None else replace(plan, recent_slots=recent_slots)
     # Without rotations: the ops apply them, not the store.
     return KVStore(NumpyOps(), plan, [Conditioning()] * len(windows))

@@ -193,7 +193,7 @@ class Schedules(RuleBasedStateMachine):
         slots=st.integers(0, 9),
     )
     def start(self, windows, recent: int, slots: int) -> None:
-        room = {"tokens": 64, "sequences": 3, "step_rows": N, "recent": recent, "recent_slots": min(slots, 3 * recent)}
+        room = {"tokens": 64, "sequences": 5, "recent": recent, "recent_slots": min(slots, 3 * recent)}
         self.cached = CachedStore("polarquant", windows, **room)
         self.live: list[CachedSequence] = []
 

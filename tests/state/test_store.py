@@ -39,7 +39,7 @@ def test_rows_of_a_step_attend_to_each_other_and_are_forgotten_unless_kept(
     first: int, window: int | None, recent: int
 ) -> None:
     """Across ends of blocks, the first one too, however many rows are kept."""
-    sequence = Fed(make_store("ring4", "ring3.5", 8, (window, None), step_rows=STEP_ROWS, recent=recent))
+    sequence = Fed(make_store("ring4", "ring3.5", 8, (window, None), sequences=8, recent=recent))
     if first:
         sequence.feed(first)
     for count, kept in [(5, 2), (N, 0), (2, 2), (STEP_ROWS, 5), (3, 3), (STEP_ROWS, STEP_ROWS), (7, 1), (N + 1, N)]:
@@ -77,7 +77,7 @@ def test_a_prompt_without_memory_for_its_rows_changes_nothing(monkeypatch: pytes
 
 def test_a_damaged_row_is_an_error_of_its_own_sequence_if_it_is_kept() -> None:
     """In a block that is encoded; a row that is not kept is no error."""
-    store = make_store("ring4", "ring3.5", step_rows=STEP_ROWS)
+    store = make_store("ring4", "ring3.5", sequences=8)
     sequences = [Fed(store, seed) for seed in range(3)]
     for sequence in sequences:
         sequence.feed(2 * N - 2)

@@ -133,7 +133,7 @@ class Schedules(test_prefix.Schedules):
         readers=st.sampled_from([1, 16]),
     )
     def start(self, windows, size: int, codec: str, readers: int) -> None:
-        self.cached = Kept(codec, windows, size=size, tokens=64, sequences=3, step_rows=N)
+        self.cached = Kept(codec, windows, size=size, tokens=64, sequences=5)
         self.cached.place.readers = readers
         self.is_exact = windows == (None,) and size > 1 << 20
         self.blocks: set[tuple[int, ...]] = set()
