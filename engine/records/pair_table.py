@@ -46,15 +46,14 @@ class PairRecord(Record):
         offsets, nbytes = {"NORM_TABLE": 0, "NORM_THRESHOLDS": 0}, 0
         for name, table in self._tables.items():
             offsets[name], nbytes = nbytes, nbytes + table.nbytes
-        width = self.points.shape[1]
         return {
             "BITS": self.store.bits,
             "WORDS": self._words.count,
             "NORM_BYTES": self.store.norms.dtype.itemsize,
             "NORMS": self._words.nbytes,
             "LARGEST_NORM": int(np.float32(self.store.norms.largest).view(np.int32)),
-            "WIDTH": width,
-            "CODE_BITS": self.store.bits // (2 // width),
+            "WIDTH": self.store.width,
+            "CODE_BITS": self.store.code_bits,
             "POINTS": len(self.points),
             **offsets,
         }

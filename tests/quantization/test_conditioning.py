@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from polarlm.engine.backends.kv import AttentionRule
 from polarlm.engine.backends.numpy.rows import rotate
 from polarlm.engine.codecs import get
 from polarlm.engine.model.forward import ModelWeights
@@ -19,8 +20,8 @@ from polarlm.engine.quantization.conditioning import Conditioning, Scale, centre
 from polarlm.model_loaders.config import ModelConfig
 from tests.bare import bare_model, feed, log_softmax, prefill_logits, read_model
 from tests.conftest import FIXTURES
+from tests.ops.reference import attention, causal_mask
 from tests.pairs import pairs
-from tests.state.reference import attention
 
 KV_HEADS, HEADS, D, N = 2, 6, 16, 8
 
@@ -43,11 +44,12 @@ def test_attention_in_full_precision_is_unchanged(
     queries, keys, values = (rotate(x, w, part) for x, part in zip((q, k, v), parts, strict=True))
     centred, fields = centre(keys.reshape(4, N, KV_HEADS, D).swapaxes(1, 2), bits)
     back = centred + read_mean(fields)[..., None, :]  # equal in products with q: (k − μ) + μ
-    mixed = attention(queries, back.swapaxes(1, 2).reshape(k.shape), values, 4 * N - 5, 0.25, None)
+    visible, rule = causal_mask(4 * N - 5, 5, 4 * N, None), AttentionRule(0.25)
+    mixed = attention(queries, back.swapaxes(1, 2).reshape(k.shape), values, visible, rule)
     mixed = mixed if w is None else mixed @ w.T.astype(np.float64)
     if scales is not None:
         mixed = mixed * stored.scales_back(HEADS)[:, None]
-    np.testing.assert_allclose(mixed, attention(q, k, v, 4 * N - 5, 0.25, None), atol=1e-5)
+    np.testing.assert_allclose(mixed, attention(q, k, v, visible, rule), atol=1e-5)
 
 
 @given(hnp.arrays(np.float32, (3, 4, 8), elements=st.floats(-(2.0**100), 2.0**100, width=32)), st.sampled_from([8, 16]))

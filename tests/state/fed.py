@@ -11,11 +11,12 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.kv import AttentionRule
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
-from tests.state.reference import as_read, attention
+from tests.ops import reference
 
 N, HEADS, KV_HEADS, D = 8, 4, 2, 16
 
@@ -109,12 +110,16 @@ class Fed:
         return out
 
     def check(self, out, q, k, v, start, position, layer) -> None:
-        shape = self.store.shape.layers[layer]
-        codes = shape.codec_k.name, shape.codec_v.name, shape.mean_bits
-        index = self.store.group_of(layer)
-        end = N * self.store.groups[index].first_full(self.kv.tables[index], start)
-        seen_k, seen_v = as_read(k, v, end, N, *codes)
-        expected = attention(q, seen_k, seen_v, position, 0.3, shape.window)
+        """The blocks after the first one are codes, up to the first in full precision."""
+        shape, index = self.store.shape.layers[layer], self.store.group_of(layer)
+        seen_k, seen_v = k.astype(np.float64), v.astype(np.float64)
+        for number in range(1, self.store.groups[index].first_full(self.kv.tables[index], start)):
+            block = slice(number * N, number * N + N)
+            keys, values = (x[block].swapaxes(0, 1) for x in (k, v))
+            seen_k[block] = read_back(shape.codec_k, keys, None, N, shape.mean_bits).swapaxes(0, 1)
+            seen_v[block] = read_back(shape.codec_v, values, None, N).swapaxes(0, 1)
+        visible = reference.causal_mask(position, len(q), len(k), shape.window)
+        expected = reference.attention(q, seen_k, seen_v, visible, AttentionRule(0.3, shape.window))
         # float32 sums of |v| ≲ 5 over at most a few hundred keys
         np.testing.assert_allclose(out, expected, atol=2e-5)
 
