@@ -1,4 +1,4 @@
-"""Tiles of recursive polar codes: what their bytes have room for, and what a mix costs."""
+"""Tiles of recursive polar codes: what their bytes have room for."""
 
 from __future__ import annotations
 
@@ -28,18 +28,6 @@ def test_sums_of_the_largest_products_fit(level: Level) -> None:
     exact = np.einsum("hd,bnd->bhn", query, CODEC.decode(tile))
     assert exact.max() > 2.6  # √8 is the largest possible
     np.testing.assert_allclose(got, exact, rtol=0.01)
-
-
-@some_levels
-def test_what_a_mix_costs(level: Level) -> None:
-    """Beside the error of the codec, of vectors as they are encoded."""
-    rng, own = np.random.default_rng(4), tiles.values(CODEC, 64, 64)
-    x = rng.standard_normal((20, 64, 64)).astype(np.float32)
-    weights = np.exp(rng.standard_normal((20, 3, 64))).astype(np.float32)
-    fields = CODEC.encode(x)
-    plain, exact = (np.einsum("bhn,bnd->hd", weights, y.astype(np.float64)) for y in (x, CODEC.decode(fields)))
-    got = attend.mixed(own, level, own.pack(fields), weights, 64) - 7
-    assert ((got - exact) ** 2).mean() < 0.01 * ((exact - plain) ** 2).mean()
 
 
 @some_levels
