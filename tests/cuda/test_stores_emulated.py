@@ -36,6 +36,8 @@ def format_of(k: str, v: str, block_size: int = 64, head_dim: int = 128) -> Cach
     [
         (format_of("polarpair-m4n4+g8", "ring4"), r"m4n4\+g8 has no GPU kernel"),
         (format_of("ring4", "ring4", block_size=24), "not 24: choose another block size"),
+        (format_of("ring4", "ring4", block_size=96), "a multiple of 64 tokens"),
+        (format_of("ring4", "ring4", head_dim=264), "but this model's is 264"),
         (format_of("polarquant", "f16", block_size=128, head_dim=256), "choose 64"),
         (format_of("f16", "f16", head_dim=20), "multiple of 8"),
     ],

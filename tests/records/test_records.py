@@ -80,11 +80,3 @@ def test_the_bytes_of_a_version_stay_what_they_are(name: str) -> None:
         for _, field in sorted({**fields, **means}.items()):
             checksum = zlib.crc32(np.ascontiguousarray(field).tobytes(), checksum)
     assert checksum == CHECKSUMS[name]
-
-
-@pytest.mark.parametrize(
-    ("block_size", "head_dim", "words"), [(24, 64, "not 24"), (96, 64, "64 tokens"), (64, 264, "264")]
-)
-def test_shapes_that_no_kernel_serves_are_refused(block_size: int, head_dim: int, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        records.layout(codecs.get("ring4"), True, block_size, head_dim)

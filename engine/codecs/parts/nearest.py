@@ -87,11 +87,11 @@ class NearestPoint:
         everything = np.arange(len(self.points))
         for corner in np.ndindex(_CELLS // _COARSE, _CELLS // _COARSE):
             low = np.multiply(corner, _COARSE)
-            middle = (low + _COARSE / 2)[None]
-            nearby = everything[self._can_win(middle, everything, _COARSE)[0]]
+            middle = (low + _COARSE / 2 - _CELLS / 2)[None] / _PER_UNIT
+            nearby = everything[can_win(self.points, middle, _COARSE / _PER_UNIT)[0]]
             cells = low + np.moveaxis(np.indices((_COARSE, _COARSE)), 0, -1).reshape(-1, 2)
-            can_win = self._can_win(cells + 0.5, nearby, 1)
-            for cell, row in zip(cells.tolist(), can_win, strict=True):
+            middles = (cells + 0.5 - _CELLS / 2) / _PER_UNIT
+            for cell, row in zip(cells.tolist(), can_win(self.points[nearby], middles, 1 / _PER_UNIT), strict=True):
                 winners = tuple(nearby[row].tolist())
                 single = len(winners) == 1
                 entries[tuple(cell)] = winners[0] if single else ~numbers.setdefault(winners, len(numbers))
@@ -103,20 +103,6 @@ class NearestPoint:
             row[: len(winners)] = winners
         return self._by_bytes(entries), lists, lengths
 
-    def _can_win(self, middles: np.ndarray, codes: np.ndarray, side: int) -> np.ndarray:
-        """(A, C) bool: True where one of `codes` (C,) can be nearest somewhere in the cell around `middles` (A, 2).
-
-        middles and side of these (possibly coarse) cells are in units of cells. The difference of two points' scores is
-        linear in x, so over half a side in either direction it changes by at most half a side times |Δx| + |Δy| of the
-        two points.
-        """
-        p, half = self.points[codes].astype(np.float64), self._half[codes]
-        scores = half - (middles - _CELLS / 2) / _PER_UNIT @ p.T
-        first = scores.argmin(1)
-        excess = scores - scores[np.arange(len(scores)), first][:, None]
-        change = np.abs(p[None] - p[first][:, None]).sum(2) * (side / 2 / _PER_UNIT + _TOLERANCE)
-        return excess <= change + _TOLERANCE
-
     @staticmethod
     def _by_bytes(entries: np.ndarray) -> np.ndarray:
         """entries (x cell, y cell) → (65536,), indexed by a cell's two bytes as a uint16 of this machine."""
@@ -124,3 +110,18 @@ class NearestPoint:
         flat = np.empty(entries.size, entries.dtype)
         flat[cells.view(np.uint16)[..., 0]] = entries
         return flat
+
+
+def can_win(points: np.ndarray, middles: np.ndarray, side: float) -> np.ndarray:
+    """Return (A, P) bool: True where one of `points` (P, 2) can be nearest somewhere in the square cell of this side
+    around one of `middles` (A, 2), which are in the square [−4, 4)².
+
+    The difference of two points' scores is linear in x, so over half a side in either direction it changes by at most
+    half a side times |Δx| + |Δy| of the two points.
+    """
+    p = points.astype(np.float64)
+    scores = np.square(p).sum(1) / 2 - middles @ p.T
+    first = scores.argmin(1)
+    excess = scores - scores[np.arange(len(scores)), first][:, None]
+    change = np.abs(p[None] - p[first][:, None]).sum(2) * (side / 2 + _TOLERANCE)
+    return excess <= change + _TOLERANCE

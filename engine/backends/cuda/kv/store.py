@@ -20,6 +20,7 @@ from polarlm.engine.backends.cuda.heads import DeviceTransform, HeadOps
 from polarlm.engine.backends.cuda.kv.cache import BatchTables, Buffer, LayerCache, SideArrays, SpanTable
 from polarlm.engine.backends.cuda.launch import LaunchConfig, threads_for
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadRule, KVLocation, Move, RecordedSpans, Rope
+from polarlm.engine.codecs.parts.nearest import can_win
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.quantization.metric import Metric, residue_costs
@@ -31,26 +32,14 @@ _MANY = 256  # with up to this many points a cell has room for four candidates, 
 
 ALL = 0xFFFF  # marks a cell whose list does not fit: the kernel compares with every point
 
-# Scores in the square are sums of three terms below 24: their float32 error is less than 1e-5.
-_TOLERANCE = 1e-4
-
 
 def candidates(points: np.ndarray) -> np.ndarray:
-    """points (P, 2) float32 → (64, 64, 4) uint16, or (64, 64, 12) if P > 256: ascending codes, padded with the first.
-
-    The nearest point has the least score |p|²/2 − x·p in float32. The difference of two scores is linear in x: from the
-    centre of a cell to its edges it changes by at most half a side times the sum of the points' coordinate differences.
-    A point is a candidate if that is enough to overtake the best point at the centre.
-    """
-    p, room = points.astype(np.float64), 4 if len(points) <= _MANY else 12
+    """points (P, 2) float32 → (64, 64, 4) uint16, or (64, 64, 12) if P > 256: ascending codes of the points that can be
+    nearest somewhere in a cell, padded with the first."""
+    room = 4 if len(points) <= _MANY else 12
     centres = (np.moveaxis(np.indices((_CELLS, _CELLS)), 0, -1).reshape(-1, 2) + 0.5) * _SIDE - 4
-    score = np.square(p).sum(1) / 2 - centres @ p.T
-    best = score.argmin(1)
-    lead = score - score.min(1, keepdims=True)
-    reach = np.abs(p[None] - p[best][:, None]).sum(2) * (_SIDE / 2 + _TOLERANCE)
-    can_win = lead <= reach + _TOLERANCE
     lists = np.empty((len(centres), room), np.uint16)
-    for row, winners in zip(lists, can_win, strict=True):
+    for row, winners in zip(lists, can_win(points, centres, _SIDE), strict=True):
         codes = np.flatnonzero(winners)
         row[:] = ALL if len(codes) > room else np.pad(codes, (0, room - len(codes)), constant_values=codes[0])
     return lists.reshape(_CELLS, _CELLS, room)

@@ -1,8 +1,4 @@
-"""Encoding of blocks with error feedback: the arithmetic of `engine.quantization.encode`, one unit per block and KV
-head.
-
-A row is a channel, its lanes are tokens, 16 per vector. Vectors are rounded pair by pair, all tokens of the block at
-once, with one norm after another.
+"""Encoding of blocks in kernels, of which README.md has a picture.
 
 Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector.
 """
