@@ -51,6 +51,19 @@ struct RowArrays {
 };
 static_assert(SHARED == sizeof(RowArrays<SIDE, CODEC>), "as named above");
 
+// The KV head's part of an array.
+__device__ __forceinline__ const float *at_head(const float *all, int size) { return all + blockIdx.y * size; }
+
+template <int W>
+__device__ __forceinline__ void load_cell(float (&v)[W], const float *p) {
+    if constexpr (W == 1) {
+        v[0] = *p;
+    } else {
+        const float2 pair = *reinterpret_cast<const float2 *>(p);
+        v[0] = pair.x, v[1] = pair.y;
+    }
+}
+
 // Numbers of 32 rows in a group of channels as operands A, whose columns are 8 high and 8 low parts.
 struct Split {
     unsigned a[2][4];

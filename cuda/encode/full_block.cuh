@@ -24,20 +24,6 @@ struct Move {
     __device__ __forceinline__ unsigned char *record() const { return side->quantized + index(job[2]) * L::NBYTES; }
 };
 
-__device__ __forceinline__ const float *at_head(const float *all, int size) {
-    return all ? all + blockIdx.y * size : all;
-}
-
-template <int W>
-__device__ __forceinline__ void load_cell(float (&v)[W], const float *p) {
-    if constexpr (W == 1) {
-        v[0] = *p;
-    } else {
-        const float2 pair = *reinterpret_cast<const float2 *>(p);
-        v[0] = pair.x, v[1] = pair.y;
-    }
-}
-
 // Loads tokens first … first + count − 1 of a full-precision record into x: channel c of token first + t goes to
 // x[t · ALONG + c · ACROSS].
 template <class L, int ALONG, int ACROSS>
