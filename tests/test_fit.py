@@ -119,7 +119,7 @@ def test_weights_take_what_loading_takes(tiny_path: Path, weight_type: str) -> N
 def test_a_mixture_is_placed_as_it_is_loaded_with_each_cache_type(tmp_path: Path, memory, cache_type: str) -> None:
     """With few experts in memory at a time: a cache that takes less leaves room for more of them."""
     path = make_model(tmp_path, "qwen3_moe_normed")
-    memory(250 * 1024)
+    memory(220 * 1024)
     row = fits(path, cpu(), kept_sequences=0, parallel=1).weights[0].cache(cache_type)
     with Engine.load(path, device="cpu", cache_type=cache_type, kept_sequences=0, parallel=1) as engine:
         assert engine.expert_plan is not None

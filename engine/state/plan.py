@@ -97,7 +97,7 @@ def plan_for_memory(
     other_bytes: tokens of a sequence → bytes of `memory` that other things need; must not decrease. sequences: how many
     get full-precision slots; fewer if these would take more than a quarter of `memory`. As many recent blocks get
     slots, from those of one sequence to those of `running` ones, as fit into that quarter, too, and beside the longest
-    sequence. Raises EngineError ("out_of_memory") if two blocks do not fit.
+    sequence; fewer only where two blocks leave no room. Raises EngineError ("out_of_memory") if two blocks do not fit.
     """
 
     def slots(sequences: int) -> int:
@@ -109,12 +109,13 @@ def plan_for_memory(
     def plan(tokens: int) -> StorePlan:
         return replace(plan_for_tokens(shape, tokens, sequences), recent_slots=recent)
 
-    whole = plan(max_tokens)
-    for part, room in ((plan(0), memory // 4), (whole, memory - other_bytes(max_tokens))):
-        recent = max(shape.recent_blocks, _most_recent(part, recent, room))
-
-    least = plan(min(max_tokens, 2 * shape.block_size))
+    least, whole = plan(min(max_tokens, 2 * shape.block_size)), plan(max_tokens)
     room = memory - other_bytes(least.tokens)
+    fewest = _most_recent(least, shape.recent_blocks, room)
+    for part, limit in ((plan(0), memory // 4), (whole, memory - other_bytes(max_tokens))):
+        recent = max(fewest, _most_recent(part, recent, limit))
+
+    least = plan(least.tokens)
     if least.bytes > room:
         snapshots = 0 if shape.has_host else least.snapshot_bytes
         if least.bytes - snapshots <= room:
