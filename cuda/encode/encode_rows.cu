@@ -313,7 +313,8 @@ struct RowRounder {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 12 / WARPS)
+// Where two CTAs have no room in the 99 KB of shared memory that many GPUs have, one may take all registers.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, SHARED > 49664 ? 1 : 12 / WARPS)
 encode_rows_kernel(const unsigned long long *sides, const int *jobs, int kv_heads) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int *job = jobs + 3 * blockIdx.x;
