@@ -12,6 +12,7 @@ import numpy as np
 from polarlm.engine import codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import Codec
+from polarlm.engine.model.batch import PromptBatch, StepBatch, join, run_to_end
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.weights import load_weights
@@ -69,6 +70,22 @@ def shape_of(mixer: Mixer, k: Codec, v: Codec, mean_bits: int) -> Any:
     )
 
 
+def forward(model: Transformer, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None) -> Any:
+    """The hidden states of the last `outputs` rows of spans, or of all."""
+    return run_to_end(model.chunks(PromptBatch(spans, ids, outputs)))
+
+
+def forward_together(
+    model: Transformer,
+    spans: Sequence[Span],
+    ids: Sequence[Sequence[int]],
+    steps: Sequence[Span] = (),
+    step_ids: Sequence[int] = (),
+) -> Any:
+    """The hidden states of the last rows of prompts that are joined, and of a step's rows."""
+    return run_to_end(model.chunks(join(model.ops, spans, ids, steps, step_ids)))
+
+
 def feed(
     model: Transformer,
     kv: SequenceKV,
@@ -82,7 +99,7 @@ def feed(
     store = model.store
     prompt = {"round_trip": round_trip, "as_steps": as_steps}
     span = store.open_step(kv, len(ids)) if step else store.open(kv, len(ids), **prompt)
-    hidden = model.forward([span], ids)
+    hidden = forward(model, [span], ids)
     model.store.commit(span)
     return model.logits(hidden)
 
@@ -115,7 +132,8 @@ def stepped(
 
     model.ops.fetch_tokens = watched  # type: ignore[method-assign]
     try:
-        tokens = model.step(spans, ids, sampler_inputs or [greedy(model.config.vocab_size)] * len(ids))
+        samplers = sampler_inputs or [greedy(model.config.vocab_size)] * len(ids)
+        tokens = model.step(StepBatch(spans, ids, samplers)).wait()
     finally:
         model.ops.fetch_tokens = fetch_tokens  # type: ignore[method-assign]
     if sampler_inputs is None:

@@ -20,8 +20,10 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.model.weights import FileMatrix
 from polarlm.engine.requests.request import Request
+from polarlm.engine.sampling.sample import Fetch
 from tests.conftest import FIXTURES
 from tests.state import fed
 
@@ -140,9 +142,12 @@ def rows_of_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[
     """A list that gets the rows of each sequence of every later step."""
     seen: list[list[int]] = []
     step = engine._model.step
-    monkeypatch.setattr(
-        engine._model, "step", lambda spans, *more: seen.append([span.count for span in spans]) or step(spans, *more)
-    )
+
+    def noted(batch: StepBatch, ahead: bool = False) -> Fetch:
+        seen.append([span.count for span in batch.spans])
+        return step(batch, ahead)
+
+    monkeypatch.setattr(engine._model, "step", noted)
     return seen
 
 

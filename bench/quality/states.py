@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.bench.quality.divergence import Divergence, compare, joined
+from polarlm.engine.model.batch import PromptBatch, run_to_end
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.score import logprobs_of, states
 
@@ -31,7 +32,7 @@ def exact_states(model: Transformer, ids: Sequence[int]) -> np.ndarray:
     try:
         span = model.store.open(sequence, len(ids))
         try:
-            hidden = model.forward([span], ids)
+            hidden = run_to_end(model.chunks(PromptBatch([span], ids)))
         except BaseException:
             model.store.abort(span)
             raise

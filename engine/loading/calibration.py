@@ -17,6 +17,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.loading import kept_arrays
 from polarlm.engine.loading.encoding import FULL_ENCODING
 from polarlm.engine.loading.sizes import cache_shape
+from polarlm.engine.model.batch import PromptBatch, run_to_end
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import scale, variances
@@ -118,7 +119,7 @@ def calibrate(
     span = model.store.open(model.store.new_sequence(), len(ids))
     statistics: Statistics = {}
     rows = 0
-    for unit in model.forward_chunks([span], ids, outputs=0, by_layer=True):  # only queries and keys are needed
+    for unit in model.chunks(PromptBatch([span], ids, outputs=0, by_layer=True)):  # only queries and keys are needed
         rows += unit
         progress(rows, len(config.layers) * len(ids))
         layer, rest = rows // len(ids) - 1, rows % len(ids)
@@ -160,7 +161,7 @@ def _check_finite(model: Transformer, ids: Sequence[int]) -> None:
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, len(ids))
     try:
-        model.logits(model.forward([span], ids, outputs=1))
+        model.logits(run_to_end(model.chunks(PromptBatch([span], ids, outputs=1))))
     finally:
         model.store.abort(span)
         model.store.release(sequence)

@@ -15,6 +15,7 @@ import numpy as np
 from polarlm.engine.backends.kv import RecordedSpans
 from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.model.adapters import row_adapters
+from polarlm.engine.model.batch import PromptBatch
 from polarlm.engine.model.decoder import Chunk, DecoderLayer, InputChoice, Inputs, Rows, Work, compute, flatten
 from polarlm.engine.model.layers import LayerInputs
 from polarlm.engine.state.positions import rope_positions
@@ -63,15 +64,15 @@ class BatchGraphs:
     def _seal(self, layer: int) -> None:
         self._store.seal(layer, *self._spans)
 
-    def run(self, spans: Sequence[Span], ids: np.ndarray, outputs: int, parts: Sequence[Span]) -> Array:
-        """Compute rows with the tokens ids (T,) int32, T ≤ most_rows, and return the hidden states of the last
-        `outputs` rows. spans: of prompts. parts: of these and of steps, in the order of the rows."""
+    def run(self, batch: PromptBatch, ids: np.ndarray) -> Array:
+        """Compute a batch with the tokens ids (T,) int32, T ≤ most_rows, and return hidden states of `outputs`."""
+        parts, outputs = batch.parts, batch.outputs or 0
         store, count, last = self._store, len(ids), len(self._layers) - 1
         rows, arrays = next(size for size in _BUCKETS if size >= count), list[Any]()
         ropes, adapters = self._choice.ropes.tables(rope_positions(parts)), row_adapters(parts)
         work = Work(self._compute, flatten(Inputs(ids, ropes, adapters=adapters), arrays))
         arrays = [np.concatenate([x, np.zeros((rows - count, *x.shape[1:]), x.dtype)]) for x in arrays]
-        self._spans = spans
+        self._spans = batch.spans
         try:
             for group, now in zip(self._groups, store.spans(parts, slice(0, count)), strict=True):
                 group.spans = now

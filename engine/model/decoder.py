@@ -10,13 +10,14 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, S
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from polarlm.engine.backends.kv import Spans
 from polarlm.engine.backends.ops import Array, Ops, Result, Routing, SamplerInputs
 from polarlm.engine.model.adapters import row_adapters
+from polarlm.engine.model.batch import PromptBatch
 from polarlm.engine.model.layers import Eps, LayerInputs, Tap
 from polarlm.engine.model.layers.experts import Experts
 from polarlm.engine.model.layers.gated_mlp import GatedMLP
@@ -25,8 +26,11 @@ from polarlm.engine.model.layers.layer_embedding import LayerEmbedding
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.model.vision_encoders import ImagePart
 from polarlm.engine.state.positions import rope_positions, whole_images
-from polarlm.engine.state.store import KVStore, Span
+from polarlm.engine.state.store import KVStore
 from polarlm.model_loaders import config
+
+if TYPE_CHECKING:
+    from polarlm.engine.model.layers.mtp import MtpLayer
 
 PromptTap = Callable[[int, int, Array, Array], None]
 """tap(layer, position, queries, keys): a `Tap` for rows of a layer, the first row at `position`."""
@@ -295,32 +299,41 @@ class PromptRows(Rows):
     def __init__(
         self,
         choice: InputChoice,
-        last: int,
-        spans: Sequence[Span],
-        parts: Sequence[Span],
-        first_output: int,
-        *,
-        rows: int,
-        images: Sequence[ImagePart] = (),
-        tap: PromptTap | None = None,
-        mtp_input: Callable[[Array, slice], Array] | None = None,
-        only_last: bool = False,
-        watch: Callable[[int, Array], None] | None = None,
+        batch: PromptBatch,
+        ids: np.ndarray,
+        depth: int,
+        most: int,
+        images: Sequence[ImagePart],
+        tap: PromptTap | None,
+        mtp: MtpLayer | None,
     ) -> None:
-        """last: the number of the model's last layer, in which rows before `first_output` only append their state; with
-        `only_last`, all but the last one of each span. parts: those of `spans` in the order of the rows. rows: most of
-        a chunk. images: of rows of one span. tap: of prompts of one span. mtp_input: returns the input of the last
-        layer, which has K/V alone, if it is the one of `ModelConfig.mtp`; see `MtpLayer.prompt_input`."""
-        super().__init__(choice, [], last, watch)
-        self._store, self._spans, self._parts = choice.store, spans, parts
-        self._images, self._tap, self._mtp_input = images, tap, mtp_input
-        self._count, self._only_last = sum(part.count for part in parts), only_last
-        self._first_output = first_output if mtp_input is None else self._count
-        self._round_trips = [span for span in spans if span.round_trip]
+        """ids (T,) int32: of the rows. depth: the number of the model's layers. most: rows of a chunk. images: of rows
+        of one span. tap: of prompts of one span. mtp: the model's, whose layer is the last one if it has K/V, which are
+        appended here. In the last layer, rows of which no output is read only append their state."""
+        self._states = None if mtp is None else mtp.states()
+        watch = None if self._states is None else self._states.add
+        super().__init__(choice, [], depth - (mtp is None or not mtp.has_kv), watch)
+        parts = batch.parts or batch.spans
+        self._store, self._spans, self._parts, self._ids = choice.store, batch.spans, parts, ids
+        self._images, self._tap, self._mtp, self._appends_mtp = images, tap, mtp, self.last == depth
+        self._count, self._only_last = len(ids), batch.only_last
+        self._outputs = self._count if batch.outputs is None else batch.outputs
+        self._round_trips = [span for span in batch.spans if span.round_trip]
         # With a round trip, a block is encoded as a whole before any of its tokens attends.
-        self.step = self._count if self._round_trips else rows
+        self.step = self._count if self._round_trips else most
         self._slices = cut(self._count, self.step, whole_images(parts) if self._store.sees_whole_images else ())
         self._tables = choice.ropes.tables(rope_positions(parts)), row_adapters(parts)
+
+    def outputs(self, x: Array) -> Array:
+        """Return the hidden states that something reads of all rows x (T, E), which are complete."""
+        if self._mtp is not None:
+            self._mtp.keep_last(self._spans[0], x if self._states is None else self._states.sum)
+        return x[self._ends] if self._only_last else x[self._count - self._outputs :]
+
+    @property
+    def _ends(self) -> np.ndarray:
+        """The last row of each span."""
+        return np.cumsum([span.count for span in self._spans]) - 1
 
     def cut_for(self, ops: Ops, added: Array | None) -> None:
         """Make the chunks for layers of a device. added: see `Inputs.added`."""
@@ -338,13 +351,14 @@ class PromptRows(Rows):
 
     def _chunk(self, rows: slice, inputs: Inputs) -> Chunk:
         last, count, outputs = self._store.group_of(self.last), rows.stop - rows.start, None
-        skipped = min(max(0, self._first_output - rows.start), count)
+        first_output = self._count - (0 if self._appends_mtp else self._outputs)
+        skipped = min(max(0, first_output - rows.start), count)
         spans = self._store.spans(self._parts, rows)
         last_spans = spans[last]
         if skipped not in (0, count):  # if all rows are skipped, none attends in the last layer
             last_spans = self._store.spans(self._parts, slice(rows.start + skipped, rows.stop))[last]
         if self._only_last:
-            ends = np.cumsum([span.count for span in self._spans]) - 1
+            ends = self._ends
             outputs = ends[(rows.start <= ends) & (ends < rows.stop)]
             spans_here = [span for span, end in zip(self._spans, ends, strict=True) if rows.start <= end < rows.stop]
             parts = [span.part(span.count - 1, 1) for span in spans_here]
@@ -358,14 +372,16 @@ class PromptRows(Rows):
                 self._ops.linear(*part.added[layer - 1], residual=x[part.at])
         for span in self._spans:
             self._store.begin_layer(layer, span)
-        is_read = layer == self.last and (self._mtp_input is not None or self._only_last)  # by Python
+        is_read = layer == self.last and (self._appends_mtp or self._only_last)  # by Python
         is_read = is_read or self._tap is not None or bool(self._round_trips)
         self._stream = None if is_read else self._ops.stream
         return self._stream
 
     def project(self, number: int, layer: DecoderLayer, x: Array, chunk: Chunk, inputs: LayerInputs) -> Any:
         rows, tap = chunk.rows, self._tap and partial(self._tap, number, self._spans[0].start + chunk.rows.start)
-        mixed = x[rows] if self._mtp_input is None or number != self.last else self._mtp_input(x, rows)
+        mixed = x[rows]
+        if self._mtp is not None and self._appends_mtp and number == self.last:
+            mixed = self._mtp.prompt_input(self._spans[0], self._ids, self._states, x, rows)
         projected = layer.project(mixed, inputs, tap)
         if rows.stop == self._count and self._stream is None:
             self._store.seal(number, *self._spans)

@@ -6,10 +6,9 @@ Letters: T rows, E hidden size, F feed-forward size, H query heads, K KV heads, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from polarlm.engine.backends.kv import HeadTransform, Norm, PreparedTransform, S
 from polarlm.engine.backends.ops import Array, ExpertCache, Fusion, Ops, PeerArray
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import row_adapters
+from polarlm.engine.model.batch import PromptBatch, StepBatch, known_first
 from polarlm.engine.model.batch_graphs import BatchGraphs
 from polarlm.engine.model.decoder import (
     Chunk,
@@ -39,7 +39,7 @@ from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.model.vision_encoders import ImagePart, ImageReader, PlacedImage, read_images
+from polarlm.engine.model.vision_encoders import ImagePart, ImageReader, read_images
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.image_positions import IMAGE_IDS
 from polarlm.engine.state.kv_blocks import KVBlocks
@@ -48,8 +48,6 @@ from polarlm.engine.state.positions import positions, rope_positions
 from polarlm.engine.state.store import KVStore, SequenceKV, Span
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Attention, LatentAttention, ModelConfig
-
-_KNOWN_ROWS = 64  # most rows of a sequence, all of one block, that attend together, where their next token is known
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,9 @@ class Transformer:
         self.weights = weights
         self.tap: PromptTap | None = None  # called in prompts of one span, never in steps, which may be recorded
         self.mtp: MtpLayer | None = None
+        self.batch_rows = 0 if config.mtp else store.batch_rows  # of a model that has batches of prompts
+        # Logits may be most of a step's memory: on a CPU, rows whose next token is known have none.
+        self.leaves_out_known = self.batch_rows > 0 and not ops.batches_take_steps
         self._ropes, self._spans = RopeTables(config), StepSpans(store)
         self._stages = stages(ops, len(config.layers))
         self._embedding_norm: Norm = None
@@ -111,6 +112,7 @@ class Transformer:
             for number, w in enumerate(weights.layers)
         ]
         self._batch_graphs = BatchGraphs(self.ops, self._layers, self._choice, self.config.hidden_size, self._embed)
+        self.most_recorded_rows = self._batch_graphs.most_rows  # of a batch with `parts`
         if self.config.mtp:
             depth, eagle3, assistant = self.config.depth, self.config.eagle3, self.config.assistant
             mtp, head = weights.layers[depth].mtp, eagle3.model if eagle3 else assistant
@@ -143,109 +145,65 @@ class Transformer:
             isinstance(attention, LatentAttention),
         )
 
-    # -- prefill ------------------------------------------------------------------------------------------------
+    # -- the two ways in ---------------------------------------------------------------------------------------
 
-    def forward_chunks(
-        self,
-        spans: Sequence[Span],
-        ids: Sequence[int],
-        outputs: int | None = None,
-        *,
-        by_layer: bool = False,
-        parts: Sequence[Span] | None = None,
-        images: Sequence[PlacedImage] = (),
-        only_last: bool = False,
-    ) -> Generator[int, None, Array]:
-        """Compute the new tokens `ids` of `spans`, in order, chunk by chunk, and append their K/V to the store.
+    def chunks(self, batch: PromptBatch) -> Generator[int, None, Array]:
+        """Compute the new tokens of prompts, chunk by chunk, and append their K/V to the store.
 
         A generator, so that other work can run between chunks: it yields the number of rows after each chunk and
-        returns the hidden states of the last `outputs` rows (None: of all), (outputs, E). A chunk is `prefill_rows`
-        rows of one layer, or several layers if there are fewer rows; with `by_layer`, never more than one layer. It
-        seals all layers; the caller commits. Several spans are a step's, or a batch's, with `parts` or `only_last`: see
-        `forward_batch`. images: of the one span's sequence; those that it has rows of are computed first. only_last:
-        only the last row of each span is right, since nothing reads the others.
-        Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
-        and the K/V of layers that are sealed together. Raises EngineError for an id without a row.
+        returns hidden states (outputs, E). A chunk is `prefill_rows` rows of one layer, or several layers if there are
+        fewer rows. A batch with `parts` is one chunk, and a recording if it has few rows. It seals all layers; the
+        caller commits. Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the
+        hidden states, and the K/V of layers that are sealed together. Raises EngineError for an id without a row.
         """
-        read = (yield from read_images(self.weights.images, images, spans[0])) if images else ()
-        if read:
-            ids = [one if one < IMAGE_IDS else 0 for one in ids]
+        if batch.parts and len(batch.ids) <= self.most_recorded_rows:
+            return self._batch_graphs.run(batch, table_rows(self.weights.embedding, batch.ids))
+        read = (yield from read_images(self.weights.images, batch.images, batch.spans[0])) if batch.images else ()
+        ids = [one if one < IMAGE_IDS else 0 for one in batch.ids] if read else batch.ids
         rows = table_rows(self.weights.embedding, ids)
-        states = None if self.mtp is None else self.mtp.states()
         x, added = self._embed(self._stages[0].ops.to_device(rows), read)
-        mtp = self.mtp if self.mtp is not None and self.mtp.has_kv else None
-        first_output, last = 0 if outputs is None else len(ids) - outputs, self.config.depth - (mtp is None)
-        prompt = PromptRows(
-            self._choice,
-            last,
-            spans,
-            parts or spans,
-            first_output,
-            rows=self.ops.prefill_rows,
-            images=read,
-            tap=self.tap,
-            mtp_input=None if mtp is None else partial(mtp.prompt_input, spans[0], rows, states),
-            only_last=only_last,
-            watch=None if states is None else states.add,
-        )
-        done = 0
+        depth, done = self.config.depth, 0
+        prompt = PromptRows(self._choice, batch, rows, depth, self.ops.prefill_rows, read, self.tap, self.mtp)
         for number, (ops, numbers) in enumerate(self._stages):
             if number:
                 x = ops.to_device(PeerArray(x, self._stages[number - 1].ops))
             prompt.cut_for(ops, added)
-            for layer, chunk in compute(((one, self._layers[one]) for one in numbers if one <= last), x, prompt):
+            layers = [(one, self._layers[one]) for one in numbers if one <= prompt.last]
+            for layer, chunk in compute(layers, x, prompt):
                 count = chunk.rows.stop - chunk.rows.start
                 done += count
-                if by_layer or done + count > prompt.step or (layer == last and chunk.rows.stop == len(x)):
+                is_end = layer == prompt.last and chunk.rows.stop == len(x)
+                if not batch.parts and (batch.by_layer or done + count > prompt.step or is_end):
                     yield done
                     done = 0
-        if self.mtp is not None:
-            self.mtp.keep_last(spans[0], x if states is None else states.sum)
-        return x[first_output:]
+        return prompt.outputs(x)
 
-    def forward(
-        self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None, parts: Sequence[Span] | None = None
-    ) -> Array:
-        """Run `forward_chunks` to its end, and return what it returns."""
-        return run_to_end(self.forward_chunks(spans, ids, outputs, parts=parts))
+    def step(self, batch: StepBatch, ahead: bool = False) -> Fetch:
+        """Compute the rows of a step, and sample the token after each, or the error why none can be; without samplers,
+        compute the logits (B, V), which `sample` takes, and which are valid until the next step begins.
 
-    @property
-    def batch_rows(self) -> int:
-        """`KVStore.batch_rows`, of a model that has batches of prompts."""
-        return 0 if self.config.mtp else self.store.batch_rows
-
-    @property
-    def most_recorded_rows(self) -> int:
-        """The most rows of a batch that is recorded."""
-        return self._batch_graphs.most_rows
-
-    def forward_batch(
-        self,
-        spans: Sequence[Span],
-        ids: Sequence[Sequence[int]],
-        steps: Sequence[Span] = (),
-        step_ids: Sequence[int] = (),
-    ) -> Array:
-        """Compute prompts together, each as `forward` does, and rows of sequences that run. Return the hidden states
-        (B + S, E) of the prompts' last rows and of all rows of `steps`.
-
-        spans: from `KVStore.open_batch`. ids: the new tokens of each. steps, step_ids: as for `step`. Rows that are
-        returned come after all others, which the last layer can then leave out. Raises EngineError for an id without a
-        row.
+        ahead: do not wait for the tokens, where they can be fetched later, nor for `ids`. Cost: the weights are read
+        once for all rows. Raises EngineError for an id without a row.
         """
-        last = [*(span.part(span.count - 1, 1) for span in spans), *steps]
-        parts = [*(span.part(0, span.count - 1) for span in spans if span.count > 1), *last]
-        rows = [*chain.from_iterable(one[:-1] for one in ids), *(one[-1] for one in ids), *step_ids]
-        outputs = len(spans) + len(step_ids)
-        if len(rows) > self._batch_graphs.most_rows:
-            return self.forward(spans, rows, outputs, parts)
-        return self._batch_graphs.run(spans, table_rows(self.weights.embedding, rows), outputs, parts)
+        rows = batch.ids.ids if isinstance(batch.ids, Fetch) else table_rows(self.weights.embedding, batch.ids)
+        spans, samplers, wanted = batch.spans, batch.samplers, list[int]()
+        if samplers is None:
+            return Fetch(None, list, self._run("rows", spans, rows)[0])
+        if any(batch.known) and self.leaves_out_known:
+            spans, order, wanted = known_first(batch)
+            rows, samplers = rows[order], [samplers[row] for row in wanted]
+        chosen, logits, *states = self._run("step", spans, rows, samplers, len(wanted))
+        if ahead and self.ops.fetch_later is not None and self.mtp is None:
+            return self.ops.fetch_later(chosen, samplers)
+        tokens = self.ops.fetch_tokens(chosen, logits, samplers)
+        if self.mtp is not None:
+            self.mtp.keep(spans, *states)
+        sampled: list[Sampled] = tokens if len(tokens) == len(rows) else [0] * len(rows)
+        for row, token in zip(wanted, tokens, strict=False):
+            sampled[row] = token
+        return Fetch(None, lambda: sampled)
 
-    def batch_chunks(self, spans: Sequence[Span], ids: Sequence[Sequence[int]]) -> Generator[int, None, Array]:
-        """Compute prompts as `forward_batch` does, on a CPU, chunk by chunk as `forward_chunks` does. A prompt's rows
-        stay together here: two spans of it would take more launches."""
-        hidden = yield from self.forward_chunks(spans, [*chain.from_iterable(ids)], only_last=True)
-        return hidden[np.cumsum([span.count for span in spans]) - 1]
+    # -- the ways out ------------------------------------------------------------------------------------------
 
     def logits(self, hidden: Array) -> np.ndarray:
         """Return the logits (T, V) float32 of hidden states (T, E), on the host. Raises EngineError if not finite."""
@@ -274,90 +232,27 @@ class Transformer:
             x = np.tanh(x) if shape.tanh else x
         return x
 
-    def choose(self, hidden: Array, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
-        """Return the token that follows each of the hidden states (B, E), or the error why none can be sampled."""
-        return self.begin_choosing(hidden, sampler_inputs)()
-
-    def begin_choosing(self, hidden: Array, sampler_inputs: Sequence[SamplerInput]) -> Callable[[], list[Sampled]]:
-        """Return a function that waits for what `choose` returns. What is launched meanwhile is computed after it."""
+    def choose(self, hidden: Array, samplers: Sequence[SamplerInput]) -> Fetch:
+        """Sample the token after each of the hidden states (B, E), or the error why none can be. What is launched
+        before the tokens are waited for is computed after them."""
         with self.ops.as_step():
             logits = self._head(hidden)
-        chosen = self.ops.sample(logits, self.ops.pack_sampler_inputs(sampler_inputs))
-        return partial(self.ops.fetch_tokens, chosen, logits, sampler_inputs)
+        chosen = self.ops.sample(logits, self.ops.pack_sampler_inputs(samplers))
+        return Fetch(None, partial(self.ops.fetch_tokens, chosen, logits, samplers))
 
-    # -- steps --------------------------------------------------------------------------------------------------
+    def sample(self, logits: Array, samplers: Sequence[SamplerInput]) -> Fetch:
+        """Sample the token after each row of a step's logits (B, V), without waiting for it."""
+        assert self.ops.fetch_later is not None
+        chosen = self.ops.sample(logits, self.ops.pack_sampler_inputs(samplers))
+        return self.ops.fetch_later(chosen, samplers)
 
-    def step(
-        self,
-        spans: Sequence[Span],
-        ids: Sequence[int],
-        sampler_inputs: Sequence[SamplerInput],
-        known: Sequence[int] = (),
-    ) -> list[Sampled]:
-        """Compute the rows of a step, and return the token that follows each, or the error why none can be sampled.
-
-        ids, sampler_inputs: one for each row of all `spans`, in order. spans: from `KVStore.open_step`; the caller
-        commits them. known: after so many first rows of each span the token is known, and what is returned for them
-        may be 0. Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
-        """
-        rows = table_rows(self.weights.embedding, ids)
-        if any(known) and self.batch_rows and not self.ops.batches_take_steps:
-            return self._step_with_known(spans, rows, sampler_inputs, known)
-        chosen, logits, *states = self._run("step", spans, rows, sampler_inputs)
-        sampled = self.ops.fetch_tokens(chosen, logits, sampler_inputs)
-        if self.mtp is not None:
-            self.mtp.keep(spans, *states)
-        return sampled
+    # -- the work of a step ------------------------------------------------------------------------------------
 
     def known_rows(self, sequence: SequenceKV) -> int:
         """Return the most rows of a sequence in a step, if the tokens behind all but the last one are known."""
-        if not self.batch_rows or self.ops.batches_take_steps or self.store.sparse_groups:
+        if not self.leaves_out_known or self.store.sparse_groups:
             return self.store.rows_of_block(sequence)
         return self.store.first_of_block(sequence) + self.store.shape.block_size - sequence.length
-
-    def _step_with_known(
-        self,
-        spans: Sequence[Span],
-        ids: np.ndarray,
-        sampler_inputs: Sequence[SamplerInput],
-        known: Sequence[int],
-    ) -> list[Sampled]:
-        """`step` without logits (they may be most of a step's memory) after rows whose next token is known."""
-        both = [*zip(spans, known, strict=True)]
-        wanted = np.concatenate([np.arange(span.count) >= count for span, count in both])
-        parts = [  # their rows go first
-            span.part(first, min(_KNOWN_ROWS, count - first))
-            for span, count in both
-            for first in range(0, count, _KNOWN_ROWS)
-        ]
-        parts += [span.part(count, span.count - count) for span, count in both]
-        rows = np.flatnonzero(wanted).tolist()
-        inputs = [sampler_inputs[row] for row in rows]
-        chosen, logits = self._run("step", parts, np.concatenate([ids[~wanted], ids[wanted]]), inputs, len(inputs))
-        tokens: list[Sampled] = [0] * len(ids)
-        for row, token in zip(rows, self.ops.fetch_tokens(chosen, logits, inputs), strict=True):
-            tokens[row] = token
-        return tokens
-
-    def step_ahead(
-        self, spans: Sequence[Span], ids: Sequence[int] | Fetch, sampler_inputs: Sequence[SamplerInput]
-    ) -> Fetch:
-        """Run a `step` with one row per sequence without waiting for its tokens; requires ops with `fetch_later`. ids:
-        the rows' tokens, or the fetch of the previous step, which had the same sequences in the same order."""
-        assert self.ops.fetch_later is not None
-        rows = ids.ids if isinstance(ids, Fetch) else table_rows(self.weights.embedding, ids)
-        chosen, _ = self._run("step", spans, rows, sampler_inputs)
-        return self.ops.fetch_later(chosen, sampler_inputs)
-
-    def rows_ahead(self, spans: Sequence[Span], fetch: Fetch) -> Array:
-        """Run a `step_ahead` without sampling, and return the logits (B, V), valid until the next step begins."""
-        return self._run("rows", spans, fetch.ids)[0]
-
-    def sample_ahead(self, logits: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:
-        """Sample the tokens of `rows_ahead` from its logits (B, V), without waiting for them."""
-        assert self.ops.fetch_later is not None
-        sampler = self.ops.pack_sampler_inputs(sampler_inputs)
-        return self.ops.fetch_later(self.ops.sample(logits, sampler), sampler_inputs)
 
     def _run(
         self,
@@ -441,15 +336,6 @@ def table_rows(table: Matrix, numbers: Sequence[int] | np.ndarray) -> np.ndarray
             f"The model has no row {strays[0]} in a table of {table.shape[0]:,}: send fewer or other tokens"
         )
     return ids.astype(np.int32)
-
-
-def run_to_end(chunks: Generator[int, None, Array]) -> Array:
-    """Return what a generator of chunks returns."""
-    while True:
-        try:
-            next(chunks)
-        except StopIteration as end:
-            return end.value
 
 
 class StepSpans:

@@ -12,11 +12,11 @@ from collections.abc import Generator, Sequence
 import numpy as np
 
 from polarlm.engine.backends.ops import Array
+from polarlm.engine.model.batch import PromptBatch
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import Chunk, TokenLogprob
 from polarlm.engine.sampling.sample import token_logprob
-from polarlm.engine.state.store import Span
 
 _ROWS = 64  # rows read in a unit of work: 32 MiB of logits for a vocabulary of 128 K
 
@@ -27,14 +27,12 @@ def sigmoid(x: float) -> float:
     return (1.0 if x >= 0 else small) / (1 + small)
 
 
-def forward_and_read(
-    model: Transformer, span: Span, ids: Sequence[int], reader: PromptReader
-) -> Generator[int, None, Array]:
-    """Run `Transformer.forward_chunks` for a whole prompt, then parts of no rows, which read its hidden states. Returns
-    the hidden state of the last token, (1, E)."""
-    hidden = yield from model.forward_chunks([span], ids)
+def read_chunks(model: Transformer, batch: PromptBatch, reader: PromptReader) -> Generator[int, None, Array]:
+    """Run `Transformer.chunks` for a whole prompt, then parts of no rows, which read its hidden states. Returns the
+    hidden state of the last token, (1, E)."""
+    hidden = yield from model.chunks(batch)
     last = hidden[-1:].copy()
-    for first in range(0, len(ids), _ROWS):
+    for first in range(0, len(batch.ids), _ROWS):
         reader.read(model, hidden[first : first + _ROWS], first)
         yield 0
     return last

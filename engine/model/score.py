@@ -8,6 +8,7 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array
 from polarlm.engine.errors import EngineError
+from polarlm.engine.model.batch import PromptBatch, run_to_end
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import Score
 from polarlm.engine.sampling.sample import log_softmax
@@ -56,7 +57,7 @@ def states(
         chunk = ids[start : start + size]
         span = model.store.open(kv, len(chunk), round_trip=every_token_coded, as_steps=not every_token_coded)
         with model.store.abort_on_error([span]):
-            hidden = model.forward([span], chunk)
+            hidden = run_to_end(model.chunks(PromptBatch([span], chunk)))
             model.store.commit(span)
         if every_token_coded:
             model.store.encode_recent(kv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from polarlm.engine.model.batch import PromptBatch, StepBatch, join, run_to_end
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.layers.mtp import MtpRow
 from polarlm.engine.sampling.sample import greedy
@@ -62,7 +63,7 @@ def warm_up_batch(model: Transformer, rows: int) -> None:
     _step(model, running)
     rows = min(rows, model.store.rows_of_block(running))
     spans, steps = model.store.open_batch([(new, _ROWS)]), [model.store.open_step(running, rows)]
-    model.forward_batch(spans, [[0] * _ROWS], steps, [0] * rows)
+    run_to_end(model.chunks(join(model.ops, spans, [[0] * _ROWS], steps, [0] * rows)))
     model.store.commit_steps([*spans, *steps])
     for sequence in (new, running):
         model.store.release(sequence)
@@ -120,10 +121,10 @@ def _warm_up_new(model: Transformer, counts: Sequence[int], is_step: bool) -> No
     try:
         if is_step:
             spans += [store.open_step(store.new_sequence()) for _ in counts]
-            model.step(spans, [0] * rows, [greedy(model.config.vocab_size)] * rows)
+            model.step(StepBatch(spans, [0] * rows, [greedy(model.config.vocab_size)] * rows))
         else:
             spans += store.open_batch([(store.new_sequence(), count) for count in counts])
-            model.forward_batch(spans, [[0] * count for count in counts])
+            run_to_end(model.chunks(join(model.ops, spans, [[0] * count for count in counts])))
     finally:
         for span in spans:
             store.abort(span)
@@ -132,12 +133,12 @@ def _warm_up_new(model: Transformer, counts: Sequence[int], is_step: bool) -> No
 def _step(model: Transformer, *sequences: SequenceKV, rows: int = 1) -> None:
     spans = [model.store.open_step(sequence, rows) for sequence in sequences]
     count = rows * len(spans)
-    model.step(spans, [0] * count, [greedy(model.config.vocab_size)] * count)
+    model.step(StepBatch(spans, [0] * count, [greedy(model.config.vocab_size)] * count))
     model.store.commit_steps(spans)
 
 
 def _prompt(model: Transformer, sequence: SequenceKV, tokens: int) -> None:
     span = model.store.open(sequence, tokens)
-    hidden = model.forward([span], [0] * tokens, outputs=1)
+    hidden = run_to_end(model.chunks(PromptBatch([span], [0] * tokens, outputs=1)))
     model.store.commit(span)
-    model.choose(hidden, [greedy(model.config.vocab_size)])
+    model.choose(hidden, [greedy(model.config.vocab_size)]).wait()

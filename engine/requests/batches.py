@@ -17,10 +17,12 @@ from itertools import chain, islice
 from typing import Any
 
 from polarlm.engine.errors import EngineError
+from polarlm.engine.model.batch import PromptBatch, StepBatch, join
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.prompt_readers import PromptReader, forward_and_read
+from polarlm.engine.model.prompt_readers import PromptReader, read_chunks
 from polarlm.engine.requests.drafters.drafter import DraftTask, draft_together
 from polarlm.engine.requests.drafts import StepPlan, StepSeconds
+from polarlm.engine.requests.plan import Plan
 from polarlm.engine.requests.request import Request, UnitTimer
 from polarlm.engine.requests.scheduler import Scheduler
 from polarlm.engine.sampling.sample import NEWEST, Fetch, Sampled, SamplerInput
@@ -34,7 +36,7 @@ _FEW_ROWS = 8  # a batch of fewer than an eighth of the most rows takes as long 
 
 
 @dataclass(eq=False)
-class Rows:
+class RequestRows:
     """The rows of a request in a batch.
 
     span: where they go; None once the request has left. ids: their tokens, the last of which may be `guesses`, drafted.
@@ -58,27 +60,27 @@ class Rows:
 class Batch:
     """Rows that are computed together: those of prompts, then those of requests that run, oldest first.
 
-    chunks: of a long prompt, which is alone, or of prompts on a CPU; computes them, see `Transformer.forward_chunks`.
-    reader: of a long prompt's hidden states. done: rows computed so far, summed over layers. fetch: the tokens; None
-    before they are computed, and while `logits` wait for sampler inputs.
+    plan: of the prompts. chunks: computes them, see `Transformer.chunks`. reader: of a long prompt's hidden states.
+    done: rows computed so far, summed over layers; 0 if all are computed at once. fetch: the tokens; None before the
+    rows are computed.
     """
 
-    rows: list[Rows] = field(default_factory=list)
+    rows: list[RequestRows] = field(default_factory=list)
+    plan: Plan | None = None
     chunks: Generator[int, None, Any] | None = None
     reader: PromptReader | None = None
     done: int = 0
     fetch: Fetch | None = None
-    logits: Any = None
     began: float = field(default_factory=time.perf_counter)
     damaged: dict[Request, EngineError] = field(default_factory=dict)  # by request: what `KVStore.commit_steps` says
 
     @property
-    def active(self) -> list[Rows]:
+    def active(self) -> list[RequestRows]:
         """The rows of requests that have not left."""
         return [rows for rows in self.rows if rows.span is not None]
 
     @property
-    def prompts(self) -> list[Rows]:
+    def prompts(self) -> list[RequestRows]:
         return [rows for rows in self.rows if rows.is_prompt]
 
     @property
@@ -185,11 +187,12 @@ class Batches:
                 return  # chunks are left
             self._commit(batch)
         except Exception:
-            if not batch.prompts or len(batch.rows) == 1:
+            if batch.plan is None or len(batch.rows) == 1:
                 raise
             self._model.ops.check()
             self.prefill = None
-            self._run_one_by_one([rows.request for rows in batch.active if rows.is_prompt])
+            self._scheduler.suspend(batch.rows[0].request.sequence)
+            self._run_one_by_one([rows.request for rows in batch.active if rows.is_prompt], batch.plan)
             return
         if batch.rows[0].is_prompt and batch.rows[0].is_known:
             return  # a prompt that is computed again: the token after it was taken before
@@ -199,36 +202,22 @@ class Batches:
             self._take(batch, batch.fetch)
 
     def _compute(self, batch: Batch) -> None:
-        """Compute the rows of a batch, unless it is a step that has begun, and begin to sample the tokens after them,
-        unless chunks are left. Aborts the rows if it raises."""
-        if batch.fetch is not None:
-            return
+        """Compute the rows of a batch, or the next chunk of prompts, and begin to sample the tokens after them, unless
+        chunks are left. Of a step that has begun, tokens may be left to sample. Aborts the rows if it raises."""
         with self._abort_on_error(batch):
-            if batch.logits is not None:
-                for rows in batch.active:
-                    assert rows.span is not None
-                    rows.is_known = len(rows.request.sequence.ids) > rows.span.start + 1
-                batch.fetch = self._model.sample_ahead(batch.logits, self._sampler_inputs(batch))
-            elif batch.chunks is not None:
+            if batch.chunks is not None:
                 self._advance(batch, batch.chunks)
-            else:
-                self._compute_rows(batch)
-
-    def _compute_rows(self, batch: Batch) -> None:
-        prompts, steps = batch.prompts, [rows for rows in batch.rows if not rows.is_prompt]
-        spans, ids = _spans(steps), [*chain.from_iterable(rows.ids for rows in steps)]
-        if prompts:
-            self._sample(batch, self._model.forward_batch(_spans(prompts), [one.ids for one in prompts], spans, ids))
-            return
-        inputs = self._sampler_inputs(batch)
-        begins_ahead = len(ids) == len(steps) and all(rows.request.begins_ahead for rows in steps)
-        if begins_ahead and self._model.ops.fetch_later is not None and self._model.mtp is None:
-            batch.fetch = self._model.step_ahead(spans, ids, inputs)
-            return
-        known = [rows.outputs - len(rows.guesses) - 1 for rows in steps]
-        tokens = self._model.step(spans, ids, inputs, known)
-        self._timer.tokens_arrived()
-        batch.fetch = Fetch(None, lambda: tokens)
+            elif batch.fetch is None:
+                samplers, rows = self._sampler_inputs(batch), batch.rows
+                known = [one.outputs - len(one.guesses) - 1 for one in rows]
+                step = StepBatch(_spans(rows), [*chain.from_iterable(one.ids for one in rows)], samplers, known)
+                ahead = len(step.ids) == len(rows) and all(one.request.begins_ahead for one in rows)
+                batch.fetch = self._model.step(step, ahead)
+            elif batch.fetch.logits is not None:
+                for one in batch.active:
+                    assert one.span is not None
+                    one.is_known = len(one.request.sequence.ids) > one.span.start + 1
+                batch.fetch = self._model.sample(batch.fetch.logits, self._sampler_inputs(batch))
 
     def _sampler_inputs(self, batch: Batch) -> list[SamplerInput]:
         """The sampler inputs of all rows with outputs. A request whose constraint raises fails."""
@@ -256,7 +245,7 @@ class Batches:
         for rows in growing:
             if rows.span is not None and rows.request.options.pooling is None:
                 self._prefixes.insert(rows.span.sequence, rows.request.sequence.ids)
-        if batch.chunks is None:  # which are reported each
+        if not batch.done:  # chunks are reported each
             for request, span in [(rows.request, rows.span) for rows in active if rows.request.wants_progress]:
                 stored = 0 if span is None else span.start + span.count
                 request.report_progress(min(stored, len(request.sequence.prompt)))
@@ -314,12 +303,10 @@ class Batches:
         with suppress(OutOfBlocks), self._abort_on_error(step):  # `open_step` will preempt a request for it
             for request in requests:
                 assert request.kv is not None
-                step.rows += (Rows(request, self._store.open_step(request.kv), (NEWEST,)),)
-            if [one for one in requests if not (one.begins_ahead and one.sampler.reach_ahead)]:
-                step.logits = self._model.rows_ahead(_spans(step.rows), fetch)
-            else:
-                inputs = [request.sampler.next((NEWEST,)) for request in requests]
-                step.fetch = self._model.step_ahead(_spans(step.rows), fetch, inputs)
+                step.rows += (RequestRows(request, self._store.open_step(request.kv), (NEWEST,)),)
+            waits = [one for one in requests if not (one.begins_ahead and one.sampler.reach_ahead)]
+            samplers = None if waits else [request.sampler.next((NEWEST,)) for request in requests]
+            step.fetch = self._model.step(StepBatch(_spans(step.rows), fetch, samplers), True)
             return step
         return None
 
@@ -349,26 +336,23 @@ class Batches:
             self._scheduler.take_step()
         if not prompts and [rows for rows in batch.rows if rows.request.drafts is not None]:
             self._seconds.record(batch.count, seconds)
-        elif prompts and batch.chunks is None and batch.count >= self.few_rows:
+        elif prompts and not batch.done and batch.count >= self.few_rows:
             self.rates.append(batch.count / seconds)
 
     # -- prompts -----------------------------------------------------------------------------------------------
 
-    def open_prompts(self, requests: Sequence[Request], running: Sequence[Request] = ()) -> Batch:
-        """Open rows for the prompts of the first requests, and for a step of the running ones, without drafts, if there
-        is room for all. Raises OutOfBlocks if there is no room for the first request, and MemoryError if there is no
-        memory for its buffers."""
-        batch, prompts = Batch(), [(kv, len(one.sequence.prompt) - kv.length) for one in requests if (kv := one.kv)]
-        spans: list[Span] = []
-        while not spans:
-            try:
-                spans = self._store.open_batch(prompts)
-            except MemoryError:
-                if len(prompts) == 1:
-                    raise
-                prompts = prompts[: len(prompts) // 2]
-        batch.rows += [_rows(request, span, is_prompt=True) for request, span in zip(requests, spans, strict=False)]
-        steps = list[Rows]()
+    def open_prompts(self, requests: Sequence[Request], plan: Plan, running: Sequence[Request] = ()) -> Batch:
+        """Open rows for the prompts of the first requests, which are `prefill` until all are computed, and for a step
+        of the running ones, without drafts, if there is room for all. Raises OutOfBlocks if there is no room for the
+        first request, and MemoryError if there is no memory for its buffers."""
+        batch = Batch(plan=plan)
+        try:
+            spans = self._open_spans(requests, plan)
+            batch.rows += [_rows(one, span, is_prompt=True) for one, span in zip(requests, spans, strict=False)]
+        finally:
+            for request in requests[max(1, len(batch.rows)) :]:
+                self.unmatch(request)
+        steps = list[RequestRows]()
         with self._abort_on_error(batch), suppress(OutOfBlocks), self._abort_on_error(Batch(steps)):
             for request in running:
                 assert request.kv is not None
@@ -377,24 +361,32 @@ class Batches:
                 steps.append(_rows(request, span))
             batch.rows += steps
         self._timer.add(*(rows.request for rows in batch.rows[1:]))
-        if not self._model.ops.batches_take_steps:
-            batch.chunks = self._model.batch_chunks(spans, [rows.ids for rows in batch.rows])
-            self.prefill = batch
+        self._scheduler.admit(requests[0].sequence)
+        self.prefill, batch.reader = batch, requests[0].reader()
+        batch.chunks = self._chunks(batch)
         return batch
 
-    def open_prefill(self, request: Request, *, as_steps: bool) -> Batch:
-        """Open rows for the next part of a long prompt, which is `prefill` until all of it is computed. as_steps: see
-        `KVStore.open`. Raises OutOfBlocks."""
-        assert request.kv is not None
-        start, reader = request.kv.length, request.reader()
-        stop = request.span_end(start, self._store.shape.block_size)
-        span, ids = self._store.open(request.kv, stop - start, as_steps=as_steps), request.sequence.ids[start:stop]
-        if reader is None:
-            chunks = self._model.forward_chunks([span], ids, outputs=1, images=request.images)
-        else:
-            chunks = forward_and_read(self._model, span, ids, reader)
-        self.prefill = Batch([_rows(request, span, is_prompt=True)], chunks, reader)
-        return self.prefill
+    def _open_spans(self, requests: Sequence[Request], plan: Plan) -> list[Span]:
+        """Return open spans of the first of these prompts that there is room for; of one that was preempted, of its
+        next part."""
+        n = self._store.shape.block_size
+        prompts = [(kv, one.span_end(kv.length, n) - kv.length) for one in requests if (kv := one.kv)]
+        while True:
+            try:
+                return self._store.open_batch(prompts, as_steps=plan.as_steps)
+            except MemoryError:
+                if len(prompts) == 1:
+                    raise
+                prompts = prompts[: len(prompts) // 2]
+
+    def _chunks(self, batch: Batch) -> Generator[int, None, Any]:
+        prompts, steps = batch.prompts, [rows for rows in batch.rows if not rows.is_prompt]
+        spans, (first, *_) = _spans(prompts), prompts
+        if batch.plan is not None and batch.plan.how == "join":
+            ids = [*chain.from_iterable(rows.ids for rows in steps)]
+            return self._model.chunks(join(self._model.ops, spans, [one.ids for one in prompts], _spans(steps), ids))
+        alone = PromptBatch(spans, first.ids, None if batch.reader else 1, images=first.request.images)
+        return self._model.chunks(alone) if batch.reader is None else read_chunks(self._model, alone, batch.reader)
 
     def _advance(self, batch: Batch, chunks: Generator[int, None, Any]) -> None:
         """Compute one chunk of prompts; after the last one, begin to sample the tokens after them."""
@@ -418,14 +410,14 @@ class Batches:
         all other rows."""
         inputs = self._sampler_inputs(batch)
         if [rows for rows in batch.rows if not rows.is_known and _expects_token(rows.request)]:
-            batch.fetch = Fetch(None, self._model.begin_choosing(hidden, inputs))
+            batch.fetch = self._model.choose(hidden, inputs)
         else:
             batch.fetch = Fetch(None, lambda: [0] * len(inputs))
 
-    def _run_one_by_one(self, requests: Sequence[Request]) -> None:
+    def _run_one_by_one(self, requests: Sequence[Request], plan: Plan) -> None:
         for request in [one for one in requests if not one.sequence.finished]:
             try:
-                batch = self.open_prompts([request])
+                batch = self.open_prompts([request], plan)
                 while batch.fetch is None:
                     self.run(batch)
             except OutOfBlocks:
@@ -433,17 +425,18 @@ class Batches:
             except Exception as error:
                 self._model.ops.check()
                 request.fail(error)
+                self._scheduler.suspend(request.sequence)
 
 
-def _rows(request: Request, span: Span, guesses: Sequence[int] = (), *, is_prompt: bool = False) -> Rows:
+def _rows(request: Request, span: Span, guesses: Sequence[int] = (), *, is_prompt: bool = False) -> RequestRows:
     """The rows of an open span; without `guesses` if there was no room for them."""
     ids, stop = request.sequence.ids, span.start + span.count
     present = ids[span.start : stop]
     guesses = guesses if stop > len(ids) else ()
-    return Rows(request, span, [*present, *guesses], guesses, is_prompt, is_known=stop < len(ids))
+    return RequestRows(request, span, [*present, *guesses], guesses, is_prompt, is_known=stop < len(ids))
 
 
-def _spans(rows: Iterable[Rows]) -> list[Span]:
+def _spans(rows: Iterable[RequestRows]) -> list[Span]:
     return [one.span for one in rows if one.span is not None]
 
 

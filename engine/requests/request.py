@@ -192,18 +192,12 @@ class Request:
             self._end_ids |= self.tokenizer.eos_ids
         limits = self._end_ids, self.tokenizer, self.vocabulary, self.constraint
         self.sampler = Sampler(self.sequence, self.params, self.sampling, *limits)
+        self.reads_prompt = self.options.pooling is not None or self.params.prompt_logprobs is not None
+        """Whether the hidden states of the whole prompt are needed."""
         self.begins_ahead = self.params.logprobs is None
         """Whether the next step may start before this token is known: not with logprobs, whose logits it overwrites."""
         self._last_length = len(self.sequence.prompt) + self.sequence.max_tokens  # of the ids
         self._logprobs: list[TokenLogprob] = []  # of the answer's tokens, if it can be replayed
-
-    def reproduces(self, length: int) -> bool:
-        """Whether a prefill from a prefix hit of `length` tokens computes what the request's first prefill computed.
-
-        A prompt attends to its own tokens in full precision and to a hit as codes, so a preempted request must not
-        reuse more of its prompt than at first. Always true before the first token.
-        """
-        return self.sequence.generated == 0 or not (self.cached or 0) < length < len(self.sequence.prompt)
 
     def span_end(self, start: int, block_size: int) -> int:
         """Return the end of the next span, which starts at `start`: of the prompt after its prefix hit.
@@ -217,11 +211,6 @@ class Request:
             cached = next((image.start for image in images if cached in image), cached)  # whose rows may see each other
             return cached if start < cached else prompt
         return min((start // block_size + 1) * block_size, self.sequence.computable)
-
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether the hidden states of the whole prompt are needed."""
-        return self.options.pooling is not None or self.params.prompt_logprobs is not None
 
     @property
     def needs_whole_prompt(self) -> bool:

@@ -136,10 +136,11 @@ Sampled = int | TokenLogprob | EngineError  # with log-probabilities if requeste
 
 class Fetch(NamedTuple):
     """Tokens that are being copied to the host. ids: the tokens on the device, which the next step can take as its
-    inputs; None if the device has none."""
+    inputs; None if the device has none. logits: of a step without samplers, from which no token is drawn yet."""
 
     ids: Any
     wait: Callable[[], list[Sampled]]
+    logits: Any = None
 
 
 def sample_all(

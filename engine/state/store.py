@@ -197,14 +197,15 @@ class KVStore:
         buffers = self._buffers([(sequence, count)], 1 if round_trip else None)
         return self._open(sequence, count, buffers, round_trip=round_trip, as_steps=as_steps)
 
-    def open_batch(self, prompts: Sequence[tuple[SequenceKV, int]]) -> list[Span]:
+    def open_batch(self, prompts: Sequence[tuple[SequenceKV, int]], *, as_steps: bool = False) -> list[Span]:
         """Open spans of prompts that are computed together, each as `open` does: of the first ones that there is room
         for. If it raises OutOfBlocks, there is none for the first one, and nothing has changed."""
         buffers, spans, layers_to_seal = self._buffers(prompts), list[Span](), list[int]()
         with self.abort_on_error(spans):
             for sequence, count in prompts:
                 try:
-                    spans.append(self._open(sequence, count, buffers, layers_to_seal=layers_to_seal))
+                    span = self._open(sequence, count, buffers, as_steps=as_steps, layers_to_seal=layers_to_seal)
+                    spans.append(span)
                 except OutOfBlocks:
                     if not spans:
                         raise

@@ -127,8 +127,8 @@ def ids(count: int) -> list[int]:
 
 def test_a_context_is_computed_once_and_all_runs_step_from_its_end(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     """An end token does not end a run, and the first token of the first run, which a prefill returns, is no step."""
-    steps = noted(monkeypatch, "step", lambda arguments: arguments[1][0].start)  # first positions
-    computed = noted(monkeypatch, "forward_chunks", lambda arguments: len(arguments[2]))  # tokens of prefills
+    steps = noted(monkeypatch, "step", lambda arguments: arguments[1].spans[0].start)  # first positions
+    computed = noted(monkeypatch, "chunks", lambda arguments: len(arguments[1].ids))  # tokens of prefills
     for _ in range(3):
         assert ours.generation_rate(ids(128), ids(41)) > 0
     assert computed == [129]
@@ -175,8 +175,8 @@ def test_prompts_are_asked_together_and_what_the_store_has_is_not_computed_again
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps count from the first token of the last prompt to the first end of an answer."""
-    steps = noted(monkeypatch, "step", lambda arguments: len(arguments[1]))  # sequences
-    computed = noted(monkeypatch, "forward_chunks", lambda arguments: len(arguments[2]))
+    steps = noted(monkeypatch, "step", lambda arguments: len(arguments[1].spans))  # sequences
+    computed = noted(monkeypatch, "chunks", lambda arguments: len(arguments[1].ids))
     settings = {"device": "cpu", "cache_type": "f16", "parallel": 2, "kept_sequences": 2}
     ours, prompts, tokens = Ours(str(tiny_path), 4 * 128, 1, settings), [ids(65), ids(66)], 40
     for cached in (False, False, True):

@@ -18,6 +18,7 @@ from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.model.forward import Transformer
+from tests.bare import forward_together
 from tests.cuda import gpu_sizes
 from tests.cuda.emulated import open_device
 from tests.cuda.test_gpu import Unrecorded
@@ -82,7 +83,7 @@ def batches(model: Transformer) -> list[np.ndarray]:
     for prompts, steps in (([(first, 40), (second, 33)], []), ([(first, 30)], [second])):
         spans, running = store.open_batch(prompts), [store.open_step(one) for one in steps]
         ids = [[5 + 7 * i % 90 for i in range(count)] for _, count in prompts]
-        logits.append(model.logits(model.forward_batch(spans, ids, running, [6] * len(steps))))
+        logits.append(model.logits(forward_together(model, spans, ids, running, [6] * len(steps))))
         store.commit_steps([*spans, *running])
     return logits
 

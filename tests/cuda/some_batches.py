@@ -6,6 +6,7 @@ import numpy as np
 
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.state.store import SequenceKV
+from tests.bare import forward_together
 
 
 def batches_of(model: Transformer) -> list[np.ndarray]:
@@ -17,7 +18,7 @@ def batches_of(model: Transformer) -> list[np.ndarray]:
         ids = [rng.integers(5, 96, count).tolist() for _, count in prompts]
         spans = model.store.open_batch([*prompts])
         steps = [model.store.open_step(one) for one in running[1:]]
-        hidden = model.forward_batch(spans, ids, steps, rng.integers(5, 96, len(steps)).tolist())
+        hidden = forward_together(model, spans, ids, steps, rng.integers(5, 96, len(steps)).tolist())
         logits.append(model.logits(hidden))
         model.store.commit_steps([*spans, *steps])
         running = [*running, *new][-4:]

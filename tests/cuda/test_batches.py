@@ -14,9 +14,10 @@ from polarlm.engine.backends.cuda import batches, launch_configs, packed, wide
 from polarlm.engine.backends.cuda.batches import bucket
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS, SMALL_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.sampling.sample import SamplerInput, greedy
 from polarlm.model_loaders import load_weights as open_weights
-from tests.bare import stepped
+from tests.bare import forward, stepped
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.test_model_emulated import model_from, model_of
@@ -64,7 +65,7 @@ def run(ops: CudaOps, types: tuple[str, str], sampler_inputs: Sequence[Sequence[
     sequences = [model.store.new_sequence() for _ in LENGTHS]
     for sequence, length in zip(sequences, LENGTHS, strict=True):
         span = model.store.open(sequence, length)
-        model.forward([span], rng.integers(5, vocabulary, length).tolist())
+        forward(model, [span], rng.integers(5, vocabulary, length).tolist())
         model.store.commit(span)
     for counts, row_inputs in zip(COUNTS, sampler_inputs, strict=True):
         rows, batch = sum(counts), sequences[-len(counts) :]
@@ -127,7 +128,7 @@ def test_few_recordings_serve_steps_of_several_rows(model: str) -> None:
 
     def step(*counts: int) -> Any:
         spans = [transformer.store.open_step(transformer.store.new_sequence(), count) for count in counts]
-        made = transformer.step(spans, [7] * sum(counts), [plain] * sum(counts))
+        made = transformer.step(StepBatch(spans, [7] * sum(counts), [plain] * sum(counts))).wait()
         for span in spans:
             transformer.store.abort(span)
         return made

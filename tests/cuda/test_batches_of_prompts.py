@@ -17,10 +17,12 @@ from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.errors import DeviceLost
-from polarlm.engine.model.forward import Transformer, run_to_end
+from polarlm.engine.model.batch import PromptBatch
+from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import fold
 from polarlm.engine.requests import prefills
 from polarlm.engine.state.store import KVStore, SequenceKV
+from tests.bare import forward, forward_together
 from tests.cpu import CpuOps
 from tests.cuda import test_model_emulated
 from tests.cuda.emulated import EmulatedDevice, open_device
@@ -48,7 +50,7 @@ def begun(model: Transformer, rng: np.random.Generator, lengths: Sequence[int]) 
         sequences.append(model.store.new_sequence())
         if have:
             span = model.store.open(sequences[-1], have)
-            model.forward([span], rng.integers(5, 96, have).tolist(), outputs=1)
+            forward(model, [span], rng.integers(5, 96, have).tolist(), outputs=1)
             model.store.commit(span)
     return sequences
 
@@ -109,9 +111,9 @@ def together_and_alone(
                 model.store.open_step(kv, len(one)) for kv, one in zip(sequences[first:], ids[first:], strict=True)
             ]
             if ops.batches_take_steps:
-                hidden = model.forward_batch(spans, ids[:first], steps, [*chain.from_iterable(ids[first:])])
+                hidden = forward_together(model, spans, ids[:first], steps, [*chain.from_iterable(ids[first:])])
             else:
-                hidden = run_to_end(model.batch_chunks(spans, ids))
+                hidden = forward_together(model, spans, ids)
             with ops.as_step():
                 logits = model.logits(hidden)
             model.store.commit_steps([*spans, *steps])
@@ -119,7 +121,7 @@ def together_and_alone(
             rows = []
             for kv, one, count in zip(sequences, ids, outputs, strict=True):
                 span = model.store.open(kv, len(one))
-                rows.append(model.logits(model.forward([span], one, count)))
+                rows.append(model.logits(forward(model, [span], one, count)))
                 model.store.commit(span)
             logits = np.concatenate(rows)
         results.append((logits, [blocks(model.store, kv) for kv in sequences]))
@@ -165,7 +167,7 @@ def test_a_batch_that_fails_leaves_nothing_to_the_next_one(place: str, monkeypat
     def run() -> Any:
         spans = model.store.open_batch([(model.store.new_sequence(), 20)])
         with model.store.abort_on_error(spans):
-            hidden = model.logits(model.forward_batch(spans, [[*range(5, 25)]]))
+            hidden = model.logits(forward_together(model, spans, [[*range(5, 25)]]))
             model.store.commit_steps(spans)
         return hidden
 
@@ -194,7 +196,7 @@ def test_rows_of_a_step_are_the_same_in_a_batch_to_the_bit() -> None:
         if in_batch:
             spans = model.store.open_batch([(talk.sequences[3], len(prompt))])
             steps = [model.store.open_step(sequence) for sequence in talk.sequences[:3]]
-            results.append(model.logits(model.forward_batch(spans, [prompt], steps, [7, 8, 9]))[1:])
+            results.append(model.logits(forward_together(model, spans, [prompt], steps, [7, 8, 9]))[1:])
         else:
             talk.step([7, 8, 9])
             results.append(talk.logits[-1])
@@ -224,28 +226,23 @@ def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """A list that gets the rows of the prompts of each batch, and a 1 for each row of a running request."""
     seen: list[list[int]] = []
 
-    def note(ids: Any, steps: Any = (), step_ids: Any = ()) -> None:
-        seen.append([*map(len, ids), *([1] * len(step_ids))])
+    def note(batch: PromptBatch) -> None:
+        prompts = [span.count for span in batch.spans]
+        seen.append([*prompts, *([1] * (len(batch.ids) - sum(prompts)))])
 
     before_batches(engine, monkeypatch, note)
     return seen
 
 
-def before_batches(engine: Engine, monkeypatch: pytest.MonkeyPatch, call: Callable[..., None]) -> None:
-    """Call call(ids, steps and their ids) before each batch; a CPU computes one in chunks, and a prompt alone in
-    another way."""
-    compute, chunks = engine._model.forward_batch, engine._model.batch_chunks
+def before_batches(engine: Engine, monkeypatch: pytest.MonkeyPatch, call: Callable[[PromptBatch], None]) -> None:
+    """Call `call` before each batch of prompts, also of one alone."""
+    chunks = engine._model.chunks
 
-    def noted(spans: Any, *given: Any) -> Any:
-        call(*given)
-        return compute(spans, *given)
+    def noted(batch: PromptBatch) -> Any:
+        call(batch)
+        return (yield from chunks(batch))
 
-    def noted_chunks(spans: Any, ids: Any) -> Any:
-        call(ids)
-        return (yield from chunks(spans, ids))
-
-    monkeypatch.setattr(engine._model, "forward_batch", noted)
-    monkeypatch.setattr(engine._model, "batch_chunks", noted_chunks)
+    monkeypatch.setattr(engine._model, "chunks", noted)
 
 
 def several(batches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
@@ -341,13 +338,12 @@ def test_only_batches_of_many_rows_tell_how_many_fit_beside_running_requests(
     assert [rows for rows in batches if len(rows) > 2] == ([] if many == 40 and read is None else [[40, 40, 1]])
 
 
-def test_a_prompt_that_fails_harms_no_other(
-    engine: Engine, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_prompt_that_fails_harms_no_other(engine: Engine, bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = answers(ask(engine, TOKENS[:4]))
 
-    def fail(ids: Sequence[list[int]], *steps: Any) -> None:
-        if TOKENS[1] in ids:
+    def fail(batch: PromptBatch) -> None:
+        if str(TOKENS[bad][:-1])[1:-1] in str(list(batch.ids)):
             raise EngineError("This prompt fails")
 
     before_batches(engine, monkeypatch, fail)
@@ -359,9 +355,9 @@ def test_a_prompt_that_fails_harms_no_other(
     outboxes = ask(engine, TOKENS[:4])
     assert fold(running).token_ids == engine.generate(TOKENS[5], longer, ANEW).token_ids
     assert [type(outbox[-1]) for outbox in outboxes].count(EngineError) == 1
-    assert isinstance(outboxes[1][-1], EngineError)
-    others = [outbox for number, outbox in enumerate(outboxes) if number != 1]
-    assert answers(others) == [wanted[0], *wanted[2:]]
+    assert isinstance(outboxes[bad][-1], EngineError)
+    others = [number for number in range(4) if number != bad]
+    assert answers([outboxes[number] for number in others]) == [wanted[number] for number in others]
 
 
 @pytest.mark.parametrize("prompts", [1, 2], ids=["alone", "in a batch"])
@@ -383,8 +379,7 @@ def test_an_error_that_lasts_ends_all_requests_with_a_sentence(
         engine.submit(prompt, longer, into=box)
     device.broken = RuntimeError("an illegal memory access was encountered")
     tried: list[object] = []
-    compute = engine._model.forward_batch
-    monkeypatch.setattr(engine._model, "forward_batch", lambda *args: tried.append(1) or compute(*args))
+    before_batches(engine, monkeypatch, tried.append)
     with pytest.raises(DeviceLost):  # tokens of a step that was computed before may come first
         [engine.work() for _ in range(4)]
     assert len(tried) <= 1

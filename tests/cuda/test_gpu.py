@@ -27,6 +27,7 @@ from polarlm.engine.backends.cuda.kv.cache import HostTable
 from polarlm.engine.backends.cuda.multi_device.ops import MultiDeviceOps
 from polarlm.engine.backends.cuda.ops import _UNCOUNTED_BYTES, CudaOps
 from polarlm.engine.backends.kv import AttentionRule, KVLocation, SpanView
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.warm_up import recording_warm_ups
 from polarlm.engine.sampling.sample import greedy
@@ -34,6 +35,7 @@ from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders import demo
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
+from tests.bare import forward
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES
 from tests.cuda.some_batches import batches_of
@@ -80,20 +82,20 @@ def steps(model: Transformer, count: int) -> tuple[np.ndarray, np.ndarray]:
         ids = rng.integers(5, model.config.vocab_size, SIZES.prompt - 3 * index).tolist()
         sequences.append(store.new_sequence())
         span = store.open(sequences[-1], len(ids))
-        hidden = model.forward([span], ids)
+        hidden = forward(model, [span], ids)
         store.commit(span)
     logits = [model.logits(hidden[-1:])[0]]
     chosen, ids = [], [7] * count
     sampler_inputs = [greedy(model.config.vocab_size)] * count
     for _ in range(SIZES.steps):
         spans = [store.open_step(sequence) for sequence in sequences]
-        ids = model.step(spans, ids, sampler_inputs)
+        ids = model.step(StepBatch(spans, ids, sampler_inputs)).wait()
         for span in spans:
             store.commit(span)
         chosen.append(ids)
     # One more through the store as it is now: what steps wrote shows in it.
     spans = [store.open_step(sequence) for sequence in sequences]
-    logits += list(model.logits(model.forward(spans, ids)))
+    logits += list(model.logits(forward(model, spans, ids)))
     return np.array(chosen), np.array(logits)
 
 
@@ -175,7 +177,7 @@ def test_sequences_may_join_and_leave_between_replays(kept: int, monkeypatch: py
         for turn in range(40):
             spans = [model.store.open_step(sequence) for sequence in sequences[: 1 + turn * 3 % 4]]
             sampler_inputs = [greedy(model.config.vocab_size)] * len(spans)
-            chosen += model.step(spans, [5 + turn] * len(spans), sampler_inputs)
+            chosen += model.step(StepBatch(spans, [5 + turn] * len(spans), sampler_inputs)).wait()
             for span in spans:
                 model.store.commit(span)
         tokens.append(chosen)

@@ -14,9 +14,11 @@ from polarlm.bench.lab.gpu.setup import CupyClock, Gpu, Sizes
 from polarlm.bench.random_weights import RandomMatrix, RandomWeights
 from polarlm.engine.backends.cuda.device import Device
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.weight_formats import Linear
+from tests.bare import forward
 from tests.cuda import small_pass
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES, needs
@@ -72,12 +74,12 @@ def steps(make: Callable[[Device], CudaOps], kind: str) -> tuple[np.ndarray, np.
     sampler_inputs = [greedy(model.config.vocab_size)] * len(cell)
     for _ in range(n + 4):
         spans = [store.open_step(sequence) for sequence in sequences]
-        ids = [token for token in model.step(spans, ids, sampler_inputs) if isinstance(token, int)]
+        ids = [token for token in model.step(StepBatch(spans, ids, sampler_inputs)).wait() if isinstance(token, int)]
         assert len(ids) == len(cell), "a step gave no token"
         store.commit_steps(spans)
         chosen.append(ids)
     spans = [store.open_step(sequence) for sequence in sequences]
-    return np.array(chosen), model.logits(model.forward(spans, ids))
+    return np.array(chosen), model.logits(forward(model, spans, ids))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "q4_k"])

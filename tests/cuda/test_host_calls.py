@@ -17,8 +17,10 @@ from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import SamplingParams
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.state.store import SequenceKV
+from tests.bare import forward, forward_together
 from tests.cuda import test_model_emulated
 from tests.cuda.test_cupy_device import imported
 from tests.cuda.test_model_emulated import model_from
@@ -69,20 +71,20 @@ def test_calls_of_a_prompt_and_of_steps(monkeypatch: pytest.MonkeyPatch) -> None
 
         def prompt(sequence: SequenceKV) -> None:
             span = model.store.open(sequence, TOKENS)
-            hidden = model.forward([span], range(5, 5 + TOKENS), 1)
+            hidden = forward(model, [span], range(5, 5 + TOKENS), 1)
             model.store.commit(span)
-            model.choose(hidden, [sampled])
+            model.choose(hidden, [sampled]).wait()
 
         def step() -> None:
             spans = [model.store.open_step(sequence, 1) for sequence in sequences]
-            model.step(spans, [5, 6], [sampled] * 2)
+            model.step(StepBatch(spans, [5, 6], [sampled] * 2)).wait()
             model.store.commit_steps(spans)
 
         def together() -> None:
             spans = model.store.open_batch([(sequences[0], TOKENS)])
-            hidden = model.forward_batch(spans, [range(5, 5 + TOKENS)])
+            hidden = forward_together(model, spans, [range(5, 5 + TOKENS)])
             model.store.commit_steps(spans)
-            model.choose(hidden, [sampled])
+            model.choose(hidden, [sampled]).wait()
 
         for _ in range(3):  # launched, recorded, and run again
             model.store.release(sequences[0])

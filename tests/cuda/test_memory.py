@@ -23,6 +23,7 @@ from polarlm.engine.loading import assembly
 from polarlm.engine.loading.encoding import FULL_ENCODING
 from polarlm.engine.loading.placement.request import PlacementRequest, Sizes
 from polarlm.engine.loading.sizes import cache_shape
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -44,7 +45,7 @@ from polarlm.model_loaders.config import (
     RopeConfig,
     ShortConv,
 )
-from tests.bare import shape_of
+from tests.bare import forward, forward_together, shape_of
 from tests.pairs import mostly_slow
 
 GB = 10**9
@@ -111,8 +112,8 @@ def model_of(
 def prompt(model: Transformer, count: int) -> SequenceKV:
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, count)
-    hidden = model.forward([span], [1] * count, outputs=1)
-    model.choose(hidden, [greedy(model.config.vocab_size)])
+    hidden = forward(model, [span], [1] * count, outputs=1)
+    model.choose(hidden, [greedy(model.config.vocab_size)]).wait()
     model.store.commit(span)
     return sequence
 
@@ -280,7 +281,7 @@ def test_prompt_bytes_bounds_the_peak_of_a_pass(prompts: int, tokens: int) -> No
     prompt(model, 1)  # rotations are on the device
     before = device.begin()
     spans = model.store.open_batch([(model.store.new_sequence(), tokens) for _ in range(prompts)])
-    model.forward_batch(spans, [[1] * tokens] * prompts)
+    forward_together(model, spans, [[1] * tokens] * prompts)
     model.store.commit_steps(spans)
     counted = prompt_bytes(
         load, model.ops.cache_bytes(load.format)[1], model.ops.prefill_rows, model.ops.encoded_at_once
@@ -306,7 +307,7 @@ def test_step_bytes_bounds_the_peak_of_steps(name: str, types: tuple[str, str], 
         plain = greedy(config.vocab_size)
         counted = step_bytes(load, device)
         for sampler_input in (plain, replace(plain, allowed=np.zeros(-(-config.vocab_size // 32), np.uint32))):
-            model.step(spans, [1] * rows, [sampler_input] * rows)
+            model.step(StepBatch(spans, [1] * rows, [sampler_input] * rows)).wait()
             assert counted / 2 <= device.recorded <= counted
         for span in spans:
             model.store.abort(span)

@@ -28,7 +28,7 @@ from polarlm.engine.weight_formats import Matrix, StoredMatrix
 from polarlm.model_loaders import ModelConfig, WeightSource
 from polarlm.model_loaders import load_weights as open_weights
 from tests.adapters import ALL, changed_model, random_changes, write_peft
-from tests.bare import shape_of, stepped
+from tests.bare import forward, shape_of, stepped
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import read, store
@@ -128,7 +128,7 @@ class Talk:
 
     def prompt(self, ids: Sequence[int], outputs: int | None = None, index: int = 0) -> None:
         span = self.model.store.open(self.sequences[index], len(ids))
-        hidden = self.model.forward([span], ids, outputs)
+        hidden = forward(self.model, [span], ids, outputs)
         self.model.store.commit(span)
         self.logits.append(self.model.logits(hidden))
 

@@ -20,6 +20,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.params import SamplingParams
@@ -315,7 +316,7 @@ def everything(vocabulary: int, number: int) -> SamplerInput:
 
 def stepped(model: Transformer, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
     spans = [model.store.open_step(model.store.new_sequence()) for _ in sampler_inputs]
-    tokens = model.step(spans, [5 + i for i in range(len(sampler_inputs))], sampler_inputs)
+    tokens = model.step(StepBatch(spans, [5 + i for i in range(len(sampler_inputs))], sampler_inputs)).wait()
     for span in spans:
         model.store.commit(span)
         model.store.release(span.sequence)

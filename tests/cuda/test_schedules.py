@@ -122,10 +122,8 @@ def compare_with_waiting(
             if not ahead:
                 engine._model.ops.fetch_later = None
             by_count(engine, monkeypatch)
-            step = engine._model.step_ahead
-            monkeypatch.setattr(engine._model, "step_ahead", lambda *args: begun.append(type(args[1])) or step(*args))
-            rows = engine._model.rows_ahead
-            monkeypatch.setattr(engine._model, "rows_ahead", lambda *args: begun.append(type(args[1])) or rows(*args))
+            step = engine._model.step
+            monkeypatch.setattr(engine._model, "step", lambda *args: begun.append(type(args[0].ids)) or step(*args))
             for number, outbox in enumerate(outboxes):
                 params = SamplingParams(temperature=0.9, seed=number, max_tokens=8 + 3 * number, ignore_eos=True)
                 params = replace(params, stop_token_ids=() if number else stop, repeat_penalty=1 + number / 2)
@@ -137,7 +135,7 @@ def compare_with_waiting(
         return [fold(outbox) for outbox in outboxes]
 
     whole = answers(ahead=False)
-    assert not begun
+    assert Fetch not in begun
     stop = whole[0].token_ids[5]
     late, wanted = answers(stop, ahead=True), answers(stop, ahead=False)
     assert [answer.token_ids for answer in late] == [answer.token_ids for answer in wanted]

@@ -23,6 +23,7 @@ from polarlm.engine.loading import fit as loading_fit
 from polarlm.engine.loading.calibration import calibrate
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.fit import fit_device
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.kv_scales import variances
 from polarlm.engine.model.weights import load_weights
@@ -78,7 +79,7 @@ def test_a_step_moves_one_row_of_each_sequence_over_each_border() -> None:
         device.traffic = Traffic()
     model, store = dialogue.model, dialogue.model.store
     spans = [store.open_step(sequence) for sequence in dialogue.sequences]
-    model.step(spans, [8, 9, 10], [greedy(model.config.vocab_size)] * 3)
+    model.step(StepBatch(spans, [8, 9, 10], [greedy(model.config.vocab_size)] * 3)).wait()
     store.commit_steps(spans)
     moved = [device.traffic for device in devices]
     assert [one.received for one in moved] == [[], [3 * width], [3 * width]]

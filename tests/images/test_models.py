@@ -20,6 +20,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.placement.request import companion_bytes
+from polarlm.engine.model.batch import PromptBatch, StepBatch
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.vision_encoders import PlacedImage
 from polarlm.engine.model.weights import load_vision_encoder, load_weights
@@ -84,7 +85,7 @@ def fed(model: Transformer, prompt: Prompt, *cuts: int) -> tuple[SequenceKV, np.
     edges = [0, *cuts, len(prompt.ids)]
     for first, end in pairwise(edges):
         span = model.store.open(kv, end - first)
-        units = model.forward_chunks([span], prompt.ids[first:end], images=prompt.images)
+        units = model.chunks(PromptBatch([span], prompt.ids[first:end], images=prompt.images))
         hidden, _ = finished(units)
         model.store.commit(span)
         logits.append(model.logits(hidden))
@@ -107,7 +108,7 @@ def test_logits_after_images_are_those_of_transformers(name: str, backend: str) 
     answer, inputs = [int(logits[-1].argmax())], [greedy(model.config.vocab_size)]
     while len(answer) < len(prompt.greedy):
         span = model.store.open_step(kv)
-        answer += model.step([span], answer[-1:], inputs)
+        answer += model.step(StepBatch([span], answer[-1:], inputs)).wait()
         model.store.commit(span)
     assert answer == prompt.greedy
 

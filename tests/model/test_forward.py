@@ -13,11 +13,12 @@ from polarlm.engine.backends.numpy.attention import read_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.calibration import calibrate
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.model.decoder import cut
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.score import score
 from polarlm.engine.state.store import Span
-from tests.bare import bare_model, feed, log_softmax, prefill_logits, read_model, spread, step_logits, stepped
+from tests.bare import bare_model, feed, forward, log_softmax, prefill_logits, read_model, spread, step_logits, stepped
 from tests.conftest import FIXTURES
 
 # Tolerance of logits, as a part of their spread. Products of one row and of several differ in their last bits, so a
@@ -166,7 +167,7 @@ def test_rows_of_a_step_get_the_logits_of_a_prompt(fixture, types: tuple[str, st
         alone = []
         for prompt, span_rows, keep in zip(prompts, rows, kept, strict=True):
             span = other.store.open(prompt, len(span_rows), as_steps=True)
-            alone.append(other.logits(other.forward([span], span_rows)))
+            alone.append(other.logits(forward(other, [span], span_rows)))
             other.store.abort(span)
             if keep:
                 feed(other, prompt, span_rows[:keep], as_steps=True)
@@ -186,7 +187,7 @@ def test_an_id_without_a_row_is_an_error(beyond: int) -> None:
     with pytest.raises(EngineError, match=f"no row {beyond} in a table of 96"):
         calibrate(NumpyOps(), config, weights, [5] * 15 + [beyond], 8)
     with pytest.raises(EngineError, match=f"no row {beyond} in a table of 96"):
-        bare_model(config, weights).step([], [beyond], [])
+        bare_model(config, weights).step(StepBatch([], [beyond], [])).wait()
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 16])

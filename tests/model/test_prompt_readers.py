@@ -11,8 +11,9 @@ import pytest
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model import prompt_readers
-from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, forward_and_read
-from tests.bare import bare_model, log_softmax, read_model, spread
+from polarlm.engine.model.batch import PromptBatch
+from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, read_chunks
+from tests.bare import bare_model, forward, log_softmax, read_model, spread
 from tests.conftest import FIXTURES
 from tests.tiny import PLAIN, assert_idle, blocks_left, by_count, forget, load_tiny, make_model
 
@@ -33,7 +34,7 @@ def read(model: Any, ids: list[int], reader: Any) -> Any:
     """The chunk of a prompt's reader."""
     kv = model.store.new_sequence()
     span = model.store.open(kv, len(ids))
-    for _ in forward_and_read(model, span, ids, reader):
+    for _ in read_chunks(model, PromptBatch([span], ids), reader):
         pass
     model.store.commit(span)
     model.store.release(kv)
@@ -44,7 +45,7 @@ def final_states(model: Any, ids: list[int]) -> np.ndarray:
     """What the head sees of each token, (T, E), by a norm that is written here."""
     kv = model.store.new_sequence()
     span = model.store.open(kv, len(ids))
-    hidden = np.array(model.forward([span], ids), np.float64)
+    hidden = np.array(forward(model, [span], ids), np.float64)
     model.store.commit(span)
     model.store.release(kv)
     mean_square = (hidden**2).mean(axis=1, keepdims=True)

@@ -12,10 +12,12 @@ import pytest
 from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.limits import MOST_DRAFTED
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.requests.drafters.drafter import Drafter, DraftTask
 from polarlm.engine.requests.drafters.mtp import MtpDrafter
 from polarlm.engine.requests.drafts import Drafts, StepPlan, StepSeconds
 from polarlm.engine.sampling.sample import greedy
+from tests.bare import forward
 from tests.tiny import VOCABULARY, forget
 
 ANEW = PromptOptions(cache_prompt=False)
@@ -108,11 +110,11 @@ def guesses(engine: Engine, ids: list[int], begun: int, most: int, vocabulary: i
     model, store = engine._model, engine._store
     kv = store.new_sequence()
     span = store.open(kv, begun)
-    model.forward([span], ids[:begun], outputs=1)
+    forward(model, [span], ids[:begun], outputs=1)
     store.commit(span)
     for at in range(begun, len(ids) - 1):
         span = store.open_step(kv)
-        model.step([span], [ids[at]], [greedy(model.config.vocab_size)])
+        model.step(StepBatch([span], [ids[at]], [greedy(model.config.vocab_size)])).wait()
         store.commit(span)
     drafted = MtpDrafter(model.mtp, vocabulary or model.config.vocab_size, lambda: kv).draft(
         ids, min(most, store.rows_of_block(kv))

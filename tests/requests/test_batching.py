@@ -80,13 +80,13 @@ def test_preemption_does_not_change_answers(tiny_path: Path, monkeypatch, type: 
         by_count(engine, monkeypatch)
         forget(engine)
         longest = (len(job(REQUESTS - 1)[0]) + 40) // block
-        preempted, again, open_span = preemptions(engine, monkeypatch), [], engine._store.open
+        preempted, again, open_batch = preemptions(engine, monkeypatch), [], engine._store.open_batch
 
         def opened(*arguments: Any, as_steps: bool, **more: Any) -> Any:
             again.append(as_steps)
-            return open_span(*arguments, as_steps=as_steps, **more)
+            return open_batch(*arguments, as_steps=as_steps, **more)
 
-        monkeypatch.setattr(engine._store, "open", opened)
+        monkeypatch.setattr(engine._store, "open_batch", opened)
         with blocks_left(engine, longest + spare):  # little more than the longest request needs
             answers = all_at_once(engine)
         assert any(again) != copies  # what follows prompts

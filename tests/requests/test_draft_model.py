@@ -13,6 +13,7 @@ from polarlm import Engine, EngineError
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.placement.request import PlacementRequest, Sizes, companion_bytes
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.drafters.draft_model import ModelDrafter
 from tests.random_model import random_model
@@ -98,11 +99,11 @@ def test_requests_draft_in_the_same_steps(tiny_path: Path, other: Path, monkeypa
         wanted = [plain(engine, prompt) for prompt in asked]
         step, rows, bad = model.step, list[int](), list[int]()
 
-        def counted(spans: Any, ids: Any, inputs: Any) -> Any:
-            rows.append(len(spans))
-            if bad and (len(spans) > 1 or spans[0].sequence is sequences[0]):
+        def counted(batch: StepBatch) -> Any:
+            rows.append(len(batch.spans))
+            if bad and (len(batch.spans) > 1 or batch.spans[0].sequence is sequences[0]):
                 raise MemoryError
-            return step(spans, ids, inputs)
+            return step(batch)
 
         monkeypatch.setattr(model, "step", counted)
         for fails in (False, True):

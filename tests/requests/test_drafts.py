@@ -16,6 +16,7 @@ from polarlm.engine.model.warm_up import warm_up_drafts
 from polarlm.engine.outputs import fold
 from polarlm.engine.requests.drafters.prompt_lookup import PromptLookup
 from polarlm.engine.requests.drafts import Drafts, StepPlan, StepSeconds
+from polarlm.engine.sampling.sample import Fetch
 from tests.requests.drafters import (
     ANEW,
     PARAMS,
@@ -152,10 +153,10 @@ def test_an_error_behind_right_drafts_comes_where_it_came(engine: Engine) -> Non
     step = engine._model.step
 
     def failing(*given: Any) -> Any:
-        rows = list(step(*given))
+        rows = step(*given).wait()
         if len(rows) > 3:
             rows[-1] = EngineError("broken row")
-        return rows
+        return Fetch(None, lambda: rows)
 
     engine._model.step = failing  # type: ignore[method-assign]
     found, drafts = drafted(engine, PROMPT, [*rng.integers(5, 60, 40)], right=1)  # all wrong

@@ -16,10 +16,12 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.need import need
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.model.layers.mtp import MtpRow
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.drafters.mtp import MtpDrafter
 from polarlm.engine.sampling.sample import greedy
+from tests.bare import forward
 from tests.cuda.several_devices import LimitedDevice
 from tests.eagle3 import DRAFTED_IDS, with_head
 from tests.mtp import Beside, make_mtp
@@ -127,14 +129,14 @@ def test_its_keys_and_values_are_of_the_states_of_the_model(
         for begun, counts in ((16, [1] * 11), (16, [4, 1, 7, 3]), (1, [1] * 28), (27, [])):
             other, kv = store.new_sequence(), store.new_sequence()
             span = store.open(kv, begun)
-            model.forward([span], ids[:begun], outputs=1)
+            forward(model, [span], ids[:begun], outputs=1)
             store.commit(span)
             for count in counts:
                 start = kv.length
                 MtpDrafter(model.mtp, VOCABULARY, lambda kv=kv: kv).draft(ids[: start + 1], count)
                 spans = [store.open_step(other, 1), store.open_step(kv, count)]
                 rows = [*ids[start : start + count - 1], 9] if count > 1 else ids[start : start + 1]
-                model.step(spans, [7, *rows], [greedy(VOCABULARY)] * (1 + count))
+                model.step(StepBatch(spans, [7, *rows], [greedy(VOCABULARY)] * (1 + count))).wait()
                 store.commit_steps(spans, [1, max(1, count - 1)])
             assert kv.length >= 27
             arrays = store.groups[group].read_full(kv.tables[group].current, 11)
@@ -166,7 +168,7 @@ def test_rows_of_several_sequences_are_those_of_each_alone(
             kv = store.new_sequence()
             for first, end in ((0, count // 2), (count // 2, count)):
                 span = store.open(kv, end - first)
-                model.forward([span], ids[first:end], outputs=1)
+                forward(model, [span], ids[first:end], outputs=1)
                 store.commit(span)
             assert kv.hidden is not None
             rows.append(MtpRow(store.open_step(kv), ids[count], kv.hidden))

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from polarlm import Engine, EngineError
 from polarlm.bench.shapes import qwen3_5
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.outputs import fold
 from polarlm.engine.requests.drafters.mtp import MtpDrafter
 from polarlm.engine.requests.drafts import StepSeconds
@@ -84,7 +85,7 @@ def test_states_that_are_not_finite_harm_no_other_sequence_of_a_step(
         model, store = engine._model, engine._store
         damaged, kv = store.new_sequence(), store.new_sequence()
         spans = [store.open_step(damaged), store.open_step(kv)]
-        model.step(spans, [bad, 5], [greedy(VOCABULARY)] * 2)
+        model.step(StepBatch(spans, [bad, 5], [greedy(VOCABULARY)] * 2)).wait()
         store.commit_steps(spans)
         assert len(MtpDrafter(model.mtp, VOCABULARY, lambda: kv).draft([5, 6], 3)) == 3
         assert not MtpDrafter(model.mtp, VOCABULARY, lambda: damaged).draft([bad, 6], 3)

@@ -30,13 +30,13 @@ def load(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Load]:
 def prompts_computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets how many tokens every later part of a prompt has, prompts that are computed again included."""
     seen: list[int] = []
-    open_span = engine._store.open
+    open_batch = engine._store.open_batch
 
-    def counted(kv: Any, count: int, **more: Any) -> Any:
-        seen.append(count)
-        return open_span(kv, count, **more)
+    def counted(prompts: Any, **more: Any) -> Any:
+        seen.extend(count for _, count in prompts)
+        return open_batch(prompts, **more)
 
-    monkeypatch.setattr(engine._store, "open", counted)
+    monkeypatch.setattr(engine._store, "open_batch", counted)
     return seen
 
 

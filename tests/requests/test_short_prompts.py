@@ -40,8 +40,8 @@ def turn(count: int) -> list[int]:
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A list that gets "prompt" for each prompt, and the rows of each span of each step."""
     seen: list[Any] = rows_of_steps(engine, monkeypatch)
-    units = engine._model.forward_chunks
-    monkeypatch.setattr(engine._model, "forward_chunks", lambda *more, **n: seen.append("prompt") or units(*more, **n))
+    chunks = engine._model.chunks
+    monkeypatch.setattr(engine._model, "chunks", lambda batch: seen.append("prompt") or chunks(batch))
     return seen
 
 
@@ -138,13 +138,13 @@ def test_a_preempted_one_goes_on_where_it_was(engine: Engine, monkeypatch: pytes
     for _ in range(works):
         engine.work()
     preempt(engine)
-    as_steps, open_span = list[bool](), engine._store.open
+    as_steps, open_batch = list[bool](), engine._store.open_batch
 
     def opened(*given: Any, **more: Any) -> Any:
         as_steps.append(more["as_steps"])
-        return open_span(*given, **more)
+        return open_batch(*given, **more)
 
-    monkeypatch.setattr(engine._store, "open", opened)
+    monkeypatch.setattr(engine._store, "open_batch", opened)
     while engine.work():
         pass
     assert fold(tray).token_ids == wanted

@@ -7,6 +7,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from polarlm.engine.limits import DRAFT_ROWS, MOST_DRAFTED
+from polarlm.engine.model.batch import PromptBatch, StepBatch, run_to_end
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.requests.drafters.drafter import StepDrafter
 from polarlm.engine.sampling.sample import Sampled, greedy
@@ -53,7 +54,8 @@ class ModelDrafter(StepDrafter):
 
     def compute(self, rows: Sequence[StepRows]) -> Sequence[Sampled]:
         ids = [*chain.from_iterable(one.ids for one in rows)]
-        sampled = self._model.step([one.span for one in rows], ids, [self._sampler_input] * len(ids))
+        step = StepBatch([one.span for one in rows], ids, [self._sampler_input] * len(ids))
+        sampled = self._model.step(step).wait()
         return [sampled[end - 1] for end in accumulate(len(one.ids) for one in rows)]
 
     def release(self) -> None:
@@ -81,7 +83,7 @@ class ModelDrafter(StepDrafter):
         if len(ids) > MOST_DRAFTED:
             span = self._store.open(kv, len(ids) - 1)
             with self._store.abort_on_error([span]):
-                self._model.forward([span], ids[:-1], outputs=1)
+                run_to_end(self._model.chunks(PromptBatch([span], ids[:-1], outputs=1)))
                 self._store.commit(span)
             self._stored += ids[:-1]
             ids = ids[-1:]

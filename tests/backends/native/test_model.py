@@ -17,13 +17,14 @@ from polarlm.engine.jit.compile.target import VARIABLE, levels
 from polarlm.engine.jit.lang import Level
 from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
+from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders.config import Experts
 from scripts.make_golden import answer
 from scripts.make_random_model import write
-from tests.bare import kl
+from tests.bare import forward, kl
 from tests.conftest import FIXTURES
 from tests.pairs import in_turn
 from tests.random_model import TINY, random_model, tokenizer_file
@@ -51,7 +52,7 @@ def step_logits(model: Transformer, ids: Sequence[int], prompt: int) -> np.ndarr
     try:
         for id in ids[prompt:]:
             span = model.store.open_step(sequence)
-            model.step([span], [id], [greedy(model.config.vocab_size)])
+            model.step(StepBatch([span], [id], [greedy(model.config.vocab_size)])).wait()
             model.store.commit(span)
     finally:
         model.store.release(sequence)
@@ -67,7 +68,7 @@ def chunk_logits(model: Transformer, ids: Sequence[int], prompt: int) -> np.ndar
     while start < len(ids):
         chunk = ids[start : (start // size + 1) * size]
         span = model.store.open(sequence, len(chunk), as_steps=True)
-        kept.append(model.logits(model.forward([span], chunk)))
+        kept.append(model.logits(forward(model, [span], chunk)))
         model.store.commit(span)
         start += len(chunk)
     model.store.release(sequence)
@@ -77,7 +78,7 @@ def chunk_logits(model: Transformer, ids: Sequence[int], prompt: int) -> np.ndar
 def _prefilled(model: Transformer, ids: Sequence[int]) -> SequenceKV:
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, len(ids))
-    model.forward([span], ids)
+    forward(model, [span], ids)
     model.store.commit(span)
     return sequence
 

@@ -105,7 +105,7 @@ def test_errors_have_their_status_until_something_was_sent(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(streams, "SILENT_SECONDS", 3600)
-        patch.setattr(server.engine._model, "forward_chunks", _failing)
+        patch.setattr(server.engine._model, "chunks", _failing)
         body = BODIES[path] | {"stream": True}
         assert server.post(path, body).status_code == 500
         patch.setattr(streams, "SILENT_SECONDS", 0.05)

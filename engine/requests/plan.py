@@ -1,0 +1,47 @@
+"""The plan of a waiting request: what the store lacks of it, and how that is computed."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from polarlm.engine.requests.request import Request
+from polarlm.engine.state.store import KVStore
+
+
+class Plan(NamedTuple):
+    """missing: tokens that the store lacks. as_steps: whether their rows read and keep K/V as those of steps do; see
+    `KVStore.open`."""
+
+    how: Literal["wait", "step", "join", "alone"]
+    missing: int = 0
+    as_steps: bool = False
+
+
+def plan_of(request: Request, store: KVStore, most_rows: int, *, is_replayable: bool) -> Plan:
+    """Return the plan of a request by the first line that is true of it and of what the store has of it:
+
+    | | how |
+    |---|---|
+    | its blocks are still being put back | wait |
+    | it lacks nothing | step |
+    | its answer can be replayed, and not the whole prompt is to be read | step |
+    | what its prompt lacks are text rows of the current block, and it has no token yet | step |
+    | it is computed for the first time, has two to `most_rows` rows, of text, and no reader | join |
+    | all else: long prompts, images, readers, and what a preempted request has lost | alone |
+
+    wait: until the next unit. step: what it lacks are rows of its first step, which see the same there: the current
+    block in full precision. join: in a batch with others. (Of one row, a CPU computes products in another way.) alone:
+    in chunks of its own; rows that were steps before a preemption see what they saw.
+    """
+    sequence, kv = request.sequence, request.kv
+    if kv is None:
+        return Plan("wait")
+    missing, left = sequence.computable - kv.length, len(sequence.prompt) - kv.length
+    is_first = len(sequence.ids) == len(sequence.prompt) and kv.length == request.cached
+    is_text = not request.reads_prompt and sequence.text_from <= kv.length
+    is_short = is_text and sequence.max_tokens > 0 and not store.sparse_groups and 0 < left <= store.rows_of_block(kv)
+    if missing == 0 or (is_replayable and not (left > 0 and request.needs_whole_prompt)) or (is_short and is_first):
+        return Plan("step", missing)
+    if is_first and is_text and 2 <= missing <= most_rows:
+        return Plan("join", missing)
+    return Plan("alone", missing, as_steps=left <= 0 or (is_short and kv.length == request.cached))
