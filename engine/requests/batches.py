@@ -22,7 +22,6 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import PromptReader, read_chunks
 from polarlm.engine.requests.drafters.drafter import DraftTask, draft_together
 from polarlm.engine.requests.drafts import StepPlan, StepSeconds
-from polarlm.engine.requests.plan import Plan
 from polarlm.engine.requests.request import Request, UnitTimer
 from polarlm.engine.requests.scheduler import Scheduler
 from polarlm.engine.sampling.sample import NEWEST, Fetch, Sampled, SamplerInput
@@ -60,13 +59,12 @@ class RequestRows:
 class Batch:
     """Rows that are computed together: those of prompts, then those of requests that run, oldest first.
 
-    plan: of the prompts. chunks: computes them, see `Transformer.chunks`. reader: of a long prompt's hidden states.
+    chunks: computes the prompts, see `Transformer.chunks`. reader: of a long prompt's hidden states.
     done: rows computed so far, summed over layers; 0 if all are computed at once. fetch: the tokens; None before the
     rows are computed.
     """
 
     rows: list[RequestRows] = field(default_factory=list)
-    plan: Plan | None = None
     chunks: Generator[int, None, Any] | None = None
     reader: PromptReader | None = None
     done: int = 0
@@ -187,12 +185,12 @@ class Batches:
                 return  # chunks are left
             self._commit(batch)
         except Exception:
-            if batch.plan is None or len(batch.rows) == 1:
+            if batch.chunks is None or len(batch.rows) == 1:
                 raise
             self._model.ops.check()
             self.prefill = None
             self._scheduler.suspend(batch.rows[0].request.sequence)
-            self._run_one_by_one([rows.request for rows in batch.active if rows.is_prompt], batch.plan)
+            self._run_one_by_one([rows.request for rows in batch.active if rows.is_prompt])
             return
         if batch.rows[0].is_prompt and batch.rows[0].is_known:
             return  # a prompt that is computed again: the token after it was taken before
@@ -341,13 +339,13 @@ class Batches:
 
     # -- prompts -----------------------------------------------------------------------------------------------
 
-    def open_prompts(self, requests: Sequence[Request], plan: Plan, running: Sequence[Request] = ()) -> Batch:
-        """Open rows for the prompts of the first requests, which are `prefill` until all are computed, and for a step
-        of the running ones, without drafts, if there is room for all. Raises OutOfBlocks if there is no room for the
-        first request, and MemoryError if there is no memory for its buffers."""
-        batch = Batch(plan=plan)
+    def open_prompts(self, requests: Sequence[Request], running: Sequence[Request] = ()) -> Batch:
+        """Open rows for the prompts of the first requests as their plans say, which are `prefill` until all are
+        computed, and for a step of the running ones, without drafts, if there is room for all. Raises OutOfBlocks if
+        there is no room for the first request, and MemoryError if there is no memory for its buffers."""
+        batch, first = Batch(), requests[0]
         try:
-            spans = self._open_spans(requests, plan)
+            spans = self._open_spans(requests)
             batch.rows += [_rows(one, span, is_prompt=True) for one, span in zip(requests, spans, strict=False)]
         finally:
             for request in requests[max(1, len(batch.rows)) :]:
@@ -360,20 +358,19 @@ class Batches:
                 span = self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
                 steps.append(_rows(request, span))
             batch.rows += steps
-        self._timer.add(*(rows.request for rows in batch.rows[1:]))
-        self._scheduler.admit(requests[0].sequence)
-        self.prefill, batch.reader = batch, requests[0].reader()
+        if batch.rows[1:]:
+            self._timer.add(*(rows.request for rows in batch.rows[1:]))
+        self._scheduler.admit(first.sequence)
+        self.prefill, batch.reader = batch, first.reader() if first.reads_prompt else None
         batch.chunks = self._chunks(batch)
         return batch
 
-    def _open_spans(self, requests: Sequence[Request], plan: Plan) -> list[Span]:
-        """Return open spans of the first of these prompts that there is room for; of one that was preempted, of its
-        next part."""
-        n = self._store.shape.block_size
-        prompts = [(kv, one.span_end(kv.length, n) - kv.length) for one in requests if (kv := one.kv)]
+    def _open_spans(self, requests: Sequence[Request]) -> list[Span]:
+        """Return open spans of the first of these prompts that there is room for."""
+        prompts = [(one.kv, one.plan.rows) for one in requests if one.kv is not None]
         while True:
             try:
-                return self._store.open_batch(prompts, as_steps=plan.as_steps)
+                return self._store.open_batch(prompts, as_steps=requests[0].plan.as_steps)
             except MemoryError:
                 if len(prompts) == 1:
                     raise
@@ -382,7 +379,7 @@ class Batches:
     def _chunks(self, batch: Batch) -> Generator[int, None, Any]:
         prompts, steps = batch.prompts, [rows for rows in batch.rows if not rows.is_prompt]
         spans, (first, *_) = _spans(prompts), prompts
-        if batch.plan is not None and batch.plan.how == "join":
+        if first.request.plan.how == "join":
             ids = [*chain.from_iterable(rows.ids for rows in steps)]
             return self._model.chunks(join(self._model.ops, spans, [one.ids for one in prompts], _spans(steps), ids))
         alone = PromptBatch(spans, first.ids, None if batch.reader else 1, images=first.request.images)
@@ -395,7 +392,8 @@ class Batches:
             batch.done += next(chunks)
             for rows in batch.active:
                 done = batch.done // layers * len(rows.ids) // count
-                rows.request.report_progress((rows.request.cached or 0) + done)
+                if rows.request.wants_progress:
+                    rows.request.report_progress((rows.request.cached or 0) + done)
             if batch.done == count * layers:
                 next(chunks)  # returns the hidden states, as StopIteration's value
             if self._model.ops.fetch_later is not None:
@@ -414,10 +412,10 @@ class Batches:
         else:
             batch.fetch = Fetch(None, lambda: [0] * len(inputs))
 
-    def _run_one_by_one(self, requests: Sequence[Request], plan: Plan) -> None:
+    def _run_one_by_one(self, requests: Sequence[Request]) -> None:
         for request in [one for one in requests if not one.sequence.finished]:
             try:
-                batch = self.open_prompts([request], plan)
+                batch = self.open_prompts([request])
                 while batch.fetch is None:
                     self.run(batch)
             except OutOfBlocks:
@@ -441,7 +439,7 @@ def _spans(rows: Iterable[RequestRows]) -> list[Span]:
 
 
 def _expects_token(request: Request) -> bool:
-    return not request.sequence.finished and request.sequence.max_tokens > 0
+    return request.sequence.finish_reason is None and request.sequence.max_tokens > 0
 
 
 def _last_tokens(batch: Batch, tokens: Sequence[Sampled]) -> Sequence[Sampled]:

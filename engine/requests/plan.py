@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from polarlm.engine.requests.request import Request
 from polarlm.engine.state.store import KVStore
+
+if TYPE_CHECKING:
+    from polarlm.engine.requests.request import Request
 
 
 class Plan(NamedTuple):
-    """missing: tokens that the store lacks. as_steps: whether their rows read and keep K/V as those of steps do; see
-    `KVStore.open`."""
+    """rows: of tokens that the store lacks, or of the next part of these. as_steps: whether they read and keep K/V as
+    rows of steps do; see `KVStore.open`."""
 
     how: Literal["wait", "step", "join", "alone"]
-    missing: int = 0
+    rows: int = 0
     as_steps: bool = False
 
 
@@ -36,12 +38,14 @@ def plan_of(request: Request, store: KVStore, most_rows: int, *, is_replayable: 
     sequence, kv = request.sequence, request.kv
     if kv is None:
         return Plan("wait")
-    missing, left = sequence.computable - kv.length, len(sequence.prompt) - kv.length
-    is_first = len(sequence.ids) == len(sequence.prompt) and kv.length == request.cached
-    is_text = not request.reads_prompt and sequence.text_from <= kv.length
+    prompt, start = len(sequence.prompt), kv.length
+    missing, left = max(prompt, len(sequence.ids) - 1) - start, prompt - start
+    is_first = len(sequence.ids) == prompt and start == request.cached
+    is_text = not request.reads_prompt and sequence.text_from <= start
     is_short = is_text and sequence.max_tokens > 0 and not store.sparse_groups and 0 < left <= store.rows_of_block(kv)
     if missing == 0 or (is_replayable and not (left > 0 and request.needs_whole_prompt)) or (is_short and is_first):
         return Plan("step", missing)
     if is_first and is_text and 2 <= missing <= most_rows:
         return Plan("join", missing)
-    return Plan("alone", missing, as_steps=left <= 0 or (is_short and kv.length == request.cached))
+    rows = request.span_end(start, store.shape.block_size) - start
+    return Plan("alone", rows, as_steps=left <= 0 or (is_short and start == request.cached))

@@ -42,26 +42,36 @@ class Prefills:
         None if it waits, or if what it lacks becomes rows of its first step. Raises OutOfBlocks if there is no room for
         the first request."""
         first, takes_steps = requests[0], self._model.ops.batches_take_steps
-        plan = self._plan(first)
+        most_rows, members = self._most_rows(running), [first]
+        plan = self._plan(first, most_rows)
+        is_shared = plan.rows > 0 and not (running or takes_steps or self._replayable)
+        if requests[1:] and (plan.how == "join" or (plan.how == "step" and is_shared)):
+            members += self._others(requests[1:], first, most_rows)
         if plan.how == "join":
-            members = [first, *self._others(requests[1:], first, plan)]
-            return self._batches.open_prompts(members, plan, running if takes_steps else ())
+            return self._batches.open_prompts(members, running if takes_steps else ())
         if plan.how == "alone":
-            return self._batches.open_prompts([first], plan)
+            return self._batches.open_prompts(members)
         if plan.how == "step":
-            is_shared = plan.missing > 0 and not (running or takes_steps or self._replayable)
-            self._begin_steps([first, *(self._others(requests[1:], first, plan) if is_shared else ())])
+            self._begin_steps(members)
         return None
 
-    def _plan(self, request: Request) -> Plan:
-        """Find what the store has of a request, unless blocks are put back first, and return its plan. Raises
+    def _most_rows(self, running: Sequence[Request]) -> int:
+        """Return the most rows of prompts; with a step of the running requests, as many as the fastest of recent
+        batches of many rows had in `GAP`."""
+        if not running or not self._model.ops.batches_take_steps:
+            return self._model.batch_rows
+        return int(min(self._model.batch_rows // 2, max(self._batches.rates) * GAP))
+
+    def _plan(self, request: Request, most_rows: int) -> Plan:
+        """Find what the store has of a request, unless blocks are put back first, and give it a plan. Raises
         OutOfBlocks."""
         if request.kv is None and not (request.hit is not None and request.hit.put_back()):
             request.kv = self._restore(request) or self._longest_prefix(request)
             request.kv.adapter, request.kv.image_positions = request.adapter, request.image_positions
-            if not request.sequence.generated:
+            if request.cached is None or not request.sequence.generated:
                 request.cached = request.kv.length
-        return plan_of(request, self._store, self._most_rows, is_replayable=self._replayable)
+        request.plan = plan_of(request, self._store, most_rows, is_replayable=self._replayable)
+        return request.plan
 
     def _restore(self, request: Request) -> SequenceKV | None:
         if request.saved is None:
@@ -76,7 +86,7 @@ class Prefills:
         options, cached = request.options, request.cached or 0
         ids = request.sequence.ids[:-1] if options.cache_prompt and not request.needs_whole_prompt else ()
         kv = self._prefixes.match_prefix(ids, request.salt)
-        if request.sequence.generated and cached < kv.length < len(request.sequence.prompt):
+        if cached < kv.length < len(request.sequence.prompt) and request.sequence.generated:
             self._prefixes.release(kv, ids)
             kv = self._prefixes.match_prefix(ids[:cached], request.salt)
         return kv
@@ -88,27 +98,28 @@ class Prefills:
             if self._replayable:
                 self._store.plan_snapshots(request.kv, len(request.sequence.prompt))
             self._scheduler.admit(request.sequence)
-            self._scheduler.end_prefill(request.sequence, request.sequence.computable - request.kv.length)
+            self._scheduler.end_prefill(request.sequence, request.plan.rows)
 
     # -- requests together -------------------------------------------------------------------------------------
 
-    def _others(self, waiting: Sequence[Request], first: Request, plan: Plan) -> list[Request]:
+    def _others(self, waiting: Sequence[Request], first: Request, most_rows: int) -> list[Request]:
         """Return the first waiting requests that have the same plan as `first`, matched now, as far as there is room.
         Prompts together take about as long as so many prompts of the first one's length."""
-        chosen, rows, buffers = list[Request](), plan.missing, self._buffer_rows(first, plan)
-        most, share, most_buffers = self._most_rows, rows + self._batches.few_rows, self._store.plan.tokens
-        if plan.how == "step":  # which has no buffers
-            most, share, most_buffers = self._model.batch_rows, self._model.batch_rows, sys.maxsize
+        chosen, how, rows, buffers = list[Request](), first.plan.how, first.plan.rows, self._buffer_rows(first)
+        most, share, most_buffers = most_rows, rows + self._batches.few_rows, self._store.plan.tokens
+        if how == "step":  # which has no buffers
+            most = share = self._model.batch_rows
+            most_buffers = sys.maxsize
         for request in waiting:
             if request.kv is not None or request.saved is not None or request.hit is not None:
                 break
             try:
-                other = self._plan(request)
+                plan = self._plan(request, most_rows)
             except OutOfBlocks:
                 break
             has_room = False
-            if other.how == plan.how:
-                rows, buffers = rows + other.missing, buffers + self._buffer_rows(request, other)
+            if plan.how == how:
+                rows, buffers = rows + plan.rows, buffers + self._buffer_rows(request)
                 has_room = rows <= min(most, share * (len(chosen) + 2)) and buffers <= most_buffers
             if not has_room:
                 self._batches.unmatch(request)
@@ -116,16 +127,8 @@ class Prefills:
             chosen.append(request)
         return chosen
 
-    @property
-    def _most_rows(self) -> int:
-        """The most rows of prompts; with a step of the running requests, as many as the fastest of recent batches of
-        many rows had in `GAP`."""
-        if not self._scheduler.running or not self._model.ops.batches_take_steps:
-            return self._model.batch_rows
-        return int(min(self._model.batch_rows // 2, max(self._batches.rates) * GAP))
-
-    def _buffer_rows(self, request: Request, plan: Plan) -> int:
+    def _buffer_rows(self, request: Request) -> int:
         """The rows of a prompt in its buffer, which has whole blocks."""
         assert request.kv is not None
         n = self._store.shape.block_size
-        return -(-self._store.buffer_rows(request.kv, plan.missing) // n) * n
+        return -(-self._store.buffer_rows(request.kv, request.plan.rows) // n) * n

@@ -22,6 +22,7 @@ from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Drafting, Drafts
+from polarlm.engine.requests.plan import Plan
 from polarlm.engine.requests.prompts import (
     Prompt,
     check_vectors,
@@ -108,6 +109,7 @@ class Request:
     constraint: Constraint | None = None
     drafts: Drafts | None = None  # never with a constraint or DRY
     kv: SequenceKV | None = None
+    plan: Plan = Plan("wait")  # noqa: RUF009 - immutable
     cached: int | None = None  # prompt tokens found in the store; None before that, fixed once the first token exists
     hit: TierHit | None = None  # the part of the prompt that tiers have and the store lacked
     saved: Snapshot | None = None  # what the store held when the request was preempted
@@ -337,7 +339,7 @@ class Request:
 
     def report_progress(self, done: int) -> None:
         """Emit how many tokens of the prompt are done, unless the request was preempted after its first token."""
-        if self.wants_progress and self.sequence.generated == 0:
+        if self.sequence.generated == 0:
             prompt, cached = len(self.sequence.prompt), self.cached or 0
             self.outbox.append(Chunk("", (), prefilled=done, prompt_tokens=prompt, cached_tokens=cached))
 
@@ -384,8 +386,8 @@ class UnitTimer:
     def tokens_arrived(self) -> float:
         """Tokens of the unit have arrived. What it took beyond a usual step, a GPU spent on prompts before it. Return
         when it began without that."""
-        usual, launched, self.launched = self._scheduler.usual_step, self.launched, []
-        if usual is not None and launched:
+        launched, self.launched = self.launched, []
+        if launched and (usual := self._scheduler.usual_step) is not None:
             late = max(0.0, time.perf_counter() - self._began - usual)
             self._began += late
             for request in self.requests:
