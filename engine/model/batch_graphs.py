@@ -28,7 +28,7 @@ _BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048) 
 _FEW_ROWS, _SHORT = 256, 1 << 30
 
 
-class _Rows(Rows):
+class RecordedRows(Rows):
     """The rows of a batch, whose K/V are appended, and attention launched, between the parts of its recording."""
 
     def begin(self, layer: int, x: Array) -> None:
@@ -95,7 +95,7 @@ class BatchGraphs:
         if there is any."""
         x, added = self._embed(inputs.x)
         distinct = self._choice.distinct(inputs._replace(spans=self._groups, added=added))
-        rows = _Rows(self._choice, [Chunk(slice(None), distinct)])
+        rows = RecordedRows(self._choice, [Chunk(slice(None), distinct)])
         *first_layers, (last, layer) = enumerate(self._layers)
         for _ in compute(first_layers, x, rows):
             pass

@@ -189,7 +189,6 @@ class Batches:
                 raise
             self._model.ops.check()
             self.prefill = None
-            self._scheduler.suspend(batch.rows[0].request.sequence)
             self._run_one_by_one([rows.request for rows in batch.active if rows.is_prompt])
             return
         if batch.rows[0].is_prompt and batch.rows[0].is_known:
@@ -247,10 +246,9 @@ class Batches:
             for request, span in [(rows.request, rows.span) for rows in active if rows.request.wants_progress]:
                 stored = 0 if span is None else span.start + span.count
                 request.report_progress(min(stored, len(request.sequence.prompt)))
-        for request in [rows.request for rows in active if rows.is_prompt]:
-            self._scheduler.admit(request.sequence)
-            if request.kv is not None and request.kv.length == request.sequence.computable:
-                self._scheduler.end_prefill(request.sequence)
+        for request, sequence in [(rows.request, rows.request.sequence) for rows in active if rows.is_prompt]:
+            if request.kv is not None and request.kv.length == max(len(sequence.prompt), len(sequence.ids) - 1):
+                self._scheduler.end_prefill(sequence)
         if batch is self.prefill:
             self.prefill = None
             if batch.reader is not None:
@@ -350,20 +348,27 @@ class Batches:
         finally:
             for request in requests[max(1, len(batch.rows)) :]:
                 self.unmatch(request)
-        steps = list[RequestRows]()
-        with self._abort_on_error(batch), suppress(OutOfBlocks), self._abort_on_error(Batch(steps)):
-            for request in running:
-                assert request.kv is not None
-                missing = len(request.sequence.ids) - request.kv.length
-                span = self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
-                steps.append(_rows(request, span))
-            batch.rows += steps
+        if running:
+            with self._abort_on_error(batch):
+                batch.rows += self._open_running(running)
         if batch.rows[1:]:
             self._timer.add(*(rows.request for rows in batch.rows[1:]))
         self._scheduler.admit(first.sequence)
         self.prefill, batch.reader = batch, first.reader() if first.reads_prompt else None
         batch.chunks = self._chunks(batch)
         return batch
+
+    def _open_running(self, requests: Sequence[Request]) -> list[RequestRows]:
+        """Return open rows of running requests, without drafts; none if there is no room for all."""
+        steps = list[RequestRows]()
+        with suppress(OutOfBlocks), self._abort_on_error(Batch(steps)):
+            for request in requests:
+                assert request.kv is not None
+                missing = len(request.sequence.ids) - request.kv.length
+                span = self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
+                steps.append(_rows(request, span))
+            return steps
+        return []
 
     def _open_spans(self, requests: Sequence[Request]) -> list[Span]:
         """Return open spans of the first of these prompts that there is room for."""
@@ -423,7 +428,6 @@ class Batches:
             except Exception as error:
                 self._model.ops.check()
                 request.fail(error)
-                self._scheduler.suspend(request.sequence)
 
 
 def _rows(request: Request, span: Span, guesses: Sequence[int] = (), *, is_prompt: bool = False) -> RequestRows:

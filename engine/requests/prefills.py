@@ -97,7 +97,6 @@ class Prefills:
             assert request.kv is not None
             if self._replayable:
                 self._store.plan_snapshots(request.kv, len(request.sequence.prompt))
-            self._scheduler.admit(request.sequence)
             self._scheduler.end_prefill(request.sequence, request.plan.rows)
 
     # -- requests together -------------------------------------------------------------------------------------

@@ -196,8 +196,12 @@ class Scheduler:
             self._prefilling = sequence
 
     def end_prefill(self, sequence: TokenSequence, missing: int = 0) -> None:
-        """Let a sequence take part in steps: its prompt is in the store, but for `missing` tokens."""
-        self._prefilling = None
+        """Let a sequence that waits or is prefilled take part in steps: its prompt is in the store, but for `missing`
+        tokens."""
+        if sequence is self._prefilling:
+            self._prefilling = None
+        else:
+            self._waiting.remove(sequence)
         self._joining += missing
         bisect.insort(self._running, sequence, key=_place)
 

@@ -142,6 +142,8 @@ class KVStore:
             else:
                 assert isinstance(shape, RecurrentShape)
                 self.groups.append(shape.state(ops, plan.shape.block_size, layers, blocks))
+        # The groups whose state is sparse, as bits.
+        self.sparse_groups = sum(1 << index for index, group in enumerate(self.groups) if group.is_sparse)
         # Sequences with recent blocks, by their identities.
         self._with_recent: dict[int, SequenceKV] = {}
 
@@ -160,11 +162,6 @@ class KVStore:
             f"NumPy computes {what} in {describe_layers(numbers, all_layers)}, more slowly: {why}"
             for (what, why), numbers in layers.items()
         ]
-
-    @property
-    def sparse_groups(self) -> int:
-        """The groups whose state is sparse, as bits."""
-        return sum(1 << index for index, group in enumerate(self.groups) if group.is_sparse)
 
     @property
     def batch_rows(self) -> int:
