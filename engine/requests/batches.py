@@ -20,8 +20,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.model.batch import PromptBatch, StepBatch, join
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import PromptReader, read_chunks
-from polarlm.engine.requests.drafters.drafter import DraftTask, draft_together
-from polarlm.engine.requests.drafts import StepPlan, StepSeconds
+from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.request import Request, UnitTimer
 from polarlm.engine.requests.scheduler import Scheduler
 from polarlm.engine.sampling.sample import NEWEST, Fetch, Sampled, SamplerInput
@@ -97,12 +96,11 @@ class Batches:
         patience: Patience,
         timer: UnitTimer,
         preempt: Callable[[], bool],
-        seconds: StepSeconds,
+        drafting: Drafting,
     ) -> None:
-        """preempt: preempts the youngest request; False if only one computes. seconds: times of steps with requests
-        that may draft."""
+        """preempt: preempts the youngest request; False if only one computes."""
         self._model, self._store, self._prefixes, self._patience = model, model.store, prefixes, patience
-        self._scheduler, self._timer, self._preempt, self._seconds = scheduler, timer, preempt, seconds
+        self._scheduler, self._timer, self._preempt, self._drafting = scheduler, timer, preempt, drafting
         self.next_step: Batch | None = None  # which has begun while the tokens of the last one were taken
         self.prefill: Batch | None = None  # whose last chunk is not computed yet
         self.rates = deque([math.inf], _RECENT)  # rows per second of the latest batches of many rows with prompts
@@ -141,10 +139,13 @@ class Batches:
     def open_step(self, requests: Sequence[Request]) -> Batch | None:
         """Open a row for the newest token of each request, oldest first, and for drafted tokens after it. Some requests
         may fail or be preempted for it; None if none is left."""
-        batch = Batch()
+        batch, is_alone = Batch(), len(requests) == 1
+        guessed: dict[Request, Sequence[int]] = dict.fromkeys(requests, ())
+        if [one for one in requests if one.drafts is not None]:
+            guessed = self._drafting.draft(requests, self._model)
         with self._abort_on_error(batch):
-            for request, guesses in self._draft(requests).items():
-                span = self._open(request, len(guesses), is_alone=len(requests) == 1)
+            for request, guesses in guessed.items():
+                span = self._open(request, len(guesses), is_alone=is_alone)
                 if span is not None:
                     batch.rows.append(_rows(request, span, guesses))
         return batch if batch.rows else None
@@ -158,10 +159,12 @@ class Batches:
         left out.
         """
         while request.kv is not None:
-            missing = len(request.sequence.ids) - request.kv.length
-            most = self._model.known_rows(request.kv) if is_alone else self._store.rows_of_block(request.kv)
+            count = len(request.sequence.ids) - request.kv.length + drafted
+            if count > 1:
+                most = self._model.known_rows(request.kv) if is_alone else self._store.rows_of_block(request.kv)
+                count = min(count, most)
             try:
-                return self._store.open_step(request.kv, min(missing + drafted, most))
+                return self._store.open_step(request.kv, count)
             except OutOfBlocks:
                 if drafted:
                     drafted = 0
@@ -180,10 +183,11 @@ class Batches:
         one with a step, they are computed one by one: what fails a request harms nobody else.
         """
         try:
-            self._compute(batch)
-            if batch.fetch is None:
-                return  # chunks are left
-            self._commit(batch)
+            with self._abort_on_error(batch):
+                self._compute(batch)
+                if batch.fetch is None:
+                    return  # chunks are left
+                self._commit(batch)
         except Exception:
             if batch.chunks is None or len(batch.rows) == 1:
                 raise
@@ -200,21 +204,20 @@ class Batches:
 
     def _compute(self, batch: Batch) -> None:
         """Compute the rows of a batch, or the next chunk of prompts, and begin to sample the tokens after them, unless
-        chunks are left. Of a step that has begun, tokens may be left to sample. Aborts the rows if it raises."""
-        with self._abort_on_error(batch):
-            if batch.chunks is not None:
-                self._advance(batch, batch.chunks)
-            elif batch.fetch is None:
-                samplers, rows = self._sampler_inputs(batch), batch.rows
-                known = [one.outputs - len(one.guesses) - 1 for one in rows]
-                step = StepBatch(_spans(rows), [*chain.from_iterable(one.ids for one in rows)], samplers, known)
-                ahead = len(step.ids) == len(rows) and all(one.request.begins_ahead for one in rows)
-                batch.fetch = self._model.step(step, ahead)
-            elif batch.fetch.logits is not None:
-                for one in batch.active:
-                    assert one.span is not None
-                    one.is_known = len(one.request.sequence.ids) > one.span.start + 1
-                batch.fetch = self._model.sample(batch.fetch.logits, self._sampler_inputs(batch))
+        chunks are left. Of a step that has begun, tokens may be left to sample."""
+        if batch.chunks is not None:
+            self._advance(batch, batch.chunks)
+        elif batch.fetch is None:
+            samplers, rows = self._sampler_inputs(batch), batch.rows
+            known = [one.outputs - len(one.guesses) - 1 for one in rows]
+            step = StepBatch(_spans(rows), [*chain.from_iterable(one.ids for one in rows)], samplers, known)
+            ahead = len(step.ids) == len(rows) and all(one.request.begins_ahead for one in rows)
+            batch.fetch = self._model.step(step, ahead)
+        elif batch.fetch.logits is not None:
+            for one in batch.active:
+                assert one.span is not None
+                one.is_known = len(one.request.sequence.ids) > one.span.start + 1
+            batch.fetch = self._model.sample(batch.fetch.logits, self._sampler_inputs(batch))
 
     def _sampler_inputs(self, batch: Batch) -> list[SamplerInput]:
         """The sampler inputs of all rows with outputs. A request whose constraint raises fails."""
@@ -234,10 +237,9 @@ class Batches:
     def _commit(self, batch: Batch) -> None:
         """Keep the rows of a computed batch, of drafted tokens those that are right, which are taken here."""
         active = batch.active
-        with self._abort_on_error(batch):
-            kept_rows = self._take_verified(batch) if [rows for rows in active if rows.guesses] else None
-            growing = [rows for rows in active if rows.span is not None and rows.span.reservations]
-            errors = self._store.commit_steps(_spans(active), kept_rows)
+        kept_rows = self._take_verified(batch) if [rows for rows in active if rows.guesses] else None
+        growing = [rows for rows in active if rows.span is not None and rows.span.reservations]
+        errors = self._store.commit_steps(_spans(active), kept_rows)
         batch.damaged = {rows.request: errors[number] for number, rows in enumerate(active) if number in errors}
         for rows in growing:
             if rows.span is not None and rows.request.options.pooling is None:
@@ -253,27 +255,6 @@ class Batches:
             self.prefill = None
             if batch.reader is not None:
                 batch.rows[0].request.outbox.append(batch.reader.chunk())
-
-    def _draft(self, requests: Sequence[Request]) -> dict[Request, Sequence[int]]:
-        """Return drafted tokens to verify after the newest one of each request, at most as many as fit into its current
-        block. Requests fail whose drafter raises."""
-        plan, drafted, tasks = StepPlan(len(requests)), dict[Request, Sequence[int]](), dict[Request, DraftTask]()
-        for request in requests:
-            drafted[request], kv, sequence = (), request.kv, request.sequence
-            if request.drafts is not None and kv is not None:
-                missing, left = len(sequence.ids) - kv.length, sequence.max_tokens - sequence.generated
-                room = min(self._store.rows_of_block(kv) - missing + 1, left) - 1  # the final token needs no row
-                task = request.drafts.task(sequence.ids, room, plan)
-                if task is not None:
-                    tasks[request] = task
-        for request, result in draft_together(tasks).items():
-            if isinstance(result, Exception):  # the other requests of the step continue
-                self._model.ops.check()
-                request.fail(result)
-                del drafted[request]
-            elif request.drafts is not None:
-                drafted[request] = request.drafts.cut(result)
-        return drafted
 
     def _take_verified(self, batch: Batch) -> list[int | None]:
         """Take drafted tokens that are right, and the one after them. Return how many rows of each request are kept;
@@ -331,7 +312,7 @@ class Batches:
         if prompts and len(prompts) < len(batch.rows):
             self._scheduler.take_step()
         if not prompts and [rows for rows in batch.rows if rows.request.drafts is not None]:
-            self._seconds.record(batch.count, seconds)
+            self._drafting.seconds.record(batch.count, seconds)
         elif prompts and not batch.done and batch.count >= self.few_rows:
             self.rates.append(batch.count / seconds)
 
