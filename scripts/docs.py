@@ -137,16 +137,11 @@ def presets() -> str:
     return table("Preset | newest tokens in full precision | older | bits/value of 2,048 tokens | 8,192 | 32,768", rows)
 
 
-# -- the lines of a step ---------------------------------------------------------------------------------------------
+# -- the lines of a step and of a prompt -----------------------------------------------------------------------------
 
 # (file below engine/, first and last definition, what happens there). A definition is a function, or CLASS.METHOD.
 STEP = (
-    (
-        "requests/batches.py",
-        "Batches.open_step",
-        "Batches._commit",
-        "rows of all running requests: open, compute, commit",
-    ),
+    ("requests/batches.py", "Batches.open_step", "Batches._commit", "rows of all requests: open, compute, commit"),
     ("state/store.py", "KVStore.open_step", "KVStore.open_step", "the store opens a place for a token's K/V"),
     ("model/forward.py", "Transformer._run", "Transformer._embed", "embedding, layers, logits, a token"),
     ("model/decoder.py", "DecoderLayer", "_compute_chunk", "the loop over the layers: mixer and feed-forward network"),
@@ -159,17 +154,44 @@ STEP = (
     ("state/store.py", "KVStore.commit_steps", "KVStore._encode_filled", "the token counts, an old block is encoded"),
     ("requests/request.py", "Request.take", "Request._take", "the token becomes text"),
 )
+# Without what STEP has already.
+PROMPT = (
+    ("requests/runner.py", "Runner.run_unit", "Runner._next_batch", "a unit of work: the next batch"),
+    ("requests/prefills.py", "Prefills.open", "Prefills._longest_prefix", "what the store has of the prompt"),
+    ("requests/batches.py", "Batches.open_prompts", "Batches._sample", "rows of what is missing, in chunks"),
+    ("state/store.py", "KVStore.open", "KVStore._open", "the store opens a place for all their K/V"),
+    ("state/kv_blocks.py", "KVBlocks.open", "KVBlocks._copy", "a buffer of a layer's K/V; what stays, what is encoded"),
+    ("model/forward.py", "Transformer.forward_chunks", "Transformer.forward_chunks", "embedding, layers"),
+    ("model/decoder.py", "cut", "PromptRows.end_chunk", "the rows of a chunk, and the end of a layer"),
+    ("state/store.py", "KVStore.begin_layer", "KVStore._seal", "a layer's K/V are kept once all rows have them"),
+    ("backends/numpy/kv/encoding.py", "encodable_runs", "encode_side", "blocks of several layers together"),
+    ("quantization/encode.py", "encode_with_metric", "encode_centred", "keys lose their mean; codes of least cost"),
+    ("codecs/parts/pair_codec.py", "PairCodec.norms", "PairCodec.quantize", "pairs of values become codes"),
+    ("requests/sampler.py", "Sampler.next", "Sampler.next", "what the token after the last row is drawn with"),
+)
+WALKS = {"step": STEP, "prompt": PROMPT}
 
 
-def step() -> str:
-    """A line for each place of STEP, with its first and last line, and the number of lines in all."""
-    lines, total = [], 0
-    for number, (name, first, last, what) in enumerate(STEP, 1):
-        places = _definitions(ast.parse((ROOT / "engine" / name).read_text(encoding="utf-8")))
-        begin, end = places[first][0], places[last][1]
+def places(walk: str) -> list[tuple[str, int, int, str]]:
+    """(file, first and last line, what happens there) of each place. Raises LookupError for what is not there."""
+    found = []
+    for file, first, last, what in WALKS[walk]:
+        path = ROOT / "engine" / file
+        lines = _definitions(ast.parse(path.read_text(encoding="utf-8") if path.exists() else ""))
+        for name in (first, last):
+            if name not in lines:
+                raise LookupError(f"{walk.upper()} in scripts/docs.py names {name}: engine/{file} does not define it")
+        found.append((file, lines[first][0], lines[last][1], what))
+    return found
+
+
+def lines_of(walk: str) -> str:
+    """A line for each place of a walk, with its first and last line, and the number of lines in all."""
+    texts, total = [], 0
+    for number, (file, begin, end, what) in enumerate(places(walk), 1):
         total += end - begin + 1
-        lines.append(f"{number}. [`engine/{name}`](engine/{name}#L{begin}-L{end}), lines {begin}–{end}: {what}")
-    return "\n".join([*lines, "", f"{total} lines in {len(STEP)} places."])
+        texts.append(f"{number}. [`engine/{file}`](engine/{file}#L{begin}-L{end}), lines {begin}–{end}: {what}")
+    return "\n".join([*texts, "", f"{total} lines in {len(texts)} places."])
 
 
 def _definitions(tree: ast.AST, prefix: str = "") -> dict[str, tuple[int, int]]:
@@ -241,7 +263,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "harmless": lambda: request_fields("harmless", "Why it changes nothing"),
     "ignored": lambda: request_fields("ignored", "Why"),
     "refused": lambda: request_fields("refused", "Why it is refused"),
-    "step": step,
+    "step": lambda: lines_of("step"),
+    "prompt": lambda: lines_of("prompt"),
     "families": model_families,
     "bits": bits,
     "presets": presets,

@@ -6,8 +6,10 @@ import ast
 import json
 import re
 import shutil
+import sys
 from functools import cache
-from types import SimpleNamespace
+from pathlib import Path
+from types import CodeType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +17,10 @@ from starlette.routing import Route
 
 from polarlm.bench import result
 from polarlm.bench.lab import tables
+from polarlm.engine import SamplingParams
+from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.errors import EngineError
+from polarlm.engine.requests.runner import Runner
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
@@ -23,6 +28,7 @@ from scripts import docs, keywords
 from scripts.docs import ROOT
 from tests.examples.test_deploy import PROJECT
 from tests.test_snippets import PAGES
+from tests.tiny import PLAIN, ids, load_tiny, make_model
 
 EMBEDDING, SERVER = (ROOT / "docs" / name for name in ("embedding.md", "server.md"))
 NUMBERS = {"n_ctx", "n_prompt_tokens", "lacking"}  # attributes of an EngineError that are numbers
@@ -94,10 +100,44 @@ def test_every_room_of_the_engine_is_explained():
     assert told == {name for name in there if not name.startswith("_")}
 
 
-def test_a_step_can_be_read_in_an_hour():
-    *places, _, total = docs.step().splitlines()
+@pytest.mark.parametrize("walk", docs.WALKS)
+def test_a_walk_can_be_read_in_an_hour(walk):
+    *places, _, total = docs.lines_of(walk).splitlines()
     assert len(places) <= 12
     assert int(total.split()[0]) <= 700
+
+
+WAY = re.compile(r"requests/.*|model/(forward|decoder)\.py|state/store\.py")
+BESIDE = {"requests/scheduler.py", "requests/drafts.py", "requests/drafters/drafter.py"}  # whose turn it is; drafts
+
+
+def test_the_walks_are_what_runs(tmp_path, monkeypatch):
+    """A prompt and a step of a small model in NumPy enter every place, and no file on the way that has none."""
+    seen, run_unit = set[CodeType](), Runner.run_unit
+
+    def watched(runner):
+        sys.setprofile(lambda frame, *_: seen.add(frame.f_code))
+        try:
+            run_unit(runner)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(Runner, "run_unit", watched)
+    with load_tiny(make_model(tmp_path), ops=NumpyOps(), **PLAIN | {"cache_type": "ring4"}) as engine:
+        engine.generate(ids(1, 60), SamplingParams(max_tokens=2, ignore_eos=True))
+    entered = {(Path(code.co_filename).resolve(), code.co_firstlineno) for code in seen}
+    places = [(walk, *place) for walk in docs.WALKS for place in docs.places(walk)]
+    for walk, name, first, last, _ in places:
+        lines = [line for path, line in entered if path == ROOT / "engine" / name]
+        assert any(first <= line <= last for line in lines), f"{walk}: nothing in lines {first} to {last} of {name} ran"
+    files = {path.as_posix().removeprefix(f"{ROOT.as_posix()}/engine/") for path, _ in entered}
+    assert {*filter(WAY.fullmatch, files)} <= {name for _, name, *_ in places} | BESIDE
+
+
+def test_a_walk_says_which_place_is_gone(monkeypatch):
+    monkeypatch.setitem(docs.WALKS, "prompt", [("state/store.py", "KVStore.open", "KVStore.gone", "")])
+    with pytest.raises(LookupError, match=r"^PROMPT in .* names KVStore\.gone: engine/state/store\.py"):
+        docs.places("prompt")
 
 
 def test_every_folder_of_kernels_is_explained():
