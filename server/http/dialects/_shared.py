@@ -19,7 +19,7 @@ class FieldPaths(dict[str, str]):
     is the whole part. JSON has no such class."""
 
 
-class Row(NamedTuple):
+class _FieldRow(NamedTuple):
     """A field of an API."""
 
     theirs: str  # its path in a body, such as "output_config.format"
@@ -30,11 +30,11 @@ class Row(NamedTuple):
 class FieldTable:
     """The fields of an API that a request is read from. Of several rows for a field of ours the last names it."""
 
-    def __init__(self, api: str, same_names: Iterable[str], *rows: Row) -> None:
-        """same_names: fields with our own names, unless a row sets one."""
-        ours = {row.ours for row in rows}
-        self._api = api
-        self._rows = (*(Row(name, name) for name in same_names if name not in ours), *rows)
+    def __init__(self, api: str, same_names: Iterable[str], *rows: tuple[Any, ...]) -> None:
+        """rows: of what makes a `_FieldRow` each. same_names: fields with our own names, unless a row sets one."""
+        self._api, self._rows = api, [_FieldRow(*row) for row in rows]
+        ours = {row.ours for row in self._rows}
+        self._rows[:0] = [_FieldRow(name, name) for name in same_names if name not in ours]
         self._names = {row.ours: row.theirs for row in self._rows if row.ours}
         self.known = known_fields(api, *(row.theirs.partition(".")[0] for row in self._rows))
 

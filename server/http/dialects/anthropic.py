@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from polarlm.engine import Usage
 from polarlm.engine.parsing.pieces import Answer, Piece
-from polarlm.server.http.dialects._shared import FieldPaths, FieldTable, Row, arguments_of, members, objects_with_paths
+from polarlm.server.http.dialects._shared import FieldPaths, FieldTable, arguments_of, members, objects_with_paths
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import Endpoint, Generation, ModelInfo, Writer
 from polarlm.server.http.streams import NAMED, Event
@@ -107,18 +107,18 @@ def _read_format(field: str, value: Any) -> dict[str, Any] | None:
 TABLE = FieldTable(
     "anthropic",
     ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", *EXTENSIONS),
-    Row("system", "messages", _read_system),
-    Row("messages", "messages", _read_messages),
-    Row("stop_sequences", "stop", array),
-    Row("tools", "tools", _read_tools),
-    Row("context_management.edits", read=_check_edits),
-    Row("tool_choice", "tool_choice", _read_choice),
-    Row("tool_choice.disable_parallel_tool_use", "parallel_tool_calls", lambda field, value: not flag(field, value)),
-    Row("thinking", "chat_template_kwargs", _read_thinking),
-    Row("thinking.budget_tokens", "reasoning_budget_tokens"),
-    Row("output_config.effort", "chat_template_kwargs", _read_effort),
-    Row("output_format", "response_format", _read_format),  # its name in the beta
-    Row("output_config.format", "response_format", _read_format),
+    ("system", "messages", _read_system),
+    ("messages", "messages", _read_messages),
+    ("stop_sequences", "stop", array),
+    ("tools", "tools", _read_tools),
+    ("context_management.edits", "", _check_edits),
+    ("tool_choice", "tool_choice", _read_choice),
+    ("tool_choice.disable_parallel_tool_use", "parallel_tool_calls", lambda field, value: not flag(field, value)),
+    ("thinking", "chat_template_kwargs", _read_thinking),
+    ("thinking.budget_tokens", "reasoning_budget_tokens"),
+    ("output_config.effort", "chat_template_kwargs", _read_effort),
+    ("output_format", "response_format", _read_format),  # its name in the beta
+    ("output_config.format", "response_format", _read_format),
 )
 
 

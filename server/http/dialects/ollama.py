@@ -21,7 +21,6 @@ from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.dialects._shared import (
     FieldPaths,
     FieldTable,
-    Row,
     arguments_of,
     known_fields,
     message_of,
@@ -160,10 +159,10 @@ def _read_thinking(field: str, value: Any) -> dict[str, Any] | None:
 
 
 OPTION_ROWS = (
-    *(Row(f"options.{name}", name) for name in EXTENSIONS if name in OPTIONS and name != "max_tokens"),
-    *(Row(f"options.{name}", name) for name in ("tfs_z", "logit_bias", "reasoning_budget_tokens", *ABSENT_SAMPLERS)),
-    Row("options.penalize_newline", "penalize_nl"),
-    Row("options.num_predict", "max_tokens"),
+    *((f"options.{name}", name) for name in EXTENSIONS if name in OPTIONS and name != "max_tokens"),
+    *((f"options.{name}", name) for name in ("tfs_z", "logit_bias", "reasoning_budget_tokens", *ABSENT_SAMPLERS)),
+    ("options.penalize_newline", "penalize_nl"),
+    ("options.num_predict", "max_tokens"),
 )
 """Options that change an answer; others are about memory and speed."""
 
@@ -171,11 +170,11 @@ TABLE = FieldTable(
     "ollama",
     ("model", *_CACHE, "pack", "stream"),
     *OPTION_ROWS,
-    Row("format", "response_format", _read_format),
-    Row("logprobs", "logprobs", lambda field, value: 0 if flag(field, value) else None),
-    Row("top_logprobs", "logprobs"),
-    Row("think", "chat_template_kwargs", _read_thinking),
-    Row("think", "reasoning_effort", lambda field, value: value if isinstance(value, str) else None),
+    ("format", "response_format", _read_format),
+    ("logprobs", "logprobs", lambda field, value: 0 if flag(field, value) else None),
+    ("top_logprobs", "logprobs"),
+    ("think", "chat_template_kwargs", _read_thinking),
+    ("think", "reasoning_effort", lambda field, value: value if isinstance(value, str) else None),
 )
 """The fields of both endpoints that generate, but for the prompt."""
 
@@ -217,7 +216,7 @@ class GenerateEndpoint(Endpoint):
         return request, LinesWriter(info.name, self.path, logprobs)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        known_options = known_fields("ollama's options", *(row.theirs.removeprefix("options.") for row in OPTION_ROWS))
+        known_options = known_fields("ollama's options", *(name.removeprefix("options.") for name, _ in OPTION_ROWS))
         return super().warnings(body) + unknown_fields(body.get("options") or {}, known_options, "options.")
 
 

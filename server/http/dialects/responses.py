@@ -19,7 +19,7 @@ from polarlm.server.http.dialects._response_events import (
     read_choice,
     read_tools,
 )
-from polarlm.server.http.dialects._shared import FieldPaths, FieldTable, Row, members, message_of, objects_with_paths
+from polarlm.server.http.dialects._shared import FieldPaths, FieldTable, members, message_of, objects_with_paths
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import Endpoint, Generation, ModelInfo
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -66,19 +66,19 @@ def _read_format(field: str, value: Any) -> dict[str, Any] | None:
 TABLE = FieldTable(
     "responses",
     ("model", "temperature", "top_p", "parallel_tool_calls", "stream", *EXTENSIONS),
-    Row("truncation", read=lambda field, value: one_of(field, value, ("auto", "disabled"))),
-    Row("max_output_tokens", "max_tokens"),
-    Row("include", "logprobs", lambda field, value: 0 if _LOGPROBS in array(field, value) else None),
-    Row("top_logprobs", "logprobs"),
-    Row("instructions", "messages", lambda field, value: [message_of(field, "system", text(field, value))]),
-    Row("input", "messages", _read_input),
-    Row("tool_choice", "tool_choice", read_choice),
-    Row("text.verbosity", "verbosity"),
-    Row("text.format", "response_format", _read_format),
-    Row("reasoning.effort", "reasoning_effort"),
-    Row("reasoning.max_tokens", "reasoning_budget_tokens"),
-    Row("tools", "tools", read_tools),
-    Row("metadata"),
+    ("truncation", "", lambda field, value: one_of(field, value, ("auto", "disabled"))),
+    ("max_output_tokens", "max_tokens"),
+    ("include", "logprobs", lambda field, value: 0 if _LOGPROBS in array(field, value) else None),
+    ("top_logprobs", "logprobs"),
+    ("instructions", "messages", lambda field, value: [message_of(field, "system", text(field, value))]),
+    ("input", "messages", _read_input),
+    ("tool_choice", "tool_choice", read_choice),
+    ("text.verbosity", "verbosity"),
+    ("text.format", "response_format", _read_format),
+    ("reasoning.effort", "reasoning_effort"),
+    ("reasoning.max_tokens", "reasoning_budget_tokens"),
+    ("tools", "tools", read_tools),
+    ("metadata",),
 )
 
 

@@ -17,7 +17,7 @@ from tests.server.lines import Client
 
 TEXT = "then he ran on"
 OF_THE_MACHINE = _shared._FIELDS["ollama's options"]["harmless"]
-OPTIONS = {row.theirs.removeprefix("options.") for row in ollama.OPTION_ROWS}
+OPTIONS = {name.removeprefix("options.") for name, _ in ollama.OPTION_ROWS}
 GREEDY = {"temperature": 0}
 MESSAGES = [{"role": "user", "content": TEXT}]
 CHAT: dict[str, Any] = {"messages": MESSAGES, **GREEDY}
