@@ -16,8 +16,8 @@ Clock = Callable[[], float]
 _WRITTEN_EVERY = 15  # seconds, where figures come more often
 
 
-class Part(NamedTuple):
-    """work: about how long it takes, in any unit that all parts share."""
+class Workload(NamedTuple):
+    """work: about how long it takes, in any unit that all workloads share."""
 
     name: str
     work: float
@@ -37,7 +37,7 @@ class Runner:
         self._clock, self.write, self._written = clock, write, -math.inf
         self.began = clock()
         self.end = self.began + seconds
-        self.left_out: list[str] = []  # names of parts for which there was no time
+        self.left_out: list[str] = []  # names of workloads for which there was no time
         self.work_seconds = 0.0  # of a unit of work, at least
         self._advance: Callable[[str, float], None] = lambda name, amount: None
         self._name, self._begun, self._work, self._done = "", 0.0, 0.0, 0.0
@@ -74,24 +74,24 @@ class Runner:
             raise
         self.write(not self.left_out)
 
-    # -- parts and runs --------------------------------------------------------------------------------------------
+    # -- workloads and runs ----------------------------------------------------------------------------------------
 
-    def run(self, parts: Sequence[Part]) -> None:
-        """Measure each part that there is time for, by the pace of those before it."""
-        with counting("Measuring", total=sum(part.work for part in parts)) as self._advance:
-            for part in parts:
-                self._name, self._begun, self._work = part.name, self._begun + self._work, part.work
+    def run(self, workloads: Sequence[Workload]) -> None:
+        """Measure each workload that there is time for, by the pace of those before it."""
+        with counting("Measuring", total=sum(workload.work for workload in workloads)) as self._advance:
+            for workload in workloads:
+                self._name, self._begun, self._work = workload.name, self._begun + self._work, workload.work
                 self.advance(0)
-                if part.work * self.work_seconds > self.seconds_left() or not self.seconds_left():
-                    self.left_out.append(part.name)
+                if workload.work * self.work_seconds > self.seconds_left() or not self.seconds_left():
+                    self.left_out.append(workload.name)
                     continue
                 began = self._clock()
-                part.measure()
+                workload.measure()
                 if self.work_seconds:  # half of it, since contestants may have loaded the model meanwhile
-                    self.work_seconds = max(self.work_seconds, (self._clock() - began) / part.work / 2)
+                    self.work_seconds = max(self.work_seconds, (self._clock() - began) / workload.work / 2)
 
     def advance(self, share: float, name: str = "") -> None:
-        """Advance by a share of the current part. name: of what is measured next."""
+        """Advance by a share of the current workload. name: of what is measured next."""
         self._name = name or self._name
         to = min(max(self._done, self._begun) + share * self._work, self._begun + self._work)
         self._advance(self._name, to - self._done)

@@ -102,7 +102,7 @@ def start(
 
 
 class Children:
-    """The processes of contestants. failures: why contestants are left out of the part that is measured."""
+    """The processes of contestants. failures: why contestants are left out of the workload that is measured."""
 
     def __init__(self, subject: Subject) -> None:
         self.failures: dict[Contestant, str] = {}
@@ -123,11 +123,11 @@ class Children:
         return self._children[key]
 
     def fail(self, contestant: Contestant, reason: str) -> None:
-        """Leave a contestant out of what follows in this part."""
+        """Leave a contestant out of what follows in this workload."""
         self.failures[contestant] = reason
         self.close(lambda other, _: other == contestant)
 
-    def end_part(self) -> None:
+    def end_workload(self) -> None:
         """End all processes, and forget who has failed."""
         self.close()
         self.failures.clear()

@@ -1,4 +1,4 @@
-"""The parts of a speed measurement: threads, prompts, generation after growing contexts, sequences, memory."""
+"""The workloads of a speed measurement: threads, prompts, generation after growing contexts, sequences, memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.bench.result import Result, duration
-from polarlm.bench.runner import Part, Runner
+from polarlm.bench.runner import Runner, Workload
 from polarlm.bench.speed.child import Child, Failed, OutOfTime, memory
 from polarlm.bench.speed.contestants import (
     GENERATION,
@@ -119,38 +119,38 @@ class Measurement:
         self._chosen = self._most  # the number of our threads for steps
 
     def run(self) -> None:
-        """Measure everything that there is time for. A contestant that fails is left out up to the end of the part; its
-        rows say why.
+        """Measure everything that there is time for. A contestant that fails is left out up to the end of the
+        workload; its rows say why.
 
         Sequences and memory have processes with settings of their own: what ends one may well not end the next.
         """
         try:
-            self._runner.run(self._parts())
+            self._runner.run(self._workloads())
         finally:
             self._children.close()
             self._judge()
             late = (f"There was no time for {name}: give more --minutes" for name in self._runner.left_out)
             self._result["left_out"].extend(late)
 
-    def _parts(self) -> list[Part]:
+    def _workloads(self) -> list[Workload]:
         plan, contestants, runs = self._plan, len(self._plan.contestants), 1 + self._plan.repeat
         short = runs * SHORT_STEPS * _STEP_WORK
-        parts = [
-            Part("threads", short * len(plan.threads), lambda: self._choose_threads(parts)),
-            Part(SHORT, short * contestants, partial(self._generate, SHORT, SHORT_DEPTH, SHORT_STEPS)),
+        workloads = [
+            Workload("threads", short * len(plan.threads), lambda: self._choose_threads(workloads)),
+            Workload(SHORT, short * contestants, partial(self._generate, SHORT, SHORT_DEPTH, SHORT_STEPS)),
         ]
         for tokens in plan.prompts:
             name = subject_of(PROMPT, tokens)
-            parts.append(Part(name, runs * tokens * contestants, partial(self._measure_prompt, name, tokens)))
+            workloads.append(Workload(name, runs * tokens * contestants, partial(self._measure_prompt, name, tokens)))
         for depth in plan.depths:
             name, work = subject_of(GENERATION, depth), (depth / 2 + runs * DEEP_STEPS * _STEP_WORK) * contestants
-            parts.append(Part(name, work, partial(self._generate, name, depth, DEEP_STEPS)))
+            workloads.append(Workload(name, work, partial(self._generate, name, depth, DEEP_STEPS)))
         if not plan.rates_alone:
             work = runs * len(_TOGETHER) * _TOGETHER_DEPTH * 3 * _STEP_WORK
-            parts.append(Part(SEQUENCES, work, self._measure_sequences))
+            workloads.append(Workload(SEQUENCES, work, self._measure_sequences))
             work = (max(plan.prompts) + DEEP_STEPS * _STEP_WORK) * contestants
-            parts.append(Part(MEMORY, work, self._measure_memory))
-        return parts
+            workloads.append(Workload(MEMORY, work, self._measure_memory))
+        return workloads
 
     # -- the machine -----------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Measurement:
                 rates = self._result["bytes_per_second"].setdefault(str(threads), [])
                 rates.append(memory.read_rate(threads))
 
-    def _choose_threads(self, parts: Sequence[Part]) -> None:
+    def _choose_threads(self, workloads: Sequence[Workload]) -> None:
         """Find the number of threads with which our first contestant generates fastest after a short context.
 
         Prompts use the most threads. A peer's best number is found in each row.
@@ -183,7 +183,7 @@ class Measurement:
         self._children.close(lambda contestant, threads: contestant.is_ours and threads != self._chosen)
         if medians:
             self._runner.work_seconds = 1 / (_STEP_WORK * max(max(cell.runs) for cell in cells if cell.runs))
-            seconds = sum(part.work for part in parts) * self._runner.work_seconds
+            seconds = sum(one.work for one in workloads) * self._runner.work_seconds
             left = self._runner.seconds_left()
             late = "" if seconds <= left else f"; --minutes leaves {duration(left)}: what takes longer is left out"
             note(f"All of it takes about {duration(seconds)}, and what loading takes{late}")
@@ -235,7 +235,7 @@ class Measurement:
             self._add(PROMPT, name, tokens, cell)
 
     def _measure_sequences(self) -> None:
-        self._children.end_part()
+        self._children.end_workload()
         leader, prompts = self._plan.leader, [self._ids(_TOGETHER_PROMPT) for _ in range(max(_TOGETHER))]
         cells = {Cell(leader, self._chosen): count for count in _TOGETHER}
         measured: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
@@ -261,7 +261,7 @@ class Measurement:
 
     def _measure_memory(self) -> None:
         """Measure fresh processes after the longest prompt and some steps, with a cache for little more than these."""
-        self._children.end_part()
+        self._children.end_workload()
         tokens, context = max(self._plan.prompts), self._plan.memory_context
         ids, following = self._deep[:tokens], self._ids(DEEP_STEPS + 1)
         for contestant in self._plan.contestants:
@@ -308,7 +308,7 @@ class Measurement:
         self._runner.in_turn(name, cells, range(-1 if warm_up else 0, self._plan.repeat), run)
 
     def _miss(self, name: str, error: Failed) -> None:
-        """Name a part that had too little time, if that is the error."""
+        """Name a workload that had too little time, if that is the error."""
         if isinstance(error, OutOfTime) and name not in self._runner.left_out:
             self._runner.left_out.append(name)
 
