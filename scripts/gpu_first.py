@@ -1,8 +1,8 @@
 """`make gpu-first`: what a GPU shows within nine minutes, from nothing: whether it is right, then how fast it is.
 
 Tests and families, a memory checker where CUDA's toolkit is there, then the requests of a model and its kernels. The
-model has random weights and is written meanwhile. Each part is a program of its own, with a share of the time, and
-leaves a file in a folder of results and its output beside it; a part that fails ends no other.
+model has random weights and is written meanwhile. Each is a program of its own, with a share of the time, and leaves a
+file in a folder of results and its output beside it; a program that fails ends no other.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from scripts.gpu_test import end, python, start, wait
 SHAPE, TYPE = "llama-8b", "q4_k"
 _CACHES = "balanced,f16,ring3"
 _UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
-AFTER = 20.0  # seconds that a part may take after its own budget: the last measurement comes to its end
+AFTER = 20.0  # seconds that a program may take after its own budget: the last measurement comes to its end
 
 
 @dataclass(frozen=True)
-class Part:
+class Program:
     """A program. seconds: its budget, which its flags name, too; command: what comes after `python -m`."""
 
     name: str
@@ -38,29 +38,29 @@ class Part:
     needs_model: bool = False
 
 
-def parts(results: Path, model: Path) -> list[Part]:
-    """The parts in the order of their importance."""
+def programs(results: Path, model: Path) -> list[Program]:
+    """The programs in the order of their importance."""
     model_flags = "--weights", str(model), "--types", _CACHES
 
-    def bench_part(name: str, seconds: int, *flags: str) -> Part:
+    def bench_program(name: str, seconds: int, *flags: str) -> Program:
         output = "--output", str(results / f"{name}.json")
-        return Part(
+        return Program(
             name, seconds, ("polarlm.bench.lab.gpu", "--budget", str(seconds), *flags, *output), name != "kernels"
         )
 
     tests = "scripts.gpu_test", "--budget", "160", "--results", str(results / "tests-said.txt")
     return [
-        Part("tests", 160, tests),
-        bench_part("requests", 180, *model_flags, "--only", "prompts,rates,sequences,server"),
-        bench_part("kernels", 60, "--types", _CACHES, "--only", "kernels", "--contexts", "2048,32768"),
-        Part("memory", 45, ("tests.cuda.small_pass",)),
+        Program("tests", 160, tests),
+        bench_program("requests", 180, *model_flags, "--only", "prompts,rates,sequences,server"),
+        bench_program("kernels", 60, "--types", _CACHES, "--only", "kernels", "--contexts", "2048,32768"),
+        Program("memory", 45, ("tests.cuda.small_pass",)),
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if all parts ended well, 1 if one did not, 2 where nothing can run, 130 after Ctrl-C."""
+    """Returns 0 if all programs ended well, 1 if one did not, 2 where nothing can run, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_first", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", metavar="NAME,NAME", help="only these parts: tests, requests, kernels, memory")
+    parser.add_argument("--only", metavar="NAME,NAME", help="only these programs: tests, requests, kernels, memory")
     parser.add_argument("--results", type=Path, help="folder of the results")
     parser.add_argument("--model", type=Path, help="a model to measure instead of one with random weights")
     options = parser.parse_args(argv)
@@ -75,14 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or Path(folder) / "model.gguf"
-        chosen = [
-            part for part in parts(results, model) if options.only is None or part.name in options.only.split(",")
-        ]
+        names = None if options.only is None else options.only.split(",")
+        chosen = [one for one in programs(results, model) if names is None or one.name in names]
         writer = None
-        if options.model is None and any(part.needs_model for part in chosen):
+        if options.model is None and any(program.needs_model for program in chosen):
             writer = start(_writing(model), _UNBUFFERED, results / "model.txt")
         try:
-            return max([_run(part, results, writer) for part in chosen], default=0)
+            return max([_run(program, results, writer) for program in chosen], default=0)
         except KeyboardInterrupt:
             return 130
         finally:
@@ -102,24 +101,24 @@ def _writing(model: Path) -> list[str]:
     return [*python("scripts.gpu_first"), "-m", "scripts.make_random_model", *flags, str(model)]
 
 
-def _run(part: Part, results: Path, writer: subprocess.Popen[bytes] | None) -> int:
-    """Return 0 if the part ended well, else 1."""
-    began = time.monotonic()
-    command = [*python("scripts.gpu_first"), "-m", *part.command]
-    if part.name == "memory":
+def _run(program: Program, results: Path, writer: subprocess.Popen[bytes] | None) -> int:
+    """Return 0 if the program ended well, else 1."""
+    began, name = time.monotonic(), program.name
+    command = [*python("scripts.gpu_first"), "-m", *program.command]
+    if name == "memory":
         if (checker := shutil.which("compute-sanitizer")) is None:
             print("memory: left out, since CUDA's compute-sanitizer is not there", flush=True)
             return 0
         command = [checker, "--tool", "memcheck", "--error-exitcode", "1", *command]
-    if part.needs_model and writer is not None and writer.wait() != 0:
-        print(f"{part.name}: left out, since the model could not be written: see {results / 'model.txt'}", flush=True)
+    if program.needs_model and writer is not None and writer.wait() != 0:
+        print(f"{name}: left out, since the model could not be written: see {results / 'model.txt'}", flush=True)
         return 1
-    print(f"{part.name}: {part.seconds:.0f} s at most", flush=True)
-    output = results / f"{part.name}.txt"
-    code = wait(start(command, _UNBUFFERED, output), part.seconds + AFTER)
+    print(f"{name}: {program.seconds:.0f} s at most", flush=True)
+    output = results / f"{name}.txt"
+    code = wait(start(command, _UNBUFFERED, output), program.seconds + AFTER)
     ended = "ended, its time was over" if code is None else "done" if code == 0 else f"failed with status {code}"
     print(output.read_text(encoding="utf-8", errors="replace"))
-    print(f"{part.name}: {ended}, {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{name}: {ended}, {time.monotonic() - began:.0f} s", flush=True)
     return int(code != 0)
 
 

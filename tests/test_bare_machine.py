@@ -119,7 +119,7 @@ FAILED tests/cuda/test_b.py::test_three[1-x y] - assert 1 == 2
 
 @pytest.mark.slow
 def test_a_new_gpu_is_measured_by_one_command(tmp_path: Path) -> None:
-    """A part that fails, here for want of a package that writes models, ends no other."""
+    """A program that fails, here for want of a package that writes models, ends no other."""
     command = ["make", "--no-print-directory", "gpu-first", f"PY={sys.executable} -m tests.bare_machine"]
     done = run([*command, f"ARGS=--only requests,memory --results {tmp_path}"])
     assert done.returncode == 2, done.stdout + done.stderr  # make's
@@ -129,19 +129,19 @@ def test_a_new_gpu_is_measured_by_one_command(tmp_path: Path) -> None:
     assert memory.startswith("memory: left out, since CUDA's compute-sanitizer is not there")
 
 
-def test_the_parts_of_a_first_run_fit_into_nine_minutes(tmp_path: Path, tiny_path: Path) -> None:
-    tests, *_ = parts = gpu_first.parts(tmp_path, tiny_path)
-    assert sum(part.seconds + gpu_first.AFTER for part in parts) <= 9 * 60
+def test_the_programs_of_a_first_run_fit_into_nine_minutes(tmp_path: Path, tiny_path: Path) -> None:
+    tests, *_ = programs = gpu_first.programs(tmp_path, tiny_path)
+    assert sum(one.seconds + gpu_first.AFTER for one in programs) <= 9 * 60
     assert not gpu_test._parser().parse_known_args(tests.command[1:])[1]
 
 
 @pytest.mark.slow  # kernels are emulated
-def test_the_parts_of_a_first_run_leave_results(tmp_path: Path, tiny_path: Path) -> None:
-    _, *measured, _ = gpu_first.parts(tmp_path, tiny_path)
-    for part in measured:
+def test_the_programs_of_a_first_run_leave_results(tmp_path: Path, tiny_path: Path) -> None:
+    _, *measured, _ = gpu_first.programs(tmp_path, tiny_path)
+    for program in measured:
         few = "--only", "kernels", "--contexts", "64", "--budget", "1"
-        assert gpu_bench.main([*part.command[1:], *few], emulated(), SIZES) == 0
-        assert [*result.read(tmp_path / f"{part.name}.json").parts("device")]
+        assert gpu_bench.main([*program.command[1:], *few], emulated(), SIZES) == 0
+        assert [*result.read(tmp_path / f"{program.name}.json").parts("device")]
 
 
 @pytest.mark.slow  # kernels are emulated
