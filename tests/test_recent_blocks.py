@@ -143,15 +143,16 @@ def older(path: Path, shape: Any) -> None:
                 as_codes = Payloads(shape.as_type("linear8"))
                 header = {"kind": "block", "stored_as": transfer.FIELDS, "groups": block.groups}
                 arrays: dict[tuple[int, str], np.ndarray] = {}
-                for part in payloads.parts(block):
-                    x = part.stack([block]).swapaxes(0, 1).astype(np.float32)
-                    fields, mean = encode_centred(
-                        linear8, x, None, shape.layers[part.layer].mean_bits * (part.name == "k")
-                    )
-                    for side, one in ((part.name, fields), ("mean", mean)):
-                        arrays |= {(part.layer, f"{side}.{name}"): array.swapaxes(0, 1) for name, array in one.items()}
-                parts, size = as_codes.quantized_parts(transfer.FIELDS, block.groups)
-                block = Object({**header, "kind": "finer"}, join(parts, size, arrays))
+                for extent in payloads.extents(block):
+                    x = extent.stack([block]).swapaxes(0, 1).astype(np.float32)
+                    mean_bits = shape.layers[extent.layer].mean_bits * (extent.name == "k")
+                    fields, mean = encode_centred(linear8, x, None, mean_bits)
+                    for side, one in ((extent.name, fields), ("mean", mean)):
+                        arrays |= {
+                            (extent.layer, f"{side}.{name}"): array.swapaxes(0, 1) for name, array in one.items()
+                        }
+                (payload,) = join(*as_codes.quantized_extents(transfer.FIELDS, block.groups), arrays)
+                block = Object({**header, "kind": "finer"}, payload)
             content += block.pack(new(number))
     path.write_bytes(b"".join(content))
 

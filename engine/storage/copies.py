@@ -13,7 +13,7 @@ from polarlm.engine.state.blocks import Blocks
 from polarlm.engine.state.layer_state import LayerState
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage.objects import Object
-from polarlm.engine.storage.payloads import Payloads
+from polarlm.engine.storage.payloads import Payloads, join
 
 
 def group_bits(blocks: Blocks) -> int:
@@ -28,14 +28,12 @@ def select_groups(blocks: Blocks, groups: int) -> Blocks:
 
 def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) -> list[Object]:
     """Return copies of quantized blocks, which must all be in the same groups."""
-    header = {"kind": "block", "stored_as": store.ops.stored_as, "groups": group_bits(blocks[0])}
-    parts, size = payloads.quantized_parts(store.ops.stored_as, group_bits(blocks[0]))
-    rows = np.zeros((len(blocks), size), np.uint8)
+    stored_as, groups = store.ops.stored_as, group_bits(blocks[0])
     arrays: dict[tuple[int, str], np.ndarray] = {}
     for group, ids in _blocks_by_group(store, blocks):
         arrays |= group.read_blocks(ids)
-    for part in parts:
-        part.view_rows(rows)[...] = arrays[part.layer, part.name]
+    header = {"kind": "block", "stored_as": stored_as, "groups": groups}
+    rows = join(*payloads.quantized_extents(stored_as, groups), arrays, len(blocks))
     return [Object(header, row) for row in rows]
 
 
@@ -44,19 +42,17 @@ def take_full(store: KVStore, payloads: Payloads, slots: Blocks, ids: Sequence[i
     arrays: dict[tuple[int, str], np.ndarray] = {}
     for group, (slot,) in _blocks_by_group(store, [slots]):
         arrays |= group.read_full(slot, len(ids))
-    parts, size = payloads.full_parts(len(ids), group_bits(slots))
-    rows = np.zeros((1, size), np.uint8)
-    for part in parts:
-        part.view_rows(rows)[0] = arrays[part.layer, part.name]
-    return Object({"kind": "full", "groups": group_bits(slots), "ids": [int(i) for i in ids]}, rows[0])
+    groups = group_bits(slots)
+    (row,) = join(*payloads.full_extents(len(ids), groups), arrays)
+    return Object({"kind": "full", "groups": groups, "ids": [int(i) for i in ids]}, row)
 
 
 def write_objects(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], objects: Sequence[Object]) -> None:
     """Write objects with equal headers to quantized blocks, or one object to full-precision slots, except to None.
     Raises ValueError if an object does not fit."""
-    parts = payloads.parts(objects[0])
+    extents = payloads.extents(objects[0])
     for group, ids in _blocks_by_group(store, blocks):
-        arrays = {(part.layer, part.name): part.stack(objects) for part in parts if part.layer in group.layers}
+        arrays = {(one.layer, one.name): one.stack(objects) for one in extents if one.layer in group.layers}
         if objects[0].is_full:
             (slot,) = ids
             group.write_full(slot, {key: array[0] for key, array in arrays.items()})

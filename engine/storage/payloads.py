@@ -26,8 +26,8 @@ _NOT_FINITE = "not all of its numbers are finite"
 
 
 @dataclass(frozen=True)
-class Part:
-    """The position of one array of a layer in a payload. shape: shape in one block, (K, …)."""
+class Extent:
+    """Where one array of a layer lies in a payload. shape: shape in one block, (K, …)."""
 
     layer: int
     name: str
@@ -55,38 +55,38 @@ class Payloads:
 
     def __init__(self, shape: CacheShape):
         self.shape = shape
-        self._layouts: dict[tuple[object, ...], tuple[list[Part], int]] = {}
+        self._layouts: dict[tuple[object, ...], tuple[list[Extent], int]] = {}
         self._masks: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
 
     @cached_property
     def every_group(self) -> int:
         return (1 << len(self.shape.groups)) - 1
 
-    def quantized_parts(self, stored_as: str, groups: int) -> tuple[list[Part], int]:
-        """Return the parts of a quantized block's payload, and its bytes. Raises ValueError if a layer lacks them."""
+    def quantized_extents(self, stored_as: str, groups: int) -> tuple[list[Extent], int]:
+        """Return the extents of a quantized block's payload, and its bytes. Raises ValueError if a layer lacks them."""
         return self._lay_out(groups, lambda layer: layer.block_arrays(self.shape.block_size, stored_as), stored_as)
 
-    def full_parts(self, tokens: int, groups: int) -> tuple[list[Part], int]:
-        """Return the parts of a full-precision block's payload, and its size in bytes."""
+    def full_extents(self, tokens: int, groups: int) -> tuple[list[Extent], int]:
+        """Return the extents of a full-precision block's payload, and its size in bytes."""
         return self._lay_out(groups, lambda layer: layer.full_arrays(tokens), tokens)
 
-    def parts(self, block: Object) -> list[Part]:
-        """Return the parts of the payload of a block that has been checked."""
+    def extents(self, block: Object) -> list[Extent]:
+        """Return the extents of the payload of a block that has been checked."""
         return self._place(block)[0]
 
     def _lay_out(
         self, groups: int, specs: Callable[[StateShape], list[ArraySpec]], kind: object
-    ) -> tuple[list[Part], int]:
-        """Return the parts of a payload with the arrays `specs` of each layer, and its size; cached by `kind`."""
+    ) -> tuple[list[Extent], int]:
+        """Return the extents of a payload with the arrays `specs` of each layer, and its size; cached by `kind`."""
         if (kind, groups) not in self._layouts:
-            parts: list[Part] = []
+            extents: list[Extent] = []
             start = 0
             for group, (_, layers) in enumerate(self.shape.groups):
                 for layer in layers if groups >> group & 1 else ():
                     for name, shape, dtype in specs(self.shape.layers[layer]):
-                        parts.append(Part(layer, name, start, shape, dtype))
-                        start = -(-parts[-1].stop // _ALIGNMENT) * _ALIGNMENT
-            self._layouts[kind, groups] = parts, start
+                        extents.append(Extent(layer, name, start, shape, dtype))
+                        start = -(-extents[-1].stop // _ALIGNMENT) * _ALIGNMENT
+            self._layouts[kind, groups] = extents, start
         return self._layouts[kind, groups]
 
     def _exponents(self, stored_as: str, groups: int) -> tuple[np.ndarray, np.ndarray]:
@@ -95,14 +95,14 @@ class Payloads:
         which no masked word has."""
         key = stored_as, groups
         if key not in self._masks:
-            parts, size = self.quantized_parts(stored_as, groups)
+            extents, size = self.quantized_extents(stored_as, groups)
             mask = np.zeros(size, np.uint8)
-            for part in parts:
-                if part.layer in self.shape.kv_layers:
-                    bits = transfer.exponents(self.shape.format(part.layer), stored_as)
-                    mask[part.start : part.stop] = bits[part.name]
-                elif part.dtype.kind == "f":
-                    part.view_rows(mask[None])[...] = np.inf
+            for extent in extents:
+                if extent.layer in self.shape.kv_layers:
+                    bits = transfer.exponents(self.shape.format(extent.layer), stored_as)
+                    mask[extent.start : extent.stop] = bits[extent.name]
+                elif extent.dtype.kind == "f":
+                    extent.view_rows(mask[None])[...] = np.inf
             words = mask.view(np.uint16)
             self._masks[key] = words, np.where(words, words, np.uint16(1))
         return self._masks[key]
@@ -113,7 +113,7 @@ class Payloads:
         """Raises DamagedObject unless `block` is a quantized block of this shape whose numbers are all finite."""
         groups, stored_as = self._check_groups(block, "block"), str(block.header.get("stored_as"))
         try:
-            _, size = self.quantized_parts(stored_as, groups)
+            _, size = self.quantized_extents(stored_as, groups)
         except ValueError as error:
             raise DamagedObject(str(error)) from None
         _check_size(block, size)
@@ -126,9 +126,9 @@ class Payloads:
         groups, ids = self._check_groups(block, "full"), block.ids
         if not 0 < len(ids) <= self.shape.block_size:
             raise DamagedObject("it has no tokens, or too many")
-        parts, size = self.full_parts(len(ids), groups)
+        extents, size = self.full_extents(len(ids), groups)
         _check_size(block, size)
-        if not all(np.isfinite(part.stack([block])).all() for part in parts):
+        if not all(np.isfinite(extent.stack([block])).all() for extent in extents):
             raise DamagedObject(_NOT_FINITE)
         return ids
 
@@ -140,9 +140,9 @@ class Payloads:
         codes = Object({**block.header, "kind": "block"}, block.payload)
         payloads.check_block(codes)
         attention = block.groups & sum(1 << bit for bit, (_, layers) in every if layers[0] in kv)
-        others, parts = block.groups & ~attention, payloads.parts(codes)
-        arrays = {(part.layer, part.name): part.stack([codes]) for part in parts}
-        for layer in {part.layer for part in parts} & kv.keys():
+        others, extents = block.groups & ~attention, payloads.extents(codes)
+        arrays = {(extent.layer, extent.name): extent.stack([codes]) for extent in extents}
+        for layer in {extent.layer for extent in extents} & kv.keys():
             own = {name: array for (number, name), array in arrays.items() if number == layer}
             sides = transfer.decode_block(payloads.shape.format(layer), own)
             arrays |= {(layer, side): x.swapaxes(0, 1) for side, x in zip("kv", sides, strict=True)}
@@ -150,13 +150,13 @@ class Payloads:
             Object({"kind": "full", "groups": attention, "ids": [*ids]}),
             Object({**codes.header, "groups": others}),
         ]
-        return [replace(one, payload=join(*self._place(one), arrays)) for one in widened if one.groups]
+        return [replace(one, payload=join(*self._place(one), arrays)[0]) for one in widened if one.groups]
 
-    def _place(self, block: Object) -> tuple[list[Part], int]:
-        """Return the parts of a block's payload, and its size."""
+    def _place(self, block: Object) -> tuple[list[Extent], int]:
+        """Return the extents of a block's payload, and its size."""
         if block.is_full:
-            return self.full_parts(len(block.ids), block.groups)
-        return self.quantized_parts(block.header["stored_as"], block.groups)
+            return self.full_extents(len(block.ids), block.groups)
+        return self.quantized_extents(block.header["stored_as"], block.groups)
 
     def _check_groups(self, block: Object, kind: str) -> int:
         """Return the groups of an object. Raises DamagedObject if it is not of this kind."""
@@ -166,12 +166,14 @@ class Payloads:
         return groups
 
 
-def join(parts: Sequence[Part], size: int, arrays: Mapping[tuple[int, str], np.ndarray]) -> np.ndarray:
-    """Return the payload of one block. arrays: by layer and name (1, K, …)."""
-    rows = np.zeros((1, size), np.uint8)
-    for part in parts:
-        part.view_rows(rows)[...] = arrays[part.layer, part.name]
-    return rows[0]
+def join(
+    extents: Sequence[Extent], size: int, arrays: Mapping[tuple[int, str], np.ndarray], count: int = 1
+) -> np.ndarray:
+    """Return the payloads (B, size) of `count` blocks. arrays: by layer and name (B, K, …), or of one block (K, …)."""
+    rows = np.zeros((count, size), np.uint8)
+    for extent in extents:
+        extent.view_rows(rows)[...] = arrays[extent.layer, extent.name]
+    return rows
 
 
 def _check_size(block: Object, size: int) -> None:

@@ -13,7 +13,7 @@ from polarlm.engine.storage.payloads import Payloads
 
 def block_arrays(payloads: Payloads, block: Object, stored_as: str | None = None) -> dict[tuple[int, str], np.ndarray]:
     """(layer, name) → array (K, …); quantized blocks are converted to `stored_as` if it is given."""
-    arrays = {(part.layer, part.name): part.stack([block]) for part in payloads.parts(block)}
+    arrays = {(one.layer, one.name): one.stack([block]) for one in payloads.extents(block)}
     if stored_as is not None and not block.is_full:
         layers = {layer: {name: x for (number, name), x in arrays.items() if number == layer} for layer, _ in arrays}
         arrays = {

@@ -31,19 +31,19 @@ def packed(header: dict, payload: np.ndarray) -> bytes:
 
 def block(made: Payloads, groups: int = 3, *, broken: bool = False) -> bytes:
     """A block whose arrays hold random codes and finite floats; one number is NaN if `broken`."""
-    parts, size = made.quantized_parts(transfer.FIELDS, groups)
+    extents, size = made.quantized_extents(transfer.FIELDS, groups)
     rows = np.random.default_rng(1).integers(0, 255, (1, size)).astype(np.uint8)
-    for part in parts:
-        if part.dtype.kind == "f":
-            part.view_rows(rows)[...] = np.nan if broken else 0.5
+    for extent in extents:
+        if extent.dtype.kind == "f":
+            extent.view_rows(rows)[...] = np.nan if broken else 0.5
     return packed({"kind": "block", "stored_as": transfer.FIELDS, "groups": groups}, rows)
 
 
 def full(made: Payloads, ids: list[int], value: float = 0.25) -> bytes:
-    parts, size = made.full_parts(len(ids), 3)
+    extents, size = made.full_extents(len(ids), 3)
     rows = np.zeros((1, size), np.uint8)
-    for part in parts:
-        part.view_rows(rows)[...] = value
+    for extent in extents:
+        extent.view_rows(rows)[...] = value
     return packed({"kind": "full", "groups": 3, "ids": ids}, rows)
 
 
@@ -129,7 +129,7 @@ def test_ids_that_do_not_fit_the_block_are_damage() -> None:
 def test_bytes_are_checked_as_fields_are(stored_as: str) -> None:
     codec = codecs.get("ring4+norm16")
     made = Payloads(CacheShape(64, (LayerShape(codec, codec, 2, 64, 8),)))
-    _, size = made.quantized_parts(stored_as, 1)
+    _, size = made.quantized_extents(stored_as, 1)
     header = {"kind": "block", "stored_as": stored_as, "groups": 1}
     made.check_block(Object(header, np.zeros(size, np.uint8)))
     with pytest.raises(DamagedObject, match="finite"):  # all float16 numbers are NaN
