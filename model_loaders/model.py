@@ -44,7 +44,7 @@ from polarlm.model_loaders.files.repository import (
 from polarlm.model_loaders.files.tensors import StoredWeights
 from polarlm.model_loaders.files.weights import WeightSource, main_dtype
 from polarlm.model_loaders.forks import cached_property
-from polarlm.model_loaders.hub import Fits, Progress, fetch, fetch_part, hub_name, local, search_for
+from polarlm.model_loaders.hub import Fits, Progress, fetch, fetch_supplement, hub_name, local, search_for
 from polarlm.model_loaders.vision_encoders import VisionEncoder, belongs, open_mmproj, reads_images, vision_encoder_of
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _head(model: Path, kind: str, path: str, verbose: Callable[[str], None] | No
     """The folder or file of a draft head, as `load` takes it."""
     if path:
         name = hub_name(path)
-        return _existing_path(path) if name is None else fetch_part(name, "head", verbose)
+        return _existing_path(path) if name is None else fetch_supplement(name, "head", verbose)
     if (found := head_beside(kind, model)) is None:
         what = HEADS[kind][0]
         raise LoadError(f"There is no {what} beside {model}; give one with model_draft, or another spec_type.")

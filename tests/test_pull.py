@@ -72,7 +72,7 @@ def test_a_damaged_file_of_any_kind_is_mended(
 ) -> None:
     """One that is cut off by all who load it; one of other bytes by `polarlm pull`."""
     images = write_gguf(tmp_path / "m.gguf", "qwen3_vl_deepstack_tied").read_bytes()
-    files, damaged, part = {
+    files, damaged, supplement = {
         "a folder of weights": (small_folder, "model.safetensors", None),
         "GGUF files": (small_ggufs, "tiny-Q8_0.gguf", None),
         "what reads images": ({"m-Q8_0.gguf": images, "mmproj-F16.gguf": b"GGUF of images"}, "mmproj-F16.gguf", None),
@@ -103,7 +103,7 @@ def test_a_damaged_file_of_any_kind_is_mended(
 
     def load() -> Path:
         name = hub_package.parse("user/it")
-        return hub_package.fetch(name) if part is None else hub_package.fetch_part(name, part)
+        return hub_package.fetch_supplement(name, supplement) if supplement else hub_package.fetch(name)
 
     where, wanted = load(), files[damaged]
     file = (where if where.is_dir() else where.parent) / damaged

@@ -139,7 +139,9 @@ def load_adapter(
     path, scale = parse_adapter(text)
     try:
         where = (
-            hub.fetch_part(hub.parse(path), "adapter", say) if path.startswith(hub.PREFIX) else Path(path).expanduser()
+            hub.fetch_supplement(hub.parse(path), "adapter", say)
+            if path.startswith(hub.PREFIX)
+            else Path(path).expanduser()
         )
         if not where.exists():
             sentence = f"lora={name}: {where} does not exist; give a folder of peft, or a GGUF file"

@@ -47,7 +47,7 @@ __all__ = [
     "Fits",
     "HubName",
     "fetch",
-    "fetch_part",
+    "fetch_supplement",
     "hub_name",
     "parse",
     "pull",
@@ -58,8 +58,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Part = Literal["adapter", "head", "pack"]
-Kind = Part | Literal["model"]
+Supplement = Literal["adapter", "head", "pack"]
+Kind = Supplement | Literal["model"]
 Progress = Callable[[int, int], None]
 """Gets the bytes that have arrived, and the bytes of all files."""
 
@@ -84,15 +84,15 @@ def fetch(
     return _Fetch(name, fits, verbose, progress).run_with_load_errors(_Fetch.run)
 
 
-def fetch_part(name: HubName, what: Part, verbose: Callable[[str], None] | None = None) -> Path:
-    """The path of what belongs to a model in the hub's cache, downloaded if need be: of an adapter (LoRA) or a draft
+def fetch_supplement(name: HubName, what: Supplement, verbose: Callable[[str], None] | None = None) -> Path:
+    """The path of a supplement of a model in the hub's cache, downloaded if need be: of an adapter (LoRA) or a draft
     head, a folder or a .gguf file; of a pack, the one .pack file of the repository. Raises LoadError."""
     return _Fetch(name, verbose=verbose, what=what).run_with_load_errors(_Fetch.run)
 
 
 def pull(name: HubName, fits: Fits | None = None, verbose: Callable[[str], None] | None = None) -> tuple[Path, Kind]:
-    """The path of what a name on the hub means, as of `fetch` or `fetch_part`, and what it is. The checksums of files
-    that are there are compared, too, and damaged ones are downloaded again. Raises LoadError."""
+    """The path of what a name on the hub means, as of `fetch` or `fetch_supplement`, and what it is. The checksums of
+    files that are there are compared, too, and damaged ones are downloaded again. Raises LoadError."""
     return _Fetch(name, fits, verbose, what=None).run_with_load_errors(lambda one: (one.run(), one.what or "model"))
 
 

@@ -404,7 +404,7 @@ def test_files_of_another_size_are_fetched_again_where_there_are_no_links(large:
     large.repositories["user/adapter"] = Repository(
         {"adapter_config.json": b"{}", "adapter_model.safetensors": CONTENT}
     )
-    folder, adapter = fetch("user/large"), hub_package.fetch_part(parse("user/adapter"), "adapter")
+    folder, adapter = fetch("user/large"), hub_package.fetch_supplement(parse("user/adapter"), "adapter")
     without_links(Path(constants.HF_HUB_CACHE))
     files = [folder / "model.safetensors", folder / "tokenizer.json", adapter / "adapter_model.safetensors"]
     wanted = [file.read_bytes() for file in files]
@@ -412,7 +412,7 @@ def test_files_of_another_size_are_fetched_again_where_there_are_no_links(large:
         for file in files:
             file.resolve().write_bytes(broken)
         assert fetch("user/large") == folder
-        assert hub_package.fetch_part(parse("user/adapter"), "adapter") == adapter
+        assert hub_package.fetch_supplement(parse("user/adapter"), "adapter") == adapter
         assert [file.read_bytes() for file in files] == wanted
 
 
@@ -612,4 +612,4 @@ def test_what_is_not_in_the_cache_as_a_whole_needs_a_connection(large: Hub, cut_
 def test_a_repository_without_the_part_is_refused(hub: Hub, kind: str, says: str) -> None:
     hub.repositories["user/none"] = Repository({"README.md": b""})
     with pytest.raises(LoadError, match=says):
-        hub_package.fetch_part(parse("hf:user/none"), kind)
+        hub_package.fetch_supplement(parse("hf:user/none"), kind)

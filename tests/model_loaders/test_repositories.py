@@ -257,8 +257,8 @@ def test_of_models_in_folders_the_repository_is_told_to_be_downloaded(hub: Hub) 
 def test_an_adapter_and_a_head_beside_a_model_are_parts_alone(hub: Hub, contents: dict[str, bytes]) -> None:
     layout = {"m-Q8_0.gguf": "M", "m-tune-F16.gguf": "A", "eagle3-m-Q8_0.gguf": "H"}
     hub.repositories["user/repo"] = Repository(files_of(layout, contents))
-    assert hub_package.fetch_part(parse("user/repo"), "adapter").name == "m-tune-F16.gguf"
-    assert hub_package.fetch_part(parse("user/repo"), "head").name == "eagle3-m-Q8_0.gguf"
+    assert hub_package.fetch_supplement(parse("user/repo"), "adapter").name == "m-tune-F16.gguf"
+    assert hub_package.fetch_supplement(parse("user/repo"), "head").name == "eagle3-m-Q8_0.gguf"
     assert hub_package.fetch(parse("user/repo")).name == "m-Q8_0.gguf"
 
 
