@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from polarlm.engine.parsing.answer_parser import new_id
 from polarlm.engine.parsing.pieces import CallStart, Piece
-from polarlm.engine.sampling.channel_reader import ChannelReader, Inline, Part
+from polarlm.engine.sampling.channel_reader import ChannelReader, ChannelText, Inline
 from polarlm.model_loaders.chat.call_arguments import json_object
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
@@ -38,25 +38,25 @@ class ChannelParser:
         return self._reader.held
 
     def push(self, text: str) -> list[Piece]:
-        return [piece for part in self._reader.push(text) for piece in self._pieces(part)]
+        return [piece for one in self._reader.push(text) for piece in self._pieces(one)]
 
     def finish(self, *, cut: bool = False, next: str = "") -> list[Piece]:
-        """The remaining parts, without a header that is not complete. cut: whether the model did not end the answer."""
+        """The remaining pieces, without an incomplete header. cut: whether the model did not end the answer."""
         in_header = self._reader.is_in_header
-        pieces = [piece for part in self._reader.finish() for piece in self._pieces(part)]
+        pieces = [piece for one in self._reader.finish() for piece in self._pieces(one)]
         self.is_cut_off = (cut and in_header) or (self.calls > 0 and json_object(self._arguments) is None)
         return pieces
 
-    def _pieces(self, part: Part) -> list[Piece]:
-        pieces = []
+    def _pieces(self, channel_text: ChannelText) -> list[Piece]:
+        pieces, kind, text = [], channel_text.kind, channel_text.text
         if self._inline is not None:
-            pieces = [Piece(text)] if (text := self._inline.text(part)) else []
-        elif part.kind in ("reasoning", "text"):
-            pieces = [Piece(part.text) if part.kind == "text" else Piece(reasoning=part.text)]
-        if part.kind == "call":
+            pieces = [Piece(shown)] if (shown := self._inline.text(channel_text)) else []
+        elif kind in ("reasoning", "text"):
+            pieces = [Piece(text) if kind == "text" else Piece(reasoning=text)]
+        if kind == "call":
             self.calls, self._arguments = self.calls + 1, ""
-            pieces.append(Piece(call=CallStart(self.calls - 1, new_id(), part.text)))
-        elif part.kind == "arguments":
-            self._arguments += part.text
-            pieces.append(Piece(arguments=part.text))
+            pieces.append(Piece(call=CallStart(self.calls - 1, new_id(), text)))
+        elif kind == "arguments":
+            self._arguments += text
+            pieces.append(Piece(arguments=text))
         return pieces

@@ -1,4 +1,4 @@
-"""Answers of messages in channels, split into parts: the same parts however the text comes."""
+"""Answers of messages in channels, split into texts: the same ones however the text comes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ AFTER = '<|channel|>commentary to=functions.time <|constrain|>json<|message|>{"a
 CALL = [("call", "time"), ("arguments", '{"a":1}')]
 
 
-def parts(*texts: str, begun: bool = False) -> list[tuple[str, str]]:
-    """(kind, text) of each part, neighbours of one kind in one."""
+def split(*texts: str, begun: bool = False) -> list[tuple[str, str]]:
+    """(kind, text) of each text, neighbours of one kind in one."""
     reader = ChannelReader(CHANNELS, to=" to=functions.", names=("time",), is_begun=begun)
     found: list[tuple[str, str]] = []
-    for part in [part for text in texts for part in reader.push(text)] + reader.finish():
-        if found and found[-1][0] == part.kind:
-            found[-1] = part.kind, found[-1][1] + part.text
+    for one in [one for text in texts for one in reader.push(text)] + reader.finish():
+        if found and found[-1][0] == one.kind:
+            found[-1] = one.kind, found[-1][1] + one.text
         else:
-            found.append((part.kind, part.text))
+            found.append((one.kind, one.text))
     return found
 
 
@@ -44,15 +44,15 @@ IS_SPLIT_CASES = [
 
 def test_an_answer_is_split() -> None:
     for answer, expected in IS_SPLIT_CASES:
-        assert parts(answer) == expected
-        assert parts(*answer) == expected
+        assert split(answer) == expected
+        assert split(*answer) == expected
 
 
 def test_an_answer_may_begin_after_its_header() -> None:
-    assert parts("a < b", begun=True) == [("text", "a < b")]
+    assert split("a < b", begun=True) == [("text", "a < b")]
 
 
 def test_reasoning_may_be_part_of_the_text() -> None:
     reader, inline = ChannelReader(CHANNELS), Inline(CHANNELS)
-    text = "".join(inline.text(part) for part in reader.push(THOUGHT + TEXT) + reader.finish())
+    text = "".join(inline.text(one) for one in reader.push(THOUGHT + TEXT) + reader.finish())
     assert text == "<|channel|>analysis<|message|>hm<|end|>\n\na < b"
