@@ -204,19 +204,19 @@ def projected_columns(mixer: Recurrent) -> int:
 
 
 def delta_prompt_bytes(mixers: Collection[Recurrent], chunk: int, tokens: int, block_size: int) -> tuple[int, int]:
-    """Bytes of what the kernels of one part of a prompt write for each other, and of the states computed at a time."""
+    """Bytes of what the kernels of one scan of a prompt write for each other, and of the states computed at a time."""
     blocks = tokens // block_size
     ends = 2 + sum(_STEP**power < blocks for power in range(16)) if blocks else 0
-    parts, states = [0], 0
+    scratch, states = [0], 0
     for mixer in mixers:
         count = min(-(-chunk // block_size) + 1, PROMPT_ROWS // block_size)
         shapes = sizes_of(mixer, block_size).scratch(mixer.key_heads, mixer.value_heads, count)
-        parts.append(sum(map(math.prod, shapes)))
+        scratch.append(sum(map(math.prod, shapes)))
         matrices, before = mixer.value_heads * mixer.key_dim * mixer.value_dim, (mixer.width - 1) * mixer.channels
         decays = mixer.key_dim if isinstance(mixer, ChannelDelta) else 1
         token_floats = mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + decays) + mixer.channels
         states += (1 + ends) * (matrices + before) + block_size * token_floats
-    return _FLOAT * max(parts), _FLOAT * states
+    return _FLOAT * max(scratch), _FLOAT * states
 
 
 def state_codes(key_dim: int, value_dim: int) -> LaunchConfig:
@@ -225,7 +225,7 @@ def state_codes(key_dim: int, value_dim: int) -> LaunchConfig:
     return LaunchConfig(defines, threads_for(value_dim))
 
 
-class _Part(NamedTuple):
+class _Scan(NamedTuple):
     """Rows of a prompt that are added to a slot at once, from a place in its block, and their results y. end_rows: see
     `delta_scan.cu`."""
 
@@ -256,8 +256,8 @@ class RecurrentOps(DeviceOps):
         key_heads, (_, heads, _, dim) = slots.keys.shape[1], slots.updates.shape
         y = self._device.empty((len(projected), heads * dim), np.float32)
         if ends is not None:
-            for part in _parts(y, projected, rows):
-                self._add_delta_rows(part, w)
+            for scan in _scans(y, projected, rows):
+                self._add_delta_rows(scan, w)
             return y
         weights, numbers = (w.conv, None, w.decay, w.dt_bias, w.norm, None), (key_heads, int(w.tiled), float(w.eps))
         args = y, *_step_state(slots), projected, *weights, spans, row_stride(projected), *numbers
@@ -296,59 +296,59 @@ class RecurrentOps(DeviceOps):
             args = y, *_step_state(slots), projected, *weights, spans, pitch, groups, 0, 0.0
             self._launch("delta_step", (len(w.skip), len(spans)), config, *args)
         else:
-            for part in _parts(y, projected, rows):
-                self._add_mamba2_rows(part, w)
+            for scan in _scans(y, projected, rows):
+                self._add_mamba2_rows(scan, w)
         config = LaunchConfig({}, row_threads(count, size))
         self._launch("mamba2_results", (groups, count), config, y, projected, w.norm, pitch, size, float(w.eps))
         return y
 
-    def _add_delta_rows(self, part: _Part, w: DeltaWeights) -> None:
-        y, projected, slot, _, place, _ = part
+    def _add_delta_rows(self, scan: _Scan, w: DeltaWeights) -> None:
+        y, projected, slot, _, place, _ = scan
         sizes, pitch, rows = DeltaSizes.from_slots(slot), row_stride(projected), len(projected)
-        key_heads, heads, arrays = len(slot.keys), len(slot.updates), self._scratch(sizes, part)
+        key_heads, heads, arrays = len(slot.keys), len(slot.updates), self._scratch(sizes, scan)
         numbers = key_heads, heads, int(w.tiled), rows, place
         args = *arrays, projected, *_block_state(slot), slot.inputs, w.conv, w.decay, w.dt_bias, pitch, *numbers
-        self._launch("delta_blocks", (len(part.end_rows), key_heads), sizes.blocks(), *args)
-        end_rows, (queries, _, *others) = self._device.from_host(part.end_rows), arrays
-        self._scan(sizes, part, [queries, *others, None], end_rows, w.tiled)
+        self._launch("delta_blocks", (len(scan.end_rows), key_heads), sizes.blocks(), *args)
+        end_rows, (queries, _, *others) = self._device.from_host(scan.end_rows), arrays
+        self._scan(sizes, scan, [queries, *others, None], end_rows, w.tiled)
         config = sizes.finish()
         grid = (-(-rows * heads * WARP // config.threads),)
         result_args = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
         self._launch("delta_results", grid, config, *result_args)
-        self._keep_inputs(sizes, part, projected, end_rows)
+        self._keep_inputs(sizes, scan, projected, end_rows)
 
-    def _add_mamba2_rows(self, part: _Part, w: Mamba2Weights) -> None:
-        y, projected, slot, _, place, _ = part
+    def _add_mamba2_rows(self, scan: _Scan, w: Mamba2Weights) -> None:
+        y, projected, slot, _, place, _ = scan
         sizes, groups, heads = Mamba2Sizes.from_slots(slot), len(slot.keys), len(slot.updates)
-        arrays, config = self._scratch(sizes, part), sizes.blocks()
+        arrays, config = self._scratch(sizes, scan), sizes.blocks()
         weights = w.conv, w.bias, w.decay, w.dt_bias, w.skip
         numbers = row_stride(projected), groups, heads, len(projected), place
         args = y, *arrays, projected, *_block_state(slot), slot.inputs, *weights, *numbers
-        grid = len(part.end_rows), groups, -(-heads // groups // int(config.defines["MEMBERS"]))
+        grid = len(scan.end_rows), groups, -(-heads // groups // int(config.defines["MEMBERS"]))
         self._launch("mamba2_blocks", grid, config, *args)
-        end_rows, (queries, largest, decayed_keys, *others) = self._device.from_host(part.end_rows), arrays
-        self._scan(sizes, part, [queries, decayed_keys, None, *others, largest], end_rows, False)
-        self._keep_inputs(sizes, part, projected[:, y.shape[1] :], end_rows)
+        end_rows, (queries, largest, decayed_keys, *others) = self._device.from_host(scan.end_rows), arrays
+        self._scan(sizes, scan, [queries, decayed_keys, None, *others, largest], end_rows, False)
+        self._keep_inputs(sizes, scan, projected[:, y.shape[1] :], end_rows)
 
-    def _scratch(self, sizes: DeltaSizes, part: _Part) -> list[Array]:
-        shapes = sizes.scratch(len(part.slot.keys), len(part.slot.updates), len(part.end_rows))
+    def _scratch(self, sizes: DeltaSizes, scan: _Scan) -> list[Array]:
+        shapes = sizes.scratch(len(scan.slot.keys), len(scan.slot.updates), len(scan.end_rows))
         return [self._device.empty(shape, np.float32) for shape in shapes]
 
     def _scan(
-        self, sizes: DeltaSizes, part: _Part, arrays: Sequence[Array | None], end_rows: Array, tiled: bool
+        self, sizes: DeltaSizes, scan: _Scan, arrays: Sequence[Array | None], end_rows: Array, tiled: bool
     ) -> None:
         """arrays: queries, faded, reads or None, news, weights, logs, largest or None: see `delta_scan.cu`."""
-        slot, (heads, _, dim) = part.slot, part.slot.updates.shape
+        slot, (heads, _, dim) = scan.slot, scan.slot.updates.shape
         config = sizes.scan(heads, self._device.processors, self._device.shared_memory)
         grid = -(-dim // int(config.defines["SLICE"])), heads
-        written, numbers = (part.y, slot.matrices, *_block_state(slot), part.ends.matrices), (len(part.y), part.place)
+        written, numbers = (scan.y, slot.matrices, *_block_state(slot), scan.ends.matrices), (len(scan.y), scan.place)
         self._launch("delta_scan", grid, config, *written, *arrays, end_rows, len(slot.keys), int(tiled), *numbers)
 
-    def _keep_inputs(self, sizes: DeltaSizes, part: _Part, conv_rows: Array, end_rows: Array) -> None:
+    def _keep_inputs(self, sizes: DeltaSizes, scan: _Scan, conv_rows: Array, end_rows: Array) -> None:
         """conv_rows: rows that begin with what is convolved."""
-        inputs, config = part.slot.inputs, sizes.finish()
-        numbers = row_stride(conv_rows), inputs.shape[1], len(conv_rows), part.place
-        args = inputs, part.ends.inputs, conv_rows, end_rows, *numbers
+        inputs, config = scan.slot.inputs, sizes.finish()
+        numbers = row_stride(conv_rows), inputs.shape[1], len(conv_rows), scan.place
+        args = inputs, scan.ends.inputs, conv_rows, end_rows, *numbers
         self._launch("delta_inputs", (-(-inputs.shape[1] // config.threads),), config, *args, file="delta_results")
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
@@ -390,7 +390,7 @@ class RecurrentOps(DeviceOps):
         return matrices
 
 
-def _parts(y: Array, projected: Array, rows: SlotRows) -> Iterator[_Part]:
+def _scans(y: Array, projected: Array, rows: SlotRows) -> Iterator[_Scan]:
     """The rows of each span, PROMPT_ROWS at most at a time, which end with a block."""
     slots, spans, ends = rows
     assert ends is not None
@@ -402,7 +402,7 @@ def _parts(y: Array, projected: Array, rows: SlotRows) -> Iterator[_Part]:
             end = min(last, first + PROMPT_ROWS // block * block - place)
             blocks = -(-(place + end - first) // block)
             end_rows = _end_rows(ends, number, blocks)
-            yield _Part(y[first:end], projected[first:end], slot, ends, place, end_rows)
+            yield _Scan(y[first:end], projected[first:end], slot, ends, place, end_rows)
             number, place, first = number + blocks, (place + end - first) % block, end
 
 
