@@ -21,7 +21,7 @@ class Step(NamedTuple):
     out: Pointer
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     number: Int64
     weight: Float32
 
@@ -30,10 +30,10 @@ class Row(NamedTuple):
 def test_a_kernel_reads_its_arguments_and_rows_of_a_table_by_name(level: Level) -> None:
     def emit(e: Emitter, args: Step, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(0, args.count) as number:
-            row = read(e, Row, args.table, number)
+            row = read(e, TableRow, args.table, number)
             e.store(row.weight * args.factor, args.out + row.number * 4)
 
-    rows = [Row(number=number, weight=number + 0.5) for number in (2, 0, 1)]
+    rows = [TableRow(number=number, weight=number + 0.5) for number in (2, 0, 1)]
     table, out = np.array([words(row) for row in rows]), np.zeros(3, np.float32)
     run(Kernel("test_step", emit, Step), level, 1, Step(out=out, table=table, count=3, factor=2))
     assert out.tolist() == [1, 3, 5]
@@ -56,4 +56,4 @@ def test_a_field_of_another_kind_is_an_error(mistake: dict[str, Any]) -> None:
 def test_arguments_of_another_kernel_are_an_error() -> None:
     kernel = Kernel("test_mixed_up", lambda e, args, begin, end, scratch: None, declared("x", "n"))
     with pytest.raises(AssertionError, match="test_mixed_up"):
-        kernel.pack(Row(number=1, weight=1.0))
+        kernel.pack(TableRow(number=1, weight=1.0))

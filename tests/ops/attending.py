@@ -189,7 +189,7 @@ def case_of(
     buffer = ops.buffer(format, n * buffer_blocks) if is_prompt else None
     _poison(ops, cache, buffer)
     first, buffered, views = 0, 0, list[SpanView]()
-    keys, values, in_full = list[np.ndarray](), list[np.ndarray](), list[_Part]()
+    keys, values, in_full = list[np.ndarray](), list[np.ndarray](), list[_FullBlock]()
     for number, (length, rows, done, kept) in enumerate(sequences):
         k, v = (rng.standard_normal((length + rows, shape.kv_heads, shape.dim)) for _ in "kv")
         k, v = (x.astype(np.float16).astype(np.float32) for x in (k + rng.standard_normal(k.shape[1:]), v))
@@ -206,7 +206,7 @@ def case_of(
         ]
         buffered += len(places)
         blocks = [*zip(current, places, strict=True), *([] if sink is None else [(0, KVLocation(None, sink))])]
-        in_full += [_Part(place, k[block * n :][:n], v[block * n :][:n], block * n) for block, place in blocks]
+        in_full += [_FullBlock(place, k[block * n :][:n], v[block * n :][:n], block * n) for block, place in blocks]
         if table:
             part = slice(own[0] * n, own[-1] * n + n)
             k[part], v[part] = _store(ops, cache, table, k[part], v[part])
@@ -219,7 +219,7 @@ def case_of(
     spare_block = 100 * rng.standard_normal((2, n, shape.kv_heads, shape.dim), np.float32)
     _store(ops, cache, ids, *np.tile(spare_block, (1, len(ids), 1, 1)))
     for is_in_slot in (True, False):
-        _append(ops, cache, [part for part in in_full if (part.place.buffer is None) == is_in_slot], n)
+        _append(ops, cache, [one for one in in_full if (one.place.buffer is None) == is_in_slot], n)
     q = rng.standard_normal((first, shape.kv_heads * shape.group, shape.dim), np.float32)
     rule = AttentionRule(2.4 / shape.dim**0.5, window)
     return Case(ops, cache, views, q, keys, values, rule)
@@ -230,7 +230,7 @@ def codecs_of(format: CacheFormat) -> list[codecs.Codec]:
     return [codec for codec in (format.codec_k, format.codec_v) if codec is not None]
 
 
-class _Part(NamedTuple):
+class _FullBlock(NamedTuple):
     """A block in full precision: where it lies, its tokens k, v (T, K, D), and the position of the first."""
 
     place: KVLocation
@@ -248,15 +248,15 @@ def _poison(ops: Any, cache: Any, buffer: Any) -> None:
         array[...] = 0xFF if ops.backend == "cuda" else np.nan
 
 
-def _append(ops: Any, cache: Any, parts: Sequence[_Part], n: int) -> None:
-    if not parts:
+def _append(ops: Any, cache: Any, blocks: Sequence[_FullBlock], n: int) -> None:
+    if not blocks:
         return
-    ends = np.cumsum([len(part.k) for part in parts]).tolist()
-    rows = [slice(end - len(part.k), end) for end, part in zip(ends, parts, strict=True)]
+    ends = np.cumsum([len(block.k) for block in blocks]).tolist()
+    rows = [slice(end - len(block.k), end) for end, block in zip(ends, blocks, strict=True)]
     spans = [
-        SpanView(at, part.start, part.place, part.start, None, (), n) for at, part in zip(rows, parts, strict=True)
+        SpanView(at, block.start, block.place, block.start, None, (), n) for at, block in zip(rows, blocks, strict=True)
     ]
-    sides = (np.concatenate([part[side] for part in parts]) for side in (1, 2))
+    sides = (np.concatenate([block[side] for block in blocks]) for side in (1, 2))
     k, v = (ops.to_device(np.concatenate([x[:, :1], x], axis=1))[:, 1:] for x in sides)  # of rows with more heads
     ops.append_kv(cache, ops.spans(spans, n), k, v)
 
