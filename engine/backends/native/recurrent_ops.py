@@ -10,8 +10,8 @@ import numpy as np
 from polarlm.engine.backends.delta import DeltaSlots, DeltaWeights, Mamba2Weights, SlotRows
 from polarlm.engine.backends.native.kernels.recurrent import mamba2
 from polarlm.engine.backends.native.kernels.recurrent.common import AdvanceArguments, RecurrentArguments, advance
-from polarlm.engine.backends.native.kernels.recurrent.gated_delta import Delta, gated_delta, supports
-from polarlm.engine.backends.native.kernels.recurrent.mamba2 import Mamba2
+from polarlm.engine.backends.native.kernels.recurrent.gated_delta import DeltaSpec, gated_delta, supports
+from polarlm.engine.backends.native.kernels.recurrent.mamba2 import Mamba2Spec
 from polarlm.engine.backends.native.kernels.recurrent.short_conv import ConvArguments, short_conv
 from polarlm.engine.backends.native.kernels.rows import NormArguments, norm_rows
 from polarlm.engine.backends.native.launch import KernelOps
@@ -39,7 +39,7 @@ class RecurrentOps(KernelOps):
         return y
 
     def gated_delta(self, projected: np.ndarray, w: DeltaWeights, rows: SlotRows) -> np.ndarray:
-        spec = Delta(*_sizes(rows.slots), w.tiled, rows.ends is not None)
+        spec = DeltaSpec(*_sizes(rows.slots), w.tiled, rows.ends is not None)
         if not supports(spec):
             return self._launch.run_numpy(super().gated_delta, projected, w, rows)
         return self._add_delta_rows(spec, projected, w, rows)
@@ -47,14 +47,14 @@ class RecurrentOps(KernelOps):
     def channel_delta(
         self, projected: np.ndarray, decays: np.ndarray, gates: np.ndarray, w: DeltaWeights, rows: SlotRows
     ) -> np.ndarray:
-        spec = Delta(*_sizes(rows.slots), w.tiled, rows.ends is not None, by_channel=True)
+        spec = DeltaSpec(*_sizes(rows.slots), w.tiled, rows.ends is not None, by_channel=True)
         if not supports(spec):
             return self._launch.run_numpy(super().channel_delta, projected, decays, gates, w, rows)
         more = {"row_bytes": projected.strides[0], "decay_inputs": decays, "gates": gates}
         return self._add_delta_rows(spec, projected, w, rows, **more)
 
     def _add_delta_rows(
-        self, spec: Delta, projected: np.ndarray, w: DeltaWeights, rows: SlotRows, **more: Any
+        self, spec: DeltaSpec, projected: np.ndarray, w: DeltaWeights, rows: SlotRows, **more: Any
     ) -> np.ndarray:
         """more: arguments of the kernel besides others."""
         y = self._launch.empty((len(projected), spec.value_heads * spec.value_dim))
@@ -73,7 +73,7 @@ class RecurrentOps(KernelOps):
         return y
 
     def mamba2(self, projected: np.ndarray, w: Mamba2Weights, rows: SlotRows) -> np.ndarray:
-        spec = Mamba2(*_sizes(rows.slots), w.bias is not None, rows.ends is not None)
+        spec = Mamba2Spec(*_sizes(rows.slots), w.bias is not None, rows.ends is not None)
         if not mamba2.supports(spec):
             return self._launch.run_numpy(super().mamba2, projected, w, rows)
         launch, count, spans = self._launch, len(projected), len(rows.spans)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Piece(NamedTuple):
+class CodePiece(NamedTuple):
     """`bits` bits of code `code`, from bit `low` on, are stored in byte `byte`, from bit `place` on."""
 
     code: int
@@ -53,7 +53,7 @@ class Planes:
         runs, rest = divmod(count, self.run)
         return runs * -(-self.run * self.bits // 8) + -(-rest * self.bits // 8)
 
-    def pieces(self, count: int) -> tuple[Piece, ...]:
+    def pieces(self, count: int) -> tuple[CodePiece, ...]:
         """The pieces of the codes of a run of `count` vectors. The first piece of each code has its lowest bits."""
         return _pieces(self.bits, count, self.top)
 
@@ -90,7 +90,7 @@ class Planes:
                 )
 
 
-def _unpack_run(pieces: Sequence[Piece], stored_bytes: np.ndarray, codes: np.ndarray) -> None:
+def _unpack_run(pieces: Sequence[CodePiece], stored_bytes: np.ndarray, codes: np.ndarray) -> None:
     """stored_bytes (..., n, W) → codes (..., V, W), which is written."""
     whole = min(stored_bytes.shape[-2], codes.shape[-2])
     _, _, _, place, bits = pieces[0]
@@ -114,10 +114,10 @@ def code_type(bits: int) -> np.dtype:
 
 
 @cache
-def _pieces(bits: int, count: int, top: bool) -> tuple[Piece, ...]:
+def _pieces(bits: int, count: int, top: bool) -> tuple[CodePiece, ...]:
     whole, nbytes = min(bits, 8), -(-count * bits // 8)
     first = 8 - whole if top else 0
-    pieces = [Piece(code, 0, code, first, whole) for code in range(min(count, nbytes))]
+    pieces = [CodePiece(code, 0, code, first, whole) for code in range(min(count, nbytes))]
     taken = {(piece.byte, first + i) for piece in pieces for i in range(whole)}
     free = [(byte, place) for byte in range(nbytes) for place in range(8) if (byte, place) not in taken]
     left = [(code, low) for code in range(count) for low in range(whole if code < nbytes else 0, bits)]
@@ -126,5 +126,5 @@ def _pieces(bits: int, count: int, top: bool) -> tuple[Piece, ...]:
         if (code, byte, place) == (last.code, last.byte, last.place + last.bits):
             pieces[-1] = last._replace(bits=last.bits + 1)
         else:
-            pieces.append(Piece(code, low, byte, place, 1))
+            pieces.append(CodePiece(code, low, byte, place, 1))
     return tuple(pieces)

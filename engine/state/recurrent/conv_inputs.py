@@ -40,7 +40,7 @@ class ConvShape(RecurrentShape):
 
 @dataclass
 class _Prompt:
-    """See `PromptRows`. last_inputs: of the newest tokens that the next one sees (before, channels). targets:
+    """See `PromptSpan`. last_inputs: of the newest tokens that the next one sees (before, channels). targets:
     number of a block → the arrays that keep inputs which its tokens see, beginning with the inputs of the tokens before
     the block."""
 

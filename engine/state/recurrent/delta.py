@@ -100,7 +100,7 @@ class DeltaTable(BlockTable):
 
 
 class _Prompt(NamedTuple):
-    """See `PromptRows`. ends: the states to keep, with the numbers of their blocks in the sequence. fetches: the
+    """See `PromptSpan`. ends: the states to keep, with the numbers of their blocks in the sequence. fetches: the
     snapshots of the layers before it, of all GPUs."""
 
     block_size: int

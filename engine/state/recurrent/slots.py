@@ -29,7 +29,7 @@ class PromptState(Protocol):
         """Add rows from `position` on with the layer's op, and return what the op returns."""
 
 
-class PromptRows(NamedTuple):
+class PromptSpan(NamedTuple):
     """Rows of a prompt from `position` on. prompts: by the ops of each GPU, the buffer of the prompt's reservation,
     for the layer that is being computed."""
 
@@ -40,7 +40,7 @@ class PromptRows(NamedTuple):
 def add_rows(ops: Ops, op: RowsOp, inputs: Array, weights: Sequence[Any], slots: Any, spans: Any) -> Array:
     """Add rows to a layer's state with its op, one of `ops`, and return what the op returns. spans: from
     `RecurrentState.spans`, a step's rows on the device."""
-    if isinstance(spans, PromptRows):
+    if isinstance(spans, PromptSpan):
         return spans.prompts[ops].add(ops, op, inputs, weights, spans.position)
     return op(inputs, *weights, SlotRows(slots, spans))
 
@@ -86,15 +86,15 @@ class RecurrentState(TableGroup):
         self, layer: int, table: BlockTable, reservation: Reservation, start: int, rows: slice, position: int
     ) -> Any:
         if reservation.buffer is not None:
-            return PromptRows(reservation.buffer, position)
+            return PromptSpan(reservation.buffer, position)
         return self._step_view(reservation, start, rows, position)
 
     def _step_view(self, reservation: Reservation, start: int, rows: slice, position: int) -> Any:
         raise NotImplementedError
 
-    def spans(self, views: Sequence[Any]) -> np.ndarray | PromptRows:
+    def spans(self, views: Sequence[Any]) -> np.ndarray | PromptSpan:
         """Return the rows of a prompt, or the rows of a step: int32 (…, 4), as the layers' op takes them."""
-        if views and isinstance(views[0], PromptRows):
+        if views and isinstance(views[0], PromptSpan):
             (rows,) = views
             return rows
         return self._step_rows(views)

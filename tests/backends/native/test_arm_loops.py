@@ -9,10 +9,10 @@ from typing import Any
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_kernel
-from polarlm.engine.backends.native.kernels.attention.unit import Prompt
+from polarlm.engine.backends.native.kernels.attention.unit import PromptSpec
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs
 from polarlm.engine.backends.native.kernels.linear.block_sums import output_groups
-from polarlm.engine.backends.native.kernels.linear.product import Product, product
+from polarlm.engine.backends.native.kernels.linear.product import ProductSpec, product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling
 from polarlm.engine.jit.lang import F32, Emitter, Kernel, Level, Value, vector
 from polarlm.engine.weight_formats import get
@@ -46,7 +46,7 @@ def values(name: str) -> Kernel:
 def test_products(level: Level) -> None:
     """Codes of 4 bits are masked and multiplied as bytes. Sums of several rows with both bytes are of 8 outputs."""
     instruction, count = OF_WEIGHTS[level.name], PRODUCTS[level.name]
-    one, many = (Loop(product(Product(get("q4_1"), own)), level) for own in (SINGLE, largest_tiling(level)))
+    one, many = (Loop(product(ProductSpec(get("q4_1"), own)), level) for own in (SINGLE, largest_tiling(level)))
     rows = largest_tiling(level).rows
     assert count <= one.count(instruction) <= count + 4
     turns = len(output_groups(level, rows))
@@ -60,7 +60,8 @@ def test_products(level: Level) -> None:
 @in_turn("level name", each([level for level in ARM if level.most_code], ["q4_1", "q6_k", "q8_0", "iq4_xs"]))
 def test_products_of_inputs_of_8_bits(level: Level, name: str) -> None:
     """Half of the products of a row with both bytes of 16 bits, and at most three quarters of the instructions."""
-    kernels = [Product(get(name), largest_tiling(level, kind), inputs=kind) for kind in (Inputs.CODES, Inputs.BYTES)]
+    kinds = Inputs.CODES, Inputs.BYTES
+    kernels = [ProductSpec(get(name), largest_tiling(level, kind), inputs=kind) for kind in kinds]
     words, of_bytes = (Loop(product(kernel), level) for kernel in kernels)
     rows = [kernel.row_tile for kernel in kernels]
     instruction = OF_WEIGHTS[level.name]
@@ -75,7 +76,7 @@ def test_sums_of_products_stay_in_registers(level: Level, name: str) -> None:
     """What few instructions read from the stack are constants. At `neon` an instruction in 40 spills a sum of several
     rows: without, for 8 outputs at a time, loops would have a fifth more instructions."""
     for rows in range(1, largest_tiling(level).rows + 1):
-        loop = Loop(product(Product(get(name), Tiling(rows, 1))), level)
+        loop = Loop(product(ProductSpec(get(name), Tiling(rows, 1))), level)
         spills = rows > 1 and not level.splits_words
         assert loop.spilled <= spills * len(loop) / 40, f"{rows} rows"
         assert loop.on_stack <= 4 + spills * len(loop) / 20, f"{rows} rows"
@@ -114,7 +115,7 @@ def test_floats(level: Level) -> None:
     assert loop.count("fcvtl2?") == 16
     assert loop.count("fmla") == 3 * 16
     assert loop.on_stack == 0
-    prompt = Loop(attend_kernel(Prompt(64)), level, product=True)
+    prompt = Loop(attend_kernel(PromptSpec(64)), level, product=True)
     assert prompt.count("fmla") >= len(prompt) * 0.7
     assert prompt.on_stack == 0
 
@@ -143,6 +144,6 @@ def test_a_level_has_no_instruction_of_a_later_one(level: Level) -> None:
         "neon-dot": "usdot|[su]mmla|usmmla",
         "neon-i8mm": "f?mlal.*bf16|bf.*",
     }
-    for kernel in (product(Product(get("q4_1"), SINGLE)), values("polarquant")):
+    for kernel in (product(ProductSpec(get("q4_1"), SINGLE)), values("polarquant")):
         names = {line.split()[0] for line in assembly(kernel, level).splitlines() if line.startswith("\t")}
         assert not [name for name in names if re.fullmatch(later[level.name], name)]

@@ -14,12 +14,12 @@ from polarlm.engine.backends.native.kernels.attention.bfloat_matrices import BFL
 from polarlm.engine.backends.native.kernels.attention.latent_steps import LANES, LatentBody
 from polarlm.engine.backends.native.kernels.attention.matrix_prompts import attend_by_matrices
 from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_prompt
-from polarlm.engine.backends.native.kernels.attention.steps import Attention
+from polarlm.engine.backends.native.kernels.attention.steps import AttentionSpec
 from polarlm.engine.backends.native.kernels.attention.steps import attend as attend_step
-from polarlm.engine.backends.native.kernels.attention.unit import Prompt
+from polarlm.engine.backends.native.kernels.attention.unit import PromptSpec
 from polarlm.engine.backends.native.kernels.attention.word_matrices import WORDS
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs, inputs_for, splits
-from polarlm.engine.backends.native.kernels.linear.product import Product, product
+from polarlm.engine.backends.native.kernels.linear.product import ProductSpec, product
 from polarlm.engine.backends.native.kernels.linear.tiling import (
     SINGLE,
     Tiling,
@@ -103,10 +103,10 @@ def encoder(tilted: bool) -> Kernel:
 
 OF_FLOATS: dict[str, Callable[[], Kernel]] = {
     "a step's blocks in full precision": lambda: attend_step(
-        Attention(*(make(codecs.get("linear8"), 64, 64) for make in (tiles.keys, tiles.values)), 8, 64, 64, 3, 3)
+        AttentionSpec(*(make(codecs.get("linear8"), 64, 64) for make in (tiles.keys, tiles.values)), 8, 64, 64, 3, 3)
     ),
-    "a prompt": lambda: attend_prompt(Prompt(64)),
-    "a prompt of wide heads": lambda: attend_prompt(Prompt(128)),
+    "a prompt": lambda: attend_prompt(PromptSpec(64)),
+    "a prompt of wide heads": lambda: attend_prompt(PromptSpec(128)),
     "rounding of keys": lambda: encoder(tilted=True),
     "rounding of values": lambda: encoder(tilted=False),
 }
@@ -126,7 +126,7 @@ def test_loops_over_floats(kernel: str, level: Level) -> None:
 def test_steps_over_latent_vectors_multiply_what_is_in_memory(level: Level) -> None:
     """Each number or four bytes of a block by those of 16 queries, whose sums never go to the stack."""
     for name, instruction in (("ring3", "vpdpbusd"), ("f16", "vfmadd")):
-        spec = Attention(tiles.keys(codecs.get(name), 64, 64), None, 0, 64, 64, LANES, LANES)
+        spec = AttentionSpec(tiles.keys(codecs.get(name), 64, 64), None, 0, 64, 64, LANES, LANES)
         loop = Loop(attend_step(spec, LatentBody), level, share_of=instruction)
         products = loop.count(rf"{instruction}\S*.*1to16.*")
         assert products >= max(2 * LANES, len(loop) * 2 / 3)
@@ -136,7 +136,7 @@ def test_steps_over_latent_vectors_multiply_what_is_in_memory(level: Level) -> N
 @in_turn("level", [level for level in X86 if level.matrices is not None])
 def test_weights_are_computed_between_products(level: Level) -> None:
     """Of 16 queries and 64 keys in a turn, in registers."""
-    text = assembly(attend_by_matrices(BFLOAT, Prompt(64)), level)
+    text = assembly(attend_by_matrices(BFLOAT, PromptSpec(64)), level)
     _, *weights, _ = text.split("vscalefps")
     assert len(weights) == 63
     assert not any("%rsp" in line for part in weights for line in part.splitlines() if "%zmm" in line)
@@ -149,7 +149,7 @@ def test_weights_are_computed_between_products(level: Level) -> None:
 def test_attention_of_prompts_multiplies_words(level: Level) -> None:
     """Of 8 rows and 32 keys, or of 4 and 16 where there are 16 registers: of each two pairs a product a register of
     sums, a load of each register of pairs and one of each query."""
-    loop = Loop(attend_by_matrices(WORDS, Prompt(64)), level, share_of=OF_WORDS[level.name])
+    loop = Loop(attend_by_matrices(WORDS, PromptSpec(64)), level, share_of=OF_WORDS[level.name])
     registers = 2 if level.has_room else 16 // level.lanes
     rows = 8 if level.has_room else 4
     assert loop.count(OF_WORDS[level.name]) == 2 * rows * registers
@@ -166,7 +166,7 @@ def test_products_of_codes(name: str, rows: int, level: Level) -> None:
     sizes = tiling(rows, level)
     if become_words(sizes, level):  # other tests compile these
         sizes = Tiling(*level.code_tiles[0])
-    loop = Loop(product(Product(get(name), sizes)), level)
+    loop = Loop(product(ProductSpec(get(name), sizes)), level)
     products = 16 * sizes.rows * sizes.tiles * (16 // level.lanes)
     of_bytes = splits(level, sizes.rows)
     assert loop.count((OF_BYTES if of_bytes else OF_WORDS)[level.name]) == products
@@ -184,7 +184,7 @@ def test_products_of_words(name: str, level: Level) -> None:
     sizes = largest_tiling(level)
     rows, vectors = sizes.rows, sizes.tiles * 16 // level.lanes
     kind = inputs_for(get(name), 64, level, waits=False)
-    loop = Loop(product(Product(get(name), sizes, inputs=kind)), level, share_of=OF_WORDS[level.name])
+    loop = Loop(product(ProductSpec(get(name), sizes, inputs=kind)), level, share_of=OF_WORDS[level.name])
     halved = rows - rows // 3 if level.halves_products else 0
     products = vectors * (2 * rows - halved)
     assert loop.count(OF_WORDS[level.name]) == products
@@ -204,7 +204,7 @@ def test_products_of_inputs_of_8_bits(level: Level, name: str) -> None:
         assert kind is Inputs.CODES
         return
     sizes = largest_tiling(level, kind)
-    loop = Loop(product(Product(get(name), sizes, inputs=kind)), level, share_of=OF_SMALL_BYTES[level.name])
+    loop = Loop(product(ProductSpec(get(name), sizes, inputs=kind)), level, share_of=OF_SMALL_BYTES[level.name])
     vectors, products = sizes.tiles * 16 // level.lanes, loop.count(OF_SMALL_BYTES[level.name])
     if "vnni" in level.features:
         assert products == 2 * sizes.rows * vectors
@@ -221,7 +221,7 @@ def test_products_of_inputs_of_8_bits(level: Level, name: str) -> None:
 @pytest.mark.parametrize("name", ["iq2_s", "iq3_xxs"])
 def test_products_of_lattices(name: str, level: Level) -> None:
     """Signs cost a subtraction for each register of values. Few registers of points or constants go to the stack."""
-    loop = Loop(product(Product(get(name), SINGLE)), level)
+    loop = Loop(product(ProductSpec(get(name), SINGLE)), level)
     assert loop.count("vpsubb") == 8 * (16 // level.lanes)
     assert loop.on_stack <= len(loop) / 7
 
@@ -231,7 +231,7 @@ def test_products_of_lattices(name: str, level: Level) -> None:
 def test_products_of_weights_without_codes(name: str, level: Level) -> None:
     """A multiply-add for each vector of weights and row, two inputs at a time."""
     sizes = tiling(64, level, Inputs.FLOATS)
-    loop = Loop(product(Product(get(name), sizes, inputs=Inputs.FLOATS)), level)
+    loop = Loop(product(ProductSpec(get(name), sizes, inputs=Inputs.FLOATS)), level)
     vectors = 2 * (16 // level.lanes) * sizes.tiles
     assert loop.count("vfmadd231ps") >= sizes.rows * vectors
     assert loop.count("vcvtph2ps") == (vectors if name == "f16" else 0)

@@ -6,7 +6,7 @@ import pytest
 
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import units_at_once
-from polarlm.engine.backends.native.kernels.linear.product import Product, product
+from polarlm.engine.backends.native.kernels.linear.product import ProductSpec, product
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling
 from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.engine.jit.isa.x86 import Avx512Amx
@@ -27,7 +27,7 @@ def test_threads_take_many_units_and_none_has_nothing_to_do() -> None:
 def test_instructions(name: str, level: Level) -> None:
     """The loop that multiplies has a product for each matrix that it loads, makes a matrix of another strip for four
     parts of its own, and reads and writes no vectors on the stack."""
-    kernel = product(Product(get(name), largest_tiling(level, Inputs.MATRICES), inputs=Inputs.MATRICES))
+    kernel = product(ProductSpec(get(name), largest_tiling(level, Inputs.MATRICES), inputs=Inputs.MATRICES))
     text = assembly(kernel, level)
     assert text.count("tdpbf16ps") == 4 * 4 + 4 + 2  # beside what is made, the rest of parts, and of 16 rows alone
     assert Loop(kernel, level, share_of="vpermw").spilled == 0
@@ -36,6 +36,6 @@ def test_instructions(name: str, level: Level) -> None:
 @pytest.mark.parametrize("bits", ["8", "16"])
 def test_matrices_are_for_bfloat16_alone(bits: str) -> None:
     """Where others are asked for, kernels of the level below serve."""
-    level, name = Avx512Amx(), "q4_0"
-    kernel = product(Product(get(name), largest_tiling(level), inputs=Inputs.BYTES if bits == "8" else Inputs.CODES))
+    level, inputs = Avx512Amx(), Inputs.BYTES if bits == "8" else Inputs.CODES
+    kernel = product(ProductSpec(get("q4_0"), largest_tiling(level), inputs=inputs))
     assert "tdp" not in assembly(kernel, level)

@@ -7,7 +7,7 @@ from pathlib import Path
 from polarlm.engine import weight_formats
 from polarlm.engine.backends.native.kernels import linear
 from polarlm.engine.backends.native.kernels.linear.activations import inputs_for
-from polarlm.engine.backends.native.kernels.linear.product import Product, way
+from polarlm.engine.backends.native.kernels.linear.product import ProductSpec, way
 from polarlm.engine.backends.native.kernels.linear.tiling import tiling
 from polarlm.engine.jit.isa.levels import LEVELS
 
@@ -21,7 +21,7 @@ def ways(level: str, name: str, bits: str) -> str:
     taken = []
     for rows in range(1, ROWS + 1):
         inputs = inputs_for(format, 256, own, waits=rows == 1, bits=bits)
-        taken.append((way(Product(format, tiling(rows, own, inputs), inputs=inputs), own).value, rows))
+        taken.append((way(ProductSpec(format, tiling(rows, own, inputs), inputs=inputs), own).value, rows))
     runs = [(name, max(rows for _, rows in group)) for name, group in groupby(taken, key=lambda one: one[0])]
     return ", ".join(name if last == ROWS else f"{name} to {last}" for name, last in runs)
 

@@ -13,7 +13,7 @@ from polarlm.engine.backends.kv import HeadRule, HeadTransform, Move, Rope, Span
 from polarlm.engine.backends.native.attention_ops.step_table import StepTable
 from polarlm.engine.backends.native.kernels.heads import (
     HeadArguments,
-    Heads,
+    HeadsSpec,
     JoinArguments,
     SlotArguments,
     TakeArguments,
@@ -138,7 +138,7 @@ class HeadOps(KernelOps):
         alone = kv_heads == 0
         q = self._launch.empty((rows, queries, dim))
         factors = prepared.key_factor, prepared.value_factor
-        spec = Heads(
+        spec = HeadsSpec(
             dim,
             rule.norms is not None,
             (factors[0] is not None, prepared.keys.order),

@@ -24,7 +24,7 @@ from polarlm.engine.backends.native.kernels.attention.prompts import (
     attend,
     attend_to_texts,
 )
-from polarlm.engine.backends.native.kernels.attention.unit import KEYS, MOST_QUERIES, Prompt, supports
+from polarlm.engine.backends.native.kernels.attention.unit import KEYS, MOST_QUERIES, PromptSpec, supports
 from polarlm.engine.backends.native.kernels.attention.word_matrices import WORDS
 from polarlm.engine.backends.native.kernels.rows import LayerNormArguments, layer_norm_rows
 from polarlm.engine.backends.native.kv.cache import TileCache
@@ -91,7 +91,7 @@ class PromptOps(KernelOps):
         tile = self._tile(rows, group, kv_heads, MOST_QUERIES if format is None else most_queries(format, dim))
         inverse = NO_ROTATION if transform is None else transform.inverse
         scale_back = None if transform is None else transform.scale_back
-        spec = Prompt(
+        spec = PromptSpec(
             dim, scale_back is not None, inverse.order, rule.softcap is not None, rule.sink_scores is not None
         )
         row_max, row_sum = (np.empty((rows, heads, n), np.float32) for n in (1, 1 if format is None else 16))

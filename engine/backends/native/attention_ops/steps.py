@@ -16,7 +16,7 @@ from polarlm.engine.backends.native.codecs import MOST_QUERIES
 from polarlm.engine.backends.native.codecs.parts.expanded_tiles import expanded_tiles
 from polarlm.engine.backends.native.kernels.attention.latent_steps import LANES, LatentBody
 from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
-from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
+from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, AttentionSpec, attend, query_tile_of
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.jit.lang import Kernel
@@ -70,7 +70,7 @@ class AttentionOps(PromptOps):
             softcap=rule.softcap or 0.0,
             blocks=keys.shape[1],
         )
-        spec = Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes, is_capped)
+        spec = AttentionSpec(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes, is_capped)
         units = partial(_units, table, format.kv_heads)
         self._launch(self._kernel(spec, table), units, arguments, grain=1)
 
@@ -95,7 +95,7 @@ class AttentionOps(PromptOps):
         self._launch(merge_kernel, rows * heads, merge_arguments)
         return out
 
-    def _kernel(self, spec: Attention, table: StepTable) -> Kernel[AttendArguments]:
+    def _kernel(self, spec: AttentionSpec, table: StepTable) -> Kernel[AttendArguments]:
         """That of many rows of a sequence expands blocks first, if there is room, and as soon as it is compiled."""
         if spec.values is None:
             return attend(spec, LatentBody)

@@ -17,7 +17,7 @@ _RECORD = 8 * len(ExpertRows._fields)  # bytes
 
 
 @dataclass(frozen=True)
-class Choice:
+class RouteSpec:
     """The properties that `route` is specialized for; see `model_loaders.config.Experts`."""
 
     scoring: str
@@ -48,7 +48,7 @@ class RouteArguments(NamedTuple):
 
 
 @cache
-def route(spec: Choice) -> Kernel[RouteArguments]:
+def route(spec: RouteSpec) -> Kernel[RouteArguments]:
     """The experts with the largest scores, best first, and their weights; one unit per row.
 
     logits (rows, count) float32; stride: bytes from row to row. bias (count,): added to the scores to choose by.
@@ -86,7 +86,7 @@ def route(spec: Choice) -> Kernel[RouteArguments]:
     return Kernel(spec.name, emit, RouteArguments, scratch=12 * MOST_EXPERTS)
 
 
-def _keep_best_groups(e: Emitter, spec: Choice, args: RouteArguments, ranks: Value, group_scores: Value) -> None:
+def _keep_best_groups(e: Emitter, spec: RouteSpec, args: RouteArguments, ranks: Value, group_scores: Value) -> None:
     """Make the ranks of experts outside of the best groups the least number. group_scores: memory for a number of each
     group."""
     lowest, size = e.constant(F32, LOWEST), args.count // args.groups
@@ -106,7 +106,7 @@ def _keep_best_groups(e: Emitter, spec: Choice, args: RouteArguments, ranks: Val
 
 
 def _scores(
-    e: Emitter, spec: Choice, args: RouteArguments, logits: Value, highest: Value, targets: tuple[Value, Value]
+    e: Emitter, spec: RouteSpec, args: RouteArguments, logits: Value, highest: Value, targets: tuple[Value, Value]
 ) -> None:
     """Write the scores of a row, and the numbers that its experts are chosen by. highest: of its logits."""
     scores, ranks = targets

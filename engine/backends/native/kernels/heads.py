@@ -16,7 +16,7 @@ _VECTORS_AT_ONCE = 4  # vectors that share a pass over a dense rotation
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadsSpec:
     """The properties that a kernel is specialized for.
 
     keys, values: whether they are multiplied by a factor, and the order of their rotation (see `Rotation`); queries are
@@ -66,7 +66,7 @@ class HeadArguments(NamedTuple):
 
 
 @cache
-def transform(spec: Heads) -> Kernel[HeadArguments]:
+def transform(spec: HeadsSpec) -> Kernel[HeadArguments]:
     """qkv (T, H + 2K, D), or without values (T, H + K, D) → q (T, H, D), and keys and values in k and v; one unit per
     row and KV head.
 
@@ -205,9 +205,9 @@ def _copy(e: Emitter, source: Value, target: Value, count: Value) -> None:
 
 
 def _norm_and_rope(
-    e: Emitter, spec: Heads, x: Value, target: Value, weight: Value, eps: Value, cos: Value, sin: Value, factor: Value
+    e: Emitter, spec: HeadsSpec, x: Value, out: Value, weight: Value, eps: Value, cos: Value, sin: Value, factor: Value
 ) -> None:
-    """Norm (if there are norms), RoPE and factor of a query or key x (D,) → target (D,)."""
+    """Norm (if there are norms), RoPE and factor of a query or key x (D,) → out (D,)."""
     half = spec.dim // 2
     inverse = inverse_rms(e, x, e.i64(spec.dim), eps) if spec.has_norms else None
     for first, lanes in pieces(half):
@@ -220,7 +220,7 @@ def _norm_and_rope(
         c, s = e.load(cos, kind, 4 * first), e.load(sin, kind, 4 * first)
         rotated_pair = e.fma(low, c, -(high * s)), e.fma(high, c, low * s)
         for part, place in zip(rotated_pair, places, strict=True):
-            e.store(part * e.load(factor, kind, place) if spec.keys[0] else part, target, place)
+            e.store(part * e.load(factor, kind, place) if spec.keys[0] else part, out, place)
 
 
 class SlotArguments(NamedTuple):

@@ -13,8 +13,8 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import KeyTiles, Tiles, ValueTiles, tiles
 from polarlm.engine.backends.native.kernels.attention.matrices import KEYS, MatrixFormat
-from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments, Decoding, decode
-from polarlm.engine.backends.native.kernels.encode.unit import Block, EncodeArguments, side_of
+from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments, DecodingSpec, decode
+from polarlm.engine.backends.native.kernels.encode.unit import BlockAddresses, EncodeArguments, side_of
 from polarlm.engine.backends.numpy.kv.cache import Fields, LayerCache, Sides, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.lang import Kernel
@@ -25,11 +25,11 @@ from polarlm.model_loaders.forks import cached_property
 
 
 @dataclass(frozen=True, eq=False)
-class Encoder:
+class BlockEncoder:
     """A kernel and the arrays of its error metric.
 
-    addresses: of these arrays for each KV head, int64 (K, fields of `Block`); 0 in other fields. arrays: name → array,
-    referenced here to keep them alive.
+    addresses: of these arrays for each KV head, int64 (K, fields of `BlockAddresses`); 0 in other fields. arrays:
+    name → array, referenced here to keep them alive.
     """
 
     kernel: Kernel[EncodeArguments]
@@ -37,16 +37,16 @@ class Encoder:
     arrays: dict[str, np.ndarray]
 
 
-def encoder(tiles: Tiles, format: CacheFormat, side: int) -> Encoder | str:
+def encoder(tiles: Tiles, format: CacheFormat, side: int) -> BlockEncoder | str:
     """The encoder of keys (side 0) or values (1) into tiles, or the reason why NumPy must encode them."""
     codec, metric = side_of(format, side)
     if isinstance(kernel := tiles.encoder(format, side), str):
         return kernel
     arrays = {} if metric is None or codec.rounding is None else _arrays(metric, codec.rounding.width)
-    addresses = np.zeros((format.kv_heads, len(Block._fields)), np.int64)
+    addresses = np.zeros((format.kv_heads, len(BlockAddresses._fields)), np.int64)
     for name, array in arrays.items():
-        addresses[:, Block._fields.index(name)] = by_head(array, format.kv_heads)
-    return Encoder(kernel, addresses, arrays)
+        addresses[:, BlockAddresses._fields.index(name)] = by_head(array, format.kv_heads)
+    return BlockEncoder(kernel, addresses, arrays)
 
 
 def by_head(array: np.ndarray, heads: int) -> np.ndarray:
@@ -75,7 +75,7 @@ class TileCache(LayerCache):
 
     key_tiles: KeyTiles
     value_tiles: ValueTiles | None
-    encoders: tuple[Encoder | str, ...]
+    encoders: tuple[BlockEncoder | str, ...]
 
     stored_as: ClassVar[str] = transfer.TILES
 
@@ -98,15 +98,15 @@ class TileCache(LayerCache):
         return self.k[_TILES], self.v.get(_TILES, self.k[_TILES])
 
     @cached_property
-    def block_addresses(self) -> dict[int, tuple[Encoder, np.ndarray, np.ndarray]]:
-        """For each side that kernels encode: its encoder, the `Block` of block 0, without x, int64 (K, 1, its fields),
-        and what each next block adds to it, int64 (its fields)."""
+    def block_addresses(self) -> dict[int, tuple[BlockEncoder, np.ndarray, np.ndarray]]:
+        """For each side that kernels encode: its encoder, the `BlockAddresses` of block 0, without x, int64 (K, 1, its
+        fields), and what each next block adds to it, int64 (its fields)."""
         encoders_by_side = {}
         for side, side_encoder in enumerate(self.encoders):
-            if isinstance(side_encoder, Encoder):
-                first, steps = side_encoder.addresses[:, None].copy(), np.zeros(len(Block._fields), np.int64)
+            if isinstance(side_encoder, BlockEncoder):
+                first, steps = side_encoder.addresses[:, None].copy(), np.zeros(len(BlockAddresses._fields), np.int64)
                 for name, array in {"tiles": self.memory[side], **({} if side else self.mean)}.items():
-                    field, heads = Block._fields.index(name), np.arange(len(array), dtype=np.int64)
+                    field, heads = BlockAddresses._fields.index(name), np.arange(len(array), dtype=np.int64)
                     first[:, 0, field] = array.ctypes.data + heads * array.strides[0]
                     steps[field] = array.strides[1]
                 encoders_by_side[side] = side_encoder, first, steps
@@ -125,9 +125,9 @@ class TileCache(LayerCache):
         return (kernel, self._decoding_arguments) if kernel.scratch <= SCRATCH else None
 
     @cached_property
-    def _decoding_spec(self) -> Decoding:
+    def _decoding_spec(self) -> DecodingSpec:
         format = self.format
-        return Decoding(self.key_tiles, self.value_tiles, format.mean_bits, format.block_size, format.head_dim)
+        return DecodingSpec(self.key_tiles, self.value_tiles, format.mean_bits, format.block_size, format.head_dim)
 
     @cached_property
     def _decoding_arguments(self) -> DecodeArguments:

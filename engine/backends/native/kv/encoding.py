@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.kv import FilledBlocks, KVLocation
-from polarlm.engine.backends.native.kernels.encode.unit import Block, EncodeArguments
+from polarlm.engine.backends.native.kernels.encode.unit import BlockAddresses, EncodeArguments
 from polarlm.engine.backends.native.kv.cache import TileCache, by_head
 from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
@@ -17,7 +17,7 @@ from polarlm.engine.codecs import NotFinite
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.quantization.encode import decode_centred, fill_up
 
-_X = Block._fields.index("x")
+_X = BlockAddresses._fields.index("x")
 
 
 class _Launch(NamedTuple):

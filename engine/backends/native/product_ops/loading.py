@@ -98,7 +98,7 @@ _SLAB_BYTES = 8 << 20  # bytes of the file that a launch packs: enough for all t
 
 
 @dataclass(frozen=True, eq=False)
-class Tiles:
+class MatrixTiles:
     """A matrix in tiles: uint8 (tiles, bytes of a tile)."""
 
     memory: np.ndarray
@@ -144,7 +144,7 @@ class LoadOps(KernelOps):
             memory = self._launch.arena.take(math.prod(shape)).reshape(shape)
             for number, group in enumerate(groups):
                 self._pack_group(group, memory[number * group_tiles :])
-        return Matrix(format, Tiles(memory), (len(groups) * rows, columns))
+        return Matrix(format, MatrixTiles(memory), (len(groups) * rows, columns))
 
     def _pack_group(self, group: Sequence[StoredMatrix], target: np.ndarray) -> None:
         for first, raw in _slabs(group):

@@ -23,7 +23,13 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
     write_matrices,
 )
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import MOST_INPUTS, units_at_once
-from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product, ProductArguments, product, units
+from polarlm.engine.backends.native.kernels.linear.product import (
+    ExpertRows,
+    ProductArguments,
+    ProductSpec,
+    product,
+    units,
+)
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, are_unsigned, tilings
 from polarlm.engine.backends.native.launch import Launcher, LaunchSpec, PreparedLaunches
 from polarlm.engine.backends.native.product_ops.loading import CachedTiles
@@ -172,10 +178,10 @@ class Multiplication:
         """Whether rows whose values follow each other are panels as they are."""
         return kind is Inputs.FLOATS and self._norm is None and sizes.rows == 1 and not self._is_stack
 
-    def _spec(self, part: Matrix, sizes: Tiling, kind: Inputs) -> Product:
+    def _spec(self, part: Matrix, sizes: Tiling, kind: Inputs) -> ProductSpec:
         has_bias = self._w.bias is not None
         options = self._adds, has_bias, self.activation, self._is_stack
-        return Product(part.format, sizes, *options, kind, self.to_matrices)
+        return ProductSpec(part.format, sizes, *options, kind, self.to_matrices)
 
     def _panel_kernel(self, sizes: Tiling, kind: Inputs) -> Kernel[RowArguments]:
         is_normed = self._norm is not None
@@ -209,7 +215,7 @@ class Multiplication:
 
     def _product(
         self,
-        spec: Product,
+        spec: ProductSpec,
         shape: tuple[int, int],
         bias: np.ndarray | None,
         memory: np.ndarray,
@@ -245,7 +251,7 @@ class Multiplication:
 
     def _multiply_cached(
         self,
-        spec: Product,
+        spec: ProductSpec,
         shape: tuple[int, int],
         bias: np.ndarray | None,
         data: CachedTiles,

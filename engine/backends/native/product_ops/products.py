@@ -12,9 +12,9 @@ import numpy as np
 from polarlm.engine.backends.native.kernels.experts import (
     AddArguments,
     ArrangeArguments,
-    Choice,
     CombineArguments,
     RouteArguments,
+    RouteSpec,
     add_changes,
     arrange,
     combine,
@@ -191,7 +191,7 @@ class ExpertOps(KernelOps):
             top_groups=rule.top_groups,
         )
         best_of_group = rule.best_of_group if rule.groups > 1 else 0
-        choice = Choice(rule.scoring, bias is not None, rule.renormalize, factors is not None, best_of_group)
+        choice = RouteSpec(rule.scoring, bias is not None, rule.renormalize, factors is not None, best_of_group)
         self._launch(route(choice), len(logits), arguments)
         return routing
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
-from polarlm.engine.backends.native.kernels.attention.prompts import Decoding, decode
+from polarlm.engine.backends.native.kernels.attention.prompts import DecodingSpec, decode
 from polarlm.engine.codecs import Codec
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import Level
@@ -99,7 +99,7 @@ def check(names: tuple[str, str], level: Level, n: int, d: int, seed: int) -> No
         exact_mean = mean * scale[..., None].astype(np.float64) if bits == 8 else mean.astype(np.float64)
         wanted[0] = wanted[0] + exact_mean[:, ids, None]
     decoded = np.full((2, heads, len(ids), n, d), np.nan, np.float32)
-    kernel = decode(Decoding(keys, values, bits, n, d))
+    kernel = decode(DecodingSpec(keys, values, bits, n, d))
     run(kernel, level, heads * len(ids), attend.decoded(memory, ids, decoded, mean, scale))
     for side, exact in zip(decoded, wanted, strict=True):
         assert (np.abs(side - exact) <= 1e-5 * np.abs(exact).max(axis=-1, keepdims=True)).all()

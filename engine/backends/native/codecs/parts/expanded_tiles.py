@@ -17,7 +17,7 @@ from typing import NamedTuple
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.backends.native.codecs.parts.packing import BYTES
-from polarlm.engine.backends.native.codecs.parts.tables import ChunkEnd, Place, TableKeys, TableValues, Visitor
+from polarlm.engine.backends.native.codecs.parts.tables import ChunkEnd, TableKeys, TableValues, VectorPlace, Visitor
 from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, Values, vector
 
 _F16, _I16, _WORDS = vector(F32, 16), vector(I32, 16), vector(I16, 32)
@@ -90,7 +90,7 @@ class ExpandedValues:
         """Expand a tile → out. next_tile: as for `KeyTiles.emit_scores`."""
         _, width, count = self._values.shape
 
-        def write(place: Place, channels: Sequence[int], values: Iterator[Value]) -> None:
+        def write(place: VectorPlace, channels: Sequence[int], values: Iterator[Value]) -> None:
             for channel, value in zip(channels, values, strict=True):
                 first = (place.chunk * width + channel) * count + place.first
                 e.store(value, out + 4 * self._tokens + first * 64, 64 * place.number)
@@ -112,7 +112,7 @@ class ExpandedValues:
                         own = tile + 4 * self._tokens + (chunk * (width * count) + first) * 64
                         for number in range(step):
                             values = (e.load(own, BYTES, 64 * (channel * count + number)) for channel in channels)
-                            visitor(Place(chunk, first, number), channels, values)
+                            visitor(VectorPlace(chunk, first, number), channels, values)
                 finish(chunk)
 
         self._values.add_products(e, _norms(e, tile, self._tokens), weights, sums, visit)

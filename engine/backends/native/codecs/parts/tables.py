@@ -57,7 +57,7 @@ from polarlm.engine.quantization.encode import LARGEST
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
 
-class Place(NamedTuple):
+class VectorPlace(NamedTuple):
     """Where a vector of values is in a tile: in a chunk of p codes, `number` vectors after its vector `first`."""
 
     chunk: Value
@@ -65,7 +65,7 @@ class Place(NamedTuple):
     number: int
 
 
-Visitor = Callable[[Place, Sequence[int], Iterator[Value]], None]  # given values for each of some channels of codes
+Visitor = Callable[[VectorPlace, Sequence[int], Iterator[Value]], None]  # given values for each of some channels
 ChunkEnd = Callable[[Value], None]  # given the chunk whose values have been visited
 
 
@@ -275,7 +275,7 @@ class TableValues(_TableTiles, ValueTiles):
         factors = [step * self._table.scale for step in quantize_weights(e, weights, norms)]
         totals = [[e.variable(e.zero(_I16)) for _ in range(self._table.width)] for _ in weights]
 
-        def add(place: Place, channels: Sequence[int], values: Iterator[Value]) -> None:
+        def add(place: VectorPlace, channels: Sequence[int], values: Iterator[Value]) -> None:
             fours = [self._weights(e, weight + place.first * (64 // self._lanes), place.number) for weight in weights]
             for channel, value in zip(channels, values, strict=True):
                 for four, total in zip(fours, totals, strict=True):
@@ -300,7 +300,7 @@ class TableValues(_TableTiles, ValueTiles):
             e.prefetch(next_tile, self._norms_at)
             for at, code in enumerate(read_codes(e, self._packing, block, self._vectors)):
                 own_chunk, number = e.i64(at // token_vectors), at % token_vectors
-                visitor(Place(own_chunk, e.i64(0), number), range(width), lookup(code, range(width)))
+                visitor(VectorPlace(own_chunk, e.i64(0), number), range(width), lookup(code, range(width)))
                 if number == token_vectors - 1:
                     finish(own_chunk)
             return
@@ -315,7 +315,7 @@ class TableValues(_TableTiles, ValueTiles):
                     if channels[0] == 0:
                         e.prefetch(next_tile + offset, nbytes)
                     for number, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
-                        place = Place(chunk, part * code_tile, number)
+                        place = VectorPlace(chunk, part * code_tile, number)
                         visitor(place, channels, lookup(code, channels))
             finish(chunk)
 

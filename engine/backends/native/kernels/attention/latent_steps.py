@@ -28,7 +28,7 @@ from polarlm.engine.backends.native.codecs import ByteOrder
 from polarlm.engine.backends.native.codecs.parts.packing import pack_bytes
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST, WEIGHTED, FullBlock, padded, partial_bytes
 from polarlm.engine.backends.native.kernels.attention.prompts import emit_mean
-from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, StepBody
+from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, AttentionSpec, StepBody
 from polarlm.engine.backends.native.kernels.attention.unit import LOG2_E, larger
 from polarlm.engine.backends.native.kernels.multiply import offsets, pieces
 from polarlm.engine.backends.native.kernels.rows import apply_softcap
@@ -43,7 +43,7 @@ _FLOATS, _WORDS = vector(F32, LANES), vector(I32, LANES)
 class LatentBody(StepBody):
     """`StepBody` where values are keys. A query tile of fewer than LANES leaves lanes whose numbers are not used."""
 
-    def __init__(self, e: Emitter, spec: Attention, args: AttendArguments, scratch: Value) -> None:
+    def __init__(self, e: Emitter, spec: AttentionSpec, args: AttendArguments, scratch: Value) -> None:
         super().__init__(e, spec, args, scratch)
         self._order, self._size, n = spec.keys.byte_order, padded(spec.head_dim), spec.block_size
         square = self._size // 4 * LANES

@@ -8,7 +8,7 @@ from polarlm.engine.backends.native.kernels.attention.bfloat_matrices import BFL
 from polarlm.engine.backends.native.kernels.attention.matrices import KEYS, MatrixFormat
 from polarlm.engine.backends.native.kernels.attention.matrix_unit import PAIR, MatrixSegment, MatrixUnit
 from polarlm.engine.backends.native.kernels.attention.prompts import PromptArguments, UnitRows, for_each_unit
-from polarlm.engine.backends.native.kernels.attention.unit import Prompt
+from polarlm.engine.backends.native.kernels.attention.unit import PromptSpec
 from polarlm.engine.backends.native.kernels.attention.word_matrices import WORDS, WordUnit
 from polarlm.engine.jit.lang import Emitter, Kernel, Value
 from polarlm.engine.jit.lang.records import read
@@ -24,7 +24,7 @@ def most_queries(format: MatrixFormat, dim: int) -> int:
 
 
 @cache
-def attend_by_matrices(format: MatrixFormat, spec: Prompt) -> Kernel[PromptArguments]:
+def attend_by_matrices(format: MatrixFormat, spec: PromptSpec) -> Kernel[PromptArguments]:
     """As `attend`, with at most `most_queries` queries of a unit, and a `MatrixSegment` of the format for each segment.
     What row_max holds are numbers that scores, as the format has them, exceed by up to 8. row_sum is (T, H, 16): parts
     of each sum."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from polarlm.engine.backends.native.kernels.attention.matrices import KEYS, MATRIX, MatrixFormat
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST
 from polarlm.engine.backends.native.kernels.attention.prompts import PromptArguments
-from polarlm.engine.backends.native.kernels.attention.unit import LOG2_E, Prompt, larger
+from polarlm.engine.backends.native.kernels.attention.unit import LOG2_E, PromptSpec, larger
 from polarlm.engine.backends.native.kernels.multiply import offsets, rotate
 from polarlm.engine.backends.native.kernels.rows import apply_softcap
 from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Value, vector
@@ -75,7 +75,7 @@ class MatrixUnit:
         """The most queries of a unit with heads of `dim` channels; 0 if there is no kernel for them."""
         return next((size for size in _SIZES if dim % 16 == 0 and cls.arrays(dim, size)[-1] <= SCRATCH), 0)
 
-    def __init__(self, e: Emitter, spec: Prompt, scratch: Value, args: PromptArguments) -> None:
+    def __init__(self, e: Emitter, spec: PromptSpec, scratch: Value, args: PromptArguments) -> None:
         self._e, self._spec, self._dim, self._args = e, spec, spec.dim, args
         places = [scratch + place for place in self.arrays(spec.dim, self.most_queries(spec.dim))[:-1]]
         self._scores, self._weights, self._factors, self._positions, self._result, *of_queries = places

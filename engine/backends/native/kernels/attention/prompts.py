@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kernels.attention.matrices import KEYS as MATRIX_KEYS
 from polarlm.engine.backends.native.kernels.attention.matrices import MatrixFormat
-from polarlm.engine.backends.native.kernels.attention.unit import KEYS, Prompt, Unit, arrays
+from polarlm.engine.backends.native.kernels.attention.unit import KEYS, PromptSpec, Unit, arrays
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Value, vector
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
@@ -57,7 +57,7 @@ class PromptArguments(NamedTuple):
 
 
 @cache
-def attend(spec: Prompt) -> Kernel[PromptArguments]:
+def attend(spec: PromptSpec) -> Kernel[PromptArguments]:
     """Attention of q (T, H, D) over segments of keys and values → out (T, H, D); one unit per KV head and `tile` rows.
 
     Row t has position p = `position` + t and sees positions p − window + 1, …, p, or up to `sees` if that is later.
@@ -98,7 +98,7 @@ class UnitRows(NamedTuple):
 
 def for_each_unit(
     e: Emitter,
-    spec: Prompt,
+    spec: PromptSpec,
     args: PromptArguments,
     state: Any,
     units: tuple[Value, Value],
@@ -169,7 +169,7 @@ def attend_to_texts(dim: int) -> Kernel[TextArguments]:
 
     def emit(e: Emitter, args: TextArguments, begin: Value, end: Value, scratch: Value) -> None:
         group, kv_heads, reach = args.group, args.kv_heads, args.reach
-        state = Unit(e, Prompt(dim), scratch, row_stride=args.row_stride)
+        state = Unit(e, PromptSpec(dim), scratch, stride=args.row_stride)
         # Rows have positions `reach` after the keys that they see, so that the last key seen is their own.
         window = reach * 2 + 1
         with e.loop(begin, end) as unit:
@@ -195,7 +195,7 @@ def attend_to_texts(dim: int) -> Kernel[TextArguments]:
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodingSpec:
     """The properties that a kernel is specialized for. values: None if values are keys. mean_bits: bits of the block
     means of keys, 0 for none."""
 
@@ -228,7 +228,7 @@ class DecodeArguments(NamedTuple):
 
 
 @cache
-def decode(spec: Decoding, matrices: MatrixFormat | None = None) -> Kernel[DecodeArguments]:
+def decode(spec: DecodingSpec, matrices: MatrixFormat | None = None) -> Kernel[DecodeArguments]:
     """Blocks `ids` (count,) int64 → k, v (K, count, N, D) float32, keys with block means; one unit per KV head, block.
     If values are keys, nothing is written to v.
 
@@ -269,7 +269,7 @@ def decode(spec: Decoding, matrices: MatrixFormat | None = None) -> Kernel[Decod
     return Kernel(name, emit, DecodeArguments, scratch=nbytes * (1 if matrices is None else 3))
 
 
-def emit_mean(e: Emitter, spec: Decoding, args: Any, head: Value, block: Value, out: Value) -> None:
+def emit_mean(e: Emitter, spec: DecodingSpec, args: Any, head: Value, block: Value, out: Value) -> None:
     """The mean of a block of a KV head → out (D,) float32. args: of `decode`, or others of that name."""
     number = head * args.blocks + block
     mean = args.mean + number * (spec.head_dim * spec.mean_bits // 8)

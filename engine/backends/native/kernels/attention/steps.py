@@ -24,7 +24,7 @@ from polarlm.engine.backends.native.kernels.attention.partials import (
     padded,
     partial_bytes,
 )
-from polarlm.engine.backends.native.kernels.attention.prompts import Decoding
+from polarlm.engine.backends.native.kernels.attention.prompts import DecodingSpec
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Value, Values, vector
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
@@ -36,7 +36,7 @@ _BYTES_AHEAD = 6144  # prefetch distance, in tiles as they are read: the keys of
 
 
 @dataclass(frozen=True)
-class Attention(Decoding):
+class AttentionSpec(DecodingSpec):
     """The properties that a kernel is specialized for, in addition to those of its blocks.
 
     group: query heads of a KV head. query_tile: queries that share a pass over the blocks. is_capped: whether scores
@@ -72,12 +72,12 @@ class Attention(Decoding):
         return (SCRATCH - expanded_at(self)) // self.expanded_tiles.nbytes
 
 
-def query_bytes(spec: Attention) -> int:
+def query_bytes(spec: AttentionSpec) -> int:
     """Bytes of a query of a pass."""
     return 2 * padded(spec.head_dim) + spec.keys.query_bytes + 4 * spec.block_size * spec.block_tile
 
 
-def expanded_at(spec: Attention) -> int:
+def expanded_at(spec: AttentionSpec) -> int:
     """Offset of expanded blocks in scratch: behind queries, and the keys of `blocks.full_scores`."""
     return spec.query_tile * query_bytes(spec) + 64 * spec.head_dim
 
@@ -112,7 +112,7 @@ class AttendArguments(NamedTuple):
 
 
 @cache
-def attend(spec: Attention, body: type[StepBody] | None = None) -> Kernel[AttendArguments]:
+def attend(spec: AttentionSpec, body: type[StepBody] | None = None) -> Kernel[AttendArguments]:
     """Partial results of the chunks of sequences, one unit per chunk and KV head. body: another one than `StepBody`.
 
     q (T, H, D) float32. parts (T, H, most_chunks): partial results. keys, values: tiles (K, blocks). mean, mean_scale
@@ -129,7 +129,7 @@ def attend(spec: Attention, body: type[StepBody] | None = None) -> Kernel[Attend
 
 
 class StepBody:
-    def __init__(self, e: Emitter, spec: Attention, args: AttendArguments, scratch: Value) -> None:
+    def __init__(self, e: Emitter, spec: AttentionSpec, args: AttendArguments, scratch: Value) -> None:
         self.e, self.spec, self.args, self.scratch = e, spec, args, scratch
 
     def units(self, begin: Value, end: Value) -> None:

@@ -21,7 +21,7 @@ _F16 = vector(F32, 16)
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptSpec:
     """The properties that a kernel is specialized for.
 
     dim: D. is_scaled: whether results are multiplied by a scale for each head. order: of the `Rotation` of results.
@@ -61,10 +61,10 @@ class Unit:
     """Emits the work of a unit on its queries. Their state is in scratch."""
 
     def __init__(
-        self, e: Emitter, spec: Prompt, scratch: Value, softcap: Value | None = None, row_stride: Value | None = None
+        self, e: Emitter, spec: PromptSpec, scratch: Value, softcap: Value | None = None, stride: Value | None = None
     ) -> None:
-        """row_stride: bytes from row to row of keys and of values; None: they lie together."""
-        self._row_stride = 4 * spec.dim if row_stride is None else row_stride
+        """stride: bytes from row to row of keys and of values; None: they lie together."""
+        self._row_stride = 4 * spec.dim if stride is None else stride
         self._e, self._spec, self._dim, self._softcap = e, spec, spec.dim, softcap
         places = (scratch + offset for offset in arrays(spec.dim)[:-1])
         self._keys, self._weights, self._rescale, self._position, *query_arrays = places

@@ -74,7 +74,7 @@ def _round_all_tokens(unit: Unit) -> None:
 
 
 def round_without_metric(unit: Unit) -> None:
-    """Round as `Codec.encode` does; norms are limited to `Encoding.largest`."""
+    """Round as `Codec.encode` does; norms are limited to `EncodingSpec.largest`."""
     e = unit.e
     nearest_to = search(e, unit.encoding.bits, unit.width)
     with unit.vectors() as offset:

@@ -32,10 +32,10 @@ class EncodeArguments(NamedTuple):
     is_half: Int64
 
 
-class Block(NamedTuple):
+class BlockAddresses(NamedTuple):
     """The addresses that a unit reads and writes.
 
-    x (N, D) float32 or float16; the error metric's arrays for its KV head, as `Encoding` describes them; then the
+    x (N, D) float32 or float16; the error metric's arrays for its KV head, as `EncodingSpec` describes them; then the
     outputs: a tile, and the fields of the block mean.
     """
 
@@ -50,7 +50,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Encoding:
+class EncodingSpec:
     """The properties that a kernel is specialized for.
 
     bits: bits of a code. width: values per code, 2 for `ring`, 1 for `turbo` and `linear`. tokens: N, a multiple of 16.
@@ -84,7 +84,7 @@ class Encoding:
         return I16 if self.bits > 8 else I8
 
 
-def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
+def scratch_bytes(encoding: EncodingSpec, head_dim: int) -> int:
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
     arrays = 4 if encoding.has_metric else 2  # (D, N)
     nbytes = (arrays * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
@@ -98,7 +98,7 @@ def side_of(format: CacheFormat, side: int) -> tuple[Codec, Metric | None]:
     return codec, metric
 
 
-def _in_scratch(encoding: Encoding, format: CacheFormat, side: int) -> Encoding | str:
+def _in_scratch(encoding: EncodingSpec, format: CacheFormat, side: int) -> EncodingSpec | str:
     """The encoding, or why it is not possible."""
     if scratch_bytes(encoding, format.head_dim) <= SCRATCH:
         return encoding
@@ -108,14 +108,14 @@ def _in_scratch(encoding: Encoding, format: CacheFormat, side: int) -> Encoding 
     )
 
 
-def by_rounding(format: CacheFormat, side: int) -> Encoding | str:
+def by_rounding(format: CacheFormat, side: int) -> EncodingSpec | str:
     """The encoding of keys (side 0) or values (1) for a codec that rounds to a table of points, or why no kernel has
     it."""
     codec, metric = side_of(format, side)
     rounding = codec.rounding
     if not isinstance(rounding, TABLES):
         return f"no kernel rounds to the table of {codec.name}"
-    encoding = Encoding(
+    encoding = EncodingSpec(
         bits=rounding.code_bits,
         width=rounding.width,
         tokens=format.block_size,
@@ -133,10 +133,10 @@ def by_rounding(format: CacheFormat, side: int) -> Encoding | str:
 class Unit:
     """Emits the work on one block. Sizes of rows are in bytes; the memory is in scratch."""
 
-    def __init__(self, e: Emitter, encoding: Encoding, args: EncodeArguments, number: Value, scratch: Value) -> None:
-        self.e, self.encoding, self.dim, self.is_half = e, encoding, args.dim, args.is_half
-        self.block, self._args, self._number = read(e, Block, args.blocks, number), args, number
-        self.width, self.tokens = encoding.width, encoding.tokens
+    def __init__(self, e: Emitter, spec: EncodingSpec, args: EncodeArguments, number: Value, scratch: Value) -> None:
+        self.e, self.encoding, self.dim, self.is_half = e, spec, args.dim, args.is_half
+        self.block, self._args, self._number = read(e, BlockAddresses, args.blocks, number), args, number
+        self.width, self.tokens = spec.width, spec.tokens
         self.row = 4 * self.tokens  # bytes
         self.row_of_pairs = self.width * self.row
         self.pairs = self.dim // self.width
@@ -147,7 +147,7 @@ class Unit:
         self.errors = self.allocate(self.dim * self.row)  # (D, N)
         self.codes = self.allocate(self.pairs * self.row)
         self.mean = self.allocate(self.dim * 4)
-        if encoding.has_metric:
+        if spec.has_metric:
             self.metric_x, self.metric_errors = (self.allocate(self.dim * self.row) for _ in range(2))  # (D, N)
             self.rms, self.costs, self.least = self.allocate(self.row), self.allocate(self.row), self.allocate(self.row)
             self.best_codes, self.best_norms = self.allocate(self.pairs * self.row), self.allocate(self.row)
@@ -199,11 +199,11 @@ def add_chains(chains: Sequence[Variable]) -> Value:
     return functools.reduce(operator.add, (chain.get() for chain in chains))
 
 
-def encoder(name: str, encoding: Encoding, write: Callable[[Unit], None]) -> Kernel[EncodeArguments]:
+def encoder(name: str, encoding: EncodingSpec, write: Callable[[Unit], None]) -> Kernel[EncodeArguments]:
     """The kernel that encodes blocks into tiles, as `write` emits it for a block.
 
-    blocks (units,): a `Block` each; dim: D; is_half: whether all x are float16, as in slots. damaged (units,) uint8: 1
-    where x is not finite. Needs `scratch_bytes` of scratch.
+    blocks (units,): a `BlockAddresses` each; dim: D; is_half: whether all x are float16, as in slots. damaged (units,)
+    uint8: 1 where x is not finite. Needs `scratch_bytes` of scratch.
     """
 
     def emit(e: Emitter, args: EncodeArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -219,6 +219,6 @@ def plain_encoder(
     """The kernel that encodes keys (side 0) or values (1) for codecs without an error metric into the tiles `name`, as
     `write` emits it for a block; or why there is none."""
     mean_bits = 0 if side else format.mean_bits
-    encoding = Encoding(8, 1, format.block_size, tilted=False, mean_bits=mean_bits, has_metric=False)
+    encoding = EncodingSpec(8, 1, format.block_size, tilted=False, mean_bits=mean_bits, has_metric=False)
     fitting = _in_scratch(encoding, format, side)
     return fitting if isinstance(fitting, str) else encoder(f"encode_mean{mean_bits}_{name}", encoding, write)

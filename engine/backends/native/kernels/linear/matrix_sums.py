@@ -75,7 +75,7 @@ class Panels(NamedTuple):
     rows: Value
 
 
-class Place(NamedTuple):
+class StripPlace(NamedTuple):
     """Sums of 16 rows and a strip: its number, the first row, how many of them exist, whether the sums have no earlier
     inputs than the strip's, and the registers of either tile."""
 
@@ -89,10 +89,10 @@ class Place(NamedTuple):
 class Outputs(Protocol):
     """What sums start with, and what they become."""
 
-    def start(self, place: Place) -> None:
+    def start(self, place: StripPlace) -> None:
         """Load registers."""
 
-    def finish(self, place: Place) -> None:
+    def finish(self, place: StripPlace) -> None:
         """Store registers."""
 
 
@@ -135,7 +135,7 @@ def matrix_sums(
             address, left = inputs + row // ROWS * panels.stride, rows - row
             are_first = own.first.equals(0)
             halves = [
-                Place(number % count, begin + row + first, e.imin(left - first, ROWS), are_first, registers)
+                StripPlace(number % count, begin + row + first, e.imin(left - first, ROWS), are_first, registers)
                 for first, registers in zip((0, ROWS), (_SUMS[:2], _SUMS[2:]), strict=True)
             ]
             outputs.start(halves[0])

@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, MATRIX, Inputs, row_bytes
 from polarlm.engine.backends.native.kernels.linear.block_sums import (
-    Block,
-    Codes,
-    Outputs,
+    OutputRange,
+    TileBlock,
+    TileCodes,
     add_block,
     number_sums,
     prefetch_distance,
     sum_by_outputs,
 )
 from polarlm.engine.backends.native.kernels.linear.expanded_sums import SUMS, expanded_sums, is_expanded
-from polarlm.engine.backends.native.kernels.linear.matrix_sums import Panels, Place, matrix_sums, unit_runs
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import Panels, StripPlace, matrix_sums, unit_runs
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
 from polarlm.engine.backends.native.kernels.rows import apply_gate
 from polarlm.engine.backends.native.tiles import ROWS, layout
@@ -46,7 +46,7 @@ _SUM_BYTES = ROWS * _STRIP_ROW  # of 16 rows and a strip
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductSpec:
     """The properties that a kernel is specialized for.
 
     tiling: what is multiplied at once. adds: the product is added to y. has_bias: a bias is added. activation: the
@@ -111,12 +111,12 @@ class ProductArguments(NamedTuple):
 
 
 @cache
-def product(spec: Product) -> Kernel[ProductArguments]:
+def product(spec: ProductSpec) -> Kernel[ProductArguments]:
     """y = x @ wᵀ, one unit per tile of 16 outputs, or per two tiles; see `units`.
 
     x: panels from `quantize_rows`, or from `interleave_rows` for inputs as float32; their first `rows` rows are read.
-    x_stride: bytes of a panel. bias (outputs,). blocks: blocks of a row of weights, of `Product.block_inputs`. tiles:
-    tiles of the weights; with an activation, of the gate projection alone.
+    x_stride: bytes of a panel. bias (outputs,). blocks: blocks of a row of weights, of `ProductSpec.block_inputs`.
+    tiles: tiles of the weights; with an activation, of the gate projection alone.
 
     With `by_expert`, each entry of chosen, an `ExpertRows`, has that many units. expert_bytes, bias_bytes: of an
     expert's weights and bias. tiles: an expert's.
@@ -139,7 +139,7 @@ class Way(Enum):
     TILES = "tiles"  # the weights of a tile are unpacked in registers, for each panel
 
 
-def way(spec: Product, level: Level) -> Way:
+def way(spec: ProductSpec, level: Level) -> Way:
     if spec.inputs is Inputs.MATRICES:
         return Way.MATRICES
     return Way.EXPANDED if is_expanded(spec.format, spec.inputs, spec.tiling, level) else Way.TILES
@@ -156,7 +156,7 @@ class _Operands(NamedTuple):
     rows: Value
 
 
-def _operands(e: Emitter, spec: Product, args: ProductArguments, unit: Value, wide: int) -> _Operands:
+def _operands(e: Emitter, spec: ProductSpec, args: ProductArguments, unit: Value, wide: int) -> _Operands:
     """wide: tiles per unit."""
     if not spec.by_expert:
         return _Operands(unit, args.weights, args.x, args.y, args.bias, args.rows)
@@ -175,7 +175,7 @@ def _operands(e: Emitter, spec: Product, args: ProductArguments, unit: Value, wi
 class _Body:
     """Emits the body of `product`, in each `Way`."""
 
-    def __init__(self, e: Emitter, spec: Product, args: ProductArguments, scratch: Value) -> None:
+    def __init__(self, e: Emitter, spec: ProductSpec, args: ProductArguments, scratch: Value) -> None:
         self._e, self._spec, self._args, self._scratch = e, spec, args, scratch
         self._parts, self._wide = _parts(spec, e.level), _tiles_of_unit(spec)
 
@@ -254,12 +254,12 @@ class _MatrixOutputs:
     """The outputs of strips. Sums start with what they are added to, and with the bias: a row's result does not depend
     on whether its 16 rows and its 32 outputs all exist, for which registers need no copy."""
 
-    def __init__(self, e: Emitter, spec: Product, args: ProductArguments, operands: _Operands, copy: Value) -> None:
+    def __init__(self, e: Emitter, spec: ProductSpec, args: ProductArguments, operands: _Operands, copy: Value) -> None:
         """copy: memory of 2 KiB, float32 (16, 32)."""
         self._e, self._spec, self._args, self._operands, self._copy = e, spec, args, operands, copy
         self._matrices = e.level.matrices
 
-    def start(self, place: Place) -> None:
+    def start(self, place: StripPlace) -> None:
         e, spec = self._e, self._spec
         with e.when(place.are_first):
             if spec.activation is not None or not spec.adds:
@@ -270,7 +270,7 @@ class _MatrixOutputs:
             with e.when(place.are_first.equals(0)):
                 self._start_with_y(place, adds_bias=False)
 
-    def finish(self, place: Place) -> None:
+    def finish(self, place: StripPlace) -> None:
         e, spec = self._e, self._spec
         if spec.activation is not None:
             self._store_copy(place)
@@ -285,27 +285,27 @@ class _MatrixOutputs:
             with self._rows(place) as (target, copy):
                 self._each(place, lambda offset, kind: e.store(e.load(copy + offset, kind), target + offset))
 
-    def _unit(self, place: Place) -> Value:
+    def _unit(self, place: StripPlace) -> Value:
         return self._operands.unit + place.strip
 
-    def _y(self, place: Place) -> Value:
+    def _y(self, place: StripPlace) -> Value:
         return self._operands.y + place.row * self._args.y_stride + self._unit(place) * _STRIP_ROW
 
-    def _outputs_left(self, place: Place) -> Value:
+    def _outputs_left(self, place: StripPlace) -> Value:
         """How many outputs there are from the strip's first one on."""
         return self._args.outputs - self._unit(place) * 32
 
-    def _is_whole(self, place: Place) -> Value:
+    def _is_whole(self, place: StripPlace) -> Value:
         return (place.rows >= ROWS) & (self._outputs_left(place) >= 32)
 
     @contextmanager
-    def _rows(self, place: Place) -> Iterator[tuple[Value, Value]]:
+    def _rows(self, place: StripPlace) -> Iterator[tuple[Value, Value]]:
         """A loop over the rows that exist: the addresses of its outputs and of its copy."""
         y = self._y(place)
         with self._e.loop(0, place.rows) as row:
             yield y + row * self._args.y_stride, self._copy + row * _STRIP_ROW
 
-    def _each(self, place: Place, body: Callable[[Value, Type], None]) -> None:
+    def _each(self, place: StripPlace, body: Callable[[Value, Type], None]) -> None:
         """Emit body(offset in bytes, type) for the outputs of a strip that exist."""
         e, left = self._e, self._outputs_left(place)
         with e.when(left >= 32):
@@ -314,15 +314,15 @@ class _MatrixOutputs:
         with e.when(left < 32), e.loop(0, left) as lane:
             body(lane * 4, F32)
 
-    def _load_copy(self, place: Place) -> None:
+    def _load_copy(self, place: StripPlace) -> None:
         for side, register in enumerate(place.registers):
             self._matrices.load(self._e, register, self._copy + 64 * side, _STRIP_ROW)
 
-    def _store_copy(self, place: Place) -> None:
+    def _store_copy(self, place: StripPlace) -> None:
         for side, register in enumerate(place.registers):
             self._matrices.store(self._e, register, self._copy + 64 * side, _STRIP_ROW)
 
-    def _start_with_bias(self, place: Place) -> None:
+    def _start_with_bias(self, place: StripPlace) -> None:
         e, spec, args, unit = self._e, self._spec, self._args, self._unit(place)
         if spec.activation is None:  # a store would wait for lines that are not in the cache
             for row in range(ROWS):
@@ -339,7 +339,7 @@ class _MatrixOutputs:
             for side, register in enumerate(place.registers):
                 self._matrices.load(e, register, self._copy + 64 * side, 0)
 
-    def _start_with_y(self, place: Place, *, adds_bias: bool) -> None:
+    def _start_with_y(self, place: StripPlace, *, adds_bias: bool) -> None:
         e, bias, y = self._e, self._operands.bias + self._unit(place) * _STRIP_ROW, self._y(place)
         whole = self._is_whole(place)
         if not adds_bias:
@@ -358,7 +358,7 @@ class _MatrixOutputs:
         with e.when(whole.equals(0)) if not adds_bias else nullcontext():
             self._load_copy(place)
 
-    def _gate(self, place: Place) -> None:
+    def _gate(self, place: StripPlace) -> None:
         e, spec, args, unit = self._e, self._spec, self._args, self._unit(place)
         assert spec.activation is not None
         with e.loop(0, place.rows) as number:
@@ -372,17 +372,17 @@ class _MatrixOutputs:
                 e.store(half, panel + (unit // 2 * MATRIX + unit % 2 * 32))
 
 
-def units(spec: Product, tiles: int) -> int:
+def units(spec: ProductSpec, tiles: int) -> int:
     """The number of units of a product. tiles: as in `product`."""
     return -(-tiles // _tiles_of_unit(spec))
 
 
-def _tiles_of_unit(spec: Product) -> int:
+def _tiles_of_unit(spec: ProductSpec) -> int:
     """Tiles per unit; with an activation one, and the up projection's tile."""
     return 1 if spec.activation is not None else spec.tiling.tiles
 
 
-def _parts(spec: Product, level: Level) -> int:
+def _parts(spec: ProductSpec, level: Level) -> int:
     """2 if gate and up projection are multiplied in turn, because registers have no room for the sums of both; or 1."""
     rows, tiles = level.code_tiles[-1]
     is_full = 2 * spec.row_tile > rows * tiles or level.keeps_order
@@ -391,7 +391,7 @@ def _parts(spec: Product, level: Level) -> int:
 
 def _write(
     e: Emitter,
-    spec: Product,
+    spec: ProductSpec,
     totals: Values,
     row: Value,
     bias: Value,
@@ -428,15 +428,15 @@ def _write(
 
 
 def _packed_sums(
-    e: Emitter, spec: Product, tiles: Values, x: Value, first: Value, blocks: Value, stride: Value
+    e: Emitter, spec: ProductSpec, tiles: Values, x: Value, first: Value, blocks: Value, stride: Value
 ) -> list[list[Value]]:
     """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
     format, place = spec.format, layout(spec.format)
-    codes = Codes(e, place, spec.row_tile, spec.inputs)
+    codes = TileCodes(e, place, spec.row_tile, spec.inputs)
     distance = place.codes + prefetch_distance(e.level, spec.row_tile)
     panel = x + first // spec.row_tile * stride
 
-    def add(outputs: Outputs, sums: Sequence[Sequence[Variable]]) -> None:
+    def add(outputs: OutputRange, sums: Sequence[Sequence[Variable]]) -> None:
         with e.loop(0, blocks) as block:
             starts = [tile + block * place.nbytes for tile in tiles]
             inputs = panel + block * (format.values // GROUP * row_bytes(e.level, spec.inputs) * spec.row_tile)
@@ -447,7 +447,7 @@ def _packed_sums(
                         e.prefetch(address + part * place.part_bytes + distance, place.part_bytes)
 
             add_block(
-                e, codes, [Block(e, place, address, outputs=outputs) for address in starts], inputs, sums, before_part
+                e, codes, [TileBlock(e, place, start, outputs=outputs) for start in starts], inputs, sums, before_part
             )
 
     return sum_by_outputs(e, [[e.zero(_F16)] * spec.row_tile for _ in tiles], add)

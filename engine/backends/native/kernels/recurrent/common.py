@@ -52,7 +52,7 @@ class RecurrentArguments(NamedTuple):
     gates: Pointer = None
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """See `engine.backends.delta.DeltaSpan`."""
 
     slot: Value
@@ -61,13 +61,13 @@ class Span(NamedTuple):
     place: Value  # the place of the first row's token in its block
 
 
-def span_of(e: Emitter, spans: Value, number: Value) -> Span:
+def span_of(e: Emitter, spans: Value, number: Value) -> RowSpan:
     """The span of this number among those at the address `spans`."""
     address = spans + number * 16
-    return Span(*(e.load(address + 4 * field, I32).sext(I64) for field in range(4)))
+    return RowSpan(*(e.load(address + 4 * field, I32).sext(I64) for field in range(4)))
 
 
-def for_each_block(e: Emitter, block: int, span: Span, body: Callable[[Value, Value, Value, Value], None]) -> None:
+def for_each_block(e: Emitter, block: int, span: RowSpan, body: Callable[[Value, Value, Value, Value], None]) -> None:
     """Emit body(first row, rows, place, number of the block) for the rows of each block of a span."""
     row, left, place, number = (e.variable(value) for value in (span.first, span.rows, span.place, e.i64(0)))
     with e.repeat_while() as condition:
@@ -113,7 +113,7 @@ def repeat_inputs(
     end_target: tuple[Value, Value] | None = None,
 ) -> None:
     """The last inputs of a block are the first ones of the next block. inputs: address of the first channel's of
-    `columns`. sizes: bytes of a row, rows of a block, and inputs before a row. end_target: as in `Matrix.advance`."""
+    `columns`. sizes: bytes of a row, rows of a block, inputs before a row. end_target: as in `StateMatrix.advance`."""
     row_bytes, block, rows_before = sizes
 
     def repeat(offset: Value, kind: Type) -> None:
@@ -146,7 +146,7 @@ def softplus(e: Emitter, x: Value) -> Value:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class StateMatrix:
     """A value head's state in a slot, by its addresses. keys: its key head's keys, float32 (A, N). decays: (N,), or, if
     `by_channel`, (A, N)."""
 
@@ -162,13 +162,13 @@ class Matrix:
     @staticmethod
     def from_arguments(
         args: Any, number: Value, keys: Value, sizes: tuple[int, int, int], *, by_channel: bool = False
-    ) -> Matrix:
+    ) -> StateMatrix:
         """State number `number` of all slots and heads. sizes: A, D, N."""
         key_dim, value_dim, block = sizes
         matrix = args.matrices + number * (4 * key_dim * value_dim)
         updates = args.updates + number * (4 * block * value_dim)
         decays = args.decays + number * (4 * block * (key_dim if by_channel else 1))
-        return Matrix(matrix, keys, updates, decays, *sizes, by_channel)
+        return StateMatrix(matrix, keys, updates, decays, *sizes, by_channel)
 
     def advance(
         self, e: Emitter, scaled: Value, tile: tuple[int, int], end_target: tuple[Value, Value] | None = None
@@ -251,7 +251,7 @@ def advance(
             key = head % key_heads if tiled else head // shared
             keys = args.keys + (slot * key_heads + key) * (4 * key_dim * block)
             sizes = key_dim, value_dim, block
-            state = Matrix.from_arguments(args, slot * heads + head, keys, sizes, by_channel=by_channel)
+            state = StateMatrix.from_arguments(args, slot * heads + head, keys, sizes, by_channel=by_channel)
             state.advance(e, scratch, e.level.float_tile)
             first, last = (args.channels * number // heads for number in (head, head + 1))
             row_bytes = args.channels * 4

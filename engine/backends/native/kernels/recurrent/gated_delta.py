@@ -20,7 +20,7 @@ _LENGTH_EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Delta:
+class DeltaSpec:
     """The properties that a kernel is specialized for.
 
     shared: value heads of a key head. block: N. is_prompt: whether the launch has many rows, and slots advance.
@@ -57,7 +57,7 @@ class Delta:
         return f"{kind}_delta_{sizes}{'_tiled' * self.tiled}{'_prompt' * self.is_prompt}"
 
 
-def _arrays(spec: Delta) -> list[int]:
+def _arrays(spec: DeltaSpec) -> list[int]:
     """Offsets of a unit's arrays in scratch, float32, and their end. n: the rows of a block.
 
     rows (2n, A): keys, then queries. scores (2n, N): products with the block's keys. weights (2n, N): of updates, in
@@ -70,13 +70,13 @@ def _arrays(spec: Delta) -> list[int]:
     return offsets(2 * n * spec.key_dim, 2 * n * n, 2 * n * n, 2 * n * value_dim, scaled, n, n, totals)
 
 
-def supports(spec: Delta) -> bool:
+def supports(spec: DeltaSpec) -> bool:
     """Whether scratch has room for a unit."""
     return _arrays(spec)[-1] <= SCRATCH
 
 
 @cache
-def gated_delta(spec: Delta) -> Kernel[RecurrentArguments]:
+def gated_delta(spec: DeltaSpec) -> Kernel[RecurrentArguments]:
     """See `Ops.gated_delta` and `Ops.channel_delta`; one unit per span and key head."""
     unit_class = _ChannelUnit if spec.by_channel else _Unit
 
@@ -100,7 +100,7 @@ class _Unit:
     """Emits the work on one key head in one slot."""
 
     def __init__(
-        self, e: Emitter, spec: Delta, args: RecurrentArguments, scratch: Value, slot: Value, head: Value
+        self, e: Emitter, spec: DeltaSpec, args: RecurrentArguments, scratch: Value, slot: Value, head: Value
     ) -> None:
         self.e, self.spec, self.args, self.slot, self.head = e, spec, args, slot, head
         self.rows, self.scores, self.weights, self.read, self.scaled, self.beta, self.start_decay, self.totals = (
@@ -123,10 +123,10 @@ class _Unit:
     def value_channel(self, head: Value) -> Value:
         return head * self.spec.value_dim + 2 * self.spec.key_heads * self.spec.key_dim
 
-    def state(self, head: Value) -> common.Matrix:
+    def state(self, head: Value) -> common.StateMatrix:
         spec, number = self.spec, self.slot * self.spec.value_heads + head
         sizes = spec.key_dim, spec.value_dim, spec.block
-        return common.Matrix.from_arguments(self.args, number, self.keys, sizes, by_channel=spec.by_channel)
+        return common.StateMatrix.from_arguments(self.args, number, self.keys, sizes, by_channel=spec.by_channel)
 
     def row_address(self, row: Value) -> Value:
         """The address of a row's q, k, v and what follows."""

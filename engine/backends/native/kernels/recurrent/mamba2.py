@@ -20,7 +20,7 @@ PART = 64  # channels of a unit of `convolve`
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2Spec:
     """The properties that kernels are specialized for. is_prompt: whether slots advance at the ends of blocks."""
 
     groups: int
@@ -56,7 +56,7 @@ class Mamba2:
 
 
 @cache
-def convolve(spec: Mamba2) -> Kernel[RecurrentArguments]:
+def convolve(spec: Mamba2Spec) -> Kernel[RecurrentArguments]:
     """silu of the convolution of x, B and C; one unit per span and `PART` channels."""
     row_bytes, rows_before = 4 * spec.channels, spec.width - 1
     parts = -(-spec.channels // PART)
@@ -92,7 +92,7 @@ def convolve(spec: Mamba2) -> Kernel[RecurrentArguments]:
 
 
 @cache
-def multiply_keys(spec: Mamba2) -> Kernel[RecurrentArguments]:
+def multiply_keys(spec: Mamba2Spec) -> Kernel[RecurrentArguments]:
     """Keys are added to their blocks, and multiplied with queries; one unit per span and group."""
     key_bytes = 4 * spec.size * spec.block  # a group's in a block
 
@@ -136,7 +136,7 @@ def multiply_keys(spec: Mamba2) -> Kernel[RecurrentArguments]:
     return Kernel(spec.name("multiply_keys"), emit, RecurrentArguments)
 
 
-def _arrays(spec: Mamba2) -> list[int]:
+def _arrays(spec: Mamba2Spec) -> list[int]:
     """Offsets of a head's arrays in scratch, float32, and their end. n: the rows of a block.
 
     weights (n, N): of updates in results. read (n, D): what queries read of the matrix. scaled (N, D): updates, decayed
@@ -146,13 +146,13 @@ def _arrays(spec: Mamba2) -> list[int]:
     return offsets(n * n, n * spec.dim, n * spec.dim, n, n)
 
 
-def supports(spec: Mamba2) -> bool:
+def supports(spec: Mamba2Spec) -> bool:
     """Whether scratch has room for a head."""
     return _arrays(spec)[-1] <= SCRATCH
 
 
 @cache
-def add_rows(spec: Mamba2) -> Kernel[RecurrentArguments]:
+def add_rows(spec: Mamba2Spec) -> Kernel[RecurrentArguments]:
     """Rows are added to the states of heads, and their results computed, before norms; one unit per span and head."""
 
     def emit(e: Emitter, args: RecurrentArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -165,14 +165,14 @@ def add_rows(spec: Mamba2) -> Kernel[RecurrentArguments]:
 
 class _Head:
     def __init__(
-        self, e: Emitter, spec: Mamba2, args: RecurrentArguments, scratch: Value, span: common.Span, head: Value
+        self, e: Emitter, spec: Mamba2Spec, args: RecurrentArguments, scratch: Value, span: common.RowSpan, head: Value
     ) -> None:
         self.e, self.spec, self.args, self.span, self.head = e, spec, args, span, head
         self.weights, self.read, self.scaled, self.start_decay, self.step = (
             scratch + offset for offset in _arrays(spec)[:-1]
         )
         self.group, number = head // spec.shared, span.slot * spec.heads + head
-        self.state = common.Matrix.from_arguments(args, number, args.keys, (spec.size, spec.dim, spec.block))
+        self.state = common.StateMatrix.from_arguments(args, number, args.keys, (spec.size, spec.dim, spec.block))
         self.matrix, self.updates, self.decays = self.state.matrix, self.state.updates, self.state.decays
 
     def add(self, row: Value, count: Value, place: Value, number: Value) -> None:
