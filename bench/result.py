@@ -185,7 +185,7 @@ def read(path: Path) -> Result:
     return result
 
 
-class Writer:
+class ResultWriter:
     """Writes a result, with its command, the program, the machine and its load before the measurement and after."""
 
     def __init__(

@@ -24,7 +24,7 @@ class Workload(NamedTuple):
     measure: Callable[[], object]
 
 
-class Runner:
+class WorkloadRunner:
     """seconds: the time that there is for everything. write: writes a result, which is complete or not; False where
     there is none yet."""
 

@@ -34,7 +34,7 @@ from polarlm.bench.quality.states import logits_of, served_states
 from polarlm.bench.quality.survey import arithmetic
 from polarlm.bench.quality.tables import DIVERGENCES, TYPE
 from polarlm.bench.report import Report, Section, Table, provenance
-from polarlm.bench.result import Result, Writer
+from polarlm.bench.result import Result, ResultWriter
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
     )
     with open_model(options.weights, options.hf_repo) as model:
         base, types = _base_of(options.file, model), cache_types(options.types)
-        writer = Writer(page_file(options.output, f"{model.name} {Path(options.file).stem}"), "lab.kld", argv)
+        writer = ResultWriter(page_file(options.output, f"{model.name} {Path(options.file).stem}"), "lab.kld", argv)
         result = Result({"model": model.name, "weights": model.dtype, "base": options.file, **model.digest})
         _score(result, options, model, base, types)
     writer.write(result, complete=True)

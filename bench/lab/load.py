@@ -27,7 +27,7 @@ from polarlm.bench.command import at_least, model_named, weight_files
 from polarlm.bench.lab import BETWEEN_TOKENS, FIRST_TOKEN
 from polarlm.bench.lab.client import Answer, ask, connect, send
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, provenance
-from polarlm.bench.result import Figures, Output, Result, Writer, digest_of_model, duration
+from polarlm.bench.result import Figures, Output, Result, ResultWriter, digest_of_model, duration
 from polarlm.bench.speed.contestants import OURS, RATE
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import command, note
@@ -134,7 +134,7 @@ def run(options: LoadOptions, destination: Output, argv: Sequence[str]) -> None:
         key = os.environ.get(KEY_VARIABLE)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         result.about["model"] = _model(url, headers)
-        writer = Writer(destination.path("serving", result["model"]), "lab.load", argv)
+        writer = ResultWriter(destination.path("serving", result["model"]), "lab.load", argv)
         note(f"Requests arrive for {duration(options.seconds)}; then the answers under way come to their end")
         result.about |= {} if options.url else digest_of_model(weight_files(model))
         with connect(url, headers) as http:

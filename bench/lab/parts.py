@@ -23,7 +23,7 @@ import numpy as np
 from polarlm.bench.command import TYPES_HELP, at_least, cache_types, file_names, model_named, numbers
 from polarlm.bench.lab.gpu.setup import CupyClock
 from polarlm.bench.report import Column, Report, Section, Table, provenance
-from polarlm.bench.result import Output, Result, Writer, digest_of_model
+from polarlm.bench.result import Output, Result, ResultWriter, digest_of_model
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
         checks={"repeat": at_least(1), "threads": at_least(0)},
     )
     subject = file_names(model_named(options.weights, options.hf_repo))
-    writer = Writer(destination.path("parts", subject), "lab.parts", argv)
+    writer = ResultWriter(destination.path("parts", subject), "lab.parts", argv)
     result = measure(options)
     writer.write(result, complete=True)
     title = f"Parts of prompts: {result['model']}"

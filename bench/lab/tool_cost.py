@@ -19,8 +19,8 @@ from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.inputs import open_model, page_file
 from polarlm.bench.quality.tables import TYPE
 from polarlm.bench.report import Column, Report, Section, Table, provenance
-from polarlm.bench.result import Result, Writer, read
-from polarlm.bench.runner import Runner
+from polarlm.bench.result import Result, ResultWriter, read
+from polarlm.bench.runner import WorkloadRunner
 from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
@@ -77,13 +77,13 @@ def main(argv: Sequence[str]) -> None:
         types = [one for one in compared.choose_types(options.types, None, model.config) if one.label != _FULL]
         about = {"model": model.name, "weights": model.dtype, **model.digest}
         path = model.path
-    writer = Writer(page_file(options.output, f"{about['model']} tools"), "lab.tool_cost", argv)
+    writer = ResultWriter(page_file(options.output, f"{about['model']} tools"), "lab.tool_cost", argv)
     tokens, count = options.history, options.chains
     settings: dict[str, Any] = {"ctx_size": tokens + _ROOM, "threads": options.threads}
     settings |= {"device": options.device, "parallel": _TOGETHER}
     parts = assemble(settle(str(path), None, {**settings, "cache_type": _FULL}), note)
     result = _begun(writer.path, {**about, "history_tokens": tokens, "chains": count})
-    runner = Runner(write=lambda complete: writer.write(result, complete=complete))
+    runner = WorkloadRunner(write=lambda complete: writer.write(result, complete=complete))
     runs = [(one.label, one, _TOGETHER) for one in (full, *types)]
     runs.append((f"{_FULL}, {_OTHERWISE} at once", full, _OTHERWISE))
     try:

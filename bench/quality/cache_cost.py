@@ -30,8 +30,8 @@ from polarlm.bench.quality.scores import (
 from polarlm.bench.quality.speeds import Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.bench.quality.tables import ROOM, report_of
-from polarlm.bench.result import Result, Writer, digest_of_text, duration
-from polarlm.bench.runner import Clock, Runner
+from polarlm.bench.result import Result, ResultWriter, digest_of_text, duration
+from polarlm.bench.runner import Clock, WorkloadRunner
 from polarlm.engine.backends.select import select
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
@@ -61,7 +61,7 @@ class _Measurement:
 
     def __init__(self, options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
         """Raises FlagError or LoadError for mistakes that can be found before a model is loaded."""
-        self._runner = Runner(60 * options.minutes, self._write, clock)
+        self._runner = WorkloadRunner(60 * options.minutes, self._write, clock)
         self._options = options
         self._texts = read_texts(str(options.text))
         self._is_counted = options.windows > 0  # the windows are given, and nothing else is measured
@@ -70,7 +70,7 @@ class _Measurement:
             config = model.config
             self._types = compared.choose_types(options.types, options.ablate, config)
             subject = f"{model.name} {' '.join(Path(name).stem for name in self._texts)}"
-            self._writer = Writer(page_file(options.output, subject), "quality", argv, program=PROGRAM)
+            self._writer = ResultWriter(page_file(options.output, subject), "quality", argv, program=PROGRAM)
             self._ops = (  # float32 takes ten times as long, for figures that others can repeat
                 arithmetic(model.source, options.threads, converted)
                 if self._is_counted

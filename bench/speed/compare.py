@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from polarlm import model_loaders
 from polarlm.bench.command import cache_types, model_named, numbers
-from polarlm.bench.result import Output, Result, Writer, about_gpu, digest_of_model, machine
-from polarlm.bench.runner import Runner
+from polarlm.bench.result import Output, Result, ResultWriter, about_gpu, digest_of_model, machine
+from polarlm.bench.runner import WorkloadRunner
 from polarlm.bench.speed import peers
 from polarlm.bench.speed.child import Failed
 from polarlm.bench.speed.contestants import OURS, Contestant, Subject, new_child, start
@@ -36,7 +36,7 @@ _NONE = "none"  # --peer-types without any
 def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     """Measure, write the JSON as figures come, and a page at the end; print the report. Raises FlagError,
     EngineError or LoadError."""
-    runner = Runner(math.inf if options.minutes is None else 60 * options.minutes)
+    runner = WorkloadRunner(math.inf if options.minutes is None else 60 * options.minutes)
     types, threads = cache_types(options.types), sorted(numbers("--threads", options.threads))
     prompts, depths = sorted(numbers("--prompt", options.prompt)), sorted(numbers("--depth", options.depth))
     paths = peer_paths(options.peer)
@@ -55,7 +55,7 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     about = machine(gpu)
     where = gpu["name"] if gpu else f"{about['cpu']} {about['cores']} cores"
     output = destination.path("speed", f"{source.name} {weights} {where}")
-    writer = Writer(output, "speed", argv, gpu, PROGRAM)
+    writer = ResultWriter(output, "speed", argv, gpu, PROGRAM)
 
     attention = config.attention
     shape = len(config.layers), attention.kv_heads, attention.head_dim

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.bench.result import Result, duration
-from polarlm.bench.runner import Runner, Workload
+from polarlm.bench.runner import Workload, WorkloadRunner
 from polarlm.bench.speed.child import Child, Failed, OutOfTime, memory
 from polarlm.bench.speed.contestants import (
     GENERATION,
@@ -51,7 +51,7 @@ _BUFFER = 512 << 20  # bytes, many times the last-level cache
 _REST_SECONDS = 0.1
 
 
-class Memory:
+class ReadBuffer:
     """A buffer that is read sequentially as a whole: a step takes at least its bytes divided by this rate."""
 
     def __init__(self, nbytes: int = _BUFFER) -> None:
@@ -110,7 +110,7 @@ class Plan:
 class Measurement:
     """Measures all sections in order, into `result`, which is written after each row."""
 
-    def __init__(self, plan: Plan, subject: Subject, result: Result, runner: Runner) -> None:
+    def __init__(self, plan: Plan, subject: Subject, result: Result, runner: WorkloadRunner) -> None:
         self._plan, self._subject, self._result, self._runner = plan, subject, result, runner
         self._children = Children(subject)
         self._rng = np.random.default_rng(0)
@@ -157,7 +157,7 @@ class Measurement:
     def _measure_bandwidth(self) -> None:
         """Add a run with each number of threads. The fastest of all runs counts, since no step can be faster."""
         if self._subject.device == "cpu":
-            memory = Memory()
+            memory = ReadBuffer()
             for threads in self._plan.threads:
                 rates = self._result["bytes_per_second"].setdefault(str(threads), [])
                 rates.append(memory.read_rate(threads))

@@ -10,7 +10,7 @@ import pytest
 
 from polarlm.bench import result
 from polarlm.bench.report import Report, Section, Table
-from polarlm.bench.result import Output, Result, Writer
+from polarlm.bench.result import Output, Result, ResultWriter
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.jit.isa import VARIABLE
 
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_with_the_load_of_the_machine(tmp_path: Path, mo
     made.add("prompt of 5", "polarlm f16", "tokens/s", [3, 1, 2], threads=2)
     made.add("prompt of 5", "a peer", "tokens/s", failure="crashed")
     made.add_all("text", "f16", {"kl_mean": 0.0, "bits": None}, start=0)
-    Writer(file, "speed", ["-t", "2"]).write(made, complete=True)
+    ResultWriter(file, "speed", ["-t", "2"]).write(made, complete=True)
     again = result.read(file)
     assert list(again.rows()) == list(made.rows())
     assert [row.value for row in again.rows()] == [2, None, 0]

@@ -18,7 +18,7 @@ from polarlm.bench.result import Result, Row
 from polarlm.bench.speed import __main__ as speed
 from polarlm.bench.speed import compare, contestants, measure
 from polarlm.bench.speed.child import Failed, OutOfTime
-from polarlm.bench.speed.measure import Memory
+from polarlm.bench.speed.measure import ReadBuffer
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from tests.random_model import TINY, random_model
 from tests.tiny import make_model
@@ -60,8 +60,8 @@ def measure_with(
 ) -> Measure:
     """Runs the command with SMALL and more flags, which has to end with `status`."""
     monkeypatch.setattr(measure, "_REST_SECONDS", 0)
-    monkeypatch.setattr(measure, "Memory", lambda: Memory(1 << 16))
-    monkeypatch.setattr(Memory, "read_rate", lambda self, threads: 1e10)  # far more than the small models read
+    monkeypatch.setattr(measure, "ReadBuffer", lambda: ReadBuffer(1 << 16))
+    monkeypatch.setattr(ReadBuffer, "read_rate", lambda self, threads: 1e10)  # far more than the small models read
     model = random_model(tmp_path_factory.mktemp("random"))
 
     def run(*flags: str, status: int = 0) -> Measured:
@@ -205,7 +205,7 @@ def test_a_peer_that_lacked_a_core_gives_no_ratio(
 ) -> None:
     """Its threads wait for each other, and ours do not: what it shows is the other work of the machine."""
     stands.rates = staticmethod(lambda label, threads, call, tokens: 300.0 if "ours" in label else 200.0 / threads)
-    monkeypatch.setattr(Memory, "read_rate", lambda self, threads: 3e9)
+    monkeypatch.setattr(ReadBuffer, "read_rate", lambda self, threads: 3e9)
     measured = measure_with(*FOUR, "--threads", threads)
     assert any(why in row.more.get("starvation", "") for row in measured.file.rows("tokens/s"))
     assert "×)" not in measured.out
@@ -252,7 +252,7 @@ def test_the_share_of_the_bandwidth_counts_weights_and_cache(
 ) -> None:
     # With one thread and with two, before each context: the machine was busy first.
     rates = iter([1e8, 1e8, 1e9, 2e9])
-    monkeypatch.setattr(Memory, "read_rate", lambda self, threads: next(rates))
+    monkeypatch.setattr(ReadBuffer, "read_rate", lambda self, threads: next(rates))
     measured = measure_with(*FOUR)
     ours, _, f16, q4_0 = (
         {name: row.value for name, row in measured.file.figures("generation at 100", who).items()}

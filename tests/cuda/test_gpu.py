@@ -18,7 +18,7 @@ import pytest
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.lab.gpu.attention import layer_format
-from polarlm.bench.lab.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill, read_tokens
+from polarlm.bench.lab.gpu.cache import ALLOWED_ERROR, Content, SequenceBlocks, attention_error, fill, read_tokens
 from polarlm.bench.lab.gpu.setup import CupyClock, Sizes
 from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import Engine, EngineError, SamplingParams
@@ -244,7 +244,7 @@ def test_one_token_attends_to_a_long_context(rng: np.random.Generator, cache_typ
         [part.tolist() for part in np.split(rng.permutation(sum(counts)), np.cumsum(counts)[:-1])]
         for counts in (quantized, full)
     )
-    laid = [StoredSequence(*of) for of in zip(contexts, ids, slots, strict=True)]
+    laid = [SequenceBlocks(*of) for of in zip(contexts, ids, slots, strict=True)]
     queries = rng.standard_normal((len(contexts), config.attention.heads, config.attention.head_dim), np.float32)
     spans = ops.spans([of.span(row, n) for row, of in enumerate(laid)], n)
     out = ops.to_host(
@@ -264,7 +264,7 @@ def test_a_prompt_attends_to_a_long_context(rng: np.random.Generator, cache_type
     config, n, new = SHAPE.config, SHAPE.block_size, 1000
     complete = LONG // n - new // n - 1
     ops, device, cache = filled(cache_type, complete - 1, 2)
-    of = StoredSequence(complete * n, rng.permutation(complete - 1).tolist(), [0, 0])
+    of = SequenceBlocks(complete * n, rng.permutation(complete - 1).tolist(), [0, 0])
     buffer = ops.buffer(cache.format, new)
     start = complete * n
     span = SpanView(slice(0, new), start, KVLocation(buffer, 0), start, of.full[0], of.quantized, n)

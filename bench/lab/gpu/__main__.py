@@ -17,8 +17,8 @@ from polarlm.bench.command import TYPES_HELP, at_least, cache_types, file_names,
 from polarlm.bench.lab.gpu.plan import SHARES, Plan, Work
 from polarlm.bench.lab.gpu.setup import Gpu, Sizes, open_gpu
 from polarlm.bench.lab.gpu.tables import report_of
-from polarlm.bench.result import Output, Result, Writer, duration
-from polarlm.bench.runner import Runner
+from polarlm.bench.result import Output, Result, ResultWriter, duration
+from polarlm.bench.runner import WorkloadRunner
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import FlagError, parse
@@ -72,9 +72,9 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes) -> N
     model = model_named(options.weights, options.hf_repo)
     gpu = gpu or open_gpu()
     subject = file_names(model)
-    writer = Writer(destination.path("gpu", f"{gpu.about['name']} {subject}"), "lab.gpu", argv, gpu.about)
+    writer = ResultWriter(destination.path("gpu", f"{gpu.about['name']} {subject}"), "lab.gpu", argv, gpu.about)
     result = Result({"model": subject, "not_measured": []})
-    runner = Runner(options.budget, lambda complete: writer.write(result, complete=complete), time.monotonic)
+    runner = WorkloadRunner(options.budget, lambda complete: writer.write(result, complete=complete), time.monotonic)
     note(f"Takes {duration(options.budget)} at most, plus the rest of the last measurement")
     plan = Plan(gpu, sizes, types, contexts, batches, model, options.llama_cpp, runner.seconds_left)
     with runner.final_write():
@@ -82,7 +82,7 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes) -> N
     report_of(result).show(writer.path)
 
 
-def _measure(plan: Plan, sections: Sequence[str], result: Result, runner: Runner) -> None:
+def _measure(plan: Plan, sections: Sequence[str], result: Result, runner: WorkloadRunner) -> None:
     """Run the tasks of all sections, as far as there is time: what a section leaves goes to the next."""
     budget, shares = runner.end - runner.began, sum(SHARES[name] for name in sections)
     runner.end = runner.began

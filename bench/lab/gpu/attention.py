@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from polarlm.bench.command import CacheType
-from polarlm.bench.lab.gpu.cache import Content, StoredSequence, attention_error, fill
+from polarlm.bench.lab.gpu.cache import Content, SequenceBlocks, attention_error, fill
 from polarlm.bench.lab.gpu.peer import attention_at
 from polarlm.bench.lab.gpu.setup import Gpu, Sizes
 from polarlm.bench.result import Result
@@ -102,11 +102,11 @@ def _size_and_calls(
 
 def _places(
     rng: np.random.Generator, context: int, blocks: tuple[int, int], shape: tuple[int, int]
-) -> list[list[StoredSequence]]:
+) -> list[list[SequenceBlocks]]:
     """Sequences (calls, B) with random blocks of the pools. blocks: of a sequence, quantized and in full precision."""
     ids, slots = (rng.permutation(math.prod(shape) * count).reshape(*shape, count).tolist() for count in blocks)
     calls, rows = map(range, shape)
-    return [[StoredSequence(context, ids[call][row], slots[call][row]) for row in rows] for call in calls]
+    return [[SequenceBlocks(context, ids[call][row], slots[call][row]) for row in rows] for call in calls]
 
 
 def measure_encoding(result: Result, gpu: Gpu, sizes: Sizes, content: Content, cache_type: CacheType) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.bench.lab.gpu.setup import Clock
+from polarlm.bench.lab.gpu.setup import DeviceClock
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.device import Array, Device
 from polarlm.engine.backends.kv import FilledBlocks, KVLocation, SpanView
@@ -38,7 +38,7 @@ class Content:
         return cls(rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32))
 
 
-def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
+def fill(ops: Ops, clock: DeviceClock, cache: Any, content: Content) -> None:
     """Fill the quantized and the full-precision pools of one layer's cache with `content`."""
     n, rows = cache.format.block_size, len(content.k)
     buffer, blocks = ops.buffer(cache.format, rows), rows // n
@@ -54,7 +54,7 @@ def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
         _repeat(clock, pool, count)
 
 
-def _repeat(clock: Clock, pool: Array, filled: int) -> None:
+def _repeat(clock: DeviceClock, pool: Array, filled: int) -> None:
     """Repeat the first `filled` records of a pool to its end, doubling the copies."""
     while filled < len(pool):
         count = min(filled, len(pool) - filled)
@@ -63,7 +63,7 @@ def _repeat(clock: Clock, pool: Array, filled: int) -> None:
 
 
 @dataclass(frozen=True)
-class StoredSequence:
+class SequenceBlocks:
     """The blocks of a sequence of `context` tokens: ids of quantized ones, and slots of the sink block and the newest
     ones."""
 
@@ -80,7 +80,7 @@ class StoredSequence:
 
 
 def attention_error(
-    device: Device, cache: Any, blocks: int, sequence: StoredSequence, head: int, q: Any, out: Any
+    device: Device, cache: Any, blocks: int, sequence: SequenceBlocks, head: int, q: Any, out: Any
 ) -> float:
     """The largest error of out (G, D), the attention output of q (G, D), divided by the largest correct value.
 
@@ -94,7 +94,7 @@ def attention_error(
     return float(np.abs(out - full).max() / np.abs(full).max())
 
 
-def read_tokens(device: Device, cache: Any, side: str, blocks: int, sequence: StoredSequence, head: int) -> np.ndarray:
+def read_tokens(device: Device, cache: Any, side: str, blocks: int, sequence: SequenceBlocks, head: int) -> np.ndarray:
     """Keys or values (context, D) of one KV head of a sequence, float64."""
     number = ("keys", "values").index(side)
     parts = []

@@ -45,7 +45,7 @@ WARM_SECONDS = 0.05  # seconds of work before a measurement: an idle GPU lowers 
 HELD_SECONDS, HELD_TIMES = 0.25, 3
 
 
-class Clock(Protocol):
+class DeviceClock(Protocol):
     """Timing and memory of the device that was opened last."""
 
     def seconds(self, work: Callable[[], object], runs: int) -> float:
@@ -66,7 +66,7 @@ class Gpu:
     """A GPU. open: makes new ops and their device, whose recorded graphs keep memory for as long as they exist."""
 
     open: Callable[[], tuple[CudaOps, Device]]
-    clock: Clock
+    clock: DeviceClock
     about: dict[str, str]
 
 
