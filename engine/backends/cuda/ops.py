@@ -18,7 +18,7 @@ from polarlm.engine.backends.cuda import sampling
 from polarlm.engine.backends.cuda.attention import AttentionOps, EncoderOps
 from polarlm.engine.backends.cuda.batches import first_rows, pad_rows
 from polarlm.engine.backends.cuda.device import Array, Device, PaddedInput, PeerCopy
-from polarlm.engine.backends.cuda.device.tracing import Launch, TracingDevice
+from polarlm.engine.backends.cuda.device.tracing import TracedLaunch, TracingDevice
 from polarlm.engine.backends.cuda.experts import ExpertOps
 from polarlm.engine.backends.cuda.heads import prepare
 from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, next_spans, pack_spans
@@ -42,7 +42,7 @@ class ExpectedKernels:
         self._devices = devices
         self._texts: dict[str, None] = {}  # in the order of need
 
-    def add(self, launch: Launch) -> None:
+    def add(self, launch: TracedLaunch) -> None:
         """Expect the text of a launch; a library's product has none."""
         if launch.text and launch.text not in self._texts:
             self._texts[launch.text] = None

@@ -25,7 +25,7 @@ from polarlm.engine.backends.cuda.device.cupy_recording import (
 )
 from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, OVERLAPS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
-from polarlm.engine.backends.cuda.device.packed_launch import Kernel, load_driver, type_letters
+from polarlm.engine.backends.cuda.device.packed_launch import PackedKernel, load_driver, type_letters
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.forks import cached_property
 
@@ -168,9 +168,9 @@ class CupyDevice:
         self.overlaps = (overlap.is_enabled(_capability()) if overlaps is None else overlaps) and can_overlap()
         self._driver = load_driver()
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
-        self._kernels: dict[tuple[str, str], Kernel] = {}
+        self._kernels: dict[tuple[str, str], PackedKernel] = {}
         self._kernels_by_types: dict[
-            tuple[str, str, tuple[type, ...]], Kernel
+            tuple[str, str, tuple[type, ...]], PackedKernel
         ] = {}  # for the types of arguments in Python
         self._staging: list[Any] = []  # pinned memory of the newest copies
         self._copies: deque[tuple[cupy.cuda.Event, list[Any]]] = deque()  # of earlier ones; and an event after each
@@ -316,7 +316,7 @@ class CupyDevice:
         letters, loaded = type_letters(types, _POINTERS), self._kernels.get((kernel, text))
         if loaded is None:
             function = self._modules.get(text).get_function(kernel)
-            loaded = self._kernels[kernel, text] = Kernel(self._driver, function, waits(text, kernel), letters)
+            loaded = self._kernels[kernel, text] = PackedKernel(self._driver, function, waits(text, kernel), letters)
         if letters != loaded.letters:
             raise TypeError(f"{kernel} takes arguments of the types {loaded.letters}, as before, not {letters}")
         self._kernels_by_types[kernel, text, types] = loaded

@@ -21,7 +21,7 @@ def load_driver() -> ctypes.CDLL:
     return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
 
 
-class Kernel:
+class PackedKernel:
     """A kernel that is launched with arguments of the same C types every time, by one thread at a time.
 
     letters: these types, as letters of `struct`. waits: whether it waits for its predecessor by itself. shared_limit:

@@ -13,7 +13,7 @@ from polarlm.engine.backends.cuda.device import PaddedInput, PeerCopy, Result
 GEMM = "gemm"
 
 
-class Launch(NamedTuple):
+class TracedLaunch(NamedTuple):
     """The arguments of `Device.launch`. A product of `Device.gemm` is a launch of GEMM without a text, whose args are
     its arrays."""
 
@@ -57,7 +57,7 @@ class TracingDevice:
 
     def __init__(
         self,
-        on_launch: Callable[[Launch], None],
+        on_launch: Callable[[TracedLaunch], None],
         processors: int,
         shared_memory: int,
         memory: tuple[int, int] = (1 << 40, 1 << 40),
@@ -101,7 +101,7 @@ class TracingDevice:
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
-        self._on_launch(Launch(kernel, text, grid, block, args, shared))
+        self._on_launch(TracedLaunch(kernel, text, grid, block, args, shared))
 
     def expect(self, text: str) -> None:
         """Nothing is compiled."""
@@ -110,7 +110,7 @@ class TracingDevice:
         """No text is expected."""
 
     def gemm(self, *arrays: TracingArray | None, add: bool) -> None:
-        self._on_launch(Launch(GEMM, "", (), (), arrays, 0))
+        self._on_launch(TracedLaunch(GEMM, "", (), (), arrays, 0))
 
     def call_host(self, work: Callable[..., np.ndarray], y: TracingArray, arrays: Sequence[TracingArray]) -> None:
         work(*map(self.to_host, arrays))
