@@ -19,7 +19,7 @@ from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import Kernel, Level
 from polarlm.engine.jit.lang.records import Record
-from polarlm.engine.jit.run.buffers import Arena, Buffers, Lease, is_leased, unowned_view
+from polarlm.engine.jit.run.buffers import Arena, BufferPool, Lease, is_leased, unowned_view
 from polarlm.engine.jit.run.workers import MOST_ENTRIES, CommandBuffer, Launch, workers
 
 Units = int | Callable[[], int]
@@ -76,7 +76,7 @@ class Recording:
     def __init__(self) -> None:
         self.wanted: list[Kernel] = []
         self.parts: list[PreparedLaunches | HostCall] = []
-        self.buffers = Buffers()
+        self.buffers = BufferPool()
         self.result: Any = None
 
     def add(self, launch: PackedLaunch, arrays: Iterable[np.ndarray]) -> None:
@@ -102,7 +102,7 @@ class Launcher:
         self._workers = workers()
         self.in_graph = False  # whether the work of `Ops.run_graph` is called, which is recorded if it can be
         self._recording: Recording | None = None
-        self._buffers = Buffers()
+        self._buffers = BufferPool()
         self._repeatable: dict[Hashable, Any] = {}  # the latest ones last
         self._is_streaming, self._entries = False, 0  # entries: launches of the stream that may not be completed
         self._held: list[Any] = []  # what these read and write

@@ -58,7 +58,7 @@ def check(level: Level) -> None:
     ops, weights = LinearOps(launch), np.empty((20, 96), np.float32)
     blocks = np.empty((20, 3), _BLOCK)
     blocks["scale"], blocks["codes"] = (1 + np.arange(60).reshape(20, 3) / 60) / 100, _test_bytes(20, 3, 32)
-    matrix = _Matrix(blocks)
+    matrix = _Q8Matrix(blocks)
     matrix.dequantize(weights)
     loaded = Linear(ops.load([matrix]))
     for rows in (1, 20) if level.matrices else (1,):
@@ -81,7 +81,7 @@ _BLOCK = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])  # a block of Q8_0
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class _Q8Matrix:
     """A `StoredMatrix` of Q8_0. blocks: (rows, blocks). Importing a quantizer would cost megabytes of memory."""
 
     blocks: np.ndarray

@@ -14,7 +14,7 @@ from polarlm.model_loaders.forks import renew_in_children
 Result = TypeVar("Result")
 
 
-class _Turn:
+class _MapLock:
     """The lock of `parallel_map`."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class _Turn:
 
 
 _libraries = ThreadpoolController().select(user_api="blas").lib_controllers
-_turn = _Turn()
+_map_lock = _MapLock()
 
 
 def threads() -> int:
@@ -49,7 +49,7 @@ def use_threads(number: int) -> None:
 def parallel_map(work: Callable[[int], Result], count: int) -> list[Result]:
     """[work(0), …, work(count − 1)] on as many threads as BLAS has; each calls a BLAS of one thread: for
     products so small that threads of BLAS would mostly wait for each other."""
-    with _turn.lock:  # two callers could set back the number of the other
+    with _map_lock.lock:  # two callers could set back the number of the other
         number = threads()
         if number == 1:
             return list(map(work, range(count)))

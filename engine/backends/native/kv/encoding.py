@@ -20,7 +20,7 @@ from polarlm.engine.quantization.encode import decode_centred, fill_up
 _X = BlockAddresses._fields.index("x")
 
 
-class _Launch(NamedTuple):
+class _EncodeLaunch(NamedTuple):
     """What blocks have in common that are encoded in one launch."""
 
     kernel: Kernel[EncodeArguments]
@@ -33,7 +33,7 @@ class EncodingOps(KernelOps):
     """The ops that encode blocks. Layers whose cache is not a `TileCache` are encoded by NumPy."""
 
     def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
-        launches: dict[_Launch, list[np.ndarray]] = {}
+        launches: dict[_EncodeLaunch, list[np.ndarray]] = {}
         for layers, blocks, sources in encodable_runs(groups):
             tiled = [layer for layer in layers if isinstance(layer, TileCache)]  # all of them, or none
             if not tiled:
@@ -46,7 +46,7 @@ class EncodingOps(KernelOps):
                     x, is_half = _sources(layer, sources, side)
                     addresses = first + steps * targets
                     addresses[..., _X] = x
-                    launch = _Launch(encoder.kernel, dim, is_half, codecs[side])
+                    launch = _EncodeLaunch(encoder.kernel, dim, is_half, codecs[side])
                     launches.setdefault(launch, []).append(addresses.reshape(-1, addresses.shape[-1]))
             for side in set(range(len(codecs))) - tiled[0].block_addresses.keys():
                 self._launch.run_numpy(_encode_side, tiled, blocks, sources, side)
@@ -65,7 +65,7 @@ class EncodingOps(KernelOps):
         values = keys if format.codec_v is None else decode_centred(format.codec_v, v, {})
         cache.store(place, (keys[:, 0, :tokens], values[:, 0, :tokens]))
 
-    def _encode(self, launches: dict[_Launch, np.ndarray]) -> None:
+    def _encode(self, launches: dict[_EncodeLaunch, np.ndarray]) -> None:
         """Encode the keys or the values of blocks of KV heads, of all layers, at the same time. Raises NotFinite."""
         damaged = {launch: np.zeros(len(addresses), np.uint8) for launch, addresses in launches.items()}
         self._launch.launch_together(

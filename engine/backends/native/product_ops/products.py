@@ -155,7 +155,7 @@ class LinearOps(LoadOps):
         return out
 
 
-class _Order(NamedTuple):
+class _PanelRows(NamedTuple):
     """The rows of all experts in panels; see `kernels.experts.arrange`. Without adapters, bases is chosen. scales
     (T, 1): of the rows' adapters."""
 
@@ -249,7 +249,7 @@ class ExpertOps(KernelOps):
         return tuple(Multiplication(self._launch, w, rows, how) for w, how in ((deltas.a, fusion), (deltas.b, PLAIN)))
 
     def _add_changes(
-        self, y: np.ndarray, x: np.ndarray, products: Sequence[Multiplication], order: _Order, sources: np.ndarray
+        self, y: np.ndarray, x: np.ndarray, products: Sequence[Multiplication], order: _PanelRows, sources: np.ndarray
     ) -> None:
         """Add what adapters change to y (P, out), the products of x, in which `sources` are the places' rows."""
         if not products:
@@ -273,7 +273,7 @@ class ExpertOps(KernelOps):
         return self._combine(results, order, routing)
 
     def _combine(
-        self, results: np.ndarray, order: _Order, routing: Routing, residual: np.ndarray | None = None
+        self, results: np.ndarray, order: _PanelRows, routing: Routing, residual: np.ndarray | None = None
     ) -> np.ndarray:
         """The weighted sums of the results (P, out) of each row's experts, added to `residual` if that is given."""
         out = self._launch.empty((len(routing.ids), results.shape[1])) if residual is None else residual
@@ -296,7 +296,7 @@ class ExpertOps(KernelOps):
         products: Sequence[Multiplication],
         adapters: Routing | None = None,
         numbers: int = 0,
-    ) -> _Order:
+    ) -> _PanelRows:
         """The rows in the order of their experts, or of their adapters and experts. count: the number of experts.
         numbers: of pairs of these, with adapters."""
         adapts = adapters is not None
@@ -312,7 +312,7 @@ class ExpertOps(KernelOps):
         row_tile = sizes.rows
         places = -(-(pairs + slots * (row_tile - 1)) // row_tile) * row_tile
         chosen, bases = (self._launch.empty((slots, len(ExpertRows._fields)), np.int64) for _ in range(2))
-        order = _Order(
+        order = _PanelRows(
             sizes,
             chosen=chosen,
             bases=bases if adapts else chosen,

@@ -84,7 +84,7 @@ class PolarValues(PolarTiles, ValueTiles):
         token_sizes = e.stack(8 * self.tokens)
         self._measure_tokens(e, block + self.radii_at, inverses, token_sizes)
         tops = [self._store_weights(e, weight, token_sizes) for weight in weights]
-        factors = _Factors(e, self.levels, size)
+        factors = _PairFactors(e, self.levels, size)
         step = factors.largest * COSINES[1].max() / (_FACTOR * _DIRECTION) * (2**15 / _WORD)
         directions = [by_lane(e, [np.rint(x * (_DIRECTION / COSINES[1].max()))], size) for x in (COSINES[1], SINES)]
         kind, lanes = vector(I32, size // 4), [lane % 8 for lane in range(size // 2)]
@@ -169,7 +169,7 @@ class PolarValues(PolarTiles, ValueTiles):
         token_sizes: Value,
         weights: Values,
         out: Values,
-        factors: _Factors,
+        factors: _PairFactors,
     ) -> None:
         """Weights (N,) int16 times the radii of a unit → `out` (sets, N) int16.
 
@@ -196,7 +196,7 @@ class PolarValues(PolarTiles, ValueTiles):
                     e.store(e.level.scaled_product(e, own_weights, word), target, 2 * (first + self.tokens * number))
 
 
-class _Factors:
+class _PairFactors:
     """Factors of pairs in the order of directions, `size` bytes at a time.
 
     largest: what the largest byte stands for, times the largest cosine of level 4 if factors do not include it.
