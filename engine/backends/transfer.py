@@ -20,7 +20,7 @@ import numpy as np
 
 from polarlm.engine import records
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.codecs import Field
+from polarlm.engine.codecs import FieldSpec
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.quantization.conditioning import mean_fields
 from polarlm.engine.quantization.encode import decode_centred
@@ -40,10 +40,11 @@ _BYTES = np.dtype(np.uint8)
 _NAMES = {"k": "keys", "v": "values"}  # of the records of each side
 
 
-def fields(format: CacheFormat) -> dict[str, dict[str, Field]]:
+def fields(format: CacheFormat) -> dict[str, dict[str, FieldSpec]]:
     """The fields of one quantized block of one KV head: of keys ("k"), values ("v") and means ("mean")."""
     n, d = format.block_size, format.head_dim
-    means = {name: Field(*spec) for name, spec in mean_fields(format.mean_bits, d).items()} if format.mean_bits else {}
+    specs = mean_fields(format.mean_bits, d) if format.mean_bits else {}
+    means = {name: FieldSpec(*spec) for name, spec in specs.items()}
     v = {} if format.codec_v is None else format.codec_v.fields(n, d)
     return {"k": format.codec_k.fields(n, d), "v": v, "mean": means}
 
@@ -66,18 +67,18 @@ def layouts(format: CacheFormat) -> tuple[Layout, Layout]:
     return keys, keys if format.codec_v is None else records.layout(format.codec_v, True, n, d)
 
 
-def block_arrays(format: CacheFormat, stored_as: str) -> dict[str, Field]:
+def block_arrays(format: CacheFormat, stored_as: str) -> dict[str, FieldSpec]:
     """The arrays of one block of one KV head. Raises ValueError for a representation that this format does not have."""
     if stored_as == RECORDS:
         return {
-            _NAMES[side]: Field((layout.nbytes,), _BYTES)
+            _NAMES[side]: FieldSpec((layout.nbytes,), _BYTES)
             for side, layout in zip(format.sides, layouts(format), strict=False)
         }
     if stored_as not in REPRESENTATIONS:
         raise ValueError(f"blocks as {stored_as} belong to another version")
     sides = fields(format)
     if stored_as == TILES and (both := tiles(format)) is not None:
-        sides |= {side: {"tiles": Field((own.nbytes,), _BYTES)} for side, own in zip(format.sides, both, strict=True)}
+        sides |= {side: {"tiles": FieldSpec((x.nbytes,), _BYTES)} for side, x in zip(format.sides, both, strict=True)}
     return {f"{side}.{name}": field for side, fields in sides.items() for name, field in fields.items()}
 
 

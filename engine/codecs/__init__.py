@@ -20,7 +20,7 @@ import numpy as np
 
 from polarlm.engine.codecs.schema.arrays import NotFinite as NotFinite
 from polarlm.engine.codecs.schema.arrays import destination, require_finite, slabs
-from polarlm.engine.codecs.schema.streams import Field as Field
+from polarlm.engine.codecs.schema.streams import FieldSpec as FieldSpec
 from polarlm.engine.codecs.schema.streams import Schema, leading_shape, unpack
 
 FULL = "f16"
@@ -88,7 +88,7 @@ class Codec(ABC):
         """An orthogonal W (D, D) float32, read-only: a vector x is encoded as x @ W. None without rotation."""
         return None
 
-    def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
+    def fields(self, block_size: int, head_dim: int) -> dict[str, FieldSpec]:
         """The arrays of one encoded block, one per stream, in the order in which they are stored."""
         return {name: stream.field for name, stream in self.schema(block_size, head_dim).items()}
 

@@ -68,7 +68,7 @@ class LinearTable(PairStore):
 
 
 @dataclass(frozen=True)
-class Linear(RotatedPairs):
+class LinearCodec(RotatedPairs):
     takes_metric = False  # errors are small
 
     def norms(self, x: np.ndarray) -> np.ndarray:
@@ -82,6 +82,6 @@ class Linear(RotatedPairs):
         out *= self.store.norms.unpack(streams["norm"])[..., None]
 
 
-def create(name: str, options: tuple[str, ...]) -> Linear:
+def create(name: str, options: tuple[str, ...]) -> LinearCodec:
     check_no_options(name, options)
-    return Linear(name, LinearTable(2 * BITS, half_norms=False, reach=4.0), PRECONDITIONINGS[0])
+    return LinearCodec(name, LinearTable(2 * BITS, half_norms=False, reach=4.0), PRECONDITIONINGS[0])

@@ -39,7 +39,7 @@ class Float32Matrices:
 
 
 @dataclass(frozen=True)
-class Channels:
+class EightBitMatrices:
     """Eight bits for each number, and a scale for each value channel; with the methods of `Float32Matrices`."""
 
     name: str
@@ -58,7 +58,7 @@ class Channels:
         return fields["codes"] * fields["scales"][..., None, :]
 
 
-SnapshotCodes = Float32Matrices | Channels
-EXACT, EIGHT_BITS = Float32Matrices("f32"), Channels("8bit")
+SnapshotCodes = Float32Matrices | EightBitMatrices
+EXACT, EIGHT_BITS = Float32Matrices("f32"), EightBitMatrices("8bit")
 ALL: Mapping[str, SnapshotCodes] = {one.name: one for one in (EIGHT_BITS, EXACT)}
 """By the value of the setting `state_type`."""

@@ -49,7 +49,7 @@ def neutral(kv_heads: int, head_dim: int) -> LayerStatistics:
     )
 
 
-class Head(NamedTuple):
+class HeadStatistics(NamedTuple):
     """Statistics of one query head, float64."""
 
     second: np.ndarray  # (D, D) Σ w qᵀq / Σ w
@@ -63,7 +63,7 @@ def measure(
     scale: float,
     window: int | None,
     block_size: int,
-    parallel_map: Callable[[Callable[[int], Head], int], list[Head]],
+    parallel_map: Callable[[Callable[[int], HeadStatistics], int], list[HeadStatistics]],
     *,
     softcap: float | None = None,
     sink_scores: np.ndarray | None = None,
@@ -136,7 +136,7 @@ def _measure_head(
     sink: np.float32 | None,
     hidden: np.ndarray,
     block_size: int,
-) -> Head:
+) -> HeadStatistics:
     """Return statistics of one head: q, k (T, D) float32, hidden (T, T) bool."""
     p = (q * np.float32(scale)) @ k.T
     if softcap is not None:
@@ -156,7 +156,7 @@ def _measure_head(
         total = len(weights)
     q = q.astype(np.float64)
     weighted = q * (weights / total)[:, None]
-    return Head(weighted.T @ q, weighted.sum(axis=0))
+    return HeadStatistics(weighted.T @ q, weighted.sum(axis=0))
 
 
 def _hidden_keys(count: int, window: int | None) -> np.ndarray:

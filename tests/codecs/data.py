@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from polarlm.engine import codecs
-from polarlm.engine.codecs import Codec, Field
+from polarlm.engine.codecs import Codec, FieldSpec
 from polarlm.engine.codecs.parts.pair_codec import PairCodec
 from polarlm.engine.codecs.schema.streams import pack, unpack
 
@@ -21,7 +21,7 @@ def gaussian(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def random_fields(
-    rng: np.random.Generator, fields: Mapping[str, Field], lead: tuple[int, ...]
+    rng: np.random.Generator, fields: Mapping[str, FieldSpec], lead: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
     """Any bytes (*lead, *shape); halves are finite, and norms, radii and steps not negative."""
     made = {}

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 from polarlm.engine.codecs.schema.planes import Planes, code_type
 
 
-class Field(NamedTuple):
+class FieldSpec(NamedTuple):
     """One array of an encoded block: N tokens of one KV head."""
 
     shape: tuple[int, ...]
@@ -40,11 +40,11 @@ class Stream(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def field(self) -> Field:
+    def field(self) -> FieldSpec:
         """The array that stores the stream."""
         if self.bits is None:
-            return Field(self.shape, self.dtype)
-        return Field((self.size * self.bits // 8,), np.dtype(np.uint8))
+            return FieldSpec(self.shape, self.dtype)
+        return FieldSpec((self.size * self.bits // 8,), np.dtype(np.uint8))
 
     def pack(self, x: np.ndarray) -> np.ndarray:
         """x (..., *shape) → (..., *field.shape). Codes are packed as the vectors of one run of `Planes`."""
