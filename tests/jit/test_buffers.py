@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.engine.jit.run.buffers import MOST, Arena, Buffers, aligned_bytes, is_leased, zeros
+from polarlm.engine.jit.run.buffers import MOST, Arena, BufferPool, aligned_bytes, is_leased, zeros
 from tests.requests.test_forks import begun_in_child
 
 
 def test_memory_is_used_again_once_no_view_is_left() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     x = buffers.empty((300, 7))
     address, view = x.ctypes.data, x[5:].reshape(-1)[3:]
     del x
@@ -29,7 +29,7 @@ def test_memory_is_used_again_once_no_view_is_left() -> None:
 
 def test_memory_is_given_back_once_no_array_uses_any() -> None:
     """Little of it is kept: the next step may need it."""
-    buffers = Buffers()
+    buffers = BufferPool()
     x, y = buffers.empty((3000, 700)), buffers.empty((3000, 900))
     del x
     buffers.give_back()
@@ -63,13 +63,13 @@ def test_an_arena_cuts_pieces_without_overlap() -> None:
 
 
 def test_memory_of_great_size_is_not_kept() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     buffers.empty((MOST + 1,), np.uint8)
     assert buffers.nbytes == 0
 
 
 def test_leases_are_aligned_and_told_from_other_arrays() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     x = buffers.empty((3, 5), np.int16)
     assert (x.shape, x.dtype, x.ctypes.data % 64) == ((3, 5), np.int16, 0)
     assert is_leased(x)

@@ -88,7 +88,7 @@ class Lease:
         self._free_list.append(self._piece)
 
 
-class Buffers:
+class BufferPool:
     """A pool of memory for results: fresh pages would cost more time than the kernels that write them. It grows to the
     peak of memory in use, until `give_back`."""
 
@@ -130,7 +130,7 @@ def is_leased(x: np.ndarray) -> bool:
     return isinstance(x.base, Lease)
 
 
-class _Memory:
+class _UnownedArray:
     """Memory of an array that somebody else keeps."""
 
     def __init__(self, x: np.ndarray) -> None:
@@ -139,7 +139,7 @@ class _Memory:
 
 def unowned_view(x: np.ndarray) -> np.ndarray:
     """The same array without a share in its memory, which the caller keeps as long as the array is used."""
-    return np.asarray(_Memory(x))
+    return np.asarray(_UnownedArray(x))
 
 
 def _size_class(nbytes: int) -> int:
