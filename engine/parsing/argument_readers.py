@@ -14,7 +14,7 @@ from typing import Any
 from polarlm.engine.sampling.detokenizer import overlap
 from polarlm.engine.schemas.keywords import KINDS, kind_of
 from polarlm.engine.schemas.normal_form import kinds_of_property, normal_form
-from polarlm.model_loaders.chat.call_arguments import Fields
+from polarlm.model_loaders.chat.call_arguments import CallFields
 
 _CONSTANTS = {"None": "null", "True": "true", "False": "false"}  # as templates in Python's language may write them
 _TEXT = frozenset({"string"})
@@ -145,13 +145,13 @@ def _value(word: str) -> str:
 
 
 class FieldArguments:
-    """Arguments that are names and values between texts, as JSON: see `Fields`.
+    """Arguments that are names and values between texts, as JSON: see `CallFields`.
 
     A value without quotes is text where its schema allows strings alone; else it is JSON if it is of a type that the
     schema allows.
     """
 
-    def __init__(self, fields: Fields, closing: str, schema: Any) -> None:
+    def __init__(self, fields: CallFields, closing: str, schema: Any) -> None:
         """closing: what follows the arguments. schema: of all arguments, as an object."""
         self._fields, self._closing, self._schema = fields, closing, dict[str, Any]()
         if isinstance(schema, Mapping) and not fields.quote:

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from polarlm.engine.parsing.argument_readers import FieldArguments
-from polarlm.model_loaders.chat.call_arguments import Fields, json_object
+from polarlm.model_loaders.chat.call_arguments import CallFields, json_object
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _FENCE = re.compile(r"```(?:json|tool_call)?[ \t]*\n?")
 _FENCES = ("```json\n", "```tool_call\n", "```\n")
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^<>]+)>(?P<arguments>.*)</function>\s*", re.DOTALL)
-_PARAMETERS = Fields("<parameter=", ">", "</parameter>", "")
+_PARAMETERS = CallFields("<parameter=", ">", "</parameter>", "")
 _NAMES_OF_ARGUMENTS = ("arguments", "parameters")
 
 ForeignCall = tuple[str, str]

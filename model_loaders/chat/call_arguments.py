@@ -2,7 +2,7 @@
 
 Where a template writes a call as `name{key:<|"|>text<|"|>,count:7}`, strings stand between quotes of its own, in which
 nothing is escaped, and names of fields have none. Where it writes each argument between texts of its own, in tags or as
-in a call of Python's, `Fields` describes these.
+in a call of Python's, `CallFields` describes these.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def quote_value(value: Any, quote: str) -> str:
 
 
 @dataclass(frozen=True)
-class Fields:
+class CallFields:
     """How arguments are written that are no object: a name, its value, and texts around them.
 
     Of values outside of lists and objects, a string without quotes is its text itself, whatever it has.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polarlm.model_loaders.chat.call_arguments import Fields, json_object, quote_value
+from polarlm.model_loaders.chat.call_arguments import CallFields, json_object, quote_value
 from polarlm.model_loaders.errors import LoadError
 
 Message = Mapping[str, Any]
@@ -41,7 +41,7 @@ class CallFormat:
     shown_closing: tuple[str, ...] = ("}\n</tool_call>",)  # two parts around an id
     separators: tuple[str, str] = (", ", ": ")  # between arguments, and after a name
     quote: str = ""  # before and after a string in the arguments; empty if they are JSON (see `call_arguments.quoted`)
-    fields: Fields | None = None  # how arguments are written that are no object
+    fields: CallFields | None = None  # how arguments are written that are no object
     has_several: bool = True  # whether an answer may have several calls
     is_native: bool = False  # whether the template accepts tools and calls; else they become text of messages
     arguments_as_text: bool = False  # whether the template expects arguments as JSON text, not as a value

@@ -12,7 +12,7 @@ from typing import Any
 _INTERNAL = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
-class Guard:
+class ControlMarker:
     """Marks control strings in a text, and edges of the text that could complete one."""
 
     def __init__(self, control: tuple[str, ...]) -> None:
@@ -56,10 +56,7 @@ class Guard:
         return text[:start] + marked_body + text[start + len(body) :]
 
 
-@lru_cache(maxsize=4)
-def guard(control: tuple[str, ...]) -> Guard:
-    """The guard against these control strings."""
-    return Guard(control)
+marker_of = lru_cache(maxsize=4)(ControlMarker)
 
 
 def unused_characters(count: int, texts: list[str]) -> list[str]:

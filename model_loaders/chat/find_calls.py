@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polarlm.model_loaders.chat.call_arguments import Fields
+from polarlm.model_loaders.chat.call_arguments import CallFields
 from polarlm.model_loaders.chat.call_format import CallFormat, Message, Render
 from polarlm.model_loaders.errors import LoadError
 
@@ -226,7 +226,7 @@ _SEPARATE_ARGUMENTS = re.compile(
 )
 
 
-def _fields(calls: str, without_arguments: str) -> Fields | None:
+def _fields(calls: str, without_arguments: str) -> CallFields | None:
     """How a call's arguments are written that are no object, from a call and the same without arguments."""
     match, empty = _SEPARATE_ARGUMENTS.search(calls), without_arguments.partition(_NAMES[0])[2]
     if match is None:
@@ -241,14 +241,14 @@ def _fields(calls: str, without_arguments: str) -> Fields | None:
     prefix = first[len(_whole_tags(_common_start(first, empty))) :]
     suffix = _whole_tags(_common_start(next, last))
     between = next[len(suffix) : len(next) - len(prefix)]
-    fields = Fields(prefix, to_text if is_marked else separator, suffix, between, quote)
+    fields = CallFields(prefix, to_text if is_marked else separator, suffix, between, quote)
     if is_marked:
         fields = replace(fields, other_joint=separator)
     is_right = calls.replace(fields.write(_ARGUMENTS), "", 1) == without_arguments and last != suffix
     return fields if is_right and (quote or suffix.strip()) else None
 
 
-def _with_values(fields: Fields, text: str | LoadError) -> Fields:
+def _with_values(fields: CallFields, text: str | LoadError) -> CallFields:
     """`fields` with how a call in `text` writes what is neither a string nor a number."""
     texts = {name: f"{name}{fields.joint}{value!r}" for name, value in _OTHER_VALUES.items()}
     return replace(fields, python=tuple(name for name in texts if isinstance(text, str) and texts[name] in text))
@@ -281,7 +281,7 @@ class _CallSpan:
     quote: str
 
     @classmethod
-    def find(cls, text: str, index: int, ids: tuple[str, str], fields: Fields | None = None) -> _CallSpan | None:
+    def find(cls, text: str, index: int, ids: tuple[str, str], fields: CallFields | None = None) -> _CallSpan | None:
         """Call `index` in `text`; None if that is not a name and then its arguments: an object, or these `fields`.
         ids: of the calls, as the model writes them."""
         name = text.find(_NAMES[index])

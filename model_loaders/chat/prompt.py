@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from polarlm.model_loaders.chat.control_strings import Guard, guard, unused_characters
+from polarlm.model_loaders.chat.control_strings import ControlMarker, marker_of, unused_characters
 from polarlm.model_loaders.chat.messages import Message, check_messages
 from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
 from polarlm.model_loaders.chat.templates import ChatTemplate
@@ -62,10 +62,8 @@ def chat_ids(
     )
     texts = json.dumps([[message.fields for message in chat_messages], with_tools], ensure_ascii=False)
     mark, edge = unused_characters(2, [template.source, texts])
-    control_guard = guard(tuple(tokenizer.control_tokens()))
-    parts = _Rendering(
-        template, chat_messages, control_guard, mark, edge, control_guard.hide_all(with_tools, mark)
-    ).parts()
+    marker = marker_of(tuple(tokenizer.control_tokens()))
+    parts = _Rendering(template, chat_messages, marker, mark, edge, marker.hide_all(with_tools, mark)).parts()
     if check is not None:
         check("".join(part for part in parts if isinstance(part, str)).replace(mark, ""))
     ids: list[int] = []
@@ -104,7 +102,7 @@ class _Rendering:
         self,
         template: ChatTemplate,
         messages: list[Message],
-        control_guard: Guard,
+        marker: ControlMarker,
         mark: str,
         edge: str,
         variables: Mapping[str, Any],
@@ -117,8 +115,8 @@ class _Rendering:
         self._reasoning_turns = frozenset(i for i in self._turns if messages[i].has_reasoning)
         self._messages = [
             {
-                **control_guard.hide_all(message.fields, mark),
-                "role": control_guard.break_up(message.fields["role"], mark),
+                **marker.hide_all(message.fields, mark),
+                "role": marker.break_up(message.fields["role"], mark),
             }
             for message in messages
         ]

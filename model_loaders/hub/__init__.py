@@ -81,33 +81,33 @@ def fetch(
     fits: chooses among GGUF files if `name` does not; None takes the best. verbose: gets lines of progress; with it, a
     terminal also shows a progress bar. progress: gets what has arrived of weights. Raises LoadError.
     """
-    return _Fetch(name, fits, verbose, progress).run_with_load_errors(_Fetch.run)
+    return _Download(name, fits, verbose, progress).run_with_load_errors(_Download.run)
 
 
 def fetch_supplement(name: HubName, what: Supplement, verbose: Callable[[str], None] | None = None) -> Path:
     """The path of a supplement of a model in the hub's cache, downloaded if need be: of an adapter (LoRA) or a draft
     head, a folder or a .gguf file; of a pack, the one .pack file of the repository. Raises LoadError."""
-    return _Fetch(name, verbose=verbose, what=what).run_with_load_errors(_Fetch.run)
+    return _Download(name, verbose=verbose, what=what).run_with_load_errors(_Download.run)
 
 
 def pull(name: HubName, fits: Fits | None = None, verbose: Callable[[str], None] | None = None) -> tuple[Path, Kind]:
     """The path of what a name on the hub means, as of `fetch` or `fetch_supplement`, and what it is. The checksums of
     files that are there are compared, too, and damaged ones are downloaded again. Raises LoadError."""
-    return _Fetch(name, fits, verbose, what=None).run_with_load_errors(lambda one: (one.run(), one.what or "model"))
+    return _Download(name, fits, verbose, what=None).run_with_load_errors(lambda one: (one.run(), one.what or "model"))
 
 
 def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
     """The configuration of a model on the hub, and its files, the best first: (quantization, bytes) for each GGUF file,
     or one ("", bytes) for safetensors. Downloads no weights. Raises LoadError."""
-    return _Fetch(name).run_with_load_errors(_Fetch.sizes)
+    return _Download(name).run_with_load_errors(_Download.sizes)
 
 
 def size(name: HubName) -> int:
     """Bytes of the GGUF files that a name with a quantization means. Downloads nothing. Raises LoadError."""
-    return _Fetch(name).run_with_load_errors(_Fetch.size)
+    return _Download(name).run_with_load_errors(_Download.size)
 
 
-class _Fetch:
+class _Download:
     def __init__(
         self,
         name: HubName,
@@ -123,7 +123,7 @@ class _Fetch:
         self._progress, self.what, self._verifies = progress, what, what is None
         self._listing, self._is_cut_off = Listing(name.repo, "", {}), False
 
-    def run_with_load_errors(self, work: Callable[[_Fetch], T]) -> T:
+    def run_with_load_errors(self, work: Callable[[_Download], T]) -> T:
         """What `work` returns, with errors of the hub and of its cache as LoadErrors."""
         try:
             return work(self)

@@ -44,7 +44,7 @@ def fetch_file(
         if not has_size(blob, file):
             partial = partial_file(blob)
             with partial.open("a+b") as sink:
-                content = _Content(sink, repo, file, add_bytes)
+                content = _ReceivedBytes(sink, repo, file, add_bytes)
                 _fill(client, client.url(repo, commit, file.path), content)
                 content.check()
             os.replace(partial, blob)
@@ -67,7 +67,7 @@ def partial_file(blob: Path) -> Path:
     return blob.with_name(f"{blob.name}.http.incomplete")
 
 
-class _Content:
+class _ReceivedBytes:
     """The bytes of a file that have arrived, and their hash."""
 
     def __init__(self, sink: BinaryIO, repo: str, file: RepositoryFile, add_bytes: AddBytes) -> None:
@@ -122,7 +122,7 @@ def _hash_of(content: BinaryIO, file: RepositoryFile, add_bytes: AddBytes) -> An
     return content_hash
 
 
-def _fill(client: Client, url: str, content: _Content) -> None:
+def _fill(client: Client, url: str, content: _ReceivedBytes) -> None:
     """Fetch the missing bytes. Attempts are repeated as long as they transfer some, and a few times if they do not."""
     waits = iter(_WAITS)
     while (begin := content.size) < content.file.size:
@@ -142,7 +142,7 @@ def _fill(client: Client, url: str, content: _Content) -> None:
             raise error
 
 
-def _receive(client: Client, url: str, content: _Content) -> None:
+def _receive(client: Client, url: str, content: _ReceivedBytes) -> None:
     begin = content.size
     with client.stream(url, f"bytes={begin}-" if begin else None) as response:
         if begin and response.status_code != 206:

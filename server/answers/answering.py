@@ -24,7 +24,7 @@ from polarlm.server.running.driver import Driver
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _AnswerPlan:
     """How an answer is generated and parsed; without a parser, all that is generated is text."""
 
     params: SamplingParams
@@ -37,7 +37,7 @@ async def answer(
 ) -> AsyncGenerator[Piece, None]:
     """Yield answer `index` in pieces. Closing the generator cancels it. Raises what the driver raises. The first piece
     of a streamed answer says that the engine has accepted the request; `warnings` then has its ticket's warnings."""
-    plan = _Plan(request.params)
+    plan = _AnswerPlan(request.params)
     ticket: Ticket | None = None
 
     def submit(prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
@@ -112,10 +112,10 @@ async def answer(
                 yield piece_to_send
 
 
-def _plan(engine: Engine, request: ParsedRequest, params: SamplingParams, warn: Callable[[str], None]) -> _Plan:
+def _plan(engine: Engine, request: ParsedRequest, params: SamplingParams, warn: Callable[[str], None]) -> _AnswerPlan:
     """warn: called with a sentence for each part of a constraint that does not hold."""
     if not is_chat(request.prompt):
-        return _Plan(params)
+        return _AnswerPlan(params)
     template, control = engine.model.template, engine.model.tokenizer.control_tokens()
     schema = _text_schema(request, params, warn)
     if schema is not None:
@@ -130,7 +130,7 @@ def _plan(engine: Engine, request: ParsedRequest, params: SamplingParams, warn: 
         raise EngineError(str(error)) from None
     tags = None if request.reasoning == "inline" else reasoning
     if tags is None and format is None:
-        return _Plan(replace(params, shown_tokens=shown_tokens(control, reasoning, None)))
+        return _AnswerPlan(replace(params, shown_tokens=shown_tokens(control, reasoning, None)))
     tokens = shown_tokens(control, reasoning, format)
     names: Mapping[str, Mapping[str, Any]] = {}
     if request.tools is not None and format is not None:
@@ -144,7 +144,7 @@ def _plan(engine: Engine, request: ParsedRequest, params: SamplingParams, warn: 
         if request.tools.calls == "none":
             format = None
     parser = AnswerParser(format, names, control, tags, thinks=tags is not None and place == "inside")
-    return _Plan(replace(params, shown_tokens=tokens), parser)
+    return _AnswerPlan(replace(params, shown_tokens=tokens), parser)
 
 
 def _goes_on(request: ParsedRequest) -> bool:
@@ -172,7 +172,7 @@ def _plan_channels(
     params: SamplingParams,
     schema: dict[str, Any] | None,
     warn: Callable[[str], None],
-) -> _Plan:
+) -> _AnswerPlan:
     """How an answer of messages in channels is generated and parsed. A constraint applies to the text alone."""
     format, control = engine.model.template.calls, engine.model.tokenizer.control_tokens()
     is_begun = params.is_constrained or request.options.continue_final_message
@@ -185,7 +185,7 @@ def _plan_channels(
         params = replace(params, grammar=text)
         names = [] if request.tools.calls == "none" else [function.name for function in functions]
     parser = ChannelParser(channels, format, names, is_begun=is_begun, inline=request.reasoning == "inline")
-    return _Plan(replace(params, shown_tokens=channel_tokens(channels, control)), parser, is_begun)
+    return _AnswerPlan(replace(params, shown_tokens=channel_tokens(channels, control)), parser, is_begun)
 
 
 def _parse_chunk(chunk: Chunk, parser: AnswerParser | ChannelParser, stops: tuple[str, ...]) -> Iterable[Piece]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from polarlm.engine.schemas.keywords import KIND_OF_KEYWORD
 from polarlm.engine.schemas.preparation import OPTIONS
-from polarlm.model_loaders.chat.call_arguments import Fields, dictsort_key, quote_value
+from polarlm.model_loaders.chat.call_arguments import CallFields, dictsort_key, quote_value
 
 _SCALARS = ("number", "integer", "boolean", "null")
 _HELD_KEYWORDS = frozenset(
@@ -43,7 +43,7 @@ def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool,
 
 
 def shared_field_rules(
-    fields: Fields, literal: Callable[[str], str], control: Iterable[str], escape: Callable[[str], str]
+    fields: CallFields, literal: Callable[[str], str], control: Iterable[str], escape: Callable[[str], str]
 ) -> list[str]:
     """The rules of all functions with such arguments. control: the names of control tokens. escape: writes a text in
     a regular expression."""
@@ -208,7 +208,7 @@ class _PythonRules(QuotedRules):
 
 
 class _ValueRules(QuotedRules):
-    """Rules of the value of one of several `Fields`, and of the text after it."""
+    """Rules of the value of one of several `CallFields`, and of the text after it."""
 
     def __init__(self, whole: FieldRules) -> None:
         super().__init__(f"{whole._name}_field", whole._quote, whole._literal, whole._warn, strict=whole._strict)
@@ -259,7 +259,7 @@ class FieldRules(QuotedRules):
     brackets = ("", "")
 
     def __init__(
-        self, name: str, fields: Fields, literal: Callable[[str], str], warn: Callable[[str], None], *, strict: bool
+        self, name: str, fields: CallFields, literal: Callable[[str], str], warn: Callable[[str], None], *, strict: bool
     ) -> None:
         """warn: as of `QuotedRules`."""
         super().__init__(name, fields.quote, literal, warn, strict=strict)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polarlm.model_loaders.chat.call_arguments import Fields
+from polarlm.model_loaders.chat.call_arguments import CallFields
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
 from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder
@@ -36,7 +36,7 @@ def plain(opening: str, *middle: str, **more: Any) -> CallFormat:
     return native(opening, middle, "", begin="", call_separator="", end="", shown_closing=("",), **more)
 
 
-def apart(fields: Fields, opening: str, middle: str, closing: str, **more: Any) -> CallFormat:
+def apart(fields: CallFields, opening: str, middle: str, closing: str, **more: Any) -> CallFormat:
     """A format whose arguments are no object."""
     return native(opening, [middle], closing, fields=fields, shown_closing=(closing,), takes_any_text=False, **more)
 
@@ -74,15 +74,15 @@ KIMI = native(
     id_form="functions.{name}:{index}",
 )
 PARAMETER_TAGS = apart(
-    Fields("<parameter=", ">\n", "\n</parameter>\n", "", python=("words",)),
+    CallFields("<parameter=", ">\n", "\n</parameter>\n", "", python=("words",)),
     "<tool_call>\n<function=",
     ">\n",
     "</function>\n</tool_call>",
 )
-KEY_TAGS = Fields("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "")
-KEY_TAGS_IN_A_LINE = Fields("<arg_key>", "</arg_key><arg_value>", "</arg_value>", "")
+KEY_TAGS = CallFields("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "")
+KEY_TAGS_IN_A_LINE = CallFields("<arg_key>", "</arg_key><arg_value>", "</arg_value>", "")
 PYTHON = apart(
-    Fields("", "=", "", ", ", "'", python=("words", "array", "object")),
+    CallFields("", "=", "", ", ", "'", python=("words", "array", "object")),
     "",
     "(",
     ")",

@@ -351,16 +351,16 @@ def test_wrong_bytes_of_an_earlier_attempt_are_noticed(large: Hub) -> None:
 
 
 def test_ctrl_c_keeps_what_came_and_says_so(large: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    append = transfer._Content.append
+    append = transfer._ReceivedBytes.append
 
-    def interrupted(content: transfer._Content, part: bytes) -> None:
+    def interrupted(content: transfer._ReceivedBytes, part: bytes) -> None:
         append(content, part)
         if content.file.path == "model.safetensors":
             raise KeyboardInterrupt
 
     said: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr(transfer._Content, "append", interrupted)
+        patch.setattr(transfer._ReceivedBytes, "append", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetch("user/large", verbose=said.append)
     assert said[-1] == "The next attempt continues from what has been downloaded."
@@ -543,7 +543,7 @@ def test_a_disk_that_becomes_full(large: Hub, tmp_path: Path, monkeypatch: pytes
     disk = tmp_path / "disk"
     disk.mkdir()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(disk / "cache"))
-    monkeypatch.setattr(hub_package._Fetch, "_check_disk", lambda self, size: None)
+    monkeypatch.setattr(hub_package._Download, "_check_disk", lambda self, size: None)
     with small_disk(disk, 2 << 20):
         problem = refusal("user/large")
         assert f"The disk with {disk / 'cache'} is full: free some space" in problem
