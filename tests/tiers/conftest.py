@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from polarlm.engine.storage.tiers.writing import Writer
+from polarlm.engine.storage.tiers.writing import TierWriter
 from tests.server.lines import PATIENCE
 
 
 @pytest.fixture
 def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Blocks of released sequences are written when this is set."""
-    write, event = Writer._write_all, threading.Event()
+    write, event = TierWriter._write_all, threading.Event()
 
     def late(*arguments: Any) -> None:
         assert event.wait(PATIENCE)
         write(*arguments)
 
-    monkeypatch.setattr(Writer, "_write_all", late)
+    monkeypatch.setattr(TierWriter, "_write_all", late)
     return event

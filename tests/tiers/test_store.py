@@ -16,7 +16,7 @@ from polarlm.engine.storage.tiers.query import Tier, TierQuery
 from polarlm.engine.storage.tiers.search import Budget, Search, TierHit
 from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
 from polarlm.engine.storage.tiers.tier_store import MemoryTier
-from polarlm.engine.storage.tiers.writing import WaitingBlocks, Writer
+from polarlm.engine.storage.tiers.writing import TierWriter, WaitingBlocks
 from tests.pairs import mostly_slow
 from tests.state import test_prefix
 from tests.state.fed import N, overwrite
@@ -32,7 +32,7 @@ class NoLock:
         return nullcontext()
 
 
-class AtOnce(Writer):
+class AtOnce(TierWriter):
     """Writes without a thread."""
 
     def _queue(self, work) -> None:

@@ -15,7 +15,7 @@ from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.tiers import writing
 from polarlm.engine.storage.tiers.names import ObjectNames
 from polarlm.engine.storage.tiers.query import Tier
-from polarlm.engine.storage.tiers.writing import Writer
+from polarlm.engine.storage.tiers.writing import TierWriter
 from tests.state.fed import overwrite
 from tests.state.test_prefix import words
 from tests.tiers.test_store import Kept
@@ -34,7 +34,7 @@ class Busy:
     def __init__(self, times: Sequence[float]):
         self.now, self.held, self.due = 0.0, 0.0, deque(times)
         self.kept: dict[bytes, float] = {}
-        self.writer = Writer(self, [Tier(self)], lambda: ObjectNames(b"root", b"weights"), self)  # type: ignore[arg-type,list-item]
+        self.writer = TierWriter(self, [Tier(self)], lambda: ObjectNames(b"root", b"weights"), self)  # type: ignore[arg-type,list-item]
         self.writer._condition = self  # type: ignore[assignment]
         self.writer._readers, self.writer._thread = 1, threading.current_thread()
         self.count = 0
@@ -120,7 +120,7 @@ def test_no_more_memory_is_held_than_is_counted(monkeypatch: pytest.MonkeyPatch)
     """By sequences that wait, and copies of their blocks, whose memory has been used again."""
     monkeypatch.setattr(writing, "_QUEUED_BYTES", 40_000)
     kept = Kept("polarquant", tokens=256)
-    kept.writer._queue = lambda work: Writer._queue(kept.writer, work)  # type: ignore[method-assign]
+    kept.writer._queue = lambda work: TierWriter._queue(kept.writer, work)  # type: ignore[method-assign]
     kept.writer._thread = threading.current_thread()
     tracemalloc.start()
     try:

@@ -22,7 +22,7 @@ from polarlm.engine.storage.tiers.query import Tier, TierQuery
 from polarlm.engine.storage.tiers.search import Budget, Search, TierHit
 from polarlm.engine.storage.tiers.stored_blocks import StoreAccess
 from polarlm.engine.storage.tiers.tier_store import TierStore
-from polarlm.engine.storage.tiers.writing import Lock, WaitingBlocks, Writer
+from polarlm.engine.storage.tiers.writing import Lock, TierWriter, WaitingBlocks
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Tiers:
         """weights: the files of the model's weights. lock: the engine's."""
         self._access, self._block_size = access, access.store.shape.block_size
         self._tiers, self._budget = [Tier(tier) for tier in tiers], Budget()
-        self._writer = Writer(WaitingBlocks(self._access), self._tiers, self._wait_for_names, lock)
+        self._writer = TierWriter(WaitingBlocks(self._access), self._tiers, self._wait_for_names, lock)
         self._patience = patience
         self._root = access.prefixes.hashes(())[0]
         self._names: ObjectNames | None = None

@@ -153,7 +153,7 @@ class _Sequence:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _AnswerIds:
     key: bytes
     ids: tuple[int, ...]
 
@@ -163,7 +163,7 @@ class _Answer:
         return 512 + 48 * len(self.ids)
 
 
-class Writer:
+class TierWriter:
     """A thread that copies blocks out of the store, a few at a time, and writes them where they are missing."""
 
     def __init__(
@@ -182,7 +182,7 @@ class Writer:
 
     def renew(self) -> None:
         """In a forked child, forget the thread and its queue: the parent writes these."""
-        self._work: deque[_Sequence | _Answer] = deque()
+        self._work: deque[_Sequence | _AnswerIds] = deque()
         self._queued_bytes = 0  # bytes of `_work`, and of what is being written
         self._blocks.renew()
         self._condition = threading.Condition()
@@ -225,9 +225,9 @@ class Writer:
             self._queue(sequence)
 
     def keep_answer(self, key: bytes, ids: Sequence[int]) -> None:
-        self._queue(_Answer(key, tuple(ids)))
+        self._queue(_AnswerIds(key, tuple(ids)))
 
-    def _queue(self, work: _Sequence | _Answer) -> None:
+    def _queue(self, work: _Sequence | _AnswerIds) -> None:
         with self._condition:
             if self._is_closing:
                 return
@@ -241,7 +241,7 @@ class Writer:
                 self._thread.start()
             self._condition.notify_all()
 
-    def _forget(self, work: _Sequence | _Answer) -> None:
+    def _forget(self, work: _Sequence | _AnswerIds) -> None:
         """Copy blocks of `work` no longer."""
         with self._condition:
             self._queued_bytes -= work.nbytes
@@ -300,7 +300,7 @@ class Writer:
                     self._is_writing = False
                     self._condition.notify_all()
 
-    def _write_all(self, works: Sequence[_Sequence | _Answer], names: ObjectNames) -> None:
+    def _write_all(self, works: Sequence[_Sequence | _AnswerIds], names: ObjectNames) -> None:
         self._let_read()
         query = TierQuery(self._tiers)
         first: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}  # name → the hash before it, its ids
@@ -309,7 +309,7 @@ class Writer:
         tails: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
         recent: set[bytes] = set()  # hashes of blocks that may have to be encoded before
         for work in works:
-            if isinstance(work, _Answer):
+            if isinstance(work, _AnswerIds):
                 self._write(query, names.answer(work.key), Object({"kind": "ids", "ids": work.ids}))
                 continue
             first[names.block(work.hashes[0])] = work.root, work.first_ids
