@@ -57,7 +57,7 @@ _TALK = "0123456789abcdef"
 
 
 @dataclass
-class Memory:
+class ProcessMemory:
     """Bytes of a model's processes: the first of each process, the last and the most of all."""
 
     pid: int = 0
@@ -80,7 +80,7 @@ class Soak:
     until: float
     first: dict[str, Any]
     seen: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in CLIENTS})
-    memory: dict[str, Memory] = field(default_factory=dict)
+    memory: dict[str, ProcessMemory] = field(default_factory=dict)
     problems: Counter[str] = field(default_factory=Counter)
     kills: Counter[str] = field(default_factory=Counter)
     unloads: int = 0
@@ -127,11 +127,11 @@ class Soak:
             told = self.house.models()
             pids = {name: process.pid for name, process in self.house.processes().items()}
             for name, taken in resident(self.house).items():
-                memory = self.memory.setdefault(name, Memory())
+                memory = self.memory.setdefault(name, ProcessMemory())
                 memory.add(pids.get(name, 0), taken, told[name].get("memory", 0))
             with suppress(psutil.NoSuchProcess):  # its clients tell
                 server = psutil.Process(self.house.process.pid)
-                self.memory.setdefault("the server", Memory()).add(server.pid, server.memory_info().rss, 0)
+                self.memory.setdefault("the server", ProcessMemory()).add(server.pid, server.memory_info().rss, 0)
             time.sleep(_SAMPLE_SECONDS)
 
     def _try(self, name: str, asks: Callable[[], bool]) -> None:

@@ -95,11 +95,11 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
         system = chat.system_prompt if chat.conversation else None
         kept_talks = KeptTalks() if console.interactive and chat.conversation and not chat.single_turn else None
         session = ChatSession(engine, params, console, system, loop_check=chat.loop_check, kept_talks=kept_talks)
-        conversation = _Conversation(session, console, chat, is_demo=config.weights is None)
-        return conversation.run(prompt) if chat.conversation else conversation.complete(prompt or "")
+        loop = _InputLoop(session, console, chat, is_demo=config.weights is None)
+        return loop.run(prompt) if chat.conversation else loop.complete(prompt or "")
 
 
-class _Conversation:
+class _InputLoop:
     """Runs messages and commands until the input ends."""
 
     def __init__(self, session: ChatSession, console: Console, chat: ChatConfig, *, is_demo: bool) -> None:

@@ -65,7 +65,7 @@ class FlagError(Exception):
     """The command line cannot be understood. The message names the flag."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         if match := re.match(r"the following arguments are required: (\w+)", message):
             action = next(action for action in self._actions if action.metavar == match[1])
@@ -98,7 +98,7 @@ def parser(
     its errors are FlagErrors. checks: field name → check."""
     words = [field for cls in groups.values() for field in _on_command_line(cls) if _word(field)]
     usage_words = [f"[{_word(field)}]" if _is_optional(field) else _word(field) for field in words]
-    flag_parser = _Parser(
+    flag_parser = _FlagParser(
         prog=prog,
         usage=" ".join(["%(prog)s", *map(str, usage_words), "[flags]"]),
         description=description,

@@ -133,7 +133,7 @@ class Images:
         if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not any(map(_has_parts, prompt)):
             return ReadPrompt(prompt, {}, self._vision_encoder)
         images: dict[str, PromptImage] = {}
-        decoding = _Decoding(self._workers)
+        requests = _ImageRequests(self._workers)
         question = max((at for at, message in enumerate(prompt) if _role(message) != "system"), default=0)
         messages = []
         for at, message in enumerate(prompt):
@@ -142,7 +142,7 @@ class Images:
                 for number, part in enumerate(message["content"]):
                     place, count = f"messages[{at}].content[{number}]", len(images)
                     try:
-                        text, note = self._text_of(part, images, decoding)
+                        text, note = self._text_of(part, images, requests)
                         texts.append(text)
                         if note:
                             warn(f"{place}: {note}")
@@ -158,7 +158,7 @@ class Images:
             messages.append(message)
         return ReadPrompt(messages, images, self._vision_encoder)
 
-    def _text_of(self, part: Any, images: dict[str, PromptImage], decoding: _Decoding) -> tuple[str, str]:
+    def _text_of(self, part: Any, images: dict[str, PromptImage], requests: _ImageRequests) -> tuple[str, str]:
         """(text, note) of a part of a message; an image's text is its mark. Raises EngineError."""
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
@@ -167,7 +167,7 @@ class Images:
             raise EngineError('a part of a message is {"type": "text", "text": …} or {"type": "image", "image": …}')
         if self._vision_encoder is None:
             raise EngineError(f"{self._name} takes text alone: load a model that reads images")
-        name, image = self._image(_bytes_of(part), decoding)
+        name, image = self._image(_bytes_of(part), requests)
         images[name] = image
         return f"{_MARK}{name}{_MARK}", image.note
 
@@ -179,13 +179,13 @@ class Images:
             problem = f"The prompt's images alone exceed {size}: leave some out"
             raise EngineError(problem, "context_length_exceeded", n_prompt_tokens=rows, n_ctx=self._context)
 
-    def _image(self, data: bytes, decoding: _Decoding | None = None) -> tuple[str, PromptImage]:
+    def _image(self, data: bytes, requests: _ImageRequests | None = None) -> tuple[str, PromptImage]:
         name = hashlib.blake2b(data, digest_size=16).hexdigest()
         if (image := self._recent.get(name)) is None:
             try:
                 if time.monotonic() < (self._refusals.get(name) or 0.0):
                     raise TookTooLong
-                image = self._read(data, name, decoding or _Decoding(self._workers))
+                image = self._read(data, name, requests or _ImageRequests(self._workers))
             except ProcessFailed as error:
                 if isinstance(error, TookTooLong):
                     self._refusals.put(name, time.monotonic() + _REFUSED_SECONDS)
@@ -193,12 +193,12 @@ class Images:
             self._recent.put(name, image)
         return name, image
 
-    def _read(self, data: bytes, name: str, decoding: _Decoding) -> PromptImage:
+    def _read(self, data: bytes, name: str, requests: _ImageRequests) -> PromptImage:
         assert self._vision_encoder is not None
         if find_spec("PIL") is None:
             raise EngineError("images need Pillow, which is not installed: pip install 'polarlm[images]'")
         file = {"data": base64.b64encode(data).decode()}
-        width, height = decoding.ask(file)["size"]
+        width, height = requests.ask(file)["size"]
         lost = loss(self._vision_encoder, width, height)
         shape = fit(self._vision_encoder, width, height)
         while shape.rows > self._most_rows and max(width, height) > 1:
@@ -210,7 +210,7 @@ class Images:
             elif width <= shape.width and height <= shape.height:  # the least that the vision encoder takes
                 break
         to = {"to": [shape.width, shape.height], "filter": self._vision_encoder.filter}
-        answer = decoding.ask(file | to)
+        answer = requests.ask(file | to)
         pixels = np.frombuffer(base64.b64decode(answer["pixels"]), np.uint8)
         description = repr((name, shape, self._vision_encoder, _PIXELS)).encode()
         hashes = np.frombuffer(hashlib.shake_128(description).digest(8 * shape.rows), np.uint64)
@@ -220,7 +220,7 @@ class Images:
 
 
 @dataclass
-class _Decoding:
+class _ImageRequests:
     """The requests of one prompt to the processes that decode. After a file that takes longer than the short turn,
     later files skip it, so that a prompt of many such files waits for one short turn alone."""
 

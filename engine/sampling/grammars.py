@@ -139,22 +139,22 @@ class Grammars:
         return constraint
 
     @cached_property
-    def _adapter(self) -> _Adapter:
-        return _Adapter(self._tokenizer, max(self._size, self._tokenizer.vocab_size))
+    def _vocabulary(self) -> _Vocabulary:
+        return _Vocabulary(self._tokenizer, max(self._size, self._tokenizer.vocab_size))
 
     @cached_property
     def _workers(self) -> dict[float, LimitedProcess]:
         """A worker process for each length of turns."""
-        tokens = [token.decode("latin-1") for token in self._adapter.tokens]
-        special, ends = self._adapter.special_token_ids, self._adapter.ends
+        tokens = [token.decode("latin-1") for token in self._vocabulary.tokens]
+        special, ends = self._vocabulary.special_token_ids, self._vocabulary.ends
         first = {"tokens": tokens, "special": special, "ends": ends}
         return {seconds: LimitedProcess(_WORKER, first) for seconds in TURNS}
 
     @cached_property
     def _library_tokenizer(self) -> Any:
-        library, adapter = _library(), self._adapter
-        adapter.library = library.LLTokenizer(library.TokenizerWrapper(adapter), eos_token=adapter.ends)
-        return adapter.library
+        library, vocabulary = _library(), self._vocabulary
+        vocabulary.library = library.LLTokenizer(library.TokenizerWrapper(vocabulary), eos_token=vocabulary.ends)
+        return vocabulary.library
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class _CompiledConstraint:
     unheld: tuple[str, ...]  # what of it does not hold
 
 
-class _Adapter:
+class _Vocabulary:
     """A tokenizer in llguidance's interface: the bytes of each id, and the ids of a text."""
 
     bos_token_id = None

@@ -410,7 +410,7 @@ APIS = {
     "generate": API("/api/generate", ollama.GENERATE, write_generate, line, lines, is_raw=True),
     "completions": API("/v1/completions", Completions(), write_raw, chat_piece, chat_pieces, is_raw=True),
     "completion": API(
-        "/completion", llama_server.Completion(), write_completion, completion, completion_events, is_raw=True
+        "/completion", llama_server.CompletionEndpoint(), write_completion, completion, completion_events, is_raw=True
     ),
 }
 CONVERSATIONS = {name: api for name, api in APIS.items() if not api.is_raw}

@@ -42,7 +42,7 @@ def routes(driver: Driver) -> list[Route]:
     server = _Server(driver)
     count = Generation(driver, ChatCompletions(), {"object": "response.input_tokens"}).count
     return [
-        Route("/completion", Generation(driver, Completion()).serve, methods=["POST"]),
+        Route("/completion", Generation(driver, CompletionEndpoint()).serve, methods=["POST"]),
         Route("/infill", Generation(driver, Infilling()).serve, methods=["POST"]),
         Route("/props", server.props),
         _refusing_route("/props", "global properties cannot be changed"),
@@ -134,7 +134,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"error": {**fields, **error.numbers}}
 
 
-class Completion(Endpoint):
+class CompletionEndpoint(Endpoint):
     def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, CompletionWriter]:
         body = requested_fields(body)
         more = _own_fields(body)
