@@ -53,7 +53,7 @@ def programs(results: Path, model: Path) -> list[Program]:
         Program("tests", 160, tests),
         bench_program("requests", 180, *model_flags, "--only", "prompts,rates,sequences,server"),
         bench_program("kernels", 60, "--types", _CACHES, "--only", "kernels", "--contexts", "2048,32768"),
-        Program("memory", 45, ("tests.cuda.small_pass",)),
+        Program("memory", 45, ("tests.cuda.small_batches",)),
     ]
 
 

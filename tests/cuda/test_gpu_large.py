@@ -19,7 +19,7 @@ from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.weight_formats import Linear
 from tests.bare import forward
-from tests.cuda import small_pass
+from tests.cuda import small_batches
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES, needs
 from tests.cuda.stored_model import random_model, stored_sequence
@@ -124,4 +124,4 @@ def test_products_with_large_matrices(format: str, name: str, rows: int) -> None
 
 def test_the_batch_for_the_sanitizer_gives_numbers() -> None:
     """It compiles the kernels as well, which CuPy keeps for the sanitizer."""
-    assert all(finite for _, finite in small_pass.run(Unrecorded(open_device())))
+    assert all(finite for _, finite in small_batches.run(Unrecorded(open_device())))

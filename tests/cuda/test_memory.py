@@ -273,7 +273,7 @@ def test_prompt_bytes_bounds_the_peak_of_a_prompt(name: str, types: tuple[str, s
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [(32, 64), (16, 100), (15, 17), (1, 63)]),
     ],
 )
-def test_prompt_bytes_bounds_the_peak_of_a_pass(prompts: int, tokens: int) -> None:
+def test_prompt_bytes_bounds_the_peak_of_a_batch(prompts: int, tokens: int) -> None:
     """However many layers' buffers there are at the same time: they have blocks that no prompt completes, too."""
     device, config = Counting(), llama(layers=24)
     model = model_of(device, config, TYPES[0], 2048 + 64, prompts)

@@ -1,4 +1,4 @@
-"""`python -m tests.cuda.small_pass`: prompts, second turns and steps of small models on the GPU, for compute-sanitizer.
+"""`python -m tests.cuda.small_batches`: prompts, turns and steps of small models on the GPU, for compute-sanitizer.
 
 Every array has memory of its own, so that an access beyond one is an access beyond an allocation. Nothing is recorded,
 since a graph would use memory that has been freed: what a recorded batch would replay is launched. It checks no
@@ -26,7 +26,7 @@ from tests.cuda.test_model_emulated import model_from, model_of, talk
 from tests.cuda.test_packed_model import mixed_model
 from tests.tiny import load_tiny, make_model
 
-_PASSES = (("Q4_K_M", ("ring4", "ring3.5")), ("bf16", ("polarquant", "turbo4")), ("f16", ("polarpair-m4n4", "f16")))
+_TYPES = (("Q4_K_M", ("ring4", "ring3.5")), ("bf16", ("polarquant", "turbo4")), ("f16", ("polarpair-m4n4", "f16")))
 _WINDOWED = "qwen2_mixed_windows", ("ring5", "ring4")
 _EXPERTS = "qwen2_moe_shared", ("ring4", "ring3.5")
 _DEFAULT = "qwen3_qk_norm_tied", "balanced"
@@ -51,7 +51,7 @@ class _NoPool:
 def run(ops: CudaOps) -> Iterator[tuple[str, bool]]:
     """The name of each model and its cache types, and whether all its logits are finite."""
     config, mixed = mixed_model()
-    for kind, types in _PASSES[:1] if gpu_sizes.SIZES is gpu_sizes.SMALL else _PASSES:
+    for kind, types in _TYPES[:1] if gpu_sizes.SIZES is gpu_sizes.SMALL else _TYPES:
         source = mixed if kind == "Q4_K_M" else RandomWeights(config, lambda _, kind=kind: kind)
         yield f"{kind}, {'/'.join(types)}", _finite(talk(model_from(ops, config, source, types)))
     yield ", ".join(_DEFAULT), _finite(two_turns(ops))
