@@ -80,9 +80,24 @@ class Codec(ABC):
         """The codec's table of values or pairs; None if it has no table."""
         return None
 
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """What a head dim and a block size must be multiples of."""
+        return 1, 1
+
     def check(self, head_dim: int, block_size: int) -> None:
         """Raises ValueError, with a sentence for the user, for a head dim or block size that it does not support."""
-        return
+        values, tokens = self.multiples
+        if head_dim % values:
+            raise ValueError(
+                f"Cache type {self.name} needs a head dimension that is a multiple of {values}, "
+                f"and this model's is {head_dim}: choose another cache type, such as f16."
+            )
+        if block_size % tokens:
+            raise ValueError(
+                f"Cache type {self.name} groups {tokens} tokens, and a block has {block_size}: "
+                f"choose a block size that is a multiple of {tokens}."
+            )
 
     def rotation(self, head_dim: int) -> np.ndarray | None:
         """An orthogonal W (D, D) float32, read-only: a vector x is encoded as x @ W. None without rotation."""

@@ -36,7 +36,6 @@ from functools import cache
 import numpy as np
 
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
 from polarlm.engine.codecs.schema.arrays import SATURATION
 from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
 
@@ -61,9 +60,9 @@ class PolarPair(Codec):
 
     serves = frozenset({"k"})
 
-    def check(self, head_dim: int, block_size: int) -> None:
-        check_head_dim(self.name, head_dim, 8)
-        check_block_size(self.name, block_size, self.group or 1)
+    @property
+    def multiples(self) -> tuple[int, int]:
+        return 8, self.group or 1
 
     def rotation(self, head_dim: int) -> np.ndarray:
         return _pair_permutation(head_dim)

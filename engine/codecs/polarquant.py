@@ -53,7 +53,6 @@ from functools import cache
 import numpy as np
 
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
 from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS, preconditioning
 from polarlm.engine.codecs.schema.arrays import HALF_MAX, widen
 from polarlm.engine.codecs.schema.streams import Schema, codes, join, joined_table, numbers
@@ -118,9 +117,7 @@ class PolarQuant(Codec):
     name: str = "polarquant"
     preconditioning: str = "hadamard"
 
-    def check(self, head_dim: int, block_size: int) -> None:
-        check_head_dim(self.name, head_dim, 8)
-        check_block_size(self.name, block_size, 4)
+    multiples = 8, 4
 
     def rotation(self, head_dim: int) -> np.ndarray | None:
         return preconditioning(self.preconditioning, head_dim)

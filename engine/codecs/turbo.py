@@ -31,7 +31,7 @@ from functools import cache
 
 import numpy as np
 
-from polarlm.engine.codecs.parts.checks import check_head_dim, check_no_options
+from polarlm.engine.codecs.parts.checks import check_no_options
 from polarlm.engine.codecs.parts.pair_codec import PairCodec, PairStore
 from polarlm.engine.codecs.parts.rotation import twice_signed_hadamard
 
@@ -88,9 +88,7 @@ class TurboTable(PairStore):
 @dataclass(frozen=True)
 class Turbo(PairCodec):
     largest = np.float32(np.inf)  # so vectors whose norm overflows get the codes next to 0
-
-    def check(self, head_dim: int, block_size: int) -> None:
-        check_head_dim(self.name, head_dim, 8)
+    multiples = 8, 1
 
     def rotation(self, head_dim: int) -> np.ndarray:
         return twice_signed_hadamard(head_dim)

@@ -27,12 +27,7 @@ def hadamard(order: int) -> np.ndarray:
 
 class _Rotated:
     name: str
-
-    def check(self, head_dim: int, block_size: int) -> None:
-        if head_dim % _CHANNELS:
-            raise ValueError(
-                f"Cache type {self.name} is for heads of a multiple of {_CHANNELS} channels, and these have {head_dim}."
-            )
+    multiples = _CHANNELS, 1
 
     def rotation(self, head_dim: int) -> np.ndarray:
         order = _CHANNELS if self.name.endswith("-v") else head_dim & -head_dim

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs.parts.checks import check_head_dim, check_no_options
+from polarlm.engine.codecs.parts.checks import check_no_options
 from polarlm.engine.codecs.parts.rotation import signed_hadamard
 from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
 
@@ -31,8 +31,7 @@ class Int4TokenHead(Codec):
 
     name: str = "int4-token-head"
 
-    def check(self, head_dim: int, block_size: int) -> None:
-        check_head_dim(self.name, head_dim, 8)
+    multiples = 8, 1
 
     def rotation(self, head_dim: int) -> np.ndarray:
         return signed_hadamard(head_dim)

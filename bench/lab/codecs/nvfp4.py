@@ -16,7 +16,7 @@ import numpy as np
 
 from polarlm.bench.lab.codecs.fp8 import E4M3, nearest
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs.parts.checks import check_head_dim, check_no_options
+from polarlm.engine.codecs.parts.checks import check_no_options
 from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
 
 NAMES = ("nvfp4",)
@@ -31,8 +31,7 @@ class Nvfp4(Codec):
 
     name: str = "nvfp4"
 
-    def check(self, head_dim: int, block_size: int) -> None:
-        check_head_dim(self.name, head_dim, _GROUP)
+    multiples = _GROUP, 1
 
     def schema(self, block_size: int, head_dim: int) -> Schema:
         groups = block_size, head_dim // _GROUP

@@ -28,7 +28,7 @@ from typing import ClassVar
 import numpy as np
 
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs.parts.checks import check_head_dim, check_no_options
+from polarlm.engine.codecs.parts.checks import check_no_options
 from polarlm.engine.codecs.schema.arrays import SATURATION
 from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
 
@@ -43,13 +43,11 @@ class Grouped(Codec):
 
     name: str
     bits: ClassVar[int]
+    multiples = _GROUP, 1
 
     @property
     def zero(self) -> int:
         return 1 << self.bits - 1
-
-    def check(self, head_dim: int, block_size: int) -> None:
-        check_head_dim(self.name, head_dim, _GROUP)
 
     def schema(self, block_size: int, head_dim: int) -> Schema:
         groups = block_size, head_dim // _GROUP

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
 from polarlm.engine.codecs.schema.arrays import SATURATION
 from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
 
@@ -38,9 +37,9 @@ class Kivi4(Codec):
     name: str = "kivi4"
     by_token: bool = False
 
-    def check(self, head_dim: int, block_size: int) -> None:
-        check_head_dim(self.name, head_dim, _GROUP if self.by_token else 2)
-        check_block_size(self.name, block_size, 1 if self.by_token else _GROUP)
+    @property
+    def multiples(self) -> tuple[int, int]:
+        return (_GROUP, 1) if self.by_token else (2, _GROUP)
 
     def schema(self, block_size: int, head_dim: int) -> Schema:
         groups = (block_size, head_dim // _GROUP) if self.by_token else (block_size // _GROUP, head_dim)

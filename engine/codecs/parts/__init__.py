@@ -1,1 +1,1 @@
-"""Parts that several codecs share: norms, rotations, nearest points, checks of options."""
+"""Parts that several codecs share: norms, rotations, nearest points, an error for options."""

@@ -12,7 +12,6 @@ from typing import ClassVar
 import numpy as np
 
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
 from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.parts.norms import ByteNorm, HalfNorm
 from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS, preconditioning
@@ -143,9 +142,7 @@ def _rows(codec: PairCodec) -> np.ndarray:
 class RotatedPairs(PairCodec):
     preconditioning: str
 
-    def check(self, head_dim: int, block_size: int) -> None:
-        check_head_dim(self.name, head_dim, 8)
-        check_block_size(self.name, block_size, 4)
+    multiples = 8, 4
 
     def rotation(self, head_dim: int) -> np.ndarray | None:
         return preconditioning(self.preconditioning, head_dim)
