@@ -44,24 +44,24 @@ def prefetch_distance(level: Level, row_tile: int) -> int:
     return PREFETCH_BYTES if row_tile > level.near_rows else 0
 
 
-class OutputRange(NamedTuple):
+class Outputs(NamedTuple):
     """Some of the outputs of a tile: the first, and how many."""
 
     first: int
     size: int
 
 
-ALL = OutputRange(0, ROWS)
+ALL = Outputs(0, ROWS)
 
 
-def output_groups(level: Level, row_tile: int) -> list[OutputRange]:
+def output_groups(level: Level, row_tile: int) -> list[Outputs]:
     """The outputs of a tile that products of `row_tile` rows sum in turn, so that the sums stay in registers."""
     count = ROWS if row_tile == 1 else level.code_outputs
-    return [OutputRange(first, count) for first in range(0, ROWS, count)]
+    return [Outputs(first, count) for first in range(0, ROWS, count)]
 
 
 def sum_by_outputs(
-    e: Emitter, start: Sequence[Values], add: Callable[[OutputRange, list[list[Variable]]], None]
+    e: Emitter, start: Sequence[Values], add: Callable[[Outputs, list[list[Variable]]], None]
 ) -> list[list[Value]]:
     """The sums of each tile and row, which begin with `start`: add(some outputs, their sums) adds to them."""
     parts: list[list[list[Value]]] = [[[] for _ in tile_sums] for tile_sums in start]
@@ -74,7 +74,7 @@ def sum_by_outputs(
     return [[e.join(row_parts) for row_parts in tile_sums] for tile_sums in parts]
 
 
-class TileBlock:
+class Block:
     """A block of a tile at an address, as some of the outputs read it. codes, subs: addresses of their codes, and of
     what `sub_scale` and `sub_offset` of the layout are offsets from.
 
@@ -82,7 +82,7 @@ class TileBlock:
     """
 
     def __init__(
-        self, e: Emitter, place: TileLayout, address: Value, factor: float = 1, outputs: OutputRange = ALL
+        self, e: Emitter, place: TileLayout, address: Value, factor: float = 1, outputs: Outputs = ALL
     ) -> None:
         first, self.outputs = outputs
         self.codes = address + (place.codes + 4 * first)
@@ -104,8 +104,8 @@ class TileBlock:
 
 def add_block(
     e: Emitter,
-    codes: TileCodes,
-    blocks: Sequence[TileBlock],
+    codes: IntCodes,
+    blocks: Sequence[Block],
     inputs: Value,
     sums: Sequence[Sequence[Variable]],
     before_part: Callable[[Value], None] = lambda part: None,
@@ -140,7 +140,7 @@ def add_block(
                     total.set(e.fma(value, e.broadcast(at_numbers, F32, outputs), total.get()))
 
 
-def _multiplier(level: Level, codes: TileCodes, row_tile: int) -> Callable[..., list[list[Value]]]:
+def _multiplier(level: Level, codes: IntCodes, row_tile: int) -> Callable[..., list[list[Value]]]:
     """The function that multiplies a group, of those below."""
     if codes.inputs is Inputs.BYTES:
         return _split_dots if are_paired(level, row_tile, codes.inputs) else _dots_of_int8
@@ -153,7 +153,7 @@ def _input_sums(e: Emitter, numbers: Values, place: int, outputs: int) -> list[V
 
 
 def _dots(
-    e: Emitter, codes: TileCodes, addresses: Values, inputs: Value, group: int, input_sums: Values
+    e: Emitter, codes: IntCodes, addresses: Values, inputs: Value, group: int, input_sums: Values
 ) -> list[list[Value]]:
     """For each tile and row, the dot products (outputs,) int32 of the row's inputs with the codes of a group, less the
     zero point.
@@ -183,7 +183,7 @@ def _dots(
 
 
 def _split_dots(
-    e: Emitter, codes: TileCodes, addresses: Values, inputs: Value, group: int, input_sums: Values
+    e: Emitter, codes: IntCodes, addresses: Values, inputs: Value, group: int, input_sums: Values
 ) -> list[list[Value]]:
     """The same with two rows of bytes at a time: the high and low bytes of inputs, or two rows' inputs of 8 bits."""
     count, outputs = codes.place.format.group // 4, input_sums[0].lanes
@@ -204,7 +204,7 @@ def _split_dots(
 
 
 def _dots_of_int8(
-    e: Emitter, codes: TileCodes, addresses: Values, inputs: Value, group: int, input_sums: Values
+    e: Emitter, codes: IntCodes, addresses: Values, inputs: Value, group: int, input_sums: Values
 ) -> list[list[Value]]:
     """The same with inputs of 8 bits."""
     count, outputs = codes.place.format.group // 4, input_sums[0].lanes
@@ -221,7 +221,7 @@ def _dots_of_int8(
 
 
 def _dots_of_unsigned(
-    e: Emitter, codes: TileCodes, addresses: Values, inputs: Value, group: int, input_sums: Values
+    e: Emitter, codes: IntCodes, addresses: Values, inputs: Value, group: int, input_sums: Values
 ) -> list[list[Value]]:
     """The same with unsigned codes: none becomes a word."""
     count, outputs = codes.place.format.group // 4, input_sums[0].lanes
@@ -240,7 +240,7 @@ def _dots_of_unsigned(
     return [[(high << 8) + low for high, low in dots] for dots in sums]
 
 
-class TileCodes:
+class IntCodes:
     """The codes of a tile as int16, or as bytes. zero: the zero point, whose products are subtracted from the products
     of the codes. are_unsigned: whether they are multiplied as unsigned bytes. inputs: what they are multiplied by.
 

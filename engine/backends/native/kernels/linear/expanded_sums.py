@@ -11,13 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, row_bytes
-from polarlm.engine.backends.native.kernels.linear.block_sums import (
-    OutputRange,
-    TileBlock,
-    TileCodes,
-    add_block,
-    sum_by_outputs,
-)
+from polarlm.engine.backends.native.kernels.linear.block_sums import Block, IntCodes, Outputs, add_block, sum_by_outputs
 from polarlm.engine.backends.native.kernels.linear.expanded_weights import (
     INPUTS,
     ExpandedBytes,
@@ -118,7 +112,7 @@ class _ByteBlocks:
     def __init__(self, e: Emitter, format: WeightFormat, tiles: int, row_tile: int, kind: Inputs) -> None:
         self._e, self._format = e, format
         self._expanders = [expand for _ in range(tiles) if (expand := expander(e, format)) is not None]
-        self._codes = TileCodes(e, self._expanders[0].layout, row_tile, kind)
+        self._codes = IntCodes(e, self._expanders[0].layout, row_tile, kind)
         self._expanded: list[Value] = []
 
     def expand(self, tiles: Values, block: Value, blocks: Value) -> None:
@@ -129,8 +123,8 @@ class _ByteBlocks:
         """Add the products with the inputs of a panel to `sums`, of each tile and row."""
         e, expand = self._e, self._expanders[0]
 
-        def add(outputs: OutputRange, totals: Sequence[Sequence[Variable]]) -> None:
-            blocks = [TileBlock(e, expand.layout, address, expand.factor, outputs) for address in self._expanded]
+        def add(outputs: Outputs, totals: Sequence[Sequence[Variable]]) -> None:
+            blocks = [Block(e, expand.layout, address, expand.factor, outputs) for address in self._expanded]
             add_block(e, self._codes, blocks, inputs, totals)
 
         results = sum_by_outputs(e, [[total.get() for total in totals] for totals in sums], add)

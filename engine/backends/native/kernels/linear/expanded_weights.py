@@ -32,7 +32,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
     place_of_sum,
     row_bytes,
 )
-from polarlm.engine.backends.native.kernels.linear.block_sums import PREFETCH_BYTES, TileBlock, TileCodes
+from polarlm.engine.backends.native.kernels.linear.block_sums import PREFETCH_BYTES, Block, IntCodes
 from polarlm.engine.backends.native.kernels.linear.expanders import expander
 from polarlm.engine.backends.native.kernels.linear.tile_reads import is_bfloat, read_plain, times_sub, widen
 from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
@@ -178,7 +178,7 @@ class ExpandedCodes(ExpandedWeights):
     def __init__(self, e: Emitter, format: WeightFormat) -> None:
         self._format, self._expander = format, expander(e, format)
         self._layout = layout(format) if self._expander is None else self._expander.layout
-        self._codes = TileCodes(e, self._layout, inputs=self.inputs)
+        self._codes = IntCodes(e, self._layout, inputs=self.inputs)
         super().__init__(e, GROUP // format.group, has_offset=self._layout.offset is not None)
         self.blocks, self.parts = INPUTS // format.values, format.values // GROUP
 
@@ -198,9 +198,9 @@ class ExpandedCodes(ExpandedWeights):
             address, factor = tile + (first + number) * block_bytes(self._format), 1.0
             if expand is not None:
                 address, factor = expand(address), expand.factor
-            self._write(TileBlock(e, self._layout, address, factor), out + number * (self.parts * self.nbytes))
+            self._write(Block(e, self._layout, address, factor), out + number * (self.parts * self.nbytes))
 
-    def _write(self, block: TileBlock, out: Value) -> None:
+    def _write(self, block: Block, out: Value) -> None:
         e, place = self._e, self._layout
         with e.loop(0, self.parts) as part:
             address, target = block.codes + part * place.part_bytes, out + part * self.nbytes

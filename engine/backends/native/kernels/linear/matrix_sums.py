@@ -86,7 +86,7 @@ class StripPlace(NamedTuple):
     registers: tuple[int, int]
 
 
-class Outputs(Protocol):
+class StripOutputs(Protocol):
     """What sums start with, and what they become."""
 
     def start(self, place: StripPlace) -> None:
@@ -103,7 +103,7 @@ def matrix_sums(
     count: Value,
     panels: Panels,
     memory: Value,
-    outputs: Outputs,
+    outputs: StripOutputs,
 ) -> None:
     """Compute the sums of strips, with a slice of the inputs after another where these are more than a strip's.
 

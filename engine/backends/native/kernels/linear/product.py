@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, MATRIX, Inputs, row_bytes
 from polarlm.engine.backends.native.kernels.linear.block_sums import (
-    OutputRange,
-    TileBlock,
-    TileCodes,
+    Block,
+    IntCodes,
+    Outputs,
     add_block,
     number_sums,
     prefetch_distance,
@@ -432,11 +432,11 @@ def _packed_sums(
 ) -> list[list[Value]]:
     """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
     format, place = spec.format, layout(spec.format)
-    codes = TileCodes(e, place, spec.row_tile, spec.inputs)
+    codes = IntCodes(e, place, spec.row_tile, spec.inputs)
     distance = place.codes + prefetch_distance(e.level, spec.row_tile)
     panel = x + first // spec.row_tile * stride
 
-    def add(outputs: OutputRange, sums: Sequence[Sequence[Variable]]) -> None:
+    def add(outputs: Outputs, sums: Sequence[Sequence[Variable]]) -> None:
         with e.loop(0, blocks) as block:
             starts = [tile + block * place.nbytes for tile in tiles]
             inputs = panel + block * (format.values // GROUP * row_bytes(e.level, spec.inputs) * spec.row_tile)
@@ -447,7 +447,7 @@ def _packed_sums(
                         e.prefetch(address + part * place.part_bytes + distance, place.part_bytes)
 
             add_block(
-                e, codes, [TileBlock(e, place, start, outputs=outputs) for start in starts], inputs, sums, before_part
+                e, codes, [Block(e, place, start, outputs=outputs) for start in starts], inputs, sums, before_part
             )
 
     return sum_by_outputs(e, [[e.zero(_F16)] * spec.row_tile for _ in tiles], add)
