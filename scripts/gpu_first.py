@@ -43,10 +43,8 @@ def programs(results: Path, model: Path) -> list[Program]:
     model_flags = "--weights", str(model), "--types", _CACHES
 
     def bench_program(name: str, seconds: int, *flags: str) -> Program:
-        output = "--output", str(results / f"{name}.json")
-        return Program(
-            name, seconds, ("polarlm.bench.lab.gpu", "--budget", str(seconds), *flags, *output), name != "kernels"
-        )
+        command = "polarlm.bench.lab.gpu", "--budget", str(seconds), *flags, "--output", str(results / f"{name}.json")
+        return Program(name, seconds, command, name != "kernels")
 
     tests = "scripts.gpu_test", "--budget", "160", "--results", str(results / "tests-said.txt")
     return [

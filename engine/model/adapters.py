@@ -138,11 +138,8 @@ def load_adapter(
     is_gguf = any(file.suffix == ".gguf" for file in weights.files())
     path, scale = parse_adapter(text)
     try:
-        where = (
-            hub.fetch_supplement(hub.parse(path), "adapter", say)
-            if path.startswith(hub.PREFIX)
-            else Path(path).expanduser()
-        )
+        is_on_hub = path.startswith(hub.PREFIX)
+        where = hub.fetch_supplement(hub.parse(path), "adapter", say) if is_on_hub else Path(path).expanduser()
         if not where.exists():
             sentence = f"lora={name}: {where} does not exist; give a folder of peft, or a GGUF file"
             raise EngineError(sentence, "model_unavailable", ("lora",))

@@ -10,13 +10,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.state.layer_shapes import ArraySpec, StateShape
+from polarlm.engine.state.layer_state import BlockArrays
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.model_loaders.forks import cached_property
@@ -166,9 +167,7 @@ class Payloads:
         return groups
 
 
-def join(
-    extents: Sequence[Extent], size: int, arrays: Mapping[tuple[int, str], np.ndarray], count: int = 1
-) -> np.ndarray:
+def join(extents: Sequence[Extent], size: int, arrays: BlockArrays, count: int = 1) -> np.ndarray:
     """Return the payloads (B, size) of `count` blocks. arrays: by layer and name (B, K, …), or of one block (K, …)."""
     rows = np.zeros((count, size), np.uint8)
     for extent in extents:
