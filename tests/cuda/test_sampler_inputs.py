@@ -41,7 +41,7 @@ def near(value: float) -> float:
 
 
 @dataclass(frozen=True)
-class SamplerRow:
+class Draw:
     logits: list[float]
     values: Mapping[str, Any]
     recent: list[int]
@@ -113,7 +113,7 @@ def quarters(rng: np.random.Generator, low: int, high: int, count: int) -> list[
     return (rng.integers(4 * low, 4 * high, count) / 4).tolist()
 
 
-def row_of(seed: int, asked: Collection[str]) -> SamplerRow:
+def row_of(seed: int, asked: Collection[str]) -> Draw:
     """A row whose best tokens are those that biases, penalties, DRY and mask are about, each of them about several."""
     rng = np.random.default_rng(seed)
     best = rng.choice(V, 12, replace=False)
@@ -127,9 +127,8 @@ def row_of(seed: int, asked: Collection[str]) -> SamplerRow:
     if "nearly nothing" in asked:
         allowed = frozenset(some(rng, best)[:2])
     recent = rng.choice(best, rng.integers(0, PENALTY_WINDOW + 1)).tolist()
-    return SamplerRow(
-        logits.tolist(), {**values, "logit_bias": bias}, recent, near(rng.integers(0, 999) / 1000), allowed, dry
-    )
+    number = near(rng.integers(0, 999) / 1000)
+    return Draw(logits.tolist(), {**values, "logit_bias": bias}, recent, number, allowed, dry)
 
 
 def some(rng: np.random.Generator, of_these: np.ndarray) -> list[int]:
@@ -159,7 +158,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 @pytest.mark.parametrize("backend", ["NumPy", "device"])
 @settings(max_examples=15)
 @given(st.lists(rows, min_size=1, max_size=3))
-def test_tokens_equal_those_of_the_reference_sampler(backend: str, batch: list[SamplerRow]) -> None:
+def test_tokens_equal_those_of_the_reference_sampler(backend: str, batch: list[Draw]) -> None:
     """Masks, biases, penalties and DRY before every sampler; rows with and without them in one batch."""
     wanted = [row.distribution() for row in batch]
     # Where rounding may decide what a cut keeps, both are right.

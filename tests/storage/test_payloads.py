@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage import objects
 from polarlm.engine.storage.objects import DamagedObject, Object, unpack
-from polarlm.engine.storage.payloads import Payloads
+from polarlm.engine.storage.payloads import Payloads, join
 
 NAME = bytes(range(16))
 
@@ -40,10 +41,7 @@ def block(made: Payloads, groups: int = 3, *, broken: bool = False) -> bytes:
 
 
 def full(made: Payloads, ids: list[int], value: float = 0.25) -> bytes:
-    extents, size = made.full_extents(len(ids), 3)
-    rows = np.zeros((1, size), np.uint8)
-    for extent in extents:
-        extent.view_rows(rows)[...] = value
+    rows = join(*made.full_extents(len(ids), 3), defaultdict(lambda: np.array(value)))
     return packed({"kind": "full", "groups": 3, "ids": ids}, rows)
 
 
