@@ -121,8 +121,7 @@ def test_the_walks_are_what_runs(tmp_path, monkeypatch):
         assert any(first <= line <= last for line in lines), f"nothing in lines {first} to {last} of {name} ran"
     files = " ".join(path.as_posix() for path, _ in entered)
     way = set(re.findall(r"/engine/(requests/[\w/]+\.py|model/(?:forward|decoder)\.py|state/store\.py)", files))
-    beside = {"requests/scheduler.py", "requests/drafts.py", "requests/drafters/drafter.py"}  # whose turn it is; drafts
-    assert way <= {name for name, *_ in places} | beside
+    assert way <= {name for name, *_ in places} | {"requests/scheduler.py"}  # whose turn it is
 
 
 def test_every_folder_of_kernels_is_explained():
