@@ -20,7 +20,8 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.model.batch import PromptBatch, StepBatch, join
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import PromptReader, read_chunks
-from polarlm.engine.requests.drafts import Drafting
+from polarlm.engine.requests.drafters.drafter import DraftTask, draft_together
+from polarlm.engine.requests.drafts import StepPlan, StepSeconds
 from polarlm.engine.requests.request import Request, UnitTimer
 from polarlm.engine.requests.scheduler import Scheduler
 from polarlm.engine.sampling.sample import NEWEST, Fetch, Sampled, SamplerInput
@@ -96,11 +97,12 @@ class Batches:
         patience: Patience,
         timer: UnitTimer,
         preempt: Callable[[], bool],
-        drafting: Drafting,
+        seconds: StepSeconds,
     ) -> None:
-        """preempt: preempts the youngest request; False if only one computes."""
+        """preempt: preempts the youngest request; False if only one computes. seconds: times of steps with requests
+        that may draft."""
         self._model, self._store, self._prefixes, self._patience = model, model.store, prefixes, patience
-        self._scheduler, self._timer, self._preempt, self._drafting = scheduler, timer, preempt, drafting
+        self._scheduler, self._timer, self._preempt, self._seconds = scheduler, timer, preempt, seconds
         self.next_step: Batch | None = None  # which has begun while the tokens of the last one were taken
         self.prefill: Batch | None = None  # whose last chunk is not computed yet
         self.rates = deque([math.inf], _RECENT)  # rows per second of the latest batches of many rows with prompts
@@ -142,7 +144,7 @@ class Batches:
         batch, is_alone = Batch(), len(requests) == 1
         guessed: dict[Request, Sequence[int]] = dict.fromkeys(requests, ())
         if [one for one in requests if one.drafts is not None]:
-            guessed = self._drafting.draft(requests, self._model)
+            guessed = self._draft(requests)
         with self._abort_on_error(batch):
             for request, guesses in guessed.items():
                 span = self._open(request, len(guesses), is_alone=is_alone)
@@ -256,6 +258,27 @@ class Batches:
             if batch.reader is not None:
                 batch.rows[0].request.outbox.append(batch.reader.chunk())
 
+    def _draft(self, requests: Sequence[Request]) -> dict[Request, Sequence[int]]:
+        """Return drafted tokens to verify after the newest one of each request, at most as many as fit into its current
+        block. Requests fail whose drafter raises."""
+        plan, drafted, tasks = StepPlan(len(requests)), dict[Request, Sequence[int]](), dict[Request, DraftTask]()
+        for request in requests:
+            drafted[request], kv, sequence = (), request.kv, request.sequence
+            if request.drafts is not None and kv is not None:
+                missing, left = len(sequence.ids) - kv.length, sequence.max_tokens - sequence.generated
+                room = min(self._store.rows_of_block(kv) - missing + 1, left) - 1  # the final token needs no row
+                task = request.drafts.task(sequence.ids, room, plan)
+                if task is not None:
+                    tasks[request] = task
+        for request, result in draft_together(tasks).items():
+            if isinstance(result, Exception):  # the other requests of the step continue
+                self._model.ops.check()
+                request.fail(result)
+                del drafted[request]
+            elif request.drafts is not None:
+                drafted[request] = request.drafts.cut(result)
+        return drafted
+
     def _take_verified(self, batch: Batch) -> list[int | None]:
         """Take drafted tokens that are right, and the one after them. Return how many rows of each request are kept;
         None for all, without a draft."""
@@ -312,7 +335,7 @@ class Batches:
         if prompts and len(prompts) < len(batch.rows):
             self._scheduler.take_step()
         if not prompts and [rows for rows in batch.rows if rows.request.drafts is not None]:
-            self._drafting.seconds.record(batch.count, seconds)
+            self._seconds.record(batch.count, seconds)
         elif prompts and not batch.done and batch.count >= self.few_rows:
             self.rates.append(batch.count / seconds)
 

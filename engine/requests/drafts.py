@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
@@ -23,13 +22,10 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.requests.drafters.draft_model import ModelDrafter
-from polarlm.engine.requests.drafters.drafter import Drafter, DraftTask, draft_together
+from polarlm.engine.requests.drafters.drafter import Drafter, DraftTask
 from polarlm.engine.requests.drafters.mtp import MtpDrafter
 from polarlm.engine.requests.drafters.prompt_lookup import NGRAM, PromptLookup
 from polarlm.engine.state.store import SequenceKV
-
-if TYPE_CHECKING:
-    from polarlm.engine.requests.request import Request
 
 _RECENT = 5  # latest steps with the same number of rows, whose median is taken
 _FIRST = 2  # first steps of a number of rows, which are compiled or recorded: they are not measured
@@ -184,29 +180,6 @@ class Drafting:
         if kind == DRAFTS[0] or draft_max == 0 or (kind == DRAFT_MODEL and max(ids) >= self._vocabulary):
             return None  # a draft model reads no images
         return Drafts(self.drafter(kind, ids, kv), draft_max, self.seconds)
-
-    def draft(self, requests: Sequence[Request], model: Transformer) -> dict[Request, Sequence[int]]:
-        """Return drafted tokens to verify after the newest one of each request, at most as many as fit into its current
-        block. Requests fail whose drafter raises. model: which verifies them."""
-        plan = StepPlan(len(requests))
-        drafted: dict[Request, Sequence[int]] = {}
-        tasks: dict[Request, DraftTask] = {}
-        for request in requests:
-            drafted[request], kv, sequence = (), request.kv, request.sequence
-            if request.drafts is not None and kv is not None:
-                missing, left = len(sequence.ids) - kv.length, sequence.max_tokens - sequence.generated
-                room = min(model.store.rows_of_block(kv) - missing + 1, left) - 1  # the final token needs no row
-                task = request.drafts.task(sequence.ids, room, plan)
-                if task is not None:
-                    tasks[request] = task
-        for request, result in draft_together(tasks).items():
-            if isinstance(result, Exception):  # the other requests of the step continue
-                model.ops.check()
-                request.fail(result)
-                del drafted[request]
-            elif request.drafts is not None:
-                drafted[request] = request.drafts.cut(result)
-        return drafted
 
     def drafter(self, kind: str, ids: Sequence[int], kv: Callable[[], SequenceKV | None]) -> Drafter:
         """Return a drafter of `kind` for a request with the prompt `ids`. Raises EngineError as `drafts` does."""

@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
+from polarlm.engine.requests.request import Plan, Request
 from polarlm.engine.state.store import KVStore
-
-if TYPE_CHECKING:
-    from polarlm.engine.requests.request import Request
-
-
-class Plan(NamedTuple):
-    """rows: of tokens that the store lacks, or of the next part of these. as_steps: whether they read and keep K/V as
-    rows of steps do; see `KVStore.open`."""
-
-    how: Literal["wait", "step", "join", "alone"]
-    rows: int = 0
-    as_steps: bool = False
 
 
 def plan_of(request: Request, store: KVStore, most_rows: int, *, is_replayable: bool) -> Plan:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.requests.batches import Batch, Batches
-from polarlm.engine.requests.plan import Plan, plan_of
-from polarlm.engine.requests.request import Request
+from polarlm.engine.requests.plan import plan_of
+from polarlm.engine.requests.request import Plan, Request
 from polarlm.engine.requests.scheduler import GAP, Scheduler
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache

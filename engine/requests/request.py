@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
+from typing import Literal, NamedTuple
 
 from polarlm import model_loaders
 from polarlm.engine.errors import EngineError
@@ -22,7 +23,6 @@ from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Drafting, Drafts
-from polarlm.engine.requests.plan import Plan
 from polarlm.engine.requests.prompts import (
     Prompt,
     check_vectors,
@@ -89,6 +89,18 @@ class Clock:
         else:
             self.generation += now - self.since
         self.since = now
+
+
+class Plan(NamedTuple):
+    """What the store lacks of a waiting request, and how that is computed; `plan.py` says which plan it gets.
+
+    rows: of tokens that the store lacks, or of the next part of these. as_steps: whether they read and keep K/V as rows
+    of steps do; see `KVStore.open`.
+    """
+
+    how: Literal["wait", "step", "join", "alone"]
+    rows: int = 0
+    as_steps: bool = False
 
 
 @dataclass(eq=False)

@@ -56,7 +56,7 @@ class Runner:
         self.newest = StoredSequence()
         self._warm_ups = recording_warm_ups(model, scheduler.parallel)
         self._timer = timer = UnitTimer(scheduler)
-        self._batches = Batches(model, prefixes, scheduler, patience, timer, self._preempt, drafting)
+        self._batches = Batches(model, prefixes, scheduler, patience, timer, self._preempt, drafting.seconds)
         self._prefills = Prefills(model, prefixes, scheduler, self._batches, replayable)
 
     def submit(self, request: Request) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from polarlm.engine.requests.plan import Plan, plan_of
-from polarlm.engine.requests.request import Request
+from polarlm.engine.requests.plan import plan_of
+from polarlm.engine.requests.request import Plan, Request
 
 BLOCK, STEP, MOST = 64, 16, 500
 TABLE: list[tuple[dict[str, Any], Plan]] = [
