@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, S
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from polarlm.engine.model.vision_encoders import ImagePart
 from polarlm.engine.state.positions import rope_positions, whole_images
 from polarlm.engine.state.store import KVStore
 from polarlm.model_loaders import config
-
-if TYPE_CHECKING:
-    from polarlm.engine.model.layers.mtp import MtpLayer
 
 PromptTap = Callable[[int, int, Array, Array], None]
 """tap(layer, position, queries, keys): a `Tap` for rows of a layer, the first row at `position`."""
@@ -305,11 +302,12 @@ class PromptRows(Rows):
         most: int,
         images: Sequence[ImagePart],
         tap: PromptTap | None,
-        mtp: MtpLayer | None,
+        mtp: Any,
     ) -> None:
         """ids (T,) int32: of the rows. depth: the number of the model's layers. most: rows of a chunk. images: of rows
-        of one span. tap: of prompts of one span. mtp: the model's, whose layer is the last one if it has K/V, which are
-        appended here. In the last layer, rows of which no output is read only append their state."""
+        of one span. tap: of prompts of one span. mtp: the model's `MtpLayer` or None; if it has K/V, it is the last
+        layer, and they are appended here. In the last layer, rows of which no output is read only append their state.
+        """
         self._states = None if mtp is None else mtp.states()
         watch = None if self._states is None else self._states.add
         super().__init__(choice, [], depth - (mtp is None or not mtp.has_kv), watch)
