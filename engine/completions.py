@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from polarlm.engine.outputs import Chunk, Completion, fold
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.parsing.tool_answer import ToolAnswer
-from polarlm.engine.requests.answers import Answers
 from polarlm.engine.requests.prompts import Batch, Messages, Prompt, as_messages, is_batch, is_chat
 from polarlm.engine.vectors import Vectors, compute_each
 
@@ -54,8 +53,6 @@ class Folding:
 
 class Completions(Vectors):
     stream: Callable[..., Generator[Chunk, None, None]]
-    begin_with_pack: Callable[[Prompt, Options], Prompt]
-    _answers: Answers
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is one prompt, and mypy sees its letters

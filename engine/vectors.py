@@ -13,9 +13,9 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
 from polarlm.engine.outputs import Chunk, Embedding, embedding
 from polarlm.engine.params import PromptOptions, SamplingParams
+from polarlm.engine.preparation.prompt import Prompts
 from polarlm.engine.requests.prompts import Prompt, first_ids, naming, one_prompt, pair_ids, yes_and_no
 from polarlm.engine.requests.request import Ticket
-from polarlm.model_loaders import Model
 
 Job = tuple[Prompt, SamplingParams, PromptOptions]
 
@@ -27,15 +27,10 @@ _JUDGE = (
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
-class Vectors:
+class Vectors(Prompts):
     """The methods of an engine that give texts vectors."""
 
-    model: Model
-    context: int
     submit: Callable[..., Ticket]
-    work: Callable[[], bool]
-    prompt_ids: Callable[..., list[int]]
-    detokenize: Callable[..., str]
 
     def embed(self, prompt: Prompt, pooling: str | None = None, options: PromptOptions | None = None) -> Embedding:
         """The embedding of `prompt`, a vector of the model's size.

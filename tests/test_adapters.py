@@ -17,6 +17,8 @@ from polarlm.engine.chat.session import ChatSession
 from polarlm.engine.loading import need
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.outputs import Completion
+from polarlm.engine.preparation import Preparation
+from polarlm.engine.requests.request import Submission
 from polarlm.engine.requests.scheduler import Scheduler
 from polarlm.engine.state.prefix import join_salt, salt_adapter
 from tests.adapters import ALL, changed_model, random_changes, write_peft
@@ -277,19 +279,20 @@ def test_an_adapter_is_chosen_when_the_request_is_queued(
 ) -> None:
     """A prompt is read without the engine's lock: its adapter may be unloaded or replaced meanwhile."""
 
-    def replaced(by: str | None) -> Callable[[Any], Iterator[None]]:
-        def find(_request: Any) -> Iterator[None]:
+    def replaced(by: str | None) -> Preparation:
+        def replace_it(submission: Submission) -> Submission:
             bare.unload_adapter("sql")
             if by is not None:
                 bare.load_adapter("sql", adapters[by])
-            return iter(())
+            return submission
 
-        return find
+        return replace_it
 
+    prepared = bare._preparations
     for by, sentence in ((None, "there is no adapter of this name"), ("five", "Another adapter was loaded as sql")):
         if "sql" not in bare.adapters.by_name:
             bare.load_adapter("sql", adapters["one"])
-        monkeypatch.setattr(bare, "_find", replaced(by))
+        monkeypatch.setattr(bare, "_preparations", [*prepared, replaced(by)])
         with pytest.raises(EngineError, match=sentence):
             answer(bare, "sql")
     assert not bare.status().waiting

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard, cast
 
 import numpy as np
 
 from polarlm import model_loaders
-from polarlm.engine.errors import EngineError, counted, no_answers, shown
+from polarlm.engine.errors import EngineError, counted, shown
 from polarlm.engine.limits import RANK, check_roles
-from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.engine.sampling.constraints import Constraint
-from polarlm.engine.sampling.reasoning_budget import ReasoningBudget, ReasoningEdges, budget_of
+from polarlm.engine.params import PromptOptions
 from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.chat.reasoning import Place
 from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
@@ -30,7 +27,7 @@ _MOST_CHARACTERS = 16  # per token of the context; of a longer text, the beginni
 
 
 @contextmanager
-def _as_engine_error() -> Iterator[None]:
+def as_engine_error() -> Iterator[None]:
     """Raise EngineError for what is wrong with a template or a tokenizer."""
     try:
         yield
@@ -49,7 +46,7 @@ def read_until(gone: Callable[[], bool] | None) -> Iterator[None]:
         raise EngineError("The request was cancelled before its prompt was read", "cancelled") from None
 
 
-@_as_engine_error()
+@as_engine_error()
 def prompt_ids(
     prompt: Prompt,
     model: model_loaders.Model,
@@ -114,7 +111,7 @@ def _embedding_prefix(model: model_loaders.Model, options: PromptOptions) -> str
     return prompts.texts[name]
 
 
-@_as_engine_error()
+@as_engine_error()
 def pair_ids(
     query: str,
     document: str,
@@ -193,7 +190,7 @@ def chat_text(prompt: Prompt, model: model_loaders.Model, options: PromptOptions
     return text + header + str(beginning["content"])
 
 
-@_as_engine_error()
+@as_engine_error()
 def place_of_answer(prompt: Sequence[Mapping[str, Any]], model: model_loaders.Model, options: PromptOptions) -> Place:
     """Return where the answer to messages begins: before, inside or after its reasoning. Raises EngineError."""
     last = prompt[-1] if isinstance(prompt[-1], Mapping) else {}
@@ -204,43 +201,6 @@ def place_of_answer(prompt: Sequence[Mapping[str, Any]], model: model_loaders.Mo
     beginning = str(last.get("content"))
     opened = place == "inside" or tags.open in beginning
     return "inside" if opened and tags.close not in beginning else "after"
-
-
-def constrain_after_reasoning(
-    prompt: Prompt, params: SamplingParams, options: PromptOptions, model: model_loaders.Model
-) -> tuple[SamplingParams, str]:
-    """Return `params`, and the tag behind which their constraint begins: the tag that closes the reasoning which the
-    prompt opens. It is part of the answer's text. Empty if there is no constraint or no such reasoning. Raises
-    EngineError."""
-    if not params.is_constrained or not is_chat(prompt) or place_of_answer(prompt, model, options) != "inside":
-        return params, ""
-    assert model.template.tags is not None
-    tag = model.template.tags.close
-    tag_ids = [token for name, token in model.tokenizer.control_tokens().items() if name == tag]
-    return replace(params, shown_tokens=(*params.shown_tokens, *tag_ids)), tag
-
-
-@_as_engine_error()
-def limit_reasoning(
-    prompt: Prompt,
-    params: SamplingParams,
-    options: PromptOptions,
-    model: model_loaders.Model,
-    constraint: Constraint | None,
-    warn: Callable[[str], None],
-) -> Constraint | None:
-    """Return `constraint`, which may be None, with the limit of the answer's reasoning if it has one. warn: called with
-    a sentence if the model has no reasoning to limit. Raises EngineError."""
-    effort = options.template_variables.get("reasoning_effort")
-    if not is_chat(prompt) or (params.reasoning_budget < 0 and effort is None):
-        return constraint
-    budget, edges = budget_of(model, params.reasoning_budget, effort), None
-    place = "after" if budget < 0 else place_of_answer(prompt, model, options)
-    if place != "after":
-        edges = ReasoningEdges.from_template(model, calls_tools=bool(options.tools))
-    elif params.reasoning_budget > 0 and model.template.tags is None:
-        warn("the budget of reasoning is ignored: this model's template knows no reasoning")
-    return constraint if edges is None else ReasoningBudget(budget, edges, model, constraint, is_open=place == "inside")
 
 
 def _check_fits(model: model_loaders.Model, context: int | None, text: str) -> None:
@@ -275,20 +235,6 @@ def yes_and_no(tokenizer: Tokenizer) -> tuple[int, int]:
     if len(yes) != 1 or len(no) != 1:
         raise EngineError("This model cannot rank documents: its vocabulary has no tokens for yes and no")
     return yes[0], no[0]
-
-
-def check_vectors(prompt: Prompt, params: SamplingParams, options: PromptOptions, model: model_loaders.Model) -> None:
-    """Raises EngineError for options of an embedding that contradict each other, and for what the model cannot give."""
-    config, is_ranked = model.config, options.pooling == RANK
-    if options.pooling is not None and params.prompt_logprobs is not None:
-        raise EngineError("pooling and prompt_logprobs are both given: send one request for each")
-    if config.is_encoder and (options.pooling is None or is_chat(prompt) or is_ranked is not config.scores_pairs):
-        raise no_answers(model.name, scores_pairs=config.scores_pairs)
-    if options.pooling is not None and (options.dimensions or 0) > config.vector_size:
-        raise EngineError(f"dimensions is {options.dimensions}, but vectors of {model.name} have {config.vector_size}")
-    is_of_vectors = options.truncate or options.dimensions is not None or options.prompt_name is not None
-    if options.pooling is None and is_of_vectors:
-        raise EngineError("truncate, dimensions and prompt_name are for embeddings: leave them out, or give pooling")
 
 
 def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:

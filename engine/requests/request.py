@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from polarlm import model_loaders
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
-from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader, Ranking
 from polarlm.engine.model.vision_encoders import PlacedImage
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.engine.requests.answers import Answers, Conversation
-from polarlm.engine.requests.drafts import Drafting, Drafts
-from polarlm.engine.requests.prompts import (
-    Prompt,
-    check_vectors,
-    checked_ids,
-    first_ids,
-    is_chat,
-    prompt_ids,
-    yes_and_no,
-)
+from polarlm.engine.requests.answers import Conversation
+from polarlm.engine.requests.drafts import Drafts
+from polarlm.engine.requests.prompts import Prompt, yes_and_no
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence, Unit
 from polarlm.engine.sampling.constraints import Constraint
@@ -41,19 +29,10 @@ from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.store import RowAdapter, SequenceKV
 from polarlm.engine.storage.copies import Snapshot
 from polarlm.engine.storage.tiers.search import TierHit, count_sources
+from polarlm.model_loaders import Model
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _EMPTY = Chunk("", ())
-
-
-WARNINGS = logging.getLogger(f"{__name__}.warnings")
-"""What is not done as a request asks, for programs that call the engine; a server tells its clients."""
-
-
-@lru_cache(512)
-def _log_once(sentence: str) -> None:
-    """Log a sentence the first time that it comes: a conversation repeats it at each turn."""
-    WARNINGS.warning("%s", sentence)
 
 
 @dataclass(frozen=True)
@@ -64,7 +43,7 @@ class Ticket:
     cancel: Callable[[], None]  # may be called at any time, from any thread, more than once
     cached_tokens: Callable[[], int] = lambda: 0  # prompt tokens found in the store; 0 before the prefix is matched
     conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
-    warnings: Sequence[str] = ()  # sentences about what is not done as the request asks
+    warnings: tuple[str, ...] = ()  # sentences about what is not done as the request asks
 
 
 @dataclass
@@ -103,101 +82,86 @@ class Plan(NamedTuple):
     as_steps: bool = False
 
 
-@dataclass(eq=False)
-class Request:
+@dataclass(kw_only=True, eq=False)
+class Submission:
+    """What a caller submits, on its way to a request: preparations fill in what follows `warnings`, and return another
+    one each."""
+
+    prompt: Prompt
+    params: SamplingParams
+    options: PromptOptions
+    outbox: Outbox
+    wants_progress: bool = False
+    constraint: Constraint | None = None
+    gone: Callable[[], bool] | None = None  # returns True once nobody waits for the request
+    in_background: bool = False  # whether it computes only where no other waits
+    warnings: tuple[str, ...] = ()  # see `Ticket`
+    ids: tuple[int, ...] = ()  # of the prompt
+    is_whole: bool = False  # whether the whole prompt is computed, so that no part of it can come from the cache
+    conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
+    image_positions: ImagePositions | None = None  # None: it has no images
+    images: Sequence[PlacedImage] = ()
+    stops: AnswerStops | None = None  # None without stop strings
+    salt: str = ""  # what keeps its K/V apart; see `engine.state.prefix`
+    fingerprint: str = ""  # of an engine whose answers can be replayed
+    drafting: Callable[[Callable[[], SequenceKV | None]], Drafts | None] | None = None  # its K/V → its drafts
+    hit: TierHit | None = None  # the part of the prompt that tiers have and the store lacked
+
+    @classmethod
+    def from_settings(
+        cls,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        options: PromptOptions | None,
+        settings: Mapping[str, Any],
+        **more: Any,
+    ) -> Submission:
+        """settings: fields of SamplingParams, which override `params`. more: other fields. Raises EngineError."""
+        params, options = params or SamplingParams(), options or PromptOptions()
+        if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
+            raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
+        return cls(prompt=prompt, params=replace(params, **settings), options=options, **more)
+
+
+@dataclass(kw_only=True, eq=False)
+class Request(Submission):
     """A sequence with its sampling, text and output. `sampling` is `params` with the model's defaults filled in."""
 
     sequence: TokenSequence
-    params: SamplingParams
     sampling: Sampling
     tokenizer: Tokenizer
-    detokenizer: Detokenizer
     vocabulary: range
-    outbox: Outbox
-    stops: AnswerStops | None  # None without stop strings
-    options: PromptOptions = PromptOptions()  # noqa: RUF009 - frozen
-    wants_progress: bool = False
-    conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
-    constraint: Constraint | None = None
     drafts: Drafts | None = None  # never with a constraint or DRY
     kv: SequenceKV | None = None
     plan: Plan = Plan("wait")  # noqa: RUF009 - immutable
     cached: int | None = None  # prompt tokens found in the store; None before that, fixed once the first token exists
-    hit: TierHit | None = None  # the part of the prompt that tiers have and the store lacked
     saved: Snapshot | None = None  # what the store held when the request was preempted
     clock: Clock = field(default_factory=Clock)
     adapter: RowAdapter | None = None  # LoRA adapter of this request
-    salt: str = ""  # what keeps its K/V apart; see `engine.state.prefix`
-    image_positions: ImagePositions | None = None  # None: it has no images
-    images: Sequence[PlacedImage] = ()
-    warnings: Sequence[str] = ()  # see `Ticket`
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
-    fingerprint: str = ""  # of an engine whose answers can be replayed
 
     @classmethod
-    def create(
-        cls,
-        prompt: Prompt,
-        params: SamplingParams,
-        options: PromptOptions,
-        model: model_loaders.Model,
-        context: int,
-        *,
-        answers: Answers,
-        drafting: Drafting,
-        adapters: Adapters,
-        outbox: Outbox,
-        stops: AnswerStops | None,
-        wants_progress: bool,
-        constraint: Constraint | None = None,
-        warnings: list[str],
-    ) -> Request:
-        """Return a request to continue `prompt`. warnings: become the request's. Raises EngineError if it cannot be
-        served."""
-        check_vectors(prompt, params, options, model)
-        sampling = resolve(params, model.generation, model.vocabulary.stop)
-        room = 0 if model.config.is_encoder else 1
-        conversation = answers.conversation(prompt, options.cache_salt, warnings.append)
-        read = conversation.read
-        if read.images and (options.pooling is not None or params.prompt_logprobs is not None):
-            raise EngineError("Images have neither vectors nor log-probabilities: leave them out")
-        limit = context - room if options.truncate else context
-        ids = prompt_ids(conversation.prompt, model, options, context=limit, warn=warnings.append, cut=read.cut)
-        ids = first_ids(ids, limit, warnings.append) if options.truncate else ids
-        ids = checked_ids(ids, model, context, room, read.ids)
-        image_positions, images_of_rows = read.place_images(ids, sections=model.config.has_sections)
-        is_answer = is_chat(prompt) and not options.continue_final_message
-        room = context - len(ids)
-        max_tokens = most_tokens(params, model.generation)
-        max_tokens = room if max_tokens < 0 else min(max_tokens, room)
-        request = cls(
-            TokenSequence(
-                tuple(ids),
-                max_tokens,
-                text_from=image_positions.images[-1].stop if image_positions else 0,
-                priority=options.priority,
-            ),
-            params,
-            sampling,
-            model.tokenizer,
-            Detokenizer(model.tokenizer, at_start=is_answer, shown_tokens=params.shown_tokens),
-            model.vocabulary,
-            outbox,
-            stops,
-            options,
-            wants_progress,
-            conversation if is_answer else None,
-            constraint,
-            image_positions=image_positions,
-            images=images_of_rows,
-            warnings=warnings,
+    def create(cls, submission: Submission, model: Model, context: int) -> Request:
+        """Return the request that a prepared submission becomes. Raises EngineError for what sampling or drafts cannot
+        be."""
+        positions, options, room = submission.image_positions, submission.options, context - len(submission.ids)
+        most = most_tokens(submission.params, model.generation)
+        sequence = TokenSequence(
+            submission.ids,
+            room if most < 0 else min(most, room),
+            text_from=positions.images[-1].stop if positions else 0,
+            priority=options.priority,
+            in_background=submission.in_background,
         )
-        for sentence in warnings:
-            _log_once(sentence)
-        request.adapter, _ = adapters.choose(options.lora, options.lora_scale)
-        request.salt = adapters.salt(options)
-        if request.sampler.reach_ahead:
-            request.drafts = drafting.drafts(ids, params, lambda: request.kv)
+        request = cls(
+            **vars(submission),
+            sequence=sequence,
+            sampling=resolve(submission.params, model.generation, model.vocabulary.stop),
+            tokenizer=model.tokenizer,
+            vocabulary=model.vocabulary,
+        )
+        if submission.drafting is not None and request.sampler.reach_ahead:
+            request.drafts = submission.drafting(lambda: request.kv)
         return request
 
     def __post_init__(self) -> None:
@@ -208,6 +172,8 @@ class Request:
         self.sampler = Sampler(self.sequence, self.params, self.sampling, *limits)
         self.reads_prompt = self.options.pooling is not None or self.params.prompt_logprobs is not None
         """Whether the hidden states of the whole prompt are needed."""
+        is_new = self.conversation is not None  # text, and not the end of one that the prompt has
+        self.detokenizer = Detokenizer(self.tokenizer, at_start=is_new, shown_tokens=self.params.shown_tokens)
         self.begins_ahead = self.params.logprobs is None
         """Whether the next step may start before this token is known: not with logprobs, whose logits it overwrites."""
         self._last_length = len(self.sequence.prompt) + self.sequence.max_tokens  # of the ids
@@ -331,7 +297,7 @@ class Request:
             with suppress(MemoryError):  # an answer must not fail because it cannot be remembered
                 self.conversation.keep(self.sequence.ids[len(self.sequence.prompt) :])
         self.sequence.finish_reason = reason
-        ended = replace(last, finish_reason=reason, usage=self.usage(), warnings=tuple(self.warnings))
+        ended = replace(last, finish_reason=reason, usage=self.usage(), warnings=self.warnings)
         self.outbox.append(replace(ended, text=text, stopped_by=self._stopped_by))
 
     def fail(self, error: Exception) -> None:

@@ -77,13 +77,13 @@ class Grammars:
         other: Constraint | None = None,
         gone: Callable[[], bool] | None = None,
         close_tag: str = "",
-        warnings: list[str] | None = None,
+        warn: Callable[[str], None] = lambda sentence: None,
     ) -> Constraint | None:
         """A new constraint as `params` ask for, else `other`, which may be None. Raises EngineError.
 
         gone: returns True once nobody waits for the request; then nothing is compiled for it. close_tag: the tag that
-        closes the reasoning with which the answer begins; the constraint begins after it. Empty for none. warnings:
-        gets a sentence for each part of the constraint that does not hold.
+        closes the reasoning with which the answer begins; the constraint begins after it. Empty for none. warn: called
+        with a sentence for each part of the constraint that does not hold.
         """
         key = _key(params, close_tag)
         if key is None:
@@ -91,10 +91,10 @@ class Grammars:
         if other is not None:
             raise EngineError(f"constraint and {key[0]} both constrain the answer; leave one of them out")
         compiled_constraint = self._find_known(key) or self._compilations.result(key, gone or (lambda: False))
-        if warnings is not None:
-            warnings += [f"the constraint holds in part: {why}" for why in compiled_constraint.unheld]
-            if params.ignore_eos:
-                warnings.append(_WHO_ENDS)
+        for why in compiled_constraint.unheld:
+            warn(f"the constraint holds in part: {why}")
+        if params.ignore_eos:
+            warn(_WHO_ENDS)
         return _MatcherConstraint(compiled_constraint.matcher.deep_copy())
 
     def _find_known(self, key: Key) -> _CompiledConstraint | None:

@@ -15,7 +15,6 @@ from typing import Any
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Scale
-from polarlm.engine.state.prefix import common_prefix
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage import identity, objects, sessions
 from polarlm.engine.storage.files import file_state, sha256
@@ -170,13 +169,3 @@ def choose(packs: Mapping[str, Pack], name: str, options: Any) -> Pack:
 
 def _error(sentence: str) -> EngineError:
     return EngineError(sentence, "session", ("packs",))
-
-
-def check_prefix(pack: Pack, ids: Sequence[int], block_size: int, warn: Callable[[str], None]) -> None:
-    """Call `warn` with a sentence if a prompt lacks more than two blocks of the tokens of its pack at its beginning."""
-    common = common_prefix(pack.token_ids, ids)
-    if (missing := len(pack.token_ids) - common) > 2 * block_size:
-        warn(
-            f"{missing:,} tokens of the pack {pack.name} are computed again: the model's chat template writes this "
-            "request's messages or tools before them."
-        )

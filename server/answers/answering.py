@@ -53,7 +53,7 @@ async def answer(
             options = replace(options, continue_final_message=True)
         try:
             ticket = driver.engine.submit(prompt, plan.params, options, **more)
-            ticket = replace(ticket, warnings=[*constraint_warnings, *ticket.warnings])
+            ticket = replace(ticket, warnings=(*constraint_warnings, *ticket.warnings))
         except ConstraintError as error:
             if plan.params.grammar is params.grammar:
                 error.field = request.constrained_by

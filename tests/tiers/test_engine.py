@@ -301,8 +301,7 @@ def test_blocks_wait_for_requests_within_a_budget(
     with load(plain_model, tmp_path / "blocks") as engine:
         budget = engine._tiers._budget
         whole = budget._size
-        request = engine._request(PROMPT, PARAMS, None, {}, outbox=[], progress=False, constraint=None)
-        engine._find(request)
+        request = engine._request(PROMPT, PARAMS, None, {}, outbox=[])
         taken = sum(claim.bytes for claim in budget._claims)
         assert 0 < taken < whole
         del request

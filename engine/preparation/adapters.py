@@ -1,25 +1,27 @@
-"""The methods of an engine that load adapters (LoRA) while it runs, and unload them."""
+"""Adapters (LoRA): a request chooses one, and they come and go while the engine runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
+from dataclasses import replace
 from os import PathLike, fspath
 
+from polarlm.engine.core import EngineCore
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import Adapters, check_adapters, load_adapter
+from polarlm.engine.preparation import Preparation
 from polarlm.engine.requests.request import Request
-from polarlm.engine.requests.runner import Runner
 from polarlm.engine.state.prefix import salt_adapter
-from polarlm.model_loaders import Model
 
 
-class AdapterLoading:
-    model: Model
+def choose(engine: AdapterLoading) -> Preparation:
+    """A request's adapter keeps its K/V apart."""
+    engine.adapters = engine._parts.adapters
+    return lambda submission: replace(submission, salt=engine.adapters.salt(submission.options))
+
+
+class AdapterLoading(EngineCore):
     adapters: Adapters  # which requests choose among
-    _runner: Runner
-    _exclusive: Callable[[], AbstractContextManager[None]]
-    _check_open: Callable[[], None]
 
     def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
         """Load an adapter, which requests name in `PromptOptions.lora` from now on; `adapters` has them all.
@@ -52,6 +54,10 @@ class AdapterLoading:
         used = {one.adapter.number for one in self._runner.requests.values() if one.adapter is not None}
         with suppress(EngineError):  # without memory for the others' matrices it is tried again
             self._set_adapters(self.adapters.drop_unused(used))
+
+    def _enter(self) -> None:
+        super()._enter()
+        self._drop_unused_adapters()
 
     def _submit(self, request: Request) -> None:
         """Queue a request. Raises EngineError if its adapter has been unloaded since the request was made."""

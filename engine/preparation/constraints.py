@@ -1,0 +1,69 @@
+"""What an answer's text may be, and where it ends: a constraint, a budget of its reasoning, stop strings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from polarlm.engine.core import EngineCore
+from polarlm.engine.parsing.tool_answer import stops_of
+from polarlm.engine.preparation import Preparation
+from polarlm.engine.requests.prompts import as_engine_error, is_chat, place_of_answer
+from polarlm.engine.requests.request import Submission
+from polarlm.engine.sampling.grammars import Grammars
+from polarlm.engine.sampling.reasoning_budget import ReasoningBudget, ReasoningEdges, budget_of
+
+
+def constrain(engine: Any) -> Preparation:
+    """A schema, a grammar or a regular expression becomes a constraint. It begins behind the tag that closes the
+    reasoning which the prompt opens, if it does, and that tag is part of the answer's text."""
+    model = engine.model
+    grammars = engine.grammars = Grammars(model.tokenizer, model.vocabulary.stop)
+    engine._closing.callback(grammars.close)
+
+    def prepare(submission: Submission) -> Submission:
+        prompt, params, tag, warnings = submission.prompt, submission.params, "", list(submission.warnings)
+        place = place_of_answer(prompt, model, submission.options) if params.is_constrained and is_chat(prompt) else ""
+        if place == "inside":
+            tag = model.template.tags.close
+            tag_ids = [token for name, token in model.tokenizer.control_tokens().items() if name == tag]
+            params = replace(params, shown_tokens=(*params.shown_tokens, *tag_ids))
+        constraint = grammars.constraint(params, submission.constraint, submission.gone, tag, warnings.append)
+        return replace(submission, params=params, constraint=constraint, warnings=tuple(warnings))
+
+    return prepare
+
+
+def stop(engine: EngineCore) -> Preparation:
+    """The answer ends at stop strings."""
+
+    def prepare(submission: Submission) -> Submission:
+        stops = stops_of(submission.prompt, submission.params, submission.options, engine.model)
+        return replace(submission, stops=stops)
+
+    return prepare
+
+
+def limit_reasoning(engine: EngineCore) -> Preparation:
+    """Reasoning ends within its budget. A warning says if the model has none to limit."""
+    model = engine.model
+
+    @as_engine_error()
+    def prepare(submission: Submission) -> Submission:
+        prompt, params, options = submission.prompt, submission.params, submission.options
+        effort = options.template_variables.get("reasoning_effort")
+        if not is_chat(prompt) or (params.reasoning_budget < 0 and effort is None):
+            return submission
+        budget, edges = budget_of(model, params.reasoning_budget, effort), None
+        place = "after" if budget < 0 else place_of_answer(prompt, model, options)
+        if place != "after":
+            edges = ReasoningEdges.from_template(model, calls_tools=bool(options.tools))
+        elif params.reasoning_budget > 0 and model.template.tags is None:
+            sentence = "the budget of reasoning is ignored: this model's template knows no reasoning"
+            return replace(submission, warnings=(*submission.warnings, sentence))
+        if edges is None:
+            return submission
+        constraint = ReasoningBudget(budget, edges, model, submission.constraint, is_open=place == "inside")
+        return replace(submission, constraint=constraint)
+
+    return prepare
