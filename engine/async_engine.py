@@ -10,12 +10,11 @@ from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast, overload
 
-from polarlm.engine.completions import Folding
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.engine import Engine
+from polarlm.engine.engine import Engine, Folding, Options, Params
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import Chunk, Completion, Embedding, Score, embedding
-from polarlm.engine.params import PromptOptions, SamplingParams
+from polarlm.engine.params import SamplingParams
 from polarlm.engine.requests.mailbox import Mailbox
 from polarlm.engine.requests.prompts import Batch, Messages, Prompt, as_messages, is_batch, naming, one_prompt
 from polarlm.engine.sampling.constraints import Constraint
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from polarlm.engine.keywords import EngineKeywords, GenerateKeywords, SamplingKeywords
-
-Params = SamplingParams | None
-Options = PromptOptions | None
 
 _PAUSE = 0.01  # seconds between two warm-ups, in which a request may come
 

@@ -3,32 +3,74 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, overload
 
-from polarlm.engine.completions import Completions
 from polarlm.engine.config import EngineConfig
+from polarlm.engine.errors import EngineError
 from polarlm.engine.loading import assembly, checks
-from polarlm.engine.outputs import Chunk
+from polarlm.engine.outputs import Chunk, Completion, fold
 from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.engine.preparation import preparations, prepare
-from polarlm.engine.requests.prompts import Prompt, one_prompt, read_until
+from polarlm.engine.parsing.tool_answer import ToolAnswer
+from polarlm.engine.preparation import preparations
+from polarlm.engine.requests.prompts import (
+    Batch,
+    Messages,
+    Prompt,
+    as_messages,
+    is_batch,
+    is_chat,
+    one_prompt,
+    read_until,
+)
 from polarlm.engine.requests.request import Outbox, Request, Submission, Ticket
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.grammars import Grammars
+from polarlm.engine.vectors import Vectors, compute_each
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from polarlm.engine.keywords import EngineKeywords, SamplingKeywords
+    from polarlm.engine.keywords import EngineKeywords, GenerateKeywords, SamplingKeywords
 
 Chunks = Generator[Chunk, None, None]
 Params = SamplingParams | None  # None: the defaults
 Options = PromptOptions | None
+_STREAM_SETTINGS = ("progress", "constraint")  # settings that are no fields of SamplingParams
 
 
-class Engine(Completions):
+class Folding:
+    """Makes the completion of a prompt's chunks, which `params` and `settings` are for."""
+
+    def __init__(
+        self, engine: Engine, prompt: Prompt, params: Params, options: Options, settings: Mapping[str, Any]
+    ) -> None:
+        """Raises EngineError."""
+        self.params, self.settings = params, settings
+        self._tool_answer: ToolAnswer | None = None
+        if isinstance(options, PromptOptions) and options.tools and is_chat(prompt):
+            stream_settings = {name: value for name, value in settings.items() if name in _STREAM_SETTINGS}
+            params_settings = {name: value for name, value in settings.items() if name not in _STREAM_SETTINGS}
+            self._tool_answer = ToolAnswer.create(
+                prompt, replace(params or SamplingParams(), **params_settings), options, engine.model
+            )
+            self.params, self.settings = self._tool_answer.params, stream_settings
+            self._conversation = partial(
+                engine._answers.conversation, engine.begin_with_pack(prompt, options), options.cache_salt
+            )
+            self._begins = not options.continue_final_message
+
+    def fold(self, chunks: Sequence[Chunk]) -> Completion:
+        """The completion, whose ids are kept if it is parsed."""
+        if self._tool_answer is None:
+            return fold(chunks)
+        return self._tool_answer.fold(chunks, self._conversation() if self._begins else None)
+
+
+class Engine(Vectors):
     """A loaded model with its KV store. May be shared by threads; requests are served by priority, then by arrival."""
 
     grammars: Grammars
@@ -87,6 +129,46 @@ class Engine(Completions):
         more = {"outbox": outbox, "wants_progress": progress, "constraint": constraint}
         return self._drain(self._request(one_prompt(prompt), params, options, settings, **more), outbox)
 
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is one prompt, and mypy sees its letters
+        self, prompt: Batch, params: Params = None, options: Options = None, **settings: Unpack[GenerateKeywords]
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt, params: Params = None, options: Options = None, **settings: Unpack[GenerateKeywords]
+    ) -> Completion: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Batch,
+        params: Params = None,
+        options: Options = None,
+        **settings: Unpack[GenerateKeywords],
+    ) -> Completion | list[Completion]:
+        """The whole answer: `stream`, folded. Of several prompts, a list of texts, of lists of messages or of lists of
+        ids, the answers in their order. These are computed together; an error in one prompt, which the message names,
+        is raised before any is computed."""
+        if not is_batch(prompt):
+            one = cast(Prompt, prompt)
+            folding = Folding(self, one, params, options, settings)
+            return folding.fold(list(self.stream(one, folding.params, options, **folding.settings)))
+        prompts = cast(Sequence[Prompt], prompt)
+        each = [Folding(self, one, params, options, settings) for one in prompts]
+        jobs = [(one, folding.params, options) for one, folding in zip(prompts, each, strict=True)]
+        answers = compute_each(self, jobs, **each[0].settings) if each else []
+        return [folding.fold(chunks) for folding, chunks in zip(each, answers, strict=True)]
+
+    def chat(
+        self, messages: Messages, params: Params = None, options: Options = None, **settings: Unpack[GenerateKeywords]
+    ) -> Completion:
+        """The answer to a conversation: messages with "role" and "content", or the text of a user's only message.
+
+        An assistant message may carry the "token_ids" that it was generated as, so that the prefix cache finds them;
+        recent answers do not need them. With `options.tools` the answer is parsed: see `Completion`.
+        """
+        return cast(Completion, self.generate(as_messages(messages), params, options, **settings))
+
     def submit(
         self,
         prompt: Prompt,
@@ -118,8 +200,13 @@ class Engine(Completions):
     ) -> Request:
         """A request that is not queued yet; see `submit` for the arguments. more: fields of `Submission`."""
         self._check_open()
-        submission = Submission.from_settings(prompt, params, options, settings, **more)
-        return Request.create(prepare(submission, self._preparations), self.model, self.context)
+        params, options = params or SamplingParams(), options or PromptOptions()
+        if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
+            raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
+        submission = Submission(prompt=prompt, params=replace(params, **settings), options=options, **more)
+        for preparation in self._preparations:
+            submission = preparation(submission)
+        return Request.create(submission, self.model, self.context)
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:
         """Submit `request`, then yield its chunks. Until the next one exists, this thread runs units of work."""

@@ -116,6 +116,7 @@ class Embedding:
 
     vector: np.ndarray  # (E,) float32, of length 1
     usage: Usage
+    warnings: tuple[str, ...] = ()  # as in the last chunk
 
 
 def fold(chunks: Iterable[Chunk]) -> Completion:
@@ -134,9 +135,9 @@ def fold(chunks: Iterable[Chunk]) -> Completion:
 def embedding(chunks: Iterable[Chunk]) -> Embedding | None:
     """The embedding in one of `chunks`; None if the request was cancelled first."""
     pieces = list(chunks)
-    usage = pieces[-1].usage
+    usage, warnings = pieces[-1].usage, pieces[-1].warnings
     assert usage is not None
-    return next((Embedding(piece.embedding, usage) for piece in pieces if piece.embedding is not None), None)
+    return next((Embedding(one.embedding, usage, warnings) for one in pieces if one.embedding is not None), None)
 
 
 @dataclass(frozen=True)

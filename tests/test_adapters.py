@@ -17,8 +17,7 @@ from polarlm.engine.chat.session import ChatSession
 from polarlm.engine.loading import need
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.outputs import Completion
-from polarlm.engine.preparation import Preparation
-from polarlm.engine.requests.request import Submission
+from polarlm.engine.requests.request import Preparation, Submission
 from polarlm.engine.requests.scheduler import Scheduler
 from polarlm.engine.state.prefix import join_salt, salt_adapter
 from tests.adapters import ALL, changed_model, random_changes, write_peft

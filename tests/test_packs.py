@@ -16,8 +16,9 @@ import pytest
 from polarlm import pack
 from polarlm.engine import Engine, EngineError, PromptOptions
 from polarlm.engine.loading import calibration
-from polarlm.engine.storage import objects, packs
-from polarlm.engine.storage.packs import PackedText
+from polarlm.engine.preparation import packs
+from polarlm.engine.preparation.packs import PackedText
+from polarlm.engine.storage import objects
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.random_model import random_model

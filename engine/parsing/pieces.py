@@ -40,7 +40,8 @@ class Piece:
     usage: Usage | None = None  # in the last piece
     stopped_by: str | None = None  # in the last piece: the client's stop string that ended the answer
     progress: Progress | None = None  # in pieces before the first token, if requested
-    is_waiting: bool = False  # a keep-alive piece, with nothing else: the next piece has not come yet
+    is_waiting: bool = False  # a keep-alive piece: the next piece has not come yet
+    warnings: tuple[str, ...] = ()  # in the first piece, a keep-alive: sentences about what is not done as asked
     prompt_tokens: int = 0  # in the first piece that is not a keep-alive or progress
     cached_tokens: int = 0  # in the same piece: tokens of the prompt that were found in the cache
 

@@ -1,4 +1,4 @@
-"""How the answer to messages is parsed: one with tools as a whole, and where stop strings are looked for in one."""
+"""How the answer to messages is parsed: one with tools as a whole."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from polarlm.engine.parsing.answer_parser import AnswerParser, shown_tokens
 from polarlm.engine.parsing.channel_parser import ChannelParser, channel_tokens
 from polarlm.engine.parsing.pieces import Piece
 from polarlm.engine.requests.answers import Conversation
-from polarlm.engine.requests.prompts import Prompt, is_chat, place_of_answer
-from polarlm.engine.sampling.detokenizer import AnswerStops
+from polarlm.engine.requests.prompts import place_of_answer
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.errors import LoadError
 
@@ -32,7 +31,7 @@ class ToolAnswer:
         cls, prompt: Sequence[Mapping[str, Any]], params: SamplingParams, options: PromptOptions, model: Model
     ) -> ToolAnswer:
         """The answer to messages, of which nothing is parsed yet. Raises EngineError."""
-        parser, tokens = _parser(prompt, options, model)
+        parser, tokens = parser_of(prompt, options, model)
         return cls(replace(params, shown_tokens=(*params.shown_tokens, *tokens)), parser)
 
     def fold(self, chunks: Sequence[Chunk], conversation: Conversation | None = None) -> Completion:
@@ -50,19 +49,7 @@ class ToolAnswer:
         return replace(whole, text=answer.text, reasoning=answer.reasoning, tool_calls=calls, finish_reason=reason)
 
 
-def stops_of(prompt: Prompt, params: SamplingParams, options: PromptOptions, model: Model) -> AnswerStops | None:
-    """What ends the answer at stop strings; None without any. Raises EngineError."""
-    stops = (*params.stop, *model.template.stops) if is_chat(prompt) else params.stop
-    if not stops:
-        return None
-    if params.stop_anywhere or not is_chat(prompt):
-        return AnswerStops(stops, AnswerParser(), {})
-    parser, tokens = _parser(prompt, options, model)
-    names = {token: name for name, token in model.tokenizer.control_tokens().items()}
-    return AnswerStops(stops, parser, {token: names[token] for token in {*tokens}.difference(params.shown_tokens)})
-
-
-def _parser(
+def parser_of(
     prompt: Sequence[Mapping[str, Any]], options: PromptOptions, model: Model
 ) -> tuple[AnswerParser | ChannelParser, tuple[int, ...]]:
     """The parser of an answer to messages, and the control tokens that it has to see. Raises EngineError."""

@@ -9,8 +9,7 @@ from os import PathLike, fspath
 from polarlm.engine.core import EngineCore
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import Adapters, check_adapters, load_adapter
-from polarlm.engine.preparation import Preparation
-from polarlm.engine.requests.request import Request
+from polarlm.engine.requests.request import Preparation, Request
 from polarlm.engine.state.prefix import salt_adapter
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from polarlm.engine.core import EngineCore
-from polarlm.engine.parsing.tool_answer import stops_of
-from polarlm.engine.preparation import Preparation
+from polarlm.engine.parsing.answer_parser import AnswerParser
+from polarlm.engine.parsing.tool_answer import parser_of
 from polarlm.engine.requests.prompts import as_engine_error, is_chat, place_of_answer
-from polarlm.engine.requests.request import Submission
+from polarlm.engine.requests.request import Preparation, Submission
+from polarlm.engine.sampling.detokenizer import AnswerStops
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.sampling.reasoning_budget import ReasoningBudget, ReasoningEdges, budget_of
 
@@ -35,11 +36,19 @@ def constrain(engine: Any) -> Preparation:
 
 
 def stop(engine: EngineCore) -> Preparation:
-    """The answer ends at stop strings."""
+    """The answer ends at stop strings, which are looked for in the text of an answer to messages alone."""
+    template, control = engine.model.template, engine.model.tokenizer.control_tokens()
 
     def prepare(submission: Submission) -> Submission:
-        stops = stops_of(submission.prompt, submission.params, submission.options, engine.model)
-        return replace(submission, stops=stops)
+        prompt, params = submission.prompt, submission.params
+        stops = (*params.stop, *template.stops) if is_chat(prompt) else params.stop
+        if not stops:
+            return submission
+        if params.stop_anywhere or not is_chat(prompt):
+            return replace(submission, stops=AnswerStops(stops, AnswerParser(), {}))
+        parser, tokens = parser_of(prompt, submission.options, engine.model)
+        hidden = {token: name for name, token in control.items() if token in {*tokens}.difference(params.shown_tokens)}
+        return replace(submission, stops=AnswerStops(stops, parser, hidden))
 
     return prepare
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from polarlm.engine.core import EngineCore
-from polarlm.engine.preparation import Preparation
+from polarlm.engine.requests.request import Preparation
 
 
 def draft(engine: EngineCore) -> Preparation:

@@ -8,13 +8,12 @@ from dataclasses import replace
 from polarlm.engine.errors import EngineError, no_answers
 from polarlm.engine.limits import RANK
 from polarlm.engine.params import PromptOptions
-from polarlm.engine.preparation import Preparation
 from polarlm.engine.preparation.packs import Sessions
 from polarlm.engine.requests.answers import Answers
 from polarlm.engine.requests.prompts import Prompt, checked_ids, first_ids, is_chat, prompt_ids
-from polarlm.engine.requests.request import Submission
+from polarlm.engine.requests.request import Preparation, Submission
 from polarlm.engine.sampling.detokenizer import text_of
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders import Model
 
 
 def read(engine: Prompts) -> Preparation:
@@ -26,7 +25,7 @@ def read(engine: Prompts) -> Preparation:
     room = 0 if model.config.is_encoder else 1
 
     def prepare(submission: Submission) -> Submission:
-        _check_vectors(submission, model.name, model.config)
+        _check_vectors(submission, model)
         options, warnings = submission.options, list(submission.warnings)
         conversation = answers.conversation(submission.prompt, options.cache_salt, warnings.append)
         read = conversation.read
@@ -40,7 +39,7 @@ def read(engine: Prompts) -> Preparation:
         positions, images = read.place_images(ids, sections=model.config.has_sections)
         return replace(
             submission,
-            ids=tuple(ids),
+            ids=ids,
             is_whole=is_whole,
             conversation=conversation if is_chat(submission.prompt) and not options.continue_final_message else None,
             image_positions=positions,
@@ -51,16 +50,16 @@ def read(engine: Prompts) -> Preparation:
     return prepare
 
 
-def _check_vectors(submission: Submission, name: str, config: ModelConfig) -> None:
+def _check_vectors(submission: Submission, model: Model) -> None:
     """Raises EngineError for options of an embedding that contradict each other, and for what the model cannot give."""
-    options, is_ranked = submission.options, submission.options.pooling == RANK
+    options, config, is_ranked = submission.options, model.config, submission.options.pooling == RANK
     if options.pooling is not None and submission.params.prompt_logprobs is not None:
         raise EngineError("pooling and prompt_logprobs are both given: send one request for each")
     is_other = options.pooling is None or is_chat(submission.prompt) or is_ranked is not config.scores_pairs
     if config.is_encoder and is_other:
-        raise no_answers(name, scores_pairs=config.scores_pairs)
+        raise no_answers(model.name, scores_pairs=config.scores_pairs)
     if options.pooling is not None and (options.dimensions or 0) > config.vector_size:
-        raise EngineError(f"dimensions is {options.dimensions}, but vectors of {name} have {config.vector_size}")
+        raise EngineError(f"dimensions is {options.dimensions}, but vectors of {model.name} have {config.vector_size}")
     is_of_vectors = options.truncate or options.dimensions is not None or options.prompt_name is not None
     if options.pooling is None and is_of_vectors:
         raise EngineError("truncate, dimensions and prompt_name are for embeddings: leave them out, or give pooling")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from polarlm.engine.core import EngineCore
-from polarlm.engine.preparation import Preparation
-from polarlm.engine.requests.request import Submission
+from polarlm.engine.requests.request import Preparation, Submission
 
 
 def find(engine: EngineCore) -> Preparation | None:

@@ -124,10 +124,6 @@ class Conversation:
             key = _key(self.keys[-1], answer)
             self._answers.put(_reasoning_key(key) if reasoned else key, ids)
 
-    def known_answers(self) -> KnownAnswers:
-        """Return the known answers in it, for a session file."""
-        return self._answers.known_answers(self.keys)
-
 
 def _is_known_form(message: object) -> bool:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +35,16 @@ from polarlm.model_loaders import Model
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _EMPTY = Chunk("", ())
+
+
+WARNINGS = logging.getLogger(f"{__name__}.warnings")
+"""What is not done as a request asks, for programs that call the engine; a server tells its clients."""
+
+
+@lru_cache(512)
+def _log_once(sentence: str) -> None:
+    """Log a sentence the first time that it comes: a conversation repeats it at each turn."""
+    WARNINGS.warning("%s", sentence)
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ class Submission:
     gone: Callable[[], bool] | None = None  # returns True once nobody waits for the request
     in_background: bool = False  # whether it computes only where no other waits
     warnings: tuple[str, ...] = ()  # see `Ticket`
-    ids: tuple[int, ...] = ()  # of the prompt
+    ids: Sequence[int] = ()  # of the prompt
     is_whole: bool = False  # whether the whole prompt is computed, so that no part of it can come from the cache
     conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
     image_positions: ImagePositions | None = None  # None: it has no images
@@ -107,20 +119,9 @@ class Submission:
     drafting: Callable[[Callable[[], SequenceKV | None]], Drafts | None] | None = None  # its K/V → its drafts
     hit: TierHit | None = None  # the part of the prompt that tiers have and the store lacked
 
-    @classmethod
-    def from_settings(
-        cls,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        options: PromptOptions | None,
-        settings: Mapping[str, Any],
-        **more: Any,
-    ) -> Submission:
-        """settings: fields of SamplingParams, which override `params`. more: other fields. Raises EngineError."""
-        params, options = params or SamplingParams(), options or PromptOptions()
-        if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
-            raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
-        return cls(prompt=prompt, params=replace(params, **settings), options=options, **more)
+
+Preparation = Callable[[Submission], Submission]
+"""What a feature makes of a submission, its warnings included. Raises EngineError if it cannot be served."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -142,12 +143,13 @@ class Request(Submission):
 
     @classmethod
     def create(cls, submission: Submission, model: Model, context: int) -> Request:
-        """Return the request that a prepared submission becomes. Raises EngineError for what sampling or drafts cannot
-        be."""
+        """Return the request that a prepared submission becomes, and log its warnings. Raises EngineError."""
+        for sentence in submission.warnings:
+            _log_once(sentence)
         positions, options, room = submission.image_positions, submission.options, context - len(submission.ids)
         most = most_tokens(submission.params, model.generation)
         sequence = TokenSequence(
-            submission.ids,
+            tuple(submission.ids),
             room if most < 0 else min(most, room),
             text_from=positions.images[-1].stop if positions else 0,
             priority=options.priority,

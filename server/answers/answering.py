@@ -32,11 +32,9 @@ class _AnswerPlan:
     is_begun: bool = False  # whether the prompt needs the header of the answer's text
 
 
-async def answer(
-    driver: Driver, request: ParsedRequest, index: int = 0, warnings: list[str] | None = None
-) -> AsyncGenerator[Piece, None]:
+async def answer(driver: Driver, request: ParsedRequest, index: int = 0) -> AsyncGenerator[Piece, None]:
     """Yield answer `index` in pieces. Closing the generator cancels it. Raises what the driver raises. The first piece
-    of a streamed answer says that the engine has accepted the request; `warnings` then has its ticket's warnings."""
+    says that the engine has accepted the request, with the ticket's warnings."""
     plan = _AnswerPlan(request.params)
     ticket: Ticket | None = None
 
@@ -55,24 +53,19 @@ async def answer(
             ticket = driver.engine.submit(prompt, plan.params, options, **more)
             ticket = replace(ticket, warnings=(*constraint_warnings, *ticket.warnings))
         except ConstraintError as error:
-            if plan.params.grammar is params.grammar:
-                error.field = request.constrained_by
-                raise
-            assert request.tools is not None
-            refusal = refusal_of_calls(error, str(plan.params.grammar), request.tools.callable)
-            refusal.field = refusal.field or request.constrained_by
-            raise refusal from None
+            if request.tools is not None and plan.params.grammar is not params.grammar:
+                error = refusal_of_calls(error, str(plan.params.grammar), request.tools.callable)
+            error.field = error.field or request.constrained_by
+            raise error from None
         return ticket
 
     stream = driver.stream(
         request.prompt,
         request.params,
         request.options,
-        announces_prompt=request.stream,
         progress=request.progress,
         submit=submit,
         compiles=request.tools is not None,
-        warnings=warnings,
     )
     answer_pieces: list[Piece] = []
     ids: list[int] = []
@@ -81,7 +74,7 @@ async def answer(
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
             if chunk.prompt_tokens and not chunk.prefilled:
-                yield Piece(is_waiting=True)
+                yield Piece(is_waiting=True, warnings=chunk.warnings)
                 continue
             if chunk.prefilled:
                 yield Piece(progress=Progress(chunk.prompt_tokens, chunk.cached_tokens, chunk.prefilled))

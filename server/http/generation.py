@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive
 
-from polarlm.engine import PromptOptions, Usage
+from polarlm.engine import Usage
 from polarlm.engine.parsing.pieces import Answer, Piece, fold
 from polarlm.server.answers.answering import answer
 from polarlm.server.http.bodies import Endpoints
@@ -21,7 +22,6 @@ from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import (
     COMMENT,
     DATA,
-    NOTHING,
     Event,
     EventStream,
     Framing,
@@ -29,7 +29,7 @@ from polarlm.server.http.streams import (
     merge,
     while_connected,
 )
-from polarlm.server.http.warnings import add_to_stream, warn
+from polarlm.server.http.warnings import FIELD, add_to_stream, warn
 from polarlm.server.reading.fields import FIELDS, unknown_fields
 from polarlm.server.reading.parameters import ModelInfo, ParsedRequest
 from polarlm.server.reading.values import BadRequest
@@ -77,7 +77,6 @@ class Generation(Endpoints):
         """count_fields: fields of a count of tokens besides it."""
         super().__init__(driver)
         self._endpoint = endpoint
-        self._model_info = driver.model_info
         self._count_fields = count_fields or {}
 
     async def serve(self, raw_request: Request) -> Response:
@@ -86,75 +85,71 @@ class Generation(Endpoints):
 
     async def count(self, raw_request: Request) -> Response:
         """{…, "input_tokens"}. Raises BadRequest, Refusal, EngineError or ApiError."""
-        request, _, warnings = await self._parse(await self._body(raw_request))
-        engine = self._driver.engine
-        work = partial(engine.prompt_ids, request.prompt, request.options, warnings.append)
+        request, _ = await self._parse(await self._body(raw_request))
+        sentences, engine = request.sentences, self._driver.engine
+        work = partial(engine.prompt_ids, request.prompt, request.options, sentences.append)
         ids = await self._run_counted(raw_request, "tokenized", work, request.prompt)
         response = JSONResponse({**self._count_fields, "input_tokens": len(ids)})
-        return warn(response, warnings)
+        return warn(response, sentences)
 
-    async def _parse(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer, list[str]]:
-        """The request in a body, with its adapter, what writes its response, and sentences about what is not done as
-        it asks. Raises BadRequest."""
-        return await asyncio.to_thread(self._read, body) if self._model_info.reads_images else self._read(body)
+    async def _parse(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:
+        """The request in a body, and what writes its response. Raises BadRequest or Refusal."""
+        return await asyncio.to_thread(self._read, body) if self._driver.engine.reads_images else self._read(body)
 
-    def _read(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer, list[str]]:
-        choice = self._driver.with_adapter(PromptOptions(), body)
-        info = self._model_info
-        if choice.lora:  # by a name that chooses it again
-            name = choice.lora if body.get("model") == choice.lora else f"{info.name}:{choice.lora}"
-            info = replace(info, name=name)
+    def _read(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:
+        info = self._driver.info_for(body)
         request, writer = self._endpoint.read(body, info)
-        options = replace(request.options, lora=choice.lora, lora_scale=choice.lora_scale)
-        warnings = [*(sentence for _, sentence in request.warnings), *self._endpoint.warnings(body)]
-        return replace(request, options=options), writer, warnings
+        progress = request.progress and request.stream and info.tells_cached
+        others = (("", sentence) for sentence in self._endpoint.warnings(body))
+        return replace(request, progress=progress, warnings=(*request.warnings, *others)), writer
 
     async def respond(self, raw_request: Request, body: dict[str, Any]) -> Response:
         journal.read_tier(body)
-        request, writer, warnings = await self._parse(body)  # tokenizing the prompt adds further warnings
-        if request.answers > (room := self._driver.room):
-            field = "prompt" if request.more_prompts else "n"
-            what = f"{field} asks for {request.answers} answers" if request.more_prompts else f"n is {request.n}"
-            sentence = f"{what}, and this server has room for {room} answers, those included that wait"
-            raise BadRequest(field, f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
+        request, writer = await self._parse(body)
+        _check_room(request, self._driver.room)
         if request.stream:
-            request = replace(request, progress=request.progress and self._model_info.tells_cached)
-            events = self._events(request, writer, warnings)
-            first = await while_connected(raw_request.receive, anext(events))
-            framing = self._endpoint.framing
-            stream = EventStream(first, events, framing, writer.failure, partial(_sign_of_life, writer, framing))
-            stream.silent_seconds = request.sign_seconds if request.sign_seconds is not None else stream.silent_seconds
-            return warn(stream, warnings)
-        request = replace(request, progress=False)
-        response = await while_connected(raw_request.receive, self._whole(request, writer, warnings))
-        return warn(response, warnings)
+            return await self._stream(request, writer, raw_request.receive)
+        return await while_connected(raw_request.receive, self._whole(request, writer))
 
-    def _pieces(self, request: ParsedRequest, warnings: list[str]) -> Pieces:
+    def _pieces(self, request: ParsedRequest) -> Pieces:
         answers = ((one, index) for one in request.each() for index in range(request.n))
-        return merge([answer(self._driver, one, index, warnings) for one, index in answers])
+        return merge([answer(self._driver, one, index) for one, index in answers])
 
-    async def _whole(self, request: ParsedRequest, writer: Writer, warnings: list[str]) -> Response:
+    async def _whole(self, request: ParsedRequest, writer: Writer) -> Response:
         each: list[list[Piece]] = [[] for _ in range(request.answers)]
-        async with aclosing(self._pieces(request, warnings)) as pieces:
+        sentences = request.sentences
+        async with aclosing(self._pieces(request)) as pieces:
             async for index, piece in pieces:
+                sentences += piece.warnings
                 each[index].append(piece)
         # In a thread, since an answer may be long.
-        return await asyncio.to_thread(
+        response = await asyncio.to_thread(
             lambda: JSONResponse(writer.whole([fold(pieces_of_one) for pieces_of_one in each]))
         )
+        return warn(response, sentences)
 
-    async def _events(self, request: ParsedRequest, writer: Writer, warnings: list[str]) -> AsyncGenerator[Event, None]:
-        """The events of a streamed response; first NOTHING, if the engine takes all requests before any has a token."""
+    async def _stream(self, request: ParsedRequest, writer: Writer, receive: Receive) -> Response:
+        events, framing = self._events(request, writer), self._endpoint.framing
+        first = await while_connected(receive, anext(events))
+        stream = EventStream(events, framing, writer.failure, partial(_sign_of_life, writer, framing))
+        stream.silent_seconds = request.sign_seconds if request.sign_seconds is not None else stream.silent_seconds
+        return warn(stream, (first or {})[FIELD])
+
+    async def _events(self, request: ParsedRequest, writer: Writer) -> AsyncGenerator[Event, None]:
+        """The events of a streamed response, behind one with the sentences about what is not done as the request asks,
+        which comes once the engine has taken all answers, or one has begun."""
         begun_answers: set[int] = set()
-        accepted_count = 0
+        unaccepted, sentences, is_told = request.answers, request.sentences, False
         usages: dict[int, Usage] = {}
         last: list[Event] = []  # the events of the last piece
-        async with aclosing(self._pieces(request, warnings)) as pieces:
+        async with aclosing(self._pieces(request)) as pieces:
             async for index, piece in pieces:
+                sentences += piece.warnings
+                unaccepted -= piece.is_waiting
+                if not is_told and not (unaccepted and piece.is_waiting):
+                    is_told = True
+                    yield {FIELD: [*sentences]}
                 if piece.is_waiting:
-                    accepted_count += 1
-                    if accepted_count == request.answers and not begun_answers:
-                        yield NOTHING
                     continue
                 events = writer.events(index, piece, first=index not in begun_answers)
                 if piece.prompt_logprobs:  # a long prompt has many
@@ -168,8 +163,17 @@ class Generation(Endpoints):
                 for event in events:
                     yield event
         ending = writer.ending([usages[index] for index in range(request.answers)])
-        for event in add_to_stream([*last, *ending], warnings):
+        for event in add_to_stream([*last, *ending], sentences):
             yield event
+
+
+def _check_room(request: ParsedRequest, room: int) -> None:
+    """Raises BadRequest for more answers than there can be."""
+    if request.answers > room:
+        field = "prompt" if request.more_prompts else "n"
+        what = f"{field} asks for {request.answers} answers" if request.more_prompts else f"n is {request.n}"
+        sentence = f"{what}, and this server has room for {room} answers, those included that wait"
+        raise BadRequest(field, f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
 
 
 def _sign_of_life(writer: Writer, framing: Framing) -> bytes:

@@ -25,9 +25,6 @@ Pieces = AsyncGenerator[tuple[int, Piece], None]
 Event = dict[str, Any] | None
 """A JSON object; None for the mark at the end of OpenAI's streams."""
 
-NOTHING: Event = {}
-"""The first event of a stream that has nothing to send yet. An error after it still gets its status."""
-
 COMMENT = b":\n\n"
 """A comment of server-sent events, which clients pass over."""
 
@@ -124,14 +121,12 @@ HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 class EventStream(Response):
     """A response that is sent event by event, with a sign of life where nothing was sent for a while.
 
-    `first` has been taken from `events` already, so that an earlier error gets a response with its status. A later one
-    does as well if it is raised before anything was sent; then it is the last event. `events` is closed when the client
-    disconnects or does not read.
+    An error before anything was sent gets a response with its status; a later one is the last event. `events` is closed
+    when the client disconnects or does not read.
     """
 
     def __init__(
         self,
-        first: Event,
         events: AsyncGenerator[Event, None],
         framing: Framing,
         failure: Callable[[ApiError], Event] | None = None,
@@ -141,7 +136,7 @@ class EventStream(Response):
         super().__init__(headers=HEADERS, media_type=framing.media_type)
         del self.headers["content-length"]
         self.silent_seconds = SILENT_SECONDS if sign else 0.0
-        self._first, self._events, self._frame = first, events, framing.frame
+        self._events, self._frame = events, framing.frame
         self._failure, self._sign = failure, sign
         self._has_begun = False  # whether the client has the status and the headers
         self._is_writing = False  # whether a piece is sent, or waits for a sign of life that is
@@ -160,8 +155,6 @@ class EventStream(Response):
         self._watch()
         try:
             try:
-                if self._first is not NOTHING:
-                    await self._write(self._frame(self._first))
                 async for event in self._events:
                     await self._write(self._frame(event))
             except (Refusal, EngineError) as error:

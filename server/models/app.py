@@ -197,7 +197,7 @@ class _SeveralModels(Front):
         is_stream = flag("stream", True if body.get("stream") is None else body["stream"])
         lines = self._pull_lines(name)
         if is_stream:
-            return EventStream(await anext(lines), lines, LINES)
+            return EventStream(lines, LINES)
         last = (await while_connected(request.receive, _collect(lines)))[-1]
         if "error" in last:
             raise ApiError(500, str(last["error"]), "model_unavailable")

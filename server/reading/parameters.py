@@ -8,26 +8,14 @@ from typing import Any, Literal
 
 from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt
-from polarlm.model_loaders import Model
 from polarlm.server.reading.constraints import read_constraint
 from polarlm.server.reading.fields import field_warnings, normalize_spellings, refusal_of, requested_fields
-from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
+from polarlm.server.reading.prompts import ModelInfo, read_continues, read_options, read_prompt
 from polarlm.server.reading.sampling import read_sampling
 from polarlm.server.reading.tools import Tools, read_tools
 from polarlm.server.reading.values import BadRequest, FieldWarnings, count, flag, mapping, number, one_of, text
 
 MAX_ANSWERS = 16  # n
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    model: Model
-    name: str  # what answers call the model, with the request's adapter, if it has one
-    parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
-    tells_cached: bool  # whether clients learn how many tokens of a prompt were cached
-    context: int  # tokens of a prompt and its answer together
-    reads_images: bool = False
-    fingerprint: str = ""  # see `Engine.fingerprint`
 
 
 @dataclass(frozen=True)
@@ -49,6 +37,11 @@ class ParsedRequest:
     @property
     def answers(self) -> int:
         return self.n * (1 + len(self.more_prompts))
+
+    @property
+    def sentences(self) -> list[str]:
+        """What is not done as it asks."""
+        return [sentence for _, sentence in self.warnings]
 
     def each(self) -> list[ParsedRequest]:
         return [replace(self, prompt=prompt, more_prompts=()) for prompt in (self.prompt, *self.more_prompts)]
@@ -84,7 +77,7 @@ def read(
         params = replace(params, schema=None)  # the form of the text, and there is none
     prompt = read_prompt(body, takes, warnings, reads_images=info.reads_images)
     continues = read_continues(body, prompt)
-    options = read_options(body, parse_special=info.parse_special, tools=tools)
+    options = read_options(body, info, tools)
     return ParsedRequest(
         prompt=prompt,
         options=replace(options, continue_final_message=continues),

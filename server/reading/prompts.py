@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 from polarlm.engine import PromptOptions
 from polarlm.engine.requests.prompts import Prompt
+from polarlm.model_loaders import Model
 from polarlm.server.reading.fields import duplicate_warning
 from polarlm.server.reading.messages import read_messages
 from polarlm.server.reading.tools import Tools, check_depth
@@ -32,6 +33,19 @@ MOST_SALT = 1024  # characters
 MOST_VARIABLES = 4096  # characters of all variables of a template as JSON
 _CUTS = {"END": True, "NONE": False}  # words of Cohere's; others would leave the beginning out
 _LONGEST_EFFORT = 32  # characters: a word, such as "high"
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    model: Model
+    name: str  # what answers call the model, with the request's adapter, if it has one
+    parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
+    tells_cached: bool  # whether clients learn how many tokens of a prompt were cached
+    context: int  # tokens of a prompt and its answer together
+    reads_images: bool = False
+    fingerprint: str = ""  # see `Engine.fingerprint`
+    lora: str = ""  # the request's adapter; empty for none
+    lora_scale: float = 1.0
 
 
 def read_prompt(
@@ -85,11 +99,12 @@ def read_truncate(body: Mapping[str, Any], default: bool) -> bool:
     return all(flag(name, value) for name, value in words.items()) if values else default
 
 
-def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools | None = None) -> PromptOptions:
-    """body: of fields that ask for something. parse_special: whether control tokens' names in a raw prompt become
-    tokens by default."""
+def read_options(body: Mapping[str, Any], info: ModelInfo, tools: Tools | None = None) -> PromptOptions:
+    """body: of fields that ask for something."""
     return PromptOptions(
-        parse_special=flag("parse_special", body.get("parse_special", parse_special)),
+        parse_special=flag("parse_special", body.get("parse_special", info.parse_special)),
+        lora=info.lora,
+        lora_scale=info.lora_scale,
         cache_prompt=flag("cache_prompt", body.get("cache_prompt", True)),
         cache_salt=read_salt(body.get("cache_salt")),
         priority=count("priority", body.get("priority", 0), -(2**31), 2**31 - 1),
@@ -177,18 +192,19 @@ def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
     return [text(at, part) if isinstance(part, str) else count(at, part, 0, LARGEST) for at, part in places]
 
 
-def with_adapter(
-    options: PromptOptions, body: Mapping[str, Any], adapters: Mapping[str, float], numbers: Mapping[int, str]
-) -> PromptOptions:
-    """The options with the adapter that a body names, if it does: in "model", by itself or after the model's name and a
-    colon, or in "lora", by number. adapters: the server's, with their scales. Raises BadRequest."""
+def read_adapter(
+    body: Mapping[str, Any], adapters: Mapping[str, float], numbers: Mapping[int, str]
+) -> tuple[str, float]:
+    """The adapter that a body names, and a factor on its scale: in "model", by itself or after the model's name and a
+    colon, or in "lora", by number; ("", 1) if it names none. adapters: the server's, with their scales. Raises
+    BadRequest."""
     by_number, scale = _read_lora(body.get("lora"), numbers)
     name = adapter_name(body)
     if name in adapters and by_number not in ("", name):
         raise BadRequest("lora", f"model names the adapter {name}, and lora {by_number}: a request has one adapter")
     if by_number:
-        return replace(options, lora=by_number, lora_scale=scale / adapters[by_number])
-    return replace(options, lora=name) if name in adapters else options
+        return by_number, scale / adapters[by_number]
+    return (name if name in adapters else ""), 1.0
 
 
 def adapter_name(body: Mapping[str, Any]) -> str:

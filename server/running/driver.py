@@ -21,8 +21,7 @@ from polarlm.engine.outputs import Outbox, Status, embedding
 from polarlm.engine.requests.prompts import Prompt, is_chat, naming, read_until
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
-from polarlm.server.reading.parameters import ModelInfo
-from polarlm.server.reading.prompts import adapter_name, with_adapter
+from polarlm.server.reading.prompts import ModelInfo, adapter_name, read_adapter
 from polarlm.server.running import journal, refusals, tracing
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.job import Job, Worker
@@ -127,18 +126,15 @@ class Driver:
         params: SamplingParams,
         options: PromptOptions | None = None,
         *,
-        announces_prompt: bool = False,
         progress: bool = False,
         submit: Submit | None = None,
         compiles: bool = False,
-        warnings: list[str] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield the answer to `prompt` in chunks; the last one has a finish_reason and the usage.
+        """Yield the answer to `prompt` in chunks. The first one has the number of the prompt's tokens and the ticket's
+        warnings alone: the engine has accepted the request. The last one has a finish_reason and the usage.
 
-        announces_prompt: first yield a chunk with nothing but the number of the prompt's tokens, once the engine has
-        accepted the request. progress: also yield chunks without text while the prompt is computed. submit: called in a
-        thread in place of `Engine.submit`. compiles: whether `submit` adds a constraint. warnings: gets the ticket's
-        warnings before the first chunk.
+        progress: also yield chunks without text while the prompt is computed. submit: called in a thread in place of
+        `Engine.submit`. compiles: whether `submit` adds a constraint.
 
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
         `contextlib.aclosing`. Raises Refusal or EngineError, before the first chunk or in place of a later one.
@@ -158,12 +154,9 @@ class Driver:
                 entry.span = tracing.RequestSpan(tracer, entry.trace_headers, model, is_chat=is_chat(prompt))
             ticket = await self._submit(job, prompt, start, compiles=compiles or params.is_constrained)
             queued, first = time.monotonic(), None
-            if warnings is not None:
-                warnings += ticket.warnings
             is_last = False
             try:
-                if announces_prompt:
-                    yield Chunk("", (), prompt_tokens=ticket.prompt_tokens)
+                yield Chunk("", (), prompt_tokens=ticket.prompt_tokens, warnings=ticket.warnings)
                 while not is_last:
                     item = await self._next(job)
                     self._count(item, job)
@@ -183,13 +176,11 @@ class Driver:
         jobs: Sequence[tuple[Prompt, SamplingParams, PromptOptions]],
         write: Callable[[Embedding], T],
         outcome: str,
-        warn: Callable[[int, str], None] = lambda index, sentence: None,
         field: str = "prompts",
     ) -> list[T]:
         """What `write`, called in a thread, returns for the embedding of each job, which are parts of one request.
-        outcome: what it counts as. warn: gets the number of a job, and a warning of its ticket. field: the array of the
-        request that has the jobs' prompts. Raises Refusal, or EngineError, which says where in `field` the prompt is.
-        Cancelling the task that waits cancels the request."""
+        outcome: what it counts as. field: the array of the request that has the jobs' prompts. Raises Refusal, or
+        EngineError, which says where in `field` the prompt is. Cancelling the task that waits cancels the request."""
 
         def write_all(chunks: Sequence[Chunk]) -> T:
             vector = embedding(chunks)
@@ -206,9 +197,7 @@ class Driver:
                 for number, (prompt, params, options) in enumerate(part):
                     start = partial(self.engine.submit, prompt, params, self._with_priority_of_key(job, options))
                     with naming(first + number, len(jobs), field):
-                        ticket = await self._submit(job, prompt, start, _JobOutbox(job, number))
-                    for sentence in ticket.warnings:
-                        warn(first + number, sentence)
+                        await self._submit(job, prompt, start, _JobOutbox(job, number))
                 chunks: list[list[Chunk]] = [[] for _ in part]
                 while not all(each and each[-1].finish_reason is not None for each in chunks):
                     number, chunk = await self._next(job)
@@ -235,13 +224,11 @@ class Driver:
         Raises Refusal."""
         job, limit = Job(self._loop, journal.current()), self.config.request_seconds
         queue = self._background if job.entry.in_background and queue is self._answers else queue
-        if self.is_closing or len(queue.jobs) >= queue.room:
-            busy = refusals.busy("The server is busy", self._totals.usual_seconds())
-            refusal = refusals.server_closing() if self.is_closing else busy
-            job.entry.outcome = refusal.code
-            self._totals.requests[refusal.code] += 1
-            raise refusal
         try:
+            if self.is_closing:
+                raise refusals.server_closing()
+            if len(queue.jobs) >= queue.room:
+                raise refusals.busy("The server is busy", self._totals.usual_seconds())
             self._quotas.begin(job.entry.key)
         except Refusal as refusal:
             job.entry.outcome = refusal.code
@@ -336,13 +323,14 @@ class Driver:
         """Call `Engine.unload_adapter`. Raises Refusal or EngineError."""
         await self.run_on_disk("removed", partial(self.engine.unload_adapter, name))
 
-    def with_adapter(self, options: PromptOptions, body: Mapping[str, Any]) -> PromptOptions:
-        """The options with the adapter that a body names, if it does. Raises BadRequest or Refusal."""
-        adapters = self.engine.adapters
+    def info_for(self, body: Mapping[str, Any]) -> ModelInfo:
+        """The model, with the adapter that a body names, if it does. Raises BadRequest or Refusal."""
+        adapters, info = self.engine.adapters, self.model_info
         if (name := adapter_name(body)) in adapters.unloaded:
-            sentence = f"The adapter {name} was unloaded; /v1/models lists what there is"
-            raise Refusal("model_not_found", sentence)
-        return with_adapter(options, body, adapters.scales, adapters.numbers)
+            raise Refusal("model_not_found", f"The adapter {name} was unloaded; /v1/models lists what there is")
+        name, scale = read_adapter(body, adapters.scales, adapters.numbers)
+        own_name = name if body.get("model") == name else f"{info.name}:{name}"  # which chooses it again
+        return replace(info, name=own_name, lora=name, lora_scale=scale) if name else info
 
     async def run_on_disk(self, outcome: str, work: Callable[[], T], preparation: Callable[[], Any] | None = None) -> T:
         """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits, and

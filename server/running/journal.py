@@ -187,7 +187,7 @@ def _in_words(line: Mapping[str, Any]) -> str:
 
 def set_up(model: str | None = None) -> None:
     """Log requests, and warnings of libraries, to standard error. model: a name for each line."""
-    from polarlm.engine.preparation import WARNINGS
+    from polarlm.engine.requests.request import WARNINGS
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_ForPeople(model) if sys.stderr.isatty() else _Json(model))

@@ -13,9 +13,8 @@ from polarlm.engine import EngineError, PromptOptions
 from polarlm.engine.config import format_bytes
 from polarlm.engine.storage import files
 from polarlm.engine.storage.sessions import is_session
-from polarlm.server.config import ServerConfig
 from polarlm.server.reading.fields import requested_fields
-from polarlm.server.reading.prompts import read_options
+from polarlm.server.reading.prompts import ModelInfo, read_options
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.refusals import unknown_session
 
@@ -113,11 +112,11 @@ class SessionFolder:
             raise EngineError(f"The session {name} cannot be removed: {error.strerror}", "storage") from None
 
 
-def read_options_to_save(body: Mapping[str, Any], config: ServerConfig) -> PromptOptions:
-    """The options of a prompt to save, without an adapter. Raises BadRequest. What is saved tells which part of a
+def read_options_to_save(body: Mapping[str, Any], info: ModelInfo) -> PromptOptions:
+    """The options of a prompt to save. Raises BadRequest. What is saved tells which part of a
     prompt was cached: with --hide-cached-tokens a client learns it only of prompts with a salt that it knows."""
-    options = read_options(requested_fields(body), parse_special=config.parse_special)
-    if config.hide_cached_tokens and not options.cache_salt:
+    options = read_options(requested_fields(body), info)
+    if not info.tells_cached and not options.cache_salt:
         raise BadRequest("cache_salt", "cache_salt is missing: this server saves sessions of prompts with a salt alone")
     return options
 

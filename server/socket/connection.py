@@ -8,7 +8,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -178,20 +178,19 @@ class Connection(asyncio.Protocol):
         if message.get("save"):
             name = read_name("save", message["save"])
             prompt = read_prompt(message, reads_images=self._driver.engine.reads_images)
-            options = self._driver.with_adapter(read_options_to_save(message, self._config), message)
+            options = read_options_to_save(message, self._driver.info_for(message))
             return lambda: self._transfer(self._driver.save_session(name, prompt, options))
         if message.get("load"):
             name = read_name("load", message["load"])
             salt = read_salt(message.get("cache_salt"))
             return lambda: self._transfer(self._driver.load_session(name, salt))
         body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
-        request = read(body, self._driver.model_info)
-        warnings = [*(sentence for _, sentence in request.warnings), *unknown_fields(body, _KNOWN_FIELDS)]
-        request = replace(request, options=self._driver.with_adapter(request.options, body))
+        request = read(body, self._driver.info_for(body))
         if request.tools is not None:
             raise BadRequest("tools", "tools are taken over HTTP alone: this socket sends answers as text")
         if request.n != 1:
             raise BadRequest("n", "n must be 1 here: send a request for each answer")
+        warnings = [*request.sentences, *unknown_fields(body, _KNOWN_FIELDS)]
         return lambda: self._answer(request_id, request, warnings)
 
     def _cancel(self, request_id: Id, value: Any) -> None:
@@ -220,9 +219,8 @@ class Connection(asyncio.Protocol):
         """warnings: sentences about what is not done as asked."""
         if entry := journal.current():
             entry.warnings = warnings
-        async with aclosing(
-            self._driver.stream(request.prompt, request.params, request.options, warnings=warnings)
-        ) as chunks:
+        async with aclosing(self._driver.stream(request.prompt, request.params, request.options)) as chunks:
+            warnings += (await anext(chunks)).warnings
             text = ""
             logprobs: list[dict[str, Any]] = []
             tokenizer = self._driver.engine.model.tokenizer

@@ -90,7 +90,7 @@ class _Server(Endpoints):
         messages = _mark_images(request.prompt)
         work = partial(chat_text, messages, engine.model, request.options)
         response = JSONResponse({"prompt": await self._run_counted(raw_request, "templated", work, messages)})
-        return warn(response, [*(sentence for _, sentence in request.warnings), *chat.warnings(body)])
+        return warn(response, [*request.sentences, *chat.warnings(body)])
 
     async def adapters(self, _request: Request) -> Response:
         """The adapters (LoRA), with the numbers that `lora` gives, and their scales in requests that name none."""

@@ -101,11 +101,11 @@ class _ModelEndpoints(Endpoints):
         """(JSON of each vector, tokens of all prompts, sentences about what is not done as asked)."""
         text("model", body.get("model") or "")
         cache_fields = {name: body[name] for name in _CACHE if body.get(name) is not None}
-        options = read_options(cache_fields, parse_special=self._driver.config.parse_special)
+        options = read_options(cache_fields, self._driver.model_info)
         options = self._driver.engine.embedding_options(None, options)
         options = replace(options, **read_vector_options(requested_fields(body), truncates=True))
-        warnings = unknown_fields(body, (field, *_EMBED_FIELDS))
-        return *await vectors_of(request, self._driver, prompts, options, field, warnings), warnings
+        vectors, tokens, cuts = await vectors_of(request, self._driver, prompts, options, field)
+        return vectors, tokens, [*unknown_fields(body, (field, *_EMBED_FIELDS)), *cuts]
 
     async def tags(self, _request: Request) -> Response:
         return JSONResponse({"models": [self._entry]})

@@ -125,10 +125,10 @@ class _Generation(Generation):
         except EngineError as error:
             if error.code != TOO_LONG or not body.get("stream"):
                 raise
-            _, writer, warnings = await self._parse(body)
+            request, writer = await self._parse(body)
             events = [*writer.events(0, Piece(), first=True), writer.failure(api_error(error))]
-            content = b"".join(map(NAMED.frame, add_to_stream(events, warnings)))
-            return warn(Response(content, headers=HEADERS, media_type=NAMED.media_type), warnings)
+            content = b"".join(map(NAMED.frame, add_to_stream(events, request.sentences)))
+            return warn(Response(content, headers=HEADERS, media_type=NAMED.media_type), request.sentences)
 
 
 def _choice(choice: Any, name_fields: NameFields) -> Any:

@@ -84,14 +84,14 @@ class Embeddings(Endpoints):
             raise BadRequest("task", "task: a text has one vector here, as with embed; leave it out")
         text("model", body.get("model", ""))
         pooling = one_of("pooling", body["pooling"], POOLINGS) if "pooling" in body else None
-        options = read_options(body, parse_special=self._driver.config.parse_special)
+        options = read_options(body, self._driver.model_info)
         options = self._driver.engine.embedding_options(pooling, options)
         options = replace(options, **read_vector_options(body, truncates="truncate_prompt_tokens" in body))
         encoding = one_of("encoding_format", body.get("encoding_format", "float"), ("float", "base64"))
         warnings = [*(sentence for _, sentence in fields), *unknown_fields(fields_sent, _KNOWN_FIELDS)]
         as_base64 = encoding == "base64"
-        vectors, tokens = await vectors_of(request, self._driver, prompts, options, name, warnings, as_base64=as_base64)
-        return vectors, tokens, options, warnings
+        vectors, tokens, cuts = await vectors_of(request, self._driver, prompts, options, name, as_base64=as_base64)
+        return vectors, tokens, options, [*warnings, *cuts]
 
 
 async def vectors_of(
@@ -100,22 +100,20 @@ async def vectors_of(
     prompts: Sequence[Prompt],
     options: PromptOptions,
     field: str,
-    warnings: list[str],
     *,
     as_base64: bool = False,
-) -> tuple[list[str], int]:
-    """(JSON of the vector of each prompt, tokens of all prompts). warnings: gets sentences about prompts of `field`
-    that are not read as a whole. Raises Refusal, EngineError or ClientDisconnect."""
-    cuts = dict[int, str]()
+) -> tuple[list[str], int, list[str]]:
+    """(JSON of the vector of each prompt, tokens of all prompts, sentences about prompts of `field` that are not read
+    as a whole). Raises Refusal, EngineError or ClientDisconnect."""
 
-    def vector_json(embedding: Embedding) -> tuple[str, int]:
+    def vector_json(embedding: Embedding) -> tuple[str, int, tuple[str, ...]]:
         vector, tokens = embedding.vector.astype("<f4"), embedding.usage.prompt_tokens
+        text = json.dumps(vector.tolist(), separators=(",", ":"))
         if as_base64:
-            return json.dumps(base64.b64encode(vector.tobytes()).decode()), tokens
-        return json.dumps(vector.tolist(), separators=(",", ":")), tokens
+            text = json.dumps(base64.b64encode(vector.tobytes()).decode())
+        return text, tokens, embedding.warnings
 
     jobs = [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
-    work = driver.embed_all(jobs, vector_json, "embedded", cuts.__setitem__, field)
-    pairs = await while_connected(request.receive, work)
-    warnings += warnings_of_items(field, cuts)
-    return [vector for vector, _ in pairs], sum(tokens for _, tokens in pairs)
+    found = await while_connected(request.receive, driver.embed_all(jobs, vector_json, "embedded", field))
+    cuts = {at: sentence for at, (_, _, sentences) in enumerate(found) for sentence in sentences}
+    return [vector for vector, _, _ in found], sum(tokens for _, tokens, _ in found), warnings_of_items(field, cuts)

@@ -122,15 +122,15 @@ class Scores(Endpoints):
         cuts = [dict[int, str](), dict[int, str]()]  # of both: number of a text → what is said of it
         jobs = await asyncio.to_thread(self._pairs if ranks else self._single_texts, body, ones, others, cuts[1])
 
-        def write(embedding: Embedding) -> tuple[np.ndarray, int]:
-            return embedding.vector.astype(np.float64), embedding.usage.prompt_tokens
-
-        def tell(at: int, sentence: str) -> None:
-            cuts[at >= begin][at - begin if at >= begin else at] = sentence
+        def write(embedding: Embedding) -> tuple[np.ndarray, int, tuple[str, ...]]:
+            return embedding.vector.astype(np.float64), embedding.usage.prompt_tokens, embedding.warnings
 
         outcome, begin = ("ranked", 0) if ranks else ("embedded", len(ones))  # of the second texts' jobs
-        found = await while_connected(request.receive, self._driver.embed_all(jobs, write, outcome, tell))
-        vectors, tokens = [vector for vector, _ in found], sum(count for _, count in found)
+        found = await while_connected(request.receive, self._driver.embed_all(jobs, write, outcome))
+        vectors, tokens = [vector for vector, _, _ in found], sum(count for _, count, _ in found)
+        for at, (_, _, sentences) in enumerate(found):
+            for sentence in sentences:
+                cuts[at >= begin][at - begin if at >= begin else at] = sentence
         if ranks:
             scores = [_logit(float(one[0])) if is_raw else float(one[0]) for one in vectors]
         else:

@@ -40,7 +40,7 @@ class Sessions(Endpoints):
         """{"name", "messages" or "prompt"} → {"name", "tokens"}: how many tokens of the prompt are in the store."""
         body = await self._body(request)
         name = read_name("name", body.get("name"))
-        options = self._driver.with_adapter(read_options_to_save(body, self._driver.config), body)
+        options = read_options_to_save(body, self._driver.info_for(body))
         field_warnings = FieldWarnings()
         prompt = read_prompt(body, field_warnings=field_warnings, reads_images=self._driver.engine.reads_images)
         tokens = await while_connected(request.receive, self._driver.save_session(name, prompt, options))

@@ -59,7 +59,7 @@ class Tokens(Endpoints):
         with_strings = flag("return_token_strs", body.get("return_token_strs", False))
         special = flag("add_special_tokens", body.get("add_special_tokens", True))
         prompt = read_prompt(body, field_warnings=fields, reads_images=self._driver.engine.reads_images)
-        options = read_options(body, parse_special=self._driver.config.parse_special)
+        options = read_options(body, self._driver.model_info)
         options = replace(options, continue_final_message=read_continues(body, prompt))
 
         warnings: list[str] = []

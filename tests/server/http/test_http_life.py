@@ -195,8 +195,7 @@ def test_signs_of_life_never_come_between_other_pieces_or_after_the_last() -> No
         if leaves:
             asyncio.get_running_loop().call_later(0.05 * rng.random(), gone.set)
         each = events()
-        first = await anext(each, streams.NOTHING)
-        stream = streams.EventStream(first, each, streams.DATA, sign=lambda: streams.COMMENT)
+        stream = streams.EventStream(each, streams.DATA, sign=lambda: streams.COMMENT)
         stream.silent_seconds = 0.001
         await asyncio.wait_for(stream({"type": "http"}, receive, send), 60)
         if not is_closed or (not leaves and sent[-1] is not True):

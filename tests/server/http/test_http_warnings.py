@@ -12,7 +12,7 @@ import pytest
 from starlette.responses import Response
 
 from polarlm.engine import Engine
-from polarlm.engine.preparation import WARNINGS
+from polarlm.engine.requests.request import WARNINGS
 from polarlm.server.http.app import create_app
 from polarlm.server.http.warnings import HEADER, warn
 from polarlm.server.running import journal
