@@ -11,13 +11,15 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.engine import Engine, Folding, Options, Params
+from polarlm.engine.engine import Engine, Options, Params
 from polarlm.engine.errors import EngineError
-from polarlm.engine.outputs import Chunk, Completion, Embedding, Score, embedding
+from polarlm.engine.outputs import Chunk, Completion, Embedding, Score
 from polarlm.engine.params import SamplingParams
+from polarlm.engine.parsing.tool_answer import Folding
 from polarlm.engine.requests.mailbox import Mailbox
 from polarlm.engine.requests.prompts import Batch, Messages, Prompt, as_messages, is_batch, naming, one_prompt
 from polarlm.engine.sampling.constraints import Constraint
+from polarlm.engine.vectors import embedding
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -173,10 +175,7 @@ class AsyncEngine:
     async def embed(self, prompt: Prompt, pooling: str | None = None, options: Options = None) -> Embedding:
         """The embedding of `prompt`; see `Engine.embed`. Texts that wait together are computed together."""
         options = self.engine.embedding_options(pooling, options)
-        vector = embedding(await self._chunks(prompt, SamplingParams(max_tokens=0), options))
-        if vector is None:
-            raise EngineError("The request for an embedding was cancelled", "closed")
-        return vector
+        return embedding(await self._chunks(prompt, SamplingParams(max_tokens=0), options))
 
     async def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
         """Log-probabilities of `ids`; see `Engine.score`. Cancelling the task does not end the computation."""

@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading import assembly, checks
-from polarlm.engine.outputs import Chunk, Completion, fold
+from polarlm.engine.outputs import Chunk, Completion
 from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.engine.parsing.tool_answer import ToolAnswer
-from polarlm.engine.preparation import preparations
+from polarlm.engine.parsing.tool_answer import Folding
+from polarlm.engine.preparation import ORDER
 from polarlm.engine.requests.prompts import (
     Batch,
     Messages,
     Prompt,
     as_messages,
     is_batch,
-    is_chat,
     one_prompt,
     read_until,
 )
@@ -39,35 +37,6 @@ if TYPE_CHECKING:
 Chunks = Generator[Chunk, None, None]
 Params = SamplingParams | None  # None: the defaults
 Options = PromptOptions | None
-_STREAM_SETTINGS = ("progress", "constraint")  # settings that are no fields of SamplingParams
-
-
-class Folding:
-    """Makes the completion of a prompt's chunks, which `params` and `settings` are for."""
-
-    def __init__(
-        self, engine: Engine, prompt: Prompt, params: Params, options: Options, settings: Mapping[str, Any]
-    ) -> None:
-        """Raises EngineError."""
-        self.params, self.settings = params, settings
-        self._tool_answer: ToolAnswer | None = None
-        if isinstance(options, PromptOptions) and options.tools and is_chat(prompt):
-            stream_settings = {name: value for name, value in settings.items() if name in _STREAM_SETTINGS}
-            params_settings = {name: value for name, value in settings.items() if name not in _STREAM_SETTINGS}
-            self._tool_answer = ToolAnswer.create(
-                prompt, replace(params or SamplingParams(), **params_settings), options, engine.model
-            )
-            self.params, self.settings = self._tool_answer.params, stream_settings
-            self._conversation = partial(
-                engine._answers.conversation, engine.begin_with_pack(prompt, options), options.cache_salt
-            )
-            self._begins = not options.continue_final_message
-
-    def fold(self, chunks: Sequence[Chunk]) -> Completion:
-        """The completion, whose ids are kept if it is parsed."""
-        if self._tool_answer is None:
-            return fold(chunks)
-        return self._tool_answer.fold(chunks, self._conversation() if self._begins else None)
 
 
 class Engine(Vectors):
@@ -87,7 +56,7 @@ class Engine(Vectors):
         if not isinstance(model, assembly.Parts):
             model = assembly.assemble(checks.settle(model, config, settings), verbose)
         super().__init__(model)
-        self._preparations = preparations(self)
+        self._preparations = [one for function in ORDER if (one := function(self)) is not None]
 
     @classmethod
     def load(

@@ -132,14 +132,6 @@ def fold(chunks: Iterable[Chunk]) -> Completion:
     return Completion(text, ids, last.finish_reason, last.usage, logprobs, prompt_logprobs, last.warnings)
 
 
-def embedding(chunks: Iterable[Chunk]) -> Embedding | None:
-    """The embedding in one of `chunks`; None if the request was cancelled first."""
-    pieces = list(chunks)
-    usage, warnings = pieces[-1].usage, pieces[-1].warnings
-    assert usage is not None
-    return next((Embedding(one.embedding, usage, warnings) for one in pieces if one.embedding is not None), None)
-
-
 @dataclass(frozen=True)
 class Score:
     """Teacher-forced results for ids (T,)."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
-from polarlm.engine.outputs import Chunk, Embedding, embedding
+from polarlm.engine.outputs import Chunk, Embedding
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.preparation.prompt import Prompts
 from polarlm.engine.requests.prompts import Prompt, first_ids, naming, one_prompt, pair_ids, yes_and_no
@@ -44,7 +44,7 @@ class Vectors(Prompts):
     ) -> list[Embedding]:
         """The embedding of each prompt, as `embed`. An encoder computes several together."""
         params, options = SamplingParams(max_tokens=0), self.embedding_options(pooling, options)
-        return _embeddings(self, [(prompt, params, options) for prompt in prompts])
+        return list(map(embedding, compute_each(self, [(prompt, params, options) for prompt in prompts])))
 
     def rerank(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[Embedding]:
         """How relevant each document is for `query`: vectors of one number from 0 to 1.
@@ -56,7 +56,7 @@ class Vectors(Prompts):
         """
         if (note := self.ranking_note()) is not None:
             warnings.warn(note, stacklevel=2)
-        return _embeddings(self, self.rank_jobs(query, documents, instruction))
+        return list(map(embedding, compute_each(self, self.rank_jobs(query, documents, instruction))))
 
     def ranking_note(self) -> str | None:
         """A sentence about scores of a generative model that does not call itself a reranker; None for others."""
@@ -135,12 +135,13 @@ class Vectors(Prompts):
         return replace(options or PromptOptions(), pooling=pooling or self.model.pooling or "mean")
 
 
-def _embeddings(engine: Vectors, jobs: Sequence[Job]) -> list[Embedding]:
-    """The embedding of each request. Raises EngineError."""
-    embeddings = [vector for chunks in compute_each(engine, jobs) if (vector := embedding(chunks)) is not None]
-    if len(embeddings) < len(jobs):
+def embedding(chunks: Sequence[Chunk]) -> Embedding:
+    """The embedding in one of `chunks`. Raises EngineError if the request was cancelled first."""
+    last, vector = chunks[-1], next((one.embedding for one in chunks if one.embedding is not None), None)
+    if vector is None:
         raise EngineError("The request for an embedding was cancelled", "closed")
-    return embeddings
+    assert last.usage is not None
+    return Embedding(vector, last.usage, last.warnings)
 
 
 def compute_each(

@@ -68,7 +68,7 @@ KNOWN_TO = {
     "engine.records": "engine.backends",
     "engine.schemas": "engine.parsing engine.sampling server",
     "engine.quantization": "engine.backends engine.loading engine.model engine.state engine.storage.identity "
-    "engine.preparation.packs",
+    "engine.preparation.storage",
     "engine.backends": "engine.loading engine.model engine.requests engine.state engine.storage.payloads",
     "engine.backends.select": "engine.chat engine.loading",
     "engine.backends.cuda": "engine.backends.select",

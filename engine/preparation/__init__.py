@@ -1,4 +1,4 @@
-"""What is done to a submission before it is queued: one list, and a file for each feature.
+"""What is done to a submission before it is queued, in one list.
 
 Each function in `ORDER` is called when an engine is made. It makes what its feature needs, and returns what the feature
 makes of a `Submission`, or None if the feature is off. That runs in the caller's thread, without the engine's lock.
@@ -6,24 +6,17 @@ makes of a `Submission`, or None if the feature is off. That runs in the caller'
 
 from __future__ import annotations
 
-from typing import Any
-
-from polarlm.engine.preparation import adapters, constraints, drafts, packs, prompt, replay, tiers
-from polarlm.engine.requests.request import Preparation
+from polarlm.engine.preparation import adapters, answer, prompt, replay, storage
 
 ORDER = (
-    packs.begin,
+    storage.begin_with_pack,
     adapters.choose,
-    constraints.constrain,
-    constraints.stop,
-    constraints.limit_reasoning,
+    answer.constrain,
+    answer.stop,
+    answer.limit_reasoning,
     prompt.read,
     replay.repeat,
-    packs.load,
-    drafts.draft,
-    tiers.find,
+    storage.load_pack,
+    answer.draft,
+    storage.find_blocks,
 )
-
-
-def preparations(engine: Any) -> list[Preparation]:
-    return [one for function in ORDER if (one := function(engine)) is not None]

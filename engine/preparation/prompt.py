@@ -8,7 +8,7 @@ from dataclasses import replace
 from polarlm.engine.errors import EngineError, no_answers
 from polarlm.engine.limits import RANK
 from polarlm.engine.params import PromptOptions
-from polarlm.engine.preparation.packs import Sessions
+from polarlm.engine.preparation.storage import Sessions
 from polarlm.engine.requests.answers import Answers
 from polarlm.engine.requests.prompts import Prompt, checked_ids, first_ids, is_chat, prompt_ids
 from polarlm.engine.requests.request import Preparation, Submission

@@ -61,7 +61,7 @@ class Session:
     token_ids: tuple[int, ...]
     note: Any = None  # any JSON value
     answers: KnownAnswers = ()  # the known answers of its conversation
-    salt: str = ""  # salt of the K/V of a session that was read; see `engine.state.prefix`
+    salt: str = ""  # of the K/V; see `engine.state.prefix`
 
 
 def write(
@@ -69,22 +69,20 @@ def write(
     settings: Mapping[str, str],
     session: Session,
     snapshot: Snapshot,
-    salt: str,
     scales: Mapping[str, np.ndarray],
     progress: Progress | None,
 ) -> None:
     """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file; after an
-    EngineError the earlier file is unchanged. settings: this engine's `identity.settings`. session: the ids, note and
-    answers for `snapshot`. salt: the sequence's salt, see `engine.state.prefix`; "" for none. scales: this engine's
-    `identity.scale_arrays`, with which others can read the file."""
+    EngineError the earlier file is unchanged. settings: this engine's `identity.settings`. session: for
+    `snapshot`. scales: this engine's `identity.scale_arrays`, with which others can read the file."""
     if snapshot.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
     header = {
         "kind": "session",
         "version": _VERSION,
         **settings,
-        **({"salt": _salt_hash(salt, session.token_ids)} if salt else {}),
-        **({"adapter": adapter} if (adapter := salt_adapter(salt)) else {}),
+        **({"salt": _salt_hash(session.salt, session.token_ids)} if session.salt else {}),
+        **({"adapter": adapter} if (adapter := salt_adapter(session.salt)) else {}),
         "ids": session.token_ids,
         "first": min(snapshot.blocks, default=snapshot.length),
         "note": session.note,

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.async_engine import EngineThread
 from polarlm.engine.errors import DeviceLost
-from polarlm.engine.outputs import Outbox, Status, embedding
+from polarlm.engine.outputs import Outbox, Status
 from polarlm.engine.requests.prompts import Prompt, is_chat, naming, read_until
 from polarlm.engine.requests.request import Ticket
+from polarlm.engine.vectors import embedding
 from polarlm.server.config import ServerConfig
 from polarlm.server.reading.prompts import ModelInfo, adapter_name, read_adapter
 from polarlm.server.running import journal, refusals, tracing
@@ -182,11 +183,8 @@ class Driver:
         outcome: what it counts as. field: the array of the request that has the jobs' prompts. Raises Refusal, or
         EngineError, which says where in `field` the prompt is. Cancelling the task that waits cancels the request."""
 
-        def write_all(chunks: Sequence[Chunk]) -> T:
-            vector = embedding(chunks)
-            if vector is None:
-                raise refusals.server_closing()
-            return write(vector)
+        def write_all(each: list[list[Chunk]]) -> list[T]:
+            return [write(embedding(chunks)) for chunks in each]
 
         results: list[T] = []
         with self._job(self._answers) as job:
@@ -203,7 +201,7 @@ class Driver:
                     number, chunk = await self._next(job)
                     self._count(chunk, job)
                     chunks[number].append(chunk)
-                results += await self._in_thread(lambda: list(map(write_all, chunks)), self._readers.pool_for(""))  # noqa: B023
+                results += await self._in_thread(partial(write_all, chunks), self._readers.pool_for(""))
             job.outcome = outcome
         return results
 

@@ -1,8 +1,9 @@
-"""What an answer's text may be, and where it ends: a constraint, a budget of its reasoning, stop strings."""
+"""What an answer may be, and where it ends: a constraint, stop strings, a budget of its reasoning; and its drafts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from polarlm.engine.core import EngineCore
@@ -76,3 +77,9 @@ def limit_reasoning(engine: EngineCore) -> Preparation:
         return replace(submission, constraint=constraint)
 
     return prepare
+
+
+def draft(engine: EngineCore) -> Preparation:
+    """A request has what makes its drafts."""
+    drafting = engine._drafting
+    return lambda one: replace(one, drafting=partial(drafting.drafts, one.ids, one.params))

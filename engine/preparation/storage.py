@@ -1,4 +1,4 @@
-"""Sessions, and packs: contexts that are computed once, and that requests begin with by a name.
+"""K/V that was computed before: sessions, packs, which requests begin with by a name, and what tiers have.
 
 A pack is a session whose note has the messages that it holds, and the digests of the texts in them. A request's
 messages follow those of its pack. K/V are read into the store when a request needs them and they are not there.
@@ -178,13 +178,13 @@ def _error(sentence: str) -> EngineError:
     return EngineError(sentence, "session", ("packs",))
 
 
-def begin(engine: Sessions) -> Preparation:
+def begin_with_pack(engine: Sessions) -> Preparation:
     """The prompt follows the pack that its request names."""
     engine.packs = open_packs(engine.config, engine._identity, engine.model.vocabulary, engine.context)
     return lambda submission: replace(submission, prompt=engine.begin_with_pack(submission.prompt, submission.options))
 
 
-def load(engine: Sessions) -> Preparation | None:
+def load_pack(engine: Sessions) -> Preparation | None:
     """The K/V of the pack are in the store. A warning says if a prompt lacks more than two blocks of its tokens."""
 
     def prepare(submission: Submission) -> Submission:
@@ -202,6 +202,21 @@ def load(engine: Sessions) -> Preparation | None:
         return replace(submission, warnings=(*submission.warnings, sentence))
 
     return prepare if engine.packs else None
+
+
+def find_blocks(engine: Sessions) -> Preparation | None:
+    """What tiers have of a prompt, and the store lacks, is read. Raises EngineError if the engine has been closed."""
+    tiers = engine._tiers
+    if tiers is None:
+        return None
+
+    def prepare(submission: Submission) -> Submission:
+        engine._check_open()
+        if not submission.options.cache_prompt or submission.is_whole:
+            return submission
+        return replace(submission, hit=tiers.find(submission.ids[:-1], submission.salt))
+
+    return prepare
 
 
 class Sessions(AdapterLoading):
@@ -237,8 +252,8 @@ class Sessions(AdapterLoading):
             newest = self._runner.newest
             ids, salt = (newest.ids, newest.salt) if ids_to_save is None else (ids_to_save, salt)
             contents = sessions.take_snapshot(self._store, self._prefixes, ids, salt)
-        session = Session(tuple(ids[: contents.length]), note, answers)
-        sessions.write(path, self._identity, session, contents, salt, identity.scale_arrays(self._store), progress)
+        session = Session(tuple(ids[: contents.length]), note, answers, salt)
+        sessions.write(path, self._identity, session, contents, identity.scale_arrays(self._store), progress)
         return contents.length
 
     def load_session(self, path: SessionPath, *, cache_salt: str = "", progress: Progress | None = None) -> Session:
