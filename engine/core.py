@@ -16,6 +16,7 @@ from polarlm.engine.requests.fair_lock import FairLock
 from polarlm.engine.requests.prompts import checked_ids
 from polarlm.engine.requests.runner import Runner
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
+from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import identity
 from polarlm.engine.storage.tiers.patience import Patience
@@ -24,6 +25,7 @@ from polarlm.engine.storage.tiers.tiers import Tiers
 
 
 class EngineCore:
+    grammars: Grammars  # which compile constraints
     fingerprint = ""  # what stands for all that answers depend on, if they can be replayed
 
     def __init__(self, parts: Parts) -> None:

@@ -15,18 +15,9 @@ from polarlm.engine.outputs import Chunk, Completion
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.parsing.tool_answer import Folding
 from polarlm.engine.preparation import ORDER
-from polarlm.engine.requests.prompts import (
-    Batch,
-    Messages,
-    Prompt,
-    as_messages,
-    is_batch,
-    one_prompt,
-    read_until,
-)
+from polarlm.engine.requests.prompts import Batch, Messages, Prompt, as_messages, is_batch, one_prompt, read_until
 from polarlm.engine.requests.request import Outbox, Request, Submission, Ticket
 from polarlm.engine.sampling.constraints import Constraint
-from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.vectors import Vectors, compute_each
 
 if TYPE_CHECKING:
@@ -41,8 +32,6 @@ Options = PromptOptions | None
 
 class Engine(Vectors):
     """A loaded model with its KV store. May be shared by threads; requests are served by priority, then by arrival."""
-
-    grammars: Grammars
 
     def __init__(
         self,

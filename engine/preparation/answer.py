@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from polarlm.engine.core import EngineCore
 from polarlm.engine.parsing.answer_parser import AnswerParser
@@ -16,7 +15,7 @@ from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.sampling.reasoning_budget import ReasoningBudget, ReasoningEdges, budget_of
 
 
-def constrain(engine: Any) -> Preparation:
+def constrain(engine: EngineCore) -> Preparation:
     """A schema, a grammar or a regular expression becomes a constraint. It begins behind the tag that closes the
     reasoning which the prompt opens, if it does, and that tag is part of the answer's text."""
     model = engine.model
@@ -27,6 +26,7 @@ def constrain(engine: Any) -> Preparation:
         prompt, params, tag, warnings = submission.prompt, submission.params, "", list(submission.warnings)
         place = place_of_answer(prompt, model, submission.options) if params.is_constrained and is_chat(prompt) else ""
         if place == "inside":
+            assert model.template.tags is not None
             tag = model.template.tags.close
             tag_ids = [token for name, token in model.tokenizer.control_tokens().items() if name == tag]
             params = replace(params, shown_tokens=(*params.shown_tokens, *tag_ids))

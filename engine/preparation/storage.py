@@ -77,7 +77,7 @@ def note_of(messages: Sequence[Mapping[str, Any]], texts: Sequence[PackedText]) 
 def local_packs(config: EngineConfig, say: Callable[[str], None]) -> dict[str, str]:
     """Return the paths of packs by their names; those of the hub are downloaded if need be. Raises LoadError."""
     return {
-        name: str(hub.fetch_part(hub.parse(where), "pack", say)) if where.startswith(hub.PREFIX) else where
+        name: str(hub.fetch_supplement(hub.parse(where), "pack", say)) if where.startswith(hub.PREFIX) else where
         for name, where in config.packs.items()
     }
 
