@@ -167,6 +167,8 @@ class Request(Submission):
         return request
 
     def __post_init__(self) -> None:
+        is_new = self.conversation is not None  # text, and not the end of one that the prompt has
+        self.detokenizer = Detokenizer(self.tokenizer, at_start=is_new, shown_tokens=self.params.shown_tokens)
         self._end_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
             self._end_ids |= self.tokenizer.eos_ids
@@ -174,8 +176,6 @@ class Request(Submission):
         self.sampler = Sampler(self.sequence, self.params, self.sampling, *limits)
         self.reads_prompt = self.options.pooling is not None or self.params.prompt_logprobs is not None
         """Whether the hidden states of the whole prompt are needed."""
-        is_new = self.conversation is not None  # text, and not the end of one that the prompt has
-        self.detokenizer = Detokenizer(self.tokenizer, at_start=is_new, shown_tokens=self.params.shown_tokens)
         self.begins_ahead = self.params.logprobs is None
         """Whether the next step may start before this token is known: not with logprobs, whose logits it overwrites."""
         self._last_length = len(self.sequence.prompt) + self.sequence.max_tokens  # of the ids
