@@ -30,7 +30,7 @@ def plan_of(request: Request, store: KVStore, most_rows: int, *, is_replayable: 
     is_first = len(sequence.ids) == prompt and start == request.cached
     is_text = not request.reads_prompt and sequence.text_from <= start
     is_short = is_text and sequence.max_tokens > 0 and not store.sparse_groups and 0 < left <= store.rows_of_block(kv)
-    if missing == 0 or (is_replayable and not (left > 0 and request.needs_whole_prompt)) or (is_short and is_first):
+    if missing == 0 or (is_replayable and not (left > 0 and request.is_whole)) or (is_short and is_first):
         return Plan("step", missing)
     if is_first and is_text and 2 <= missing <= most_rows:
         return Plan("join", missing)

@@ -84,7 +84,7 @@ class Prefills:
         """Return the longest stored prefix of a request's tokens that it can continue from. A prompt attends to its own
         tokens in full precision and to a prefix as codes, so a preempted one gets no more of itself than at first."""
         options, cached = request.options, request.cached or 0
-        ids = request.sequence.ids[:-1] if options.cache_prompt and not request.needs_whole_prompt else ()
+        ids = request.sequence.ids[:-1] if options.cache_prompt and not request.is_whole else ()
         kv = self._prefixes.match_prefix(ids, request.salt)
         if cached < kv.length < len(request.sequence.prompt) and request.sequence.generated:
             self._prefixes.release(kv, ids)

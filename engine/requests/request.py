@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
@@ -193,12 +193,6 @@ class Request(Submission):
             cached = next((image.start for image in images if cached in image), cached)  # whose rows may see each other
             return cached if start < cached else prompt
         return min((start // block_size + 1) * block_size, self.sequence.computable)
-
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether the whole prompt is computed, so that no part of it can come from the cache: also one with images
-        whose answer can be replayed, since steps have no rows of images."""
-        return self.reads_prompt or bool(self.fingerprint and self.images)
 
     def reader(self) -> PromptReader | None:
         """Return a reader of the prompt's hidden states; None if none is needed, or after the first token."""

@@ -103,7 +103,7 @@ class Runner:
         self._release(request)
         if self._scheduler.requeue(request.sequence):
             return
-        if request.needs_whole_prompt and not request.sequence.generated:
+        if request.is_whole and not request.sequence.generated:
             request.fail(EngineError("The KV store has no room for this prompt: shorten it", "out_of_memory"))
         else:
             request.finish("length")

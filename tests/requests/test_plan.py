@@ -15,7 +15,7 @@ TABLE: list[tuple[dict[str, Any], Plan]] = [
     ({"stored": None}, Plan("wait")),
     ({"stored": 100, "generated": 1}, Plan("step", 0)),
     ({"stored": 40, "is_replayable": True}, Plan("step", 60)),
-    ({"stored": 40, "is_replayable": True, "needs_whole_prompt": True}, Plan("join", 60)),
+    ({"stored": 40, "is_replayable": True, "is_whole": True}, Plan("join", 60)),
     ({"stored": 90}, Plan("step", 10)),
     ({"stored": 83}, Plan("join", 17)),  # more than a step has
     ({"stored": 60}, Plan("join", 40)),  # in two blocks
@@ -40,7 +40,7 @@ def test_the_first_line_that_is_true_says_how_a_request_is_computed(given: dict[
         max_tokens=9,
         text_from=0,
         reads_prompt=False,
-        needs_whole_prompt=False,
+        is_whole=False,
         sparse_groups=0,
     )
     vars(one).update({"cached": given["stored"], "is_replayable": False} | given)
