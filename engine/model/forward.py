@@ -198,10 +198,10 @@ class Transformer:
         tokens = self.ops.fetch_tokens(chosen, logits, samplers)
         if self.mtp is not None:
             self.mtp.keep(spans, *states)
-        sampled: list[Sampled] = tokens if len(tokens) == len(rows) else [0] * len(rows)
-        for row, token in zip(wanted, tokens, strict=False):
-            sampled[row] = token
-        return Fetch(None, lambda: sampled)
+        if wanted:
+            found = dict(zip(wanted, tokens, strict=True))
+            tokens = [found.get(row, 0) for row in range(len(rows))]
+        return Fetch(None, lambda: tokens)
 
     # -- the ways out ------------------------------------------------------------------------------------------
 
