@@ -40,7 +40,7 @@ from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.model.vision_encoders import ImagePart, ImageReader, read_images
-from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
+from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, SamplerInput
 from polarlm.engine.state.image_positions import IMAGE_IDS
 from polarlm.engine.state.kv_blocks import KVBlocks
 from polarlm.engine.state.layer_state import TableVersion
