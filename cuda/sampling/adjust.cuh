@@ -13,9 +13,10 @@ struct __align__(16) Params {
     double presence, frequency;
 };
 
-// Samplers besides top-k, top-p, min-p and temperature; off: 0 and above 0.5. xtc is the threshold.
+// The options of the samplers besides top-k, top-p, min-p and temperature, by name. xtc_probability: 1 if XTC drops
+// tokens, else 0.
 struct __align__(16) Shape {
-    float sigma, xtc, unused[2];
+    float SHAPE;
 };
 
 struct Lists {

@@ -21,7 +21,7 @@
 // Cost: V is read once; LISTED to PLACES ranks of each warp are written, and PLACES are read. A list of biases,
 // penalties or DRY costs two accesses to each of its logits; a mask V / 8 bytes.
 // Grid (ceil(V / PART), B) of sample, (B) of the others. Block THREADS. DEFINES: THREADS (256), PART (logits of a
-// block), PART_WORDS, ROW_WORDS (of a row's parameters), NOTHING_LEFT (below -1).
+// block), PART_WORDS, ROW_WORDS (of a row's parameters), NOTHING_LEFT (below -1), SHAPE (names of options).
 // JOINS: row.cuh, adjust.cuh, best.cuh, whole_row.cuh, shape.cuh.
 // PRECOND: 1 <= V <= 2^19, V <= stride; logits aligned to 16 bytes, stride % 4 == 0; table aligned to 16 bytes; ids of
 // lists < V, recent <= 64.

@@ -53,10 +53,10 @@ __device__ __forceinline__ int draw_from_row(const Row &row, const Params &p, co
     if (threadIdx.x == 0) s.row = row;
     __syncthreads();
     Kept keeps = {NONE, FINITE, 0};
-    if (shape && shape->sigma > 0.0f) keeps.floor = max(float(-shape->sigma * deviation(keeps)), FINITE);
+    if (shape && shape->top_n_sigma > 0.0f) keeps.floor = max(float(-shape->top_n_sigma * deviation(keeps)), FINITE);
     if (top_k) keeps.last = descend(keeps, 0.0f, min(Mass(top_k), measure(keeps, 0.0f)) - 1);
     if (p.top_p < 1.0f) keeps.last = cut_row(keeps, LOG2_E, p.top_p, false);
     if (p.min_p > 0.0f) keeps.floor = max(keeps.floor, logf(p.min_p));
-    if (shape && shape->xtc <= 0.5f) exclude_top(keeps, shape->xtc);
+    if (shape && shape->xtc_probability > 0.0f) exclude_top(keeps, shape->xtc_threshold);
     return row.id(cut_row(keeps, rate_of(p.temperature), p.uniform, true));
 }

@@ -44,7 +44,7 @@ class Sampler:
         self._mask: np.ndarray | None = None  # the next token's, if `_has_mask`; None if all tokens are allowed
         self._has_mask = constraint is None
         self._dry: Dry | None = None
-        if sampling.is_dry:
+        if sampling.dry_multiplier > 0 and sampling.dry_penalty_last_n != 0:
 
             def text_of(token: int) -> bytes:
                 return tokenizer.token_bytes(token) or tokenizer.token_name(token).encode()

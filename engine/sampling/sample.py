@@ -7,45 +7,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from polarlm.engine.errors import EngineError, shown
 from polarlm.engine.outputs import TokenLogprob
-from polarlm.engine.params import FALLBACKS, SamplingParams
+from polarlm.engine.params import FALLBACKS, OPTIONS, SamplingParams
 from polarlm.engine.sampling.constraints import allowed_bits
 from polarlm.model_loaders import elementary
 from polarlm.model_loaders.config import GenerationDefaults
+from polarlm.model_loaders.forks import cached_property
 
 NEWEST = -1  # in `SamplerInput.recent`: the input token of the row that the draw is from
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
 
-CHAIN = ("penalties", "dry", "top_n_sigma", "top_k", "top_p", "min_p", "xtc", "temperature")
-"""The samplers in order, which is llama.cpp's, under llama-server's names."""
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters with every default filled in."""
+@dataclass(frozen=True, kw_only=True)
+class Sampling(SamplingParams):
+    """SamplingParams with every default filled in, and what the model's files ban."""
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     repeat_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: Sequence[str] = ()
-    top_n_sigma: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
+    dry_multiplier: float
+    dry_penalty_last_n: int
+    dry_sequence_breakers: tuple[str, ...]
     banned_first: tuple[int, ...] = ()
     banned_sequences: tuple[tuple[int, ...], ...] = ()
 
@@ -54,20 +44,25 @@ class Sampling:
         """Whether recent tokens are not penalised."""
         return self.repeat_penalty == 1 and not self.presence_penalty and not self.frequency_penalty
 
-    @property
-    def is_dry(self) -> bool:
-        """Whether repetitions are penalised."""
-        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
+    @cached_property
+    def is_greedy(self) -> bool:
+        """Whether the best token is drawn: no sampler but XTC drops that one."""
+        return self.top_k == 1 or (self.temperature == 0 and self.xtc_chance == 0)
+
+    @cached_property
+    def is_shaped(self) -> bool:
+        """Whether a sampler of `SHAPES` is on."""
+        return any(is_on(self) for is_on, _ in map(SAMPLERS.__getitem__, SHAPES))
 
     @property
-    def is_shaped(self) -> bool:
-        """Whether top-n-sigma or XTC is on."""
-        return self.top_n_sigma > 0 or (self.xtc_probability > 0 and self.xtc_threshold <= 0.5)
+    def xtc_chance(self) -> float:
+        """How often XTC drops tokens; 0 where it is off."""
+        return self.xtc_probability if self.xtc_threshold <= 0.5 else 0.0
 
     def xtc(self, uniform: float) -> tuple[float, bool]:
         """The random number of the draw, and whether XTC drops tokens: one number decides both. Within the numbers that
         say yes, and within the others, it is as random as it was."""
-        chance = self.xtc_probability if self.xtc_threshold <= 0.5 else 0.0
+        chance = self.xtc_chance
         if uniform < chance:
             return uniform / chance, True
         return (uniform - chance) / (1 - chance), False
@@ -81,14 +76,12 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: in
         if unknown_token is not None:
             raise EngineError(f"{name} names token {shown(unknown_token)}, but the vocabulary has {vocab_size}")
     bans = {token: -math.inf for token in defaults.banned if vocab_size is None or token < vocab_size}
-    values: dict[str, Any] = {name: getattr(defaults, name) for name in ("banned_first", "banned_sequences")}
-    values["logit_bias"] = {**params.logit_bias, **bans}
     model_values = {**defaults.sampling, "temperature": 0.0} if defaults.greedy else defaults.sampling
+    values = {**vars(params), "logit_bias": {**params.logit_bias, **bans}}
     for name, fallback in FALLBACKS.items():
-        value = getattr(params, name)
-        values[name] = model_values.get(name, fallback) if value is None else value
-    others = (field.name for field in fields(Sampling) if field.name not in values)
-    return Sampling(**{name: getattr(params, name) for name in others}, **values)
+        if values[name] is None:
+            values[name] = model_values.get(name, fallback)
+    return Sampling(**values, banned_first=defaults.banned_first, banned_sequences=defaults.banned_sequences)
 
 
 def most_tokens(params: SamplingParams, defaults: GenerationDefaults) -> int:
@@ -116,14 +109,12 @@ class SamplerInput:
     recent: Sequence[int]  # the last ids, oldest first, if they are penalised; NEWEST for one that is not known yet
     uniform: float  # random, from [0, 1)
     vocabulary: int  # the number of ids; logits may have more
-    logprobs: int | None = (
-        None  # number of most likely tokens to report log-probabilities of, in addition to the drawn one
-    )
+    logprobs: int | None = None  # number of most likely tokens to report log-probabilities of, besides the drawn one
     dry: Penalties | None = None  # on tokens that would continue a repetition
     allowed: np.ndarray | None = None  # (ceil(vocabulary / 32),) uint32: bit v % 32 of word v // 32 allows token v
 
 
-_GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
+_GREEDY = resolve(SamplingParams(temperature=0), GenerationDefaults())
 
 
 def greedy(vocabulary: int) -> SamplerInput:
@@ -168,14 +159,14 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
 
     best: the id of the largest logit, if it is known, or a negative number if some logits are not finite.
     """
-    params, raw = sampler_input.sampling, logits[: sampler_input.vocabulary]
+    sampling, raw = sampler_input.sampling, logits[: sampler_input.vocabulary]
     if best is None:
         best = int(raw.argmax())
         if not math.isfinite(raw[best]):  # argmax returns the index of a NaN, if there is one
             best = -1
     if best < 0:
         raise EngineError(NOT_FINITE, "model_damaged")
-    logits = _adjust(raw, params, sampler_input.recent)
+    logits = _adjust(raw, sampling, sampler_input.recent)
     if sampler_input.dry is not None:
         logits = logits.copy()
         logits[sampler_input.dry.ids] -= sampler_input.dry.amounts
@@ -187,34 +178,13 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
         best = int(logits.argmax()) if len(logits) else -1
         if best < 0 or logits[best] == -math.inf:
             raise nothing_left(sampler_input)
-    if params.top_k == 1 or (params.temperature == 0 and not params.is_shaped):
+    if sampling.is_greedy:
         return best if tokens is None else int(tokens[best])
-    ids = _best(logits, params.top_k)  # sorted, so that each sampler but XTC keeps the first ones: in any order
-    candidates = logits[ids].astype(np.float64)
-    uniform, is_xtc = params.xtc(sampler_input.uniform)
-    if params.is_shaped:
-        candidates = candidates[candidates > -math.inf]  # XTC may leave the last one alone
-    if params.top_n_sigma > 0:
-        deviation = logits[logits > -math.inf].std(dtype=np.float64)
-        candidates = candidates[candidates >= candidates[0] - params.top_n_sigma * deviation]
-    probabilities = elementary.exp(candidates - candidates[0])
-    probabilities /= probabilities.sum()
-    count, first = len(candidates), 0
-    if params.top_p < 1:
-        count = int(np.searchsorted(np.cumsum(probabilities), params.top_p)) + 1
-    count = min(count, int(np.count_nonzero(probabilities >= params.min_p * probabilities[0])))
-    if is_xtc:
-        least = params.xtc_threshold * probabilities[:count].sum()
-        first = max(0, int(np.count_nonzero(probabilities[:count] >= least)) - 1)
-    candidates = candidates[first:count]
-    drawn = 0
-    if params.temperature > 0:
-        with np.errstate(over="ignore"):  # a temperature close to 0 makes all but the best tokens −inf
-            weights = elementary.exp((candidates - candidates[0]) / params.temperature)
-        sums = np.cumsum(weights)
-        drawn = int(np.searchsorted(sums, uniform * sums[-1], side="right").clip(max=len(sums) - 1))
-    token = ids[first + drawn]
-    return int(token if tokens is None else tokens[token])
+    candidates = Candidates(np.arange(len(logits)) if tokens is None else tokens, logits, np.empty(0))
+    for is_on, drop in SAMPLERS.values():
+        if is_on(sampling):
+            candidates = drop(candidates, sampler_input)
+    return int(candidates.ids[0])
 
 
 def nothing_left(sampler_input: SamplerInput) -> EngineError:
@@ -243,13 +213,88 @@ def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.n
     return logits
 
 
+class Candidates(NamedTuple):
+    """Tokens that may be drawn, by id until top-k has sorted them: the largest logit first, equal ones by id."""
+
+    ids: np.ndarray  # (n,)
+    logits: np.ndarray  # (n,) float32; sorted ones float64
+    probabilities: np.ndarray  # (n,) float64, of a token among all that top-k kept; none before
+
+    def between(self, first: int, end: int) -> Candidates:
+        return Candidates(self.ids[first:end], self.logits[first:end], self.probabilities[first:end])
+
+
+def _top_n_sigma(candidates: Candidates, sampler_input: SamplerInput) -> Candidates:
+    ids, logits, _ = candidates
+    deviation = logits[logits > -math.inf].std(dtype=np.float64)
+    least = float(logits.max()) - sampler_input.sampling.top_n_sigma * deviation
+    kept = np.flatnonzero(logits.astype(np.float64) >= least)
+    return candidates._replace(ids=ids[kept], logits=logits[kept])
+
+
+def _top_k(candidates: Candidates, sampler_input: SamplerInput) -> Candidates:
+    best = _best(candidates.logits, sampler_input.sampling.top_k)
+    logits = candidates.logits[best].astype(np.float64)
+    if sampler_input.sampling.xtc_chance:  # XTC may leave the last one alone
+        logits = logits[logits > -math.inf]
+    weights = elementary.exp(logits - logits[0])
+    return Candidates(candidates.ids[best[: len(logits)]], logits, weights / weights.sum())
+
+
+def _top_p(candidates: Candidates, sampler_input: SamplerInput) -> Candidates:
+    sums = np.cumsum(candidates.probabilities)
+    return candidates.between(0, int(np.searchsorted(sums, sampler_input.sampling.top_p)) + 1)
+
+
+def _min_p(candidates: Candidates, sampler_input: SamplerInput) -> Candidates:
+    least = sampler_input.sampling.min_p * candidates.probabilities[0]
+    return candidates.between(0, int(np.count_nonzero(candidates.probabilities >= least)))
+
+
+def _xtc(candidates: Candidates, sampler_input: SamplerInput) -> Candidates:
+    """Drops those that reach the threshold, but for the last of them, if the random number says so."""
+    sampling, probabilities = sampler_input.sampling, candidates.probabilities
+    if not sampling.xtc(sampler_input.uniform)[1]:
+        return candidates
+    reached = int(np.count_nonzero(probabilities >= sampling.xtc_threshold * probabilities.sum()))
+    return candidates.between(max(0, reached - 1), len(probabilities))
+
+
+def _temperature(candidates: Candidates, sampler_input: SamplerInput) -> Candidates:
+    """Draws one."""
+    sampling, logits, drawn = sampler_input.sampling, candidates.logits, 0
+    if sampling.temperature > 0:
+        with np.errstate(over="ignore"):  # a temperature close to 0 makes all but the best tokens −inf
+            sums = np.cumsum(elementary.exp((logits - logits[0]) / sampling.temperature))
+        uniform, _ = sampling.xtc(sampler_input.uniform)
+        drawn = int(np.searchsorted(sums, uniform * sums[-1], side="right").clip(max=len(sums) - 1))
+    return candidates.between(drawn, drawn + 1)
+
+
+Drop = Callable[[Candidates, SamplerInput], Candidates]
+
+SAMPLERS: Mapping[str, tuple[Callable[[Sampling], bool], Drop]] = {  # when a sampler is on, and what it does
+    "top_n_sigma": (lambda sampling: sampling.top_n_sigma > 0, _top_n_sigma),
+    "top_k": (lambda _: True, _top_k),
+    "top_p": (lambda sampling: sampling.top_p < 1, _top_p),
+    "min_p": (lambda sampling: sampling.min_p > 0, _min_p),
+    "xtc": (lambda sampling: sampling.xtc_chance > 0, _xtc),
+    "temperature": (lambda _: True, _temperature),
+}
+CHAIN = ("penalties", "dry", *SAMPLERS)
+"""The samplers in order, which is llama.cpp's, under llama-server's names."""
+
+SHAPES = {name: [option for option in OPTIONS if option.startswith(name)] for name in SAMPLERS if name not in FALLBACKS}
+"""The samplers that are off unless a request asks for them → their options, of which the first turns them on."""
+
+
 def _best(logits: np.ndarray, count: int) -> np.ndarray:
     """Ids of the `count` largest logits (0: all), largest first, ties by id."""
-    ids: np.ndarray = np.arange(len(logits))
-    if 0 < count < len(logits):
-        least = np.partition(logits, -count)[-count]
-        larger = np.flatnonzero(logits > least)
-        ids = np.sort(np.concatenate([larger, np.flatnonzero(logits == least)[: count - len(larger)]]))
+    if not 0 < count < len(logits):
+        return np.argsort(-logits, kind="stable")
+    least = np.partition(logits, -count)[-count]
+    larger = np.flatnonzero(logits > least)
+    ids: np.ndarray = np.sort(np.concatenate([larger, np.flatnonzero(logits == least)[: count - len(larger)]]))
     return ids[np.argsort(-logits[ids], kind="stable")]
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from polarlm.engine.limits import MOST_DRAFTED, PENALTY_WINDOW
 from polarlm.engine.params import OPTIONS
-from polarlm.engine.sampling.sample import CHAIN
+from polarlm.engine.sampling.sample import CHAIN, SHAPES
 from polarlm.server.reading.values import Body, describe, is_empty, is_number, unquote
 
 MODEL_FIELDS = ("model", "name", "verbose", "system", "template", "options")  # of a body that names a model
@@ -122,15 +122,13 @@ def _equal(value: Any, other: Any) -> bool:
 
 _ALIASES = {"temp": "temperature", "nucleus": "top_p", **{name.replace("_", "-"): name for name in CHAIN}}
 _INACTIVE_SAMPLERS = ("infill", "adaptive_p")
-_OPTIONAL = {"top_n_sigma": "top_n_sigma", "xtc": "xtc_probability"}
-"""Samplers that are off unless a field asks for them."""
 
 
 def _is_default_order(value: Any, body: Body) -> bool:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         return False
     names = [_ALIASES.get(name, name) for name in value if name not in _INACTIVE_SAMPLERS]
-    off = [name for name, field in _OPTIONAL.items() if _is_neutral(field, body.get(field), body)]
+    off = [name for name, (field, *_) in SHAPES.items() if _is_neutral(field, body.get(field), body)]
     return names == [name for name in CHAIN if name in names or name not in off]
 
 

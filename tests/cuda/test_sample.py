@@ -17,8 +17,9 @@ from polarlm.engine.sampling.sample import NEWEST, SamplerInput, Sampling, sampl
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.test_sampler_inputs import near
 from tests.sampling.constrained import mask_of
+from tests.sampling.test_sample import sampling
 
-PLAIN = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
+PLAIN = sampling()
 
 
 def on_host(logits: np.ndarray, chain: Sampling, drawn: float) -> int:
@@ -123,7 +124,7 @@ EXACT_CASES = [
 
 def test_the_newest_token_may_come_from_the_device(rng: np.random.Generator) -> None:
     """Once or several times among the recent tokens, and as one that could not be drawn, which no penalty counts."""
-    chain = Sampling(0.0, 0, 1.0, 0.0, 3.0, 0.5, 0.25, {})
+    chain = sampling(temperature=0, repeat_penalty=3.0, presence_penalty=0.5, frequency_penalty=0.25)
     logits = rng.standard_normal((5, 40)).astype(np.float32)
     best = logits.argmax(1).astype(np.int32)
     best[4] = -2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from polarlm.engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
 from polarlm.engine.model.batch import StepBatch
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import TokenLogprob
-from polarlm.engine.params import SamplingParams
+from polarlm.engine.params import OPTIONS, SamplingParams
 from polarlm.engine.sampling.sample import Penalties, Sampled, SamplerInput, Sampling, resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda.emulated import DeviceArray, EmulatedDevice, open_device
@@ -75,21 +75,23 @@ class Draw:
         return {i: p for i, p in distribution(x, plain, [], slack).items() if x[i] > -math.inf}
 
 
-# What the host works out: `SamplerInput.dry`, and tokens of `SamplerInput.allowed`.
-ON_HOST = re.compile(r"(dry|banned)(_|$)")
+# What the host works out: `SamplerInput.recent` and `.dry`, and tokens of `SamplerInput.allowed`.
+ON_HOST = re.compile(r"(repeat_last_n|dry.*)$")
 
 
 def test_every_field_reaches_the_device_or_is_worked_out_on_the_host() -> None:
     """A sampling option that the table lacks would have no effect on a GPU."""
-    chain = Sampling(0.8, 40, 0.95, 0.05, 1.1, 0.1, 0.1, {3: 1.0}, top_n_sigma=1.0, xtc_probability=0.5)
+    penalties = {"repeat_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "logit_bias": {3: 1.0}}
+    chain = resolve(SamplingParams(**penalties, top_n_sigma=1.0, xtc_probability=0.5), GenerationDefaults())
 
     def packed(one: Sampling) -> bytes:
         return pack_sampler_inputs([SamplerInput(one, [5], 0.2, V)]).table.tobytes()
 
-    for field in fields(Sampling):
-        if ON_HOST.match(field.name) is None:
-            value = {3: 2.0} if field.name == "logit_bias" else getattr(chain, field.name) / 2
-            assert packed(replace(chain, **{field.name: value})) != packed(chain), field.name
+    names = [*OPTIONS]
+    for name in names[names.index("temperature") : names.index("seed")]:  # the options of draws
+        if ON_HOST.match(name) is None:
+            value = {3: 2.0} if name == "logit_bias" else type(getattr(chain, name))(getattr(chain, name) / 2)
+            assert packed(replace(chain, **{name: value})) != packed(chain), name
 
 
 SAMPLERS: dict[str, Callable[[np.random.Generator], float]] = {

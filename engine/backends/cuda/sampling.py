@@ -15,12 +15,13 @@ from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.sampling.constraints import mask_words
-from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput, nothing_left
+from polarlm.engine.sampling.sample import NOT_FINITE, SHAPES, Fetch, Sampled, SamplerInput, nothing_left
 
 ROW_WORDS = 16  # int32 of `Params` in `cuda/sampling/adjust.cuh`
 _UNIFORM, _LISTS = 4, 6  # indices in a row of the random number and of the offset of its lists
 _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 _LEAST_LISTS = 256  # least int32 for lists
+_SHAPE = [option for options in SHAPES.values() for option in options]  # the members of `Shape` there
 
 
 @dataclass
@@ -99,8 +100,9 @@ def _lists(sampler_input: SamplerInput) -> tuple[list[np.ndarray], tuple[int, in
     biases, dry = len(chain.logit_bias), 0 if sampler_input.dry is None else len(sampler_input.dry.ids)
     recent = 0 if chain.is_plain else len(sampler_input.recent)
     if chain.is_shaped:
-        xtc = chain.xtc_threshold if chain.xtc(sampler_input.uniform)[1] else 1.0
-        lists.append(np.array((chain.top_n_sigma, xtc, 0, 0), np.float32).view(np.int32))
+        values = {option: getattr(chain, option) for option in _SHAPE}
+        values["xtc_probability"] = chain.xtc(sampler_input.uniform)[1]
+        lists.append(np.array([*values.values(), *[0] * (-len(values) % 4)], np.float32).view(np.int32))
     if sampler_input.dry is not None:
         lists += [sampler_input.dry.amounts.astype(np.float64).view(np.int32), sampler_input.dry.ids.astype(np.int32)]
     if biases:
@@ -119,7 +121,7 @@ _NOTHING_LEFT = -2  # stands for an id if the chain leaves no token
 _SAMPLE_THREADS, _PART = 256, 4096  # per block, and its logits
 _PART_WORDS = 2 + _SAMPLE_THREADS // 32 * (32 + 1 / 2)  # uint64 of scratch per block: 32 tokens of each warp
 _SIZES = {"THREADS": _SAMPLE_THREADS, "PART": _PART, "PART_WORDS": int(_PART_WORDS), "ROW_WORDS": ROW_WORDS}
-SAMPLE = LaunchConfig({**_SIZES, "NOTHING_LEFT": _NOTHING_LEFT}, _SAMPLE_THREADS)
+SAMPLE = LaunchConfig({**_SIZES, "NOTHING_LEFT": _NOTHING_LEFT, "SHAPE": ", ".join(_SHAPE)}, _SAMPLE_THREADS)
 _SUMS = 4  # int32 before the pairs in a result of `cuda/sampling/logprobs.cu`
 _UNIT = 2.0**-44  # in which it adds masses
 
