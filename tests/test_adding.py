@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -23,10 +24,11 @@ from tests.ops.backends import CUDA
 from tests.ops.encoding import Shape, case_of, vectors
 from tests.ops.test_encoding import one_sided
 from tests.pairs import each
+from tests.programs import ROOT, output_of
 from tests.tiny import make_model
 from tests.weights import StoredBytes
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "adding.md"
+DOCUMENT = ROOT / "docs" / "adding.md"
 
 
 def _example(path: str) -> str:
@@ -147,10 +149,6 @@ def test_the_weight_format_of_the_document_is_multiplied_in_place(rng: np.random
 
 def test_the_family_of_the_document_loads_and_computes(tmp_path: Path) -> None:
     """It is the repository's own. Qwen2 without windows computes the same, and calls its tensors alike."""
-    assert (
-        _example("model_loaders/families/seed_oss.py")
-        == (DOCUMENT.parents[1] / "model_loaders/families/seed_oss.py").read_text()
-    )
     folder = FIXTURES / "qwen2_bias"
     written = json.loads((folder / "config.json").read_text())
     written |= {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "head_dim": 8}
@@ -161,3 +159,32 @@ def test_the_family_of_the_document_loads_and_computes(tmp_path: Path) -> None:
     reference = np.load(folder / "reference.npz")
     logits = prefill_logits(bare_model(config, weights), reference["ids"].tolist())
     assert np.abs(logits - reference["logits"]).max() <= 1e-3 * spread(reference["logits"])
+
+
+def _files_of_sampler(copy: Path) -> list[str]:
+    """The files that the document's sampling option touches, which are changed in a copy of the repository."""
+    patch = re.search(r"^```diff\n--- (.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.S | re.M)[1]
+    patches = [one.split("\n", 1) for one in patch.split("--- ")]
+    for name, hunks in patches:
+        for hunk in hunks.split("@@\n"):
+            lines = hunk.splitlines()
+            old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in kept) for kept in (" ", " +"))
+            text = (copy / name).read_text(encoding="utf-8")
+            assert text.count(old) == 1, old
+            (copy / name).write_text(text.replace(old, new), encoding="utf-8")
+    return [name for name, _ in patches]
+
+
+def test_the_sampling_option_of_the_document_passes_its_tests_and_touches_eight_files(tmp_path: Path) -> None:
+    """It is drawn with on both devices, read from JSON and written into what `scripts.keywords` makes."""
+    copy = tmp_path / "copy"
+    others = shutil.ignore_patterns(".*", "__pycache__", "fixtures", "results")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=others)
+    (copy / "tests/fixtures").symlink_to(ROOT / "tests/fixtures")
+    files = _files_of_sampler(copy)
+    assert len(files) <= 8
+    run = partial(output_of, sys.executable, "-m", folder=copy, PYTHONPATH=str(copy))
+    run("scripts.keywords")
+    assert "logit_gap: float\n" in (copy / "engine/keywords.py").read_text(encoding="utf-8")
+    run("pytest", "-n0", "-q", "-m", "not slow", *(name for name in files if name.startswith("tests/")))
+    assert "--logit-gap X" in run("polarlm", "chat", "--help")

@@ -165,7 +165,7 @@ _MEANINGFUL_EMPTY: Mapping[str, tuple[Any, ...]] = {
 }  # field → empty values that ask for something
 
 FIELDS: Mapping[str, Field] = {
-    name: Field(name, apis, standing, says, tuple(neutral))
+    name: Field(name, apis, standing, says.replace("CHAIN", ", ".join(CHAIN)), tuple(neutral))
     for standing, rows in json.loads(Path(__file__).with_name("fields.json").read_text(encoding="utf-8")).items()
     for name, (apis, says, *neutral) in rows.items()
 }
