@@ -168,7 +168,7 @@ def _files_of_sampler(copy: Path) -> list[str]:
     for name, hunks in patches:
         for hunk in hunks.split("@@\n"):
             lines = hunk.splitlines()
-            old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in kept) for kept in (" ", " +"))
+            old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in kept) for kept in (" -", " +"))
             text = (copy / name).read_text(encoding="utf-8")
             assert text.count(old) == 1, old
             (copy / name).write_text(text.replace(old, new), encoding="utf-8")

@@ -6,7 +6,7 @@ A bias is added before the samplers of `CHAIN`, and a constraint's mask follows 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,10 +23,16 @@ from polarlm.model_loaders.forks import cached_property
 NEWEST = -1  # in `SamplerInput.recent`: the input token of the row that the draw is from
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
 
+CHAIN = ("penalties", "dry", "top_n_sigma", "top_k", "top_p", "min_p", "xtc", "temperature")
+"""The samplers in order, which is llama.cpp's, under llama-server's names."""
+
+SHAPES = {name: [row for row in OPTIONS if row.startswith(name)] for name in CHAIN[2:] if name not in FALLBACKS}
+"""Those that are off unless a request asks for them → their options. One is on if its first option is above 0."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(SamplingParams):
-    """SamplingParams with every default filled in, and what the model's files ban."""
+    """SamplingParams with every default filled in, a probability of 0 if XTC is off, and what the model's files ban."""
 
     temperature: float
     top_k: int
@@ -47,22 +53,17 @@ class Sampling(SamplingParams):
     @cached_property
     def is_greedy(self) -> bool:
         """Whether the best token is drawn: no sampler but XTC drops that one."""
-        return self.top_k == 1 or (self.temperature == 0 and self.xtc_chance == 0)
+        return self.top_k == 1 or (self.temperature == 0 and self.xtc_probability == 0)
 
     @cached_property
     def is_shaped(self) -> bool:
         """Whether a sampler of `SHAPES` is on."""
-        return any(is_on(self) for is_on, _ in map(SAMPLERS.__getitem__, SHAPES))
-
-    @property
-    def xtc_chance(self) -> float:
-        """How often XTC drops tokens; 0 where it is off."""
-        return self.xtc_probability if self.xtc_threshold <= 0.5 else 0.0
+        return any(getattr(self, option) > 0 for option, *_ in SHAPES.values())
 
     def xtc(self, uniform: float) -> tuple[float, bool]:
         """The random number of the draw, and whether XTC drops tokens: one number decides both. Within the numbers that
         say yes, and within the others, it is as random as it was."""
-        chance = self.xtc_chance
+        chance = self.xtc_probability
         if uniform < chance:
             return uniform / chance, True
         return (uniform - chance) / (1 - chance), False
@@ -76,11 +77,13 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: in
         if unknown_token is not None:
             raise EngineError(f"{name} names token {shown(unknown_token)}, but the vocabulary has {vocab_size}")
     bans = {token: -math.inf for token in defaults.banned if vocab_size is None or token < vocab_size}
-    model_values = {**defaults.sampling, "temperature": 0.0} if defaults.greedy else defaults.sampling
-    values = {**vars(params), "logit_bias": {**params.logit_bias, **bans}}
-    for name, fallback in FALLBACKS.items():
-        if values[name] is None:
-            values[name] = model_values.get(name, fallback)
+    fallbacks = {**FALLBACKS, **defaults.sampling, **({"temperature": 0.0} if defaults.greedy else {})}
+    values: dict[str, Any] = {
+        name: fallbacks.get(name) if value is None else value for name, value in vars(params).items()
+    }
+    values["logit_bias"] = {**params.logit_bias, **bans}
+    if params.xtc_threshold > 0.5:  # XTC is off
+        values["xtc_probability"] = 0.0
     return Sampling(**values, banned_first=defaults.banned_first, banned_sequences=defaults.banned_sequences)
 
 
@@ -181,9 +184,8 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
     if sampling.is_greedy:
         return best if tokens is None else int(tokens[best])
     candidates = Candidates(np.arange(len(logits)) if tokens is None else tokens, logits, np.empty(0))
-    for is_on, drop in SAMPLERS.values():
-        if is_on(sampling):
-            candidates = drop(candidates, sampler_input)
+    for name in CHAIN[2:]:
+        candidates = getattr(candidates, name)(sampling, sampler_input.uniform)
     return int(candidates.ids[0])
 
 
@@ -196,25 +198,26 @@ def nothing_left(sampler_input: SamplerInput) -> EngineError:
     return EngineError(f"The request's constraint{hint} bans every token that could come next")
 
 
-def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.ndarray:
+def _adjust(logits: np.ndarray, sampling: Sampling, recent: Sequence[int]) -> np.ndarray:
     """The logits with bias and penalties; a copy if there are any."""
-    if params.is_plain and not params.logit_bias:
+    if sampling.is_plain and not sampling.logit_bias:
         return logits
     logits = logits.copy()
-    for token, bias in params.logit_bias.items():
+    for token, bias in sampling.logit_bias.items():
         logits[token] += bias
-    if not params.is_plain and len(recent):
+    if not sampling.is_plain and len(recent):
         ids, counts = np.unique(np.asarray(recent), return_counts=True)
-        recent_logits = logits[ids]
-        recent_logits = np.where(
-            recent_logits > 0, recent_logits / params.repeat_penalty, recent_logits * params.repeat_penalty
-        )
-        logits[ids] = recent_logits - counts * params.frequency_penalty - params.presence_penalty
+        changed, penalty = logits[ids], sampling.repeat_penalty
+        changed = np.where(changed > 0, changed / penalty, changed * penalty)
+        logits[ids] = changed - counts * sampling.frequency_penalty - sampling.presence_penalty
     return logits
 
 
 class Candidates(NamedTuple):
-    """Tokens that may be drawn, by id until top-k has sorted them: the largest logit first, equal ones by id."""
+    """Tokens that may be drawn, by id until top-k has sorted them: the largest logit first, equal ones by id.
+
+    A method for each sampler of `CHAIN` after DRY returns those that it keeps; `temperature` keeps one.
+    """
 
     ids: np.ndarray  # (n,)
     logits: np.ndarray  # (n,) float32; sorted ones float64
@@ -223,69 +226,46 @@ class Candidates(NamedTuple):
     def between(self, first: int, end: int) -> Candidates:
         return Candidates(self.ids[first:end], self.logits[first:end], self.probabilities[first:end])
 
+    def top_n_sigma(self, sampling: Sampling, _: float) -> Candidates:
+        if sampling.top_n_sigma <= 0:
+            return self
+        deviation = self.logits[self.logits > -math.inf].std(dtype=np.float64)
+        least = float(self.logits.max()) - sampling.top_n_sigma * deviation
+        kept = np.flatnonzero(self.logits.astype(np.float64) >= least)
+        return self._replace(ids=self.ids[kept], logits=self.logits[kept])
 
-def _top_n_sigma(candidates: Candidates, sampler_input: SamplerInput) -> Candidates:
-    ids, logits, _ = candidates
-    deviation = logits[logits > -math.inf].std(dtype=np.float64)
-    least = float(logits.max()) - sampler_input.sampling.top_n_sigma * deviation
-    kept = np.flatnonzero(logits.astype(np.float64) >= least)
-    return candidates._replace(ids=ids[kept], logits=logits[kept])
+    def top_k(self, sampling: Sampling, _: float) -> Candidates:
+        best = _best(self.logits, sampling.top_k)
+        logits = self.logits[best].astype(np.float64)
+        if sampling.xtc_probability:  # XTC may leave the last one alone
+            logits = logits[logits > -math.inf]
+        weights = elementary.exp(logits - logits[0])
+        return Candidates(self.ids[best[: len(logits)]], logits, weights / weights.sum())
 
+    def top_p(self, sampling: Sampling, _: float) -> Candidates:
+        if sampling.top_p == 1:
+            return self
+        return self.between(0, int(np.searchsorted(np.cumsum(self.probabilities), sampling.top_p)) + 1)
 
-def _top_k(candidates: Candidates, sampler_input: SamplerInput) -> Candidates:
-    best = _best(candidates.logits, sampler_input.sampling.top_k)
-    logits = candidates.logits[best].astype(np.float64)
-    if sampler_input.sampling.xtc_chance:  # XTC may leave the last one alone
-        logits = logits[logits > -math.inf]
-    weights = elementary.exp(logits - logits[0])
-    return Candidates(candidates.ids[best[: len(logits)]], logits, weights / weights.sum())
+    def min_p(self, sampling: Sampling, _: float) -> Candidates:
+        least = sampling.min_p * self.probabilities[0]
+        return self.between(0, int(np.count_nonzero(self.probabilities >= least)))
 
+    def xtc(self, sampling: Sampling, uniform: float) -> Candidates:
+        """Drops those that reach the threshold, but for the last of them, if the random number says so."""
+        if not sampling.xtc(uniform)[1]:
+            return self
+        least = sampling.xtc_threshold * self.probabilities.sum()
+        return self.between(max(0, int(np.count_nonzero(self.probabilities >= least)) - 1), len(self.ids))
 
-def _top_p(candidates: Candidates, sampler_input: SamplerInput) -> Candidates:
-    sums = np.cumsum(candidates.probabilities)
-    return candidates.between(0, int(np.searchsorted(sums, sampler_input.sampling.top_p)) + 1)
-
-
-def _min_p(candidates: Candidates, sampler_input: SamplerInput) -> Candidates:
-    least = sampler_input.sampling.min_p * candidates.probabilities[0]
-    return candidates.between(0, int(np.count_nonzero(candidates.probabilities >= least)))
-
-
-def _xtc(candidates: Candidates, sampler_input: SamplerInput) -> Candidates:
-    """Drops those that reach the threshold, but for the last of them, if the random number says so."""
-    sampling, probabilities = sampler_input.sampling, candidates.probabilities
-    if not sampling.xtc(sampler_input.uniform)[1]:
-        return candidates
-    reached = int(np.count_nonzero(probabilities >= sampling.xtc_threshold * probabilities.sum()))
-    return candidates.between(max(0, reached - 1), len(probabilities))
-
-
-def _temperature(candidates: Candidates, sampler_input: SamplerInput) -> Candidates:
-    """Draws one."""
-    sampling, logits, drawn = sampler_input.sampling, candidates.logits, 0
-    if sampling.temperature > 0:
-        with np.errstate(over="ignore"):  # a temperature close to 0 makes all but the best tokens −inf
-            sums = np.cumsum(elementary.exp((logits - logits[0]) / sampling.temperature))
-        uniform, _ = sampling.xtc(sampler_input.uniform)
-        drawn = int(np.searchsorted(sums, uniform * sums[-1], side="right").clip(max=len(sums) - 1))
-    return candidates.between(drawn, drawn + 1)
-
-
-Drop = Callable[[Candidates, SamplerInput], Candidates]
-
-SAMPLERS: Mapping[str, tuple[Callable[[Sampling], bool], Drop]] = {  # when a sampler is on, and what it does
-    "top_n_sigma": (lambda sampling: sampling.top_n_sigma > 0, _top_n_sigma),
-    "top_k": (lambda _: True, _top_k),
-    "top_p": (lambda sampling: sampling.top_p < 1, _top_p),
-    "min_p": (lambda sampling: sampling.min_p > 0, _min_p),
-    "xtc": (lambda sampling: sampling.xtc_chance > 0, _xtc),
-    "temperature": (lambda _: True, _temperature),
-}
-CHAIN = ("penalties", "dry", *SAMPLERS)
-"""The samplers in order, which is llama.cpp's, under llama-server's names."""
-
-SHAPES = {name: [option for option in OPTIONS if option.startswith(name)] for name in SAMPLERS if name not in FALLBACKS}
-"""The samplers that are off unless a request asks for them → their options, of which the first turns them on."""
+    def temperature(self, sampling: Sampling, uniform: float) -> Candidates:
+        drawn = 0
+        if sampling.temperature > 0:
+            with np.errstate(over="ignore"):  # a temperature close to 0 makes all but the best tokens −inf
+                sums = np.cumsum(elementary.exp((self.logits - self.logits[0]) / sampling.temperature))
+            target = sampling.xtc(uniform)[0] * sums[-1]
+            drawn = int(np.searchsorted(sums, target, side="right").clip(max=len(sums) - 1))
+        return self.between(drawn, drawn + 1)
 
 
 def _best(logits: np.ndarray, count: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine import SamplingParams, TokenLogprob, Usage
-from polarlm.engine.params import OPTIONS
+from polarlm.engine.params import FALLBACKS, OPTIONS
 from polarlm.engine.parsing.pieces import Answer, Piece
 from polarlm.engine.requests.prompts import chat_text
 from polarlm.engine.sampling.sample import CHAIN, most_tokens, resolve
@@ -284,7 +284,7 @@ def generation_settings(model: Model, params: SamplingParams, context: int) -> d
     sampling = resolve(params, model.generation)
     return {
         "n_ctx": context,
-        **{name: getattr(sampling, name, getattr(params, name)) for name in EXTENSIONS if name in OPTIONS},
+        **{name: getattr(sampling if name in FALLBACKS else params, name) for name in EXTENSIONS if name in OPTIONS},
         **dict.fromkeys(("n_predict", "max_tokens"), most_tokens(params, model.generation)),
         "logit_bias": [[token, bias if abs(bias) < 1e9 else False] for token, bias in params.logit_bias.items()],
         "n_probs": params.logprobs or 0,
