@@ -27,18 +27,16 @@ def option(
     default: Any,
     valid: Valid,
     *flags: str,
-    fallback: Any = None,
     json: tuple[str, ...] | None = None,
     page: str | None = None,
     **metadata: Any,
 ) -> Any:
     """A field of SamplingParams, with its valid values and the names that it has elsewhere.
 
-    fallback: the value where neither the request nor the model's files name one; the default is None then.
     json: the fields of a request's JSON, the last one counts, if they are not the option's name; () if the
     server reads the option in a way of its own. page: its label on the chat page. flags, metadata: as in `setting`.
     """
-    return setting(default, *flags, valid=valid, fallback=fallback, json=json, page=page, **metadata)
+    return setting(default, *flags, valid=valid, json=json, page=page, **metadata)
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,6 @@ class SamplingParams(Settings):
         None,
         (Numbers(0, 1e4, optional=True), "a number from 0 (greedy) up"),
         "--temp",
-        fallback=0.8,
         page="Temperature",
         metavar="T",
         help="0 is greedy [the model's, else 0.8]",
@@ -72,7 +69,6 @@ class SamplingParams(Settings):
         None,
         (Numbers(0, whole=True, optional=True), "a whole number; 0 keeps all"),
         "--top-k",
-        fallback=40,
         page="Top k",
         metavar="K",
         help="keep the K best tokens; 0 keeps all [the model's, else 40]",
@@ -81,7 +77,6 @@ class SamplingParams(Settings):
         None,
         (Numbers(1e-9, 1, optional=True), "a number above 0 and at most 1"),
         "--top-p",
-        fallback=0.95,
         page="Top p",
         metavar="P",
         help="keep the best tokens that together have probability P [the model's, else 0.95]",
@@ -90,7 +85,6 @@ class SamplingParams(Settings):
         None,
         (Numbers(0, 1, optional=True), "a number from 0 to 1"),
         "--min-p",
-        fallback=0.05,
         page="Min p",
         metavar="P",
         help="drop tokens less likely than P times the best [the model's, else 0.05]",
@@ -118,7 +112,6 @@ class SamplingParams(Settings):
         None,
         (Numbers(1e-3, 1e3, optional=True), "a positive number; 1 is off"),
         "--repeat-penalty",
-        fallback=1.0,
         json=("repetition_penalty", "repeat_penalty"),
         page="Repeat penalty",
         metavar="X",
@@ -143,7 +136,6 @@ class SamplingParams(Settings):
         None,
         (Numbers(0, 1e3, optional=True), "a number from 0 (off) to 1000"),
         "--dry-multiplier",
-        fallback=0.0,
         page="Repeats (DRY)",
         metavar="X",
         help="DRY: subtract X · base^n from a token that would continue a repetition n tokens longer than allowed; "
@@ -166,7 +158,6 @@ class SamplingParams(Settings):
             "a whole number; 0 is off, -1 the whole context, -2 the answer alone",
         ),
         "--dry-penalty-last-n",
-        fallback=-1,
         metavar="N",
         help="last tokens that DRY looks at; 0 is off, -1 all of the context, -2 the answer alone "
         "[the model's, else -1]",
@@ -175,7 +166,6 @@ class SamplingParams(Settings):
         None,
         (lambda value: value is None or limits.is_stop_list(value), _TEXTS),
         "--dry-sequence-breaker",
-        fallback=("\n", ":", '"', "*"),
         metavar="TEXT",
         text=True,
         help="text across which DRY sees no repetitions; may be repeated "
@@ -297,8 +287,6 @@ class SamplingParams(Settings):
 
 OPTIONS = {option.name: option.metadata for option in fields(SamplingParams)}  # field → what `option` says of it
 SAMPLING: limits.Limits = {name: option["valid"] for name, option in OPTIONS.items()}
-# Field that may be None → its value where neither the request nor the model's files name one.
-FALLBACKS = {name: option["fallback"] for name, option in OPTIONS.items() if option["fallback"] is not None}
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.cli.commands import note
 from polarlm.engine.outputs import Completion, fold
-from polarlm.engine.params import FALLBACKS
 from polarlm.engine.sampling.constraints import WORD, mask_words
+from polarlm.engine.sampling.sample import FALLBACKS
 
 try:
     from lm_eval.api.instance import Instance

@@ -13,8 +13,7 @@ struct __align__(16) Params {
     double presence, frequency;
 };
 
-// The options of the samplers besides top-k, top-p, min-p and temperature, by name. xtc_probability: 1 if XTC drops
-// tokens, else 0.
+// The options of the samplers that are off by default, by name. xtc_probability: whether XTC drops tokens.
 struct __align__(16) Shape {
     float SHAPE;
 };

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from polarlm.engine.errors import EngineError, shown
 from polarlm.engine.outputs import TokenLogprob
-from polarlm.engine.params import FALLBACKS, OPTIONS, SamplingParams
+from polarlm.engine.params import OPTIONS, SamplingParams
 from polarlm.engine.sampling.constraints import allowed_bits
 from polarlm.model_loaders import elementary
 from polarlm.model_loaders.config import GenerationDefaults
@@ -26,22 +27,20 @@ NOT_FINITE = "The model's output is not finite: its weights are damaged or not m
 CHAIN = ("penalties", "dry", "top_n_sigma", "top_k", "top_p", "min_p", "xtc", "temperature")
 """The samplers in order, which is llama.cpp's, under llama-server's names."""
 
-SHAPES = {name: [row for row in OPTIONS if row.startswith(name)] for name in CHAIN[2:] if name not in FALLBACKS}
-"""Those that are off unless a request asks for them → their options. One is on if its first option is above 0."""
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Sampling(SamplingParams):
     """SamplingParams with every default filled in, a probability of 0 if XTC is off, and what the model's files ban."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repeat_penalty: float
-    dry_multiplier: float
-    dry_penalty_last_n: int
-    dry_sequence_breakers: tuple[str, ...]
+    # The values where neither the request nor the model's files name one.
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    dry_multiplier: float = 0.0
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     banned_first: tuple[int, ...] = ()
     banned_sequences: tuple[tuple[int, ...], ...] = ()
 
@@ -69,6 +68,11 @@ class Sampling(SamplingParams):
         return (uniform - chance) / (1 - chance), False
 
 
+FALLBACKS = {name: getattr(Sampling, name) for name in OPTIONS if name in vars(Sampling)}
+SHAPES = {name: [row for row in OPTIONS if row.startswith(name)] for name in CHAIN[2:] if name not in FALLBACKS}
+"""Samplers that are off unless a request asks for them → their options. One is on if its first option is above 0."""
+
+
 def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: int | None = None) -> Sampling:
     """`params` with every None filled in from the model's generation config, or else the engine's defaults. Raises
     EngineError on a token id of `vocab_size` or more."""
@@ -77,10 +81,8 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: in
         if unknown_token is not None:
             raise EngineError(f"{name} names token {shown(unknown_token)}, but the vocabulary has {vocab_size}")
     bans = {token: -math.inf for token in defaults.banned if vocab_size is None or token < vocab_size}
-    fallbacks = {**FALLBACKS, **defaults.sampling, **({"temperature": 0.0} if defaults.greedy else {})}
-    values: dict[str, Any] = {
-        name: fallbacks.get(name) if value is None else value for name, value in vars(params).items()
-    }
+    values: dict[str, Any] = {**defaults.sampling, **({"temperature": 0.0} if defaults.greedy else {})}
+    values |= {name: value for name, value in vars(params).items() if value is not None}
     values["logit_bias"] = {**params.logit_bias, **bans}
     if params.xtc_threshold > 0.5:  # XTC is off
         values["xtc_probability"] = 0.0
@@ -117,12 +119,10 @@ class SamplerInput:
     allowed: np.ndarray | None = None  # (ceil(vocabulary / 32),) uint32: bit v % 32 of word v // 32 allows token v
 
 
-_GREEDY = resolve(SamplingParams(temperature=0), GenerationDefaults())
-
-
+@cache
 def greedy(vocabulary: int) -> SamplerInput:
     """The inputs of drawing the most likely token."""
-    return SamplerInput(_GREEDY, (), 0.0, vocabulary)
+    return SamplerInput(Sampling(temperature=0), (), 0.0, vocabulary)
 
 
 Sampled = int | TokenLogprob | EngineError  # with log-probabilities if requested; the error if none can be chosen
@@ -169,10 +169,7 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
             best = -1
     if best < 0:
         raise EngineError(NOT_FINITE, "model_damaged")
-    logits = _adjust(raw, sampling, sampler_input.recent)
-    if sampler_input.dry is not None:
-        logits = logits.copy()
-        logits[sampler_input.dry.ids] -= sampler_input.dry.amounts
+    logits = _adjust(raw, sampler_input)
     tokens = None  # the allowed ones: finding the best of these is ten times as fast as of all with the others at -inf
     if sampler_input.allowed is not None:
         tokens = np.flatnonzero(allowed_bits(sampler_input.allowed, sampler_input.vocabulary))
@@ -181,12 +178,12 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
         best = int(logits.argmax()) if len(logits) else -1
         if best < 0 or logits[best] == -math.inf:
             raise nothing_left(sampler_input)
-    if sampling.is_greedy:
-        return best if tokens is None else int(tokens[best])
-    candidates = Candidates(np.arange(len(logits)) if tokens is None else tokens, logits, np.empty(0))
-    for name in CHAIN[2:]:
-        candidates = getattr(candidates, name)(sampling, sampler_input.uniform)
-    return int(candidates.ids[0])
+    if not sampling.is_greedy:
+        candidates = Candidates(logits)
+        for name in CHAIN[2:]:
+            candidates = getattr(candidates, name)(sampling, sampler_input.uniform)
+        best = int(candidates.places[0])
+    return best if tokens is None else int(tokens[best])
 
 
 def nothing_left(sampler_input: SamplerInput) -> EngineError:
@@ -198,9 +195,10 @@ def nothing_left(sampler_input: SamplerInput) -> EngineError:
     return EngineError(f"The request's constraint{hint} bans every token that could come next")
 
 
-def _adjust(logits: np.ndarray, sampling: Sampling, recent: Sequence[int]) -> np.ndarray:
-    """The logits with bias and penalties; a copy if there are any."""
-    if sampling.is_plain and not sampling.logit_bias:
+def _adjust(logits: np.ndarray, sampler_input: SamplerInput) -> np.ndarray:
+    """The logits with bias, penalties and DRY; a copy if there are any."""
+    sampling, recent, dry = sampler_input.sampling, sampler_input.recent, sampler_input.dry
+    if sampling.is_plain and not sampling.logit_bias and dry is None:
         return logits
     logits = logits.copy()
     for token, bias in sampling.logit_bias.items():
@@ -210,21 +208,23 @@ def _adjust(logits: np.ndarray, sampling: Sampling, recent: Sequence[int]) -> np
         changed, penalty = logits[ids], sampling.repeat_penalty
         changed = np.where(changed > 0, changed / penalty, changed * penalty)
         logits[ids] = changed - counts * sampling.frequency_penalty - sampling.presence_penalty
+    if dry is not None:
+        logits[dry.ids] -= dry.amounts
     return logits
 
 
 class Candidates(NamedTuple):
-    """Tokens that may be drawn, by id until top-k has sorted them: the largest logit first, equal ones by id.
+    """Tokens that may be drawn, by id until top-k sorts them: the largest logit first, equal ones by id.
 
     A method for each sampler of `CHAIN` after DRY returns those that it keeps; `temperature` keeps one.
     """
 
-    ids: np.ndarray  # (n,)
     logits: np.ndarray  # (n,) float32; sorted ones float64
-    probabilities: np.ndarray  # (n,) float64, of a token among all that top-k kept; none before
+    places: np.ndarray = np.empty(0, np.int64)  # (n,) where they were in the row; none if these are all of it
+    probabilities: np.ndarray = np.empty(0)  # (n,) of sorted ones, float64: among all that top-k keeps
 
     def between(self, first: int, end: int) -> Candidates:
-        return Candidates(self.ids[first:end], self.logits[first:end], self.probabilities[first:end])
+        return Candidates(self.logits[first:end], self.places[first:end], self.probabilities[first:end])
 
     def top_n_sigma(self, sampling: Sampling, _: float) -> Candidates:
         if sampling.top_n_sigma <= 0:
@@ -232,15 +232,16 @@ class Candidates(NamedTuple):
         deviation = self.logits[self.logits > -math.inf].std(dtype=np.float64)
         least = float(self.logits.max()) - sampling.top_n_sigma * deviation
         kept = np.flatnonzero(self.logits.astype(np.float64) >= least)
-        return self._replace(ids=self.ids[kept], logits=self.logits[kept])
+        return Candidates(self.logits[kept], kept)
 
     def top_k(self, sampling: Sampling, _: float) -> Candidates:
         best = _best(self.logits, sampling.top_k)
         logits = self.logits[best].astype(np.float64)
-        if sampling.xtc_probability:  # XTC may leave the last one alone
+        if sampling.xtc_probability > 0:  # XTC may leave the last one alone
             logits = logits[logits > -math.inf]
         weights = elementary.exp(logits - logits[0])
-        return Candidates(self.ids[best[: len(logits)]], logits, weights / weights.sum())
+        places = self.places[best] if len(self.places) else best
+        return Candidates(logits, places[: len(logits)], weights / weights.sum())
 
     def top_p(self, sampling: Sampling, _: float) -> Candidates:
         if sampling.top_p == 1:
@@ -256,7 +257,7 @@ class Candidates(NamedTuple):
         if not sampling.xtc(uniform)[1]:
             return self
         least = sampling.xtc_threshold * self.probabilities.sum()
-        return self.between(max(0, int(np.count_nonzero(self.probabilities >= least)) - 1), len(self.ids))
+        return self.between(max(0, int(np.count_nonzero(self.probabilities >= least)) - 1), len(self.logits))
 
     def temperature(self, sampling: Sampling, uniform: float) -> Candidates:
         drawn = 0

@@ -82,7 +82,7 @@ ON_HOST = re.compile(r"(repeat_last_n|dry.*)$")
 def test_every_field_reaches_the_device_or_is_worked_out_on_the_host() -> None:
     """A sampling option that the table lacks would have no effect on a GPU."""
     penalties = {"repeat_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "logit_bias": {3: 1.0}}
-    chain = resolve(SamplingParams(**penalties, top_n_sigma=1.0, xtc_probability=0.5), GenerationDefaults())
+    chain = Sampling(**penalties, top_n_sigma=1.0, xtc_probability=0.5)
 
     def packed(one: Sampling) -> bytes:
         return pack_sampler_inputs([SamplerInput(one, [5], 0.2, V)]).table.tobytes()

@@ -13,10 +13,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine import SamplingParams, TokenLogprob, Usage
-from polarlm.engine.params import FALLBACKS, OPTIONS
+from polarlm.engine.params import OPTIONS
 from polarlm.engine.parsing.pieces import Answer, Piece
 from polarlm.engine.requests.prompts import chat_text
-from polarlm.engine.sampling.sample import CHAIN, most_tokens, resolve
+from polarlm.engine.sampling.sample import CHAIN, FALLBACKS, most_tokens, resolve
 from polarlm.engine.version import release
 from polarlm.model_loaders import Model
 from polarlm.server.http.bodies import Endpoints
