@@ -150,7 +150,7 @@ STEP = (
     ("backends/numpy/attention.py", "attend_sequence", "read_blocks", "attention over codes and full-precision blocks"),
     ("codecs/parts/pair_codec.py", "PairCodec.dequantize", "PairCodec.dequantize", "codes become pairs of values"),
     ("model/layers/gated_mlp.py", "GatedMLP.add", "GatedMLP.add", "the feed-forward network"),
-    ("sampling/sample.py", "sample_all", "_adjust", "logits become a token"),
+    ("sampling/sample.py", "sample_all", "Candidates", "logits become a token"),
     ("state/store.py", "KVStore.commit_steps", "KVStore._encode_filled", "the token counts, an old block is encoded"),
     ("requests/request.py", "Request.take", "Request._take", "the token becomes text"),
 )

@@ -143,7 +143,7 @@ def in_words(params: SamplingParams, defaults: GenerationDefaults) -> str:
     files."""
     from polarlm.engine.sampling.sample import most_tokens, resolve
 
-    values = vars(params) | vars(resolve(params, defaults))
+    values = {**vars(resolve(params, defaults))}
     values |= {"max_tokens": most_tokens(params, defaults), "logit_bias": params.logit_bias}  # without the model's bans
     words = ((_FLAGS[name].removeprefix("--"), _in_word(values[name])) for name in _FLAGS)
     return ", ".join(f"{name} {value}" for name, value in words if value)

@@ -186,15 +186,6 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
     return best if tokens is None else int(tokens[best])
 
 
-def nothing_left(sampler_input: SamplerInput) -> EngineError:
-    """The error of a draw in which every token is banned."""
-    if sampler_input.allowed is None:
-        return EngineError("logit_bias bans every token that could come next")
-    more = ", together with logit_bias, min_tokens and the tokens that the model's files ban,"
-    hint = more if sampler_input.sampling.logit_bias else ""
-    return EngineError(f"The request's constraint{hint} bans every token that could come next")
-
-
 def _adjust(logits: np.ndarray, sampler_input: SamplerInput) -> np.ndarray:
     """The logits with bias, penalties and DRY; a copy if there are any."""
     sampling, recent, dry = sampler_input.sampling, sampler_input.recent, sampler_input.dry
@@ -277,6 +268,15 @@ def _best(logits: np.ndarray, count: int) -> np.ndarray:
     larger = np.flatnonzero(logits > least)
     ids: np.ndarray = np.sort(np.concatenate([larger, np.flatnonzero(logits == least)[: count - len(larger)]]))
     return ids[np.argsort(-logits[ids], kind="stable")]
+
+
+def nothing_left(sampler_input: SamplerInput) -> EngineError:
+    """The error of a draw in which every token is banned."""
+    if sampler_input.allowed is None:
+        return EngineError("logit_bias bans every token that could come next")
+    more = ", together with logit_bias, min_tokens and the tokens that the model's files ban,"
+    hint = more if sampler_input.sampling.logit_bias else ""
+    return EngineError(f"The request's constraint{hint} bans every token that could come next")
 
 
 # -- log-probabilities -------------------------------------------------------------------------------------------
