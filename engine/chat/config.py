@@ -141,10 +141,9 @@ def with_parameter(params: SamplingParams, name: str, value: str) -> SamplingPar
 def in_words(params: SamplingParams, defaults: GenerationDefaults) -> str:
     """The parameters as `/set` takes them, with the values in force: "temp 0, top-k 40". defaults: of the model's
     files."""
-    from polarlm.engine.sampling.sample import most_tokens, resolve
+    from polarlm.engine.sampling.sample import resolve
 
-    values = {**vars(resolve(params, defaults))}
-    values |= {"max_tokens": most_tokens(params, defaults), "logit_bias": params.logit_bias}  # without the model's bans
+    values = {**vars(resolve(params, defaults)), "logit_bias": params.logit_bias}  # without the model's bans
     words = ((_FLAGS[name].removeprefix("--"), _in_word(values[name])) for name in _FLAGS)
     return ", ".join(f"{name} {value}" for name, value in words if value)
 

@@ -22,7 +22,7 @@ from polarlm.engine.outputs import Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.sampling.channel_reader import ChannelReader, Inline
 from polarlm.engine.sampling.repeats import Repeats
-from polarlm.engine.sampling.sample import most_tokens, resolve
+from polarlm.engine.sampling.sample import resolve
 from polarlm.engine.storage.sessions import Progress
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.model_loaders.errors import LoadError
@@ -343,7 +343,7 @@ def why_it_ended(turn: Turn, params: SamplingParams, defaults: GenerationDefault
         )
     if turn.finish_reason != "length":
         return None
-    if 0 <= (most := most_tokens(params, defaults)) <= len(turn.token_ids):
+    if 0 <= (most := resolve(params, defaults).max_tokens) <= len(turn.token_ids):
         model_limit = "answers of this model have; /set predict N, or -n/--predict N, allows more"
         whose = model_limit if params.max_tokens is None else "-n/--predict allows"
         return f"The answer ends here: it has the {counted(most, 'token')} that {whose}."

@@ -26,7 +26,7 @@ from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence, Unit
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import AnswerStops, Detokenizer
-from polarlm.engine.sampling.sample import Sampled, Sampling, most_tokens, resolve
+from polarlm.engine.sampling.sample import Sampled, Sampling, resolve
 from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.store import RowAdapter, SequenceKV
 from polarlm.engine.storage.copies import Snapshot
@@ -147,10 +147,10 @@ class Request(Submission):
         for sentence in submission.warnings:
             _log_once(sentence)
         positions, options, room = submission.image_positions, submission.options, context - len(submission.ids)
-        most = most_tokens(submission.params, model.generation)
+        sampling = resolve(submission.params, model.generation, model.vocabulary.stop)
         sequence = TokenSequence(
             tuple(submission.ids),
-            room if most < 0 else min(most, room),
+            room if sampling.max_tokens < 0 else min(sampling.max_tokens, room),
             text_from=positions.images[-1].stop if positions else 0,
             priority=options.priority,
             in_background=submission.in_background,
@@ -158,7 +158,7 @@ class Request(Submission):
         request = cls(
             **vars(submission),
             sequence=sequence,
-            sampling=resolve(submission.params, model.generation, model.vocabulary.stop),
+            sampling=sampling,
             tokenizer=model.tokenizer,
             vocabulary=model.vocabulary,
         )
@@ -173,7 +173,7 @@ class Request(Submission):
         if not self.params.ignore_eos:
             self._end_ids |= self.tokenizer.eos_ids
         limits = self._end_ids, self.tokenizer, self.vocabulary, self.constraint
-        self.sampler = Sampler(self.sequence, self.params, self.sampling, *limits)
+        self.sampler = Sampler(self.sequence, self.sampling, *limits)
         self.reads_prompt = self.options.pooling is not None or self.params.prompt_logprobs is not None
         """Whether the hidden states of the whole prompt are needed."""
         self.begins_ahead = self.params.logprobs is None

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from polarlm.engine.params import SamplingParams
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint, checked_mask, only_token
 from polarlm.engine.sampling.dry import Dry
@@ -26,20 +25,19 @@ class Sampler:
     def __init__(
         self,
         sequence: TokenSequence,
-        params: SamplingParams,
         sampling: Sampling,
         ends: Collection[int],
         tokenizer: Tokenizer,
         vocabulary: range,
         constraint: Constraint | None,
     ) -> None:
-        """sampling: `params` with the model's defaults filled in. ends: tokens that end the answer."""
-        self._sequence, self._params, self._sampling = sequence, params, sampling
+        """ends: tokens that end the answer."""
+        self._sequence, self._sampling = sequence, sampling
         self._vocabulary, self._constraint = vocabulary.stop, constraint
         bans = {token: -math.inf for token in ends if token in vocabulary}
         self._sampling_without_ends = replace(sampling, logit_bias={**sampling.logit_bias, **bans})
-        self._is_constant = not (params.min_tokens or sampling.banned_first or sampling.banned_sequences)
-        self._window = 0 if sampling.is_plain else params.repeat_last_n  # penalised tokens
+        self._is_constant = not (sampling.min_tokens or sampling.banned_first or sampling.banned_sequences)
+        self._window = 0 if sampling.is_plain else sampling.repeat_last_n  # penalised tokens
         self._numbers: deque[float] = deque()  # random numbers drawn in advance, for the next tokens in order
         self._mask: np.ndarray | None = None  # the next token's, if `_has_mask`; None if all tokens are allowed
         self._has_mask = constraint is None
@@ -60,7 +58,7 @@ class Sampler:
     @cached_property
     def _rng(self) -> np.random.Generator:
         """Made for the first token: requests for vectors have none, and entropy of the system takes a while."""
-        return np.random.default_rng(None if self._params.seed < 0 else self._params.seed)
+        return np.random.default_rng(None if self._sampling.seed < 0 else self._sampling.seed)
 
     def next(self, after: Sequence[int] = ()) -> SamplerInput:
         """Return the sampler input of the next token. Raises whatever the constraint raises. after: tokens before it
@@ -75,12 +73,12 @@ class Sampler:
             self._numbers += self._rng.random(_AT_ONCE).tolist()
         sampling = self._sampling if self._is_constant else self._sampling_after(after)
         allowed = self._mask if self._has_mask else self._allowed_tokens()
-        numbers, logprobs = self._numbers, self._params.logprobs
+        numbers, logprobs = self._numbers, self._sampling.logprobs
         return SamplerInput(sampling, recent, numbers[count], self._vocabulary, logprobs, dry, allowed)
 
     def only_token(self) -> int | None:
         """Return the next token if the constraint allows only one; None if it must be sampled or none is allowed."""
-        if self._constraint is None or self._params.logprobs is not None:
+        if self._constraint is None or self._sampling.logprobs is not None:
             return None
         mask = self._allowed_tokens()
         token = None if mask is None else only_token(mask, self._vocabulary)
@@ -96,7 +94,7 @@ class Sampler:
 
     def _sampling_after(self, after: Sequence[int] = ()) -> Sampling:
         generated = self._sequence.generated + len(after)
-        sampling = self._sampling if generated >= self._params.min_tokens else self._sampling_without_ends
+        sampling = self._sampling if generated >= self._sampling.min_tokens else self._sampling_without_ends
         bans = sampling.banned_first if generated == 0 else ()
         if sampling.banned_sequences:
             ids = [*self._sequence.ids[-max(map(len, sampling.banned_sequences)) :], *after]

@@ -33,6 +33,7 @@ class Sampling(SamplingParams):
     """SamplingParams with every default filled in, a probability of 0 if XTC is off, and what the model's files ban."""
 
     # The values where neither the request nor the model's files name one.
+    max_tokens: int = -1  # no limit
     temperature: float = 0.8
     top_k: int = 40
     top_p: float = 0.95
@@ -81,17 +82,13 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: in
         if unknown_token is not None:
             raise EngineError(f"{name} names token {shown(unknown_token)}, but the vocabulary has {vocab_size}")
     bans = {token: -math.inf for token in defaults.banned if vocab_size is None or token < vocab_size}
-    values: dict[str, Any] = {**defaults.sampling, **({"temperature": 0.0} if defaults.greedy else {})}
+    values: dict[str, Any] = {"max_tokens": defaults.max_tokens, **defaults.sampling}
+    values |= {"temperature": 0.0} if defaults.greedy else {}
     values |= {name: value for name, value in vars(params).items() if value is not None}
     values["logit_bias"] = {**params.logit_bias, **bans}
     if params.xtc_threshold > 0.5:  # XTC is off
         values["xtc_probability"] = 0.0
     return Sampling(**values, banned_first=defaults.banned_first, banned_sequences=defaults.banned_sequences)
-
-
-def most_tokens(params: SamplingParams, defaults: GenerationDefaults) -> int:
-    """The most tokens of an answer: as the request says, else as the model's files do; -1 for no limit."""
-    return defaults.max_tokens if params.max_tokens is None else params.max_tokens
 
 
 class Penalties(NamedTuple):

@@ -24,7 +24,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.outputs import CacheStats, Chunk, Status, Threads, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.engine.sampling.sample import most_tokens
+from polarlm.engine.sampling.sample import resolve
 from polarlm.engine.storage.sessions import Session
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.model_loaders.config import GenerationDefaults
@@ -103,7 +103,7 @@ class FakeEngine:
             for number, word in enumerate(words):
                 if said == "slow":
                     time.sleep(0.01)
-                if number == most_tokens(params, self.model.generation):
+                if number == resolve(params, self.model.generation).max_tokens:
                     yield self._last("length", number)
                     return
                 token = 100 + number if said != "loop" else len(word)

@@ -15,10 +15,9 @@ from polarlm.model_loaders.config import GenerationDefaults
 
 def test_they_are_the_seeds_in_order() -> None:
     """However many are drawn at once, and however far ahead of the newest token."""
-    params, drawn = SamplingParams(seed=7), np.random.default_rng(7)
+    sampling, drawn = resolve(SamplingParams(seed=7), GenerationDefaults()), np.random.default_rng(7)
     wanted = [drawn.random() for _ in range(120)]
-    sampling = resolve(params, GenerationDefaults())
-    sampler = Sampler(TokenSequence((1,), 200), params, sampling, (), SimpleNamespace(), range(10), None)
+    sampler = Sampler(TokenSequence((1,), 200), sampling, (), SimpleNamespace(), range(10), None)
     for number in range(100):
         if number % 7 != 3:  # else its token is forced
             ahead = number % 3

@@ -16,7 +16,7 @@ from polarlm.engine import SamplingParams, TokenLogprob, Usage
 from polarlm.engine.params import OPTIONS
 from polarlm.engine.parsing.pieces import Answer, Piece
 from polarlm.engine.requests.prompts import chat_text
-from polarlm.engine.sampling.sample import CHAIN, FALLBACKS, most_tokens, resolve
+from polarlm.engine.sampling.sample import CHAIN, FALLBACKS, resolve
 from polarlm.engine.version import release
 from polarlm.model_loaders import Model
 from polarlm.server.http.bodies import Endpoints
@@ -285,7 +285,7 @@ def generation_settings(model: Model, params: SamplingParams, context: int) -> d
     return {
         "n_ctx": context,
         **{name: getattr(sampling if name in FALLBACKS else params, name) for name in EXTENSIONS if name in OPTIONS},
-        **dict.fromkeys(("n_predict", "max_tokens"), most_tokens(params, model.generation)),
+        **dict.fromkeys(("n_predict", "max_tokens"), sampling.max_tokens),
         "logit_bias": [[token, bias if abs(bias) < 1e9 else False] for token, bias in params.logit_bias.items()],
         "n_probs": params.logprobs or 0,
         "samplers": list(CHAIN),

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from polarlm.engine import EngineError
 from polarlm.engine.parsing.pieces import Piece
-from polarlm.engine.sampling.sample import most_tokens
+from polarlm.engine.sampling.sample import resolve
 from polarlm.server.http.dialects._response_events import (
     NameFields,
     ResponseWriter,
@@ -96,7 +96,7 @@ class Responses(Endpoint):
         logprobs = None if params.logprobs is None else ChatLogprobs(info.model.tokenizer)
         repeated_fields = {
             "instructions": body.get("instructions"),
-            "max_output_tokens": None if (most := most_tokens(params, info.model.generation)) < 0 else most,
+            "max_output_tokens": None if (most := resolve(params, info.model.generation).max_tokens) < 0 else most,
             "metadata": _metadata(body.get("metadata", {})),
             "parallel_tool_calls": flag("parallel_tool_calls", body.get("parallel_tool_calls", True)),
             "temperature": params.temperature,
