@@ -116,7 +116,7 @@ class Embedding:
 
     vector: np.ndarray  # (E,) float32, of length 1
     usage: Usage
-    warnings: tuple[str, ...] = ()  # as in the last chunk
+    warnings: tuple[str, ...] = ()  # see `Completion`
 
 
 def fold(chunks: Iterable[Chunk]) -> Completion:
