@@ -333,13 +333,16 @@ class PromptRows(Rows):
         """The last row of each span."""
         return np.cumsum([span.count for span in self._spans]) - 1
 
-    def cut_for(self, ops: Ops, added: Array | None) -> None:
-        """Make the chunks for layers of a device. added: see `Inputs.added`."""
+    def compute(
+        self, ops: Ops, layers: Iterable[tuple[int, DecoderLayer]], x: Array, added: Array | None
+    ) -> Generator[tuple[int, Chunk]]:
+        """Compute the layers of a device, in chunks for it. added: see `Inputs.added`."""
         self._ops, (ropes, adapters) = ops, self._tables
         tables = [tuple(map(ops.to_device, table)) for table in ropes]
         routing = None if adapters is None else Routing(*map(ops.to_device, adapters))
         inputs = [self._part(rows, tables, routing, added) for rows in self._slices]
         self.chunks[:] = map(self._chunk, self._slices, inputs)
+        yield from compute(layers, x, self)
 
     @staticmethod
     def _part(rows: slice, tables: Sequence[Any], adapters: Routing | None, added: Array | None) -> Inputs:

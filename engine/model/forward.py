@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.kv import HeadTransform, Norm, PreparedTransform, Spans
+from polarlm.engine.backends.kv import HeadTransform, Norm, PreparedTransform
 from polarlm.engine.backends.ops import Array, ExpertCache, Fusion, Ops, PeerArray
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import row_adapters
@@ -42,9 +42,8 @@ from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.model.vision_encoders import ImagePart, ImageReader, read_images
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, SamplerInput
 from polarlm.engine.state.image_positions import IMAGE_IDS
-from polarlm.engine.state.kv_blocks import KVBlocks
-from polarlm.engine.state.layer_state import TableVersion
-from polarlm.engine.state.positions import positions, rope_positions
+from polarlm.engine.state.positions import rope_positions
+from polarlm.engine.state.step_spans import StepSpans
 from polarlm.engine.state.store import KVStore, SequenceKV, Span
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Attention, LatentAttention, ModelConfig
@@ -167,9 +166,8 @@ class Transformer:
         for number, (ops, numbers) in enumerate(self._stages):
             if number:
                 x = ops.to_device(PeerArray(x, self._stages[number - 1].ops))
-            prompt.cut_for(ops, added)
             layers = [(one, self._layers[one]) for one in numbers if one <= prompt.last]
-            for layer, chunk in compute(layers, x, prompt):
+            for layer, chunk in prompt.compute(ops, layers, x, added):
                 count = chunk.rows.stop - chunk.rows.start
                 done += count
                 is_end = layer == prompt.last and chunk.rows.stop == len(x)
@@ -336,27 +334,3 @@ def table_rows(table: Matrix, numbers: Sequence[int] | np.ndarray) -> np.ndarray
             f"The model has no row {strays[0]} in a table of {table.shape[0]:,}: send fewer or other tokens"
         )
     return ids.astype(np.int32)
-
-
-class StepSpans:
-    """Makes the spans of a store's steps. Where a sequence has the blocks of the last step, its row is from there."""
-
-    def __init__(self, store: KVStore) -> None:
-        self._store = store
-        self._last: tuple[dict[TableVersion | None, int], list[Spans]] = {}, [None] * len(store.groups)
-
-    def __call__(self, spans: Sequence[Span]) -> tuple[Spans, ...]:
-        """Return what `KVStore.spans` does for all rows."""
-        store, at, next_spans, result = self._store, positions(spans), self._store.ops.next_spans, list[Spans]()
-        if next_spans is None or len(at) > len(spans):
-            return tuple(store.spans(spans, slice(0, len(at))))
-        tables = [None if span.reservations else span.sequence.table_version for span in spans]
-        rows, last = self._last
-        last_rows = [rows.get(table, -1) for table in tables]
-        for group, last_spans in zip(store.groups, last, strict=True):
-            is_kv, layer, n = isinstance(group, KVBlocks), group.layers[0], store.shape.block_size
-            new = [(row, spans[row]) for row, last_row in enumerate(last_rows) if last_row < 0 or not is_kv]
-            views = {row: store.view(layer, span, slice(row, row + 1), span.start) for row, span in new}
-            result.append(next_spans(last_spans, last_rows, views, at, n) if is_kv else group.spans([*views.values()]))
-        self._last = {one: row for row, one in enumerate(tables) if one is not None}, result
-        return tuple(result)

@@ -185,13 +185,16 @@ class Batches:
         one with a step, they are computed one by one: what fails a request harms nobody else.
         """
         try:
-            with self._abort_on_error(batch):
-                self._compute(batch)
-                if batch.fetch is None:
-                    return  # chunks are left
-                self._commit(batch)
-        except Exception:
-            if batch.chunks is None or len(batch.rows) == 1:
+            self._compute(batch)
+            if batch.fetch is None:  # chunks are left
+                self.prefill = batch
+                self._scheduler.admit(batch.active[0].request.sequence)
+                return
+            self._commit(batch)
+        except BaseException as error:
+            for span in _spans(batch.rows):
+                self._store.abort(span)
+            if not isinstance(error, Exception) or batch.chunks is None or len(batch.rows) == 1:
                 raise
             self._model.ops.check()
             self.prefill = None
@@ -253,10 +256,10 @@ class Batches:
         for request, sequence in [(rows.request, rows.request.sequence) for rows in active if rows.is_prompt]:
             if request.kv is not None and request.kv.length == max(len(sequence.prompt), len(sequence.ids) - 1):
                 self._scheduler.end_prefill(sequence)
-        if batch is self.prefill:
+        if batch.chunks is not None:
             self.prefill = None
-            if batch.reader is not None:
-                batch.rows[0].request.outbox.append(batch.reader.chunk())
+        if batch.reader is not None:
+            batch.rows[0].request.outbox.append(batch.reader.chunk())
 
     def _draft(self, requests: Sequence[Request]) -> dict[Request, Sequence[int]]:
         """Return drafted tokens to verify after the newest one of each request, at most as many as fit into its current
@@ -311,10 +314,8 @@ class Batches:
         return None
 
     def _take(self, batch: Batch, fetch: Fetch) -> None:
-        tokens, began = _last_tokens(batch, fetch.wait()), self._timer.tokens_arrived()
-        prompts, damaged = batch.prompts, batch.damaged
-        for rows in prompts:
-            rows.request.clock.lap()
+        tokens, prompts, damaged = _last_tokens(batch, fetch.wait()), batch.prompts, batch.damaged
+        began = self._timer.tokens_arrived([rows.request for rows in prompts])
         if prompts:
             self._patience.record_prefill(sum(len(rows.ids) for rows in prompts), prompts[0].request.clock.prefill)
         for rows, token in zip(batch.rows, tokens, strict=True):
@@ -342,9 +343,9 @@ class Batches:
     # -- prompts -----------------------------------------------------------------------------------------------
 
     def open_prompts(self, requests: Sequence[Request], running: Sequence[Request] = ()) -> Batch:
-        """Open rows for the prompts of the first requests as their plans say, which are `prefill` until all are
-        computed, and for a step of the running ones, without drafts, if there is room for all. Raises OutOfBlocks if
-        there is no room for the first request, and MemoryError if there is no memory for its buffers."""
+        """Open rows for the prompts of the first requests as their plans say, and for a step of the running ones,
+        without drafts, if there is room for all. Raises OutOfBlocks if there is no room for the first request, and
+        MemoryError if there is no memory for its buffers."""
         batch, first = Batch(), requests[0]
         try:
             spans = self._open_spans(requests)
@@ -357,8 +358,7 @@ class Batches:
                 batch.rows += self._open_running(running)
         if batch.rows[1:]:
             self._timer.add(*(rows.request for rows in batch.rows[1:]))
-        self._scheduler.admit(first.sequence)
-        self.prefill, batch.reader = batch, first.reader() if first.reads_prompt else None
+        batch.reader = first.reader() if first.reads_prompt else None
         batch.chunks = self._chunks(batch)
         return batch
 

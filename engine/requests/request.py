@@ -357,9 +357,9 @@ class UnitTimer:
         for request in requests:
             request.clock.begin(prefilling=not request.sequence.generated)
 
-    def tokens_arrived(self) -> float:
-        """Tokens of the unit have arrived. What it took beyond a usual step, a GPU spent on prompts before it. Return
-        when it began without that."""
+    def tokens_arrived(self, prompts: Sequence[Request]) -> float:
+        """Tokens of the unit have arrived, the first ones of `prompts`. What it took beyond a usual step, a GPU spent
+        on prompts before it. Return when it began without that."""
         launched, self.launched = self.launched, []
         if launched and (usual := self._scheduler.usual_step) is not None:
             late = max(0.0, time.perf_counter() - self._began - usual)
@@ -369,6 +369,8 @@ class UnitTimer:
             for request in launched:
                 request.clock.prefill += late / len(launched)
                 self._scheduler.record_time(Unit(True, (request.sequence,)), late / len(launched))
+        for request in prompts:
+            request.clock.lap()
         return self._began
 
     def end(self, unit: Unit) -> None:

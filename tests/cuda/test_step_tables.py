@@ -12,7 +12,7 @@ from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.kv.cache import SpanTable
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.limits import DRAFT_ROWS
-from polarlm.engine.model.forward import StepSpans
+from polarlm.engine.state.step_spans import StepSpans
 from polarlm.engine.state.store import KVStore, SequenceKV
 from tests.cuda.test_model_emulated import N, model_of
 
