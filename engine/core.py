@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.parts import Parts, fit_line, start_line
 from polarlm.engine.model import score
 from polarlm.engine.model.encoder import Encoder
-from polarlm.engine.outputs import CacheStats, Score, Status
+from polarlm.engine.outputs import CacheStats, ExpertStatus, Score, SnapshotStatus, Status
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.encoding import EncoderRunner
 from polarlm.engine.requests.fair_lock import FairLock
@@ -17,6 +18,7 @@ from polarlm.engine.requests.prompts import checked_ids
 from polarlm.engine.requests.runner import Runner
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.sampling.grammars import Grammars
+from polarlm.engine.state.blocks import BlockAllocator
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import identity
 from polarlm.engine.storage.tiers.patience import Patience
@@ -73,12 +75,47 @@ class EngineCore:
     def status(self) -> Status:
         """Counts of requests, blocks and threads."""
         with self._exclusive():
-            return self._runner.status()
+            groups, ops, draft = self._store.groups, self._model.ops, self._drafting.model
+            counted = [group.quantized for group in groups if not group.is_sparse]
+            sparse = [group.quantized for group in groups if group.is_sparse]
+            (size, free, kept), (room, unused, known) = _counts(counted), _counts(sparse)
+            running, threads = self._scheduler.running, ops.threads()
+            cache = self._model.weights.expert_cache
+            if threads is not None:
+                draft_clauses = [] if draft is None else draft.store.numpy_fallbacks()
+                clauses = [*self._store.numpy_fallbacks(), *(f"draft model: {clause}" for clause in draft_clauses)]
+                threads = replace(threads, why="; ".join([threads.why, *clauses]))
+            return Status(
+                running=running,
+                waiting=len(self._runner.requests) - running,
+                prefilling=self._scheduler.prefilling,
+                blocks=size,
+                blocks_used=size - free,
+                blocks_kept=kept,
+                blocks_free=free - kept,
+                threads=threads,
+                backend=ops.backend,
+                tiers=() if self._tiers is None else self._tiers.status(),
+                experts=None if cache is None else ExpertStatus(cache.experts, cache.hits, cache.misses, cache.bytes),
+                blocks_of_largest=max((blocks.size for blocks in counted), default=0),
+                snapshots=SnapshotStatus(room, room - unused, known, self._store.plan.snapshot_bytes)
+                if sparse
+                else None,
+            )
 
     def cache_stats(self) -> CacheStats:
         """Memory of the newest sequence in the KV store."""
         with self._exclusive():
-            return self._runner.cache_stats()
+            newest, shape, context = self._runner.newest, self.cache_shape, self.context
+            return CacheStats(
+                tokens=len(newest.ids),
+                bytes=newest.bytes,
+                bits_per_value=shape.bits_of_text(context),
+                f16_bytes=shape.f16_bytes(len(newest.ids)),
+                context=context,
+                context_bytes=shape.sequence_bytes(context),
+                context_f16_bytes=shape.f16_bytes(context),
+            )
 
     def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
         """Teacher-forced log-probabilities of `ids` (T ≥ 2). Attention reads the cache as it does in steps.
@@ -155,3 +192,8 @@ class EngineCore:
         with self._lock.hold():
             self._parts.close()
             del self._parts, self._model, self._store, self._prefixes, self._runner
+
+
+def _counts(allocators: Sequence[BlockAllocator]) -> tuple[int, int, int]:
+    """The numbers of all blocks, of blocks that no request holds, and of the latter that the cache can find."""
+    return sum(one.size for one in allocators), sum(one.free for one in allocators), sum(one.kept for one in allocators)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.errors import DeviceLost, EngineError
@@ -12,13 +12,12 @@ from polarlm.engine.model.adapters import Loaded, delta_bytes
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.warm_up import recording_warm_ups
 from polarlm.engine.model.weights import with_adapters
-from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
 from polarlm.engine.requests.batches import Batch, Batches
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.prefills import Prefills
 from polarlm.engine.requests.request import Request, UnitTimer
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence, Unit
-from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
+from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
 from polarlm.engine.storage.copies import export
@@ -50,7 +49,7 @@ class Runner:
     ):
         """replayable: compute prompts as rows of steps."""
         self._model, self._store, self._prefixes = model, model.store, prefixes
-        self._scheduler, self._tiers, self._draft = scheduler, tiers, drafting.model
+        self._scheduler, self._tiers = scheduler, tiers
         self.requests: dict[TokenSequence, Request] = {}
         self._lost: DeviceLost | None = None  # why nothing can be computed any more
         self.newest = StoredSequence()
@@ -154,46 +153,6 @@ class Runner:
         model.replace_weights(weights)
         self._warm_ups = recording_warm_ups(model, self._scheduler.parallel)
 
-    def status(self) -> Status:
-        groups = self._store.groups
-        counted = [group.quantized for group in groups if not group.is_sparse]
-        size, free, kept = _counts(counted)
-        sparse = [group.quantized for group in groups if group.is_sparse]
-        room, unused, known = _counts(sparse)
-        running, threads = self._scheduler.running, self._model.ops.threads()
-        cache = self._model.weights.expert_cache
-        if threads is not None:
-            draft_clauses = [] if self._draft is None else self._draft.store.numpy_fallbacks()
-            clauses = [*self._store.numpy_fallbacks(), *(f"draft model: {clause}" for clause in draft_clauses)]
-            threads = replace(threads, why="; ".join([threads.why, *clauses]))
-        return Status(
-            running=running,
-            waiting=len(self.requests) - running,
-            prefilling=self._scheduler.prefilling,
-            blocks=size,
-            blocks_used=size - free,
-            blocks_kept=kept,
-            blocks_free=free - kept,
-            threads=threads,
-            backend=self._model.ops.backend,
-            tiers=() if self._tiers is None else self._tiers.status(),
-            experts=None if cache is None else ExpertStatus(cache.experts, cache.hits, cache.misses, cache.bytes),
-            blocks_of_largest=max((blocks.size for blocks in counted), default=0),
-            snapshots=SnapshotStatus(room, room - unused, known, self._store.plan.snapshot_bytes) if sparse else None,
-        )
-
-    def cache_stats(self) -> CacheStats:
-        newest, shape, context = self.newest, self._store.shape, self._store.plan.tokens
-        return CacheStats(
-            tokens=len(newest.ids),
-            bytes=newest.bytes,
-            bits_per_value=shape.bits_of_text(context),
-            f16_bytes=shape.f16_bytes(len(newest.ids)),
-            context=context,
-            context_bytes=shape.sequence_bytes(context),
-            context_f16_bytes=shape.f16_bytes(context),
-        )
-
     def _is_lost(self) -> bool:
         """Return whether the device works no more, after an error; all requests have failed then."""
         try:
@@ -283,8 +242,3 @@ class Runner:
         self._prefixes.release(kv, ids)
         if self._tiers is not None:
             self._tiers.keep_sequence(root, hashes, ids[:length])
-
-
-def _counts(allocators: Sequence[BlockAllocator]) -> tuple[int, int, int]:
-    """Return the numbers of all blocks, of blocks that no request holds, and of the latter that the cache can find."""
-    return sum(one.size for one in allocators), sum(one.free for one in allocators), sum(one.kept for one in allocators)
