@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -99,15 +99,14 @@ class Transformer:
         self._make_layers(weights)
 
     def _make_layers(self, weights: ModelWeights) -> None:
-        self._work = [partial(self._compute_stage, number) for number in range(len(self._stages))]  # known by identity
-        self._work_by_outputs: dict[int, partial[Any]] = {}  # of the last stage
+        self._work = cache(partial(partial, self._compute_stage))  # what is recorded is known by its identity
         self._head_fusion = Fusion((weights.norm, self.config.norm_eps))
         self._choice = InputChoice(self._ropes, self.store, len(self.config.layers))
         after = self.config.post_norm_eps
         eps = Eps(self.config.norm_eps, self.config.norm_eps if after is None else after)
-        layer_ops, cache, transform = self.ops.layer_ops, self.store.cache, self._transforms.get
+        layer_ops, kv_cache, transform = self.ops.layer_ops, self.store.cache, self._transforms.get
         self._layers = [
-            decoder_layer(layer_ops(number), self.config, eps, w, cache(number), transform(number), number)
+            decoder_layer(layer_ops(number), self.config, eps, w, kv_cache(number), transform(number), number)
             for number, w in enumerate(weights.layers)
         ]
         self._batch_graphs = BatchGraphs(self.ops, self._layers, self._choice, self.config.hidden_size, self._embed)
@@ -119,7 +118,7 @@ class Transformer:
             if head is not None:  # its layers have nothing of the model's own kinds
                 eps = Eps(head.norm_eps, head.norm_eps)
                 for number, w in enumerate(weights.layers[depth:], depth):
-                    parts = w, cache(number), transform(number), number - depth
+                    parts = w, kv_cache(number), transform(number), number - depth
                     self._layers[number] = decoder_layer(layer_ops(number), head, eps, *parts)
             shared = weights.norm, weights.head, self._layers[depth:], self._choice, self._embed
             kind: Any = AssistantLayers if assistant else Eagle3Layer if eagle3 else MtpLayer
@@ -267,18 +266,14 @@ class Transformer:
         *first_stages, last = self._stages
         x, newest = ids, None
         for number, (ops, _) in enumerate(first_stages):
-            hidden = run_graph(ops, name, self._work[number], Inputs(x, ropes, tables, adapters))
+            hidden = run_graph(ops, name, self._work(number, 0), Inputs(x, ropes, tables, adapters))
             x, newest = PeerArray(hidden, ops), ids if sampler_inputs else None
         sampler = last.ops.pack_sampler_inputs(sampler_inputs) if sampler_inputs else None
         mtp = None if self.mtp is None or not self.mtp.has_kv else self.mtp.step_inputs(spans, ids)
-        work = self._work[-1]
-        if outputs:
-            if outputs not in self._work_by_outputs:
-                self._work_by_outputs[outputs] = partial(self._compute_stage, len(first_stages), outputs=outputs)
-            work = self._work_by_outputs[outputs]
+        work = self._work(len(first_stages), outputs)
         return run_graph(last.ops, name, work, Inputs(x, ropes, tables, adapters, None, sampler, newest, mtp))
 
-    def _compute_stage(self, number: int, inputs: Inputs, outputs: int = 0) -> Any:
+    def _compute_stage(self, number: int, outputs: int, inputs: Inputs) -> Any:
         """One stage of a step → hidden states (T, E), or of the last stage what `_run` returns. outputs: so many last
         rows have logits; 0 for all."""
         x, added = self._embed(inputs.x) if number == 0 else (inputs.x, None)

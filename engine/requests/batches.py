@@ -116,8 +116,9 @@ class Batches:
 
     def abort_next(self) -> None:
         """Abort the rows of the step that has begun, which are computed again."""
-        for rows in [] if self.next_step is None else self.next_step.active:
-            self.next_step = self._drop_rows(self.next_step, rows.request)
+        for span in [] if self.next_step is None else _spans(self.next_step.rows):
+            self._store.abort(span)
+        self.next_step = None
 
     def _drop_rows(self, batch: Batch | None, request: Request) -> Batch | None:
         """Abort a request's rows in a batch, and return it; None if no other has rows in it."""
@@ -286,9 +287,9 @@ class Batches:
         """Take drafted tokens that are right, and the one after them. Return how many rows of each request are kept;
         None for all, without a draft."""
         assert batch.fetch is not None
-        tokens, kept_rows = iter(batch.fetch.wait()), list[int | None]()
-        for rows in batch.rows:
-            sampled, drafted = [*islice(tokens, rows.outputs)], len(rows.guesses)
+        kept_rows = list[int | None]()
+        for rows, sampled in zip(batch.rows, _by_rows(batch, batch.fetch.wait()), strict=True):
+            drafted = len(rows.guesses)
             right = rows.request.take_verified(rows.guesses, sampled[-1 - drafted :]) if drafted else 0
             kept_rows.append(len(rows.ids) - drafted + right if drafted else None)
         return kept_rows
@@ -296,9 +297,7 @@ class Batches:
     def _begin_next(self, batch: Batch, fetch: Fetch) -> Batch | None:
         """Begin the step after a step, whose tokens are not known yet; None if it has to wait for them."""
         requests = [rows.request for rows in batch.rows]
-        if fetch.ids is None or self._scheduler.prefill_follows:
-            return None
-        if [rows for rows in batch.rows if rows.is_known]:
+        if fetch.ids is None or self._scheduler.prefill_follows or any(rows.is_known for rows in batch.rows):
             return None
         if [one for one in requests if not one.expects_more or (one.drafts and one.drafts.is_ready(one.sequence.ids))]:
             return None  # requests that have left the step expect nothing
@@ -454,8 +453,10 @@ def _last_tokens(batch: Batch, tokens: Sequence[Sampled]) -> Sequence[Sampled]:
     """Return the token after the last row of each request, or the error of one of its rows."""
     if len(tokens) == len(batch.rows):
         return tokens
-    last, left = list[Sampled](), iter(tokens)
-    for rows in batch.rows:
-        sampled = [*islice(left, rows.outputs)]
-        last.append(next((one for one in sampled if isinstance(one, EngineError)), sampled[-1]))
-    return last
+    each = _by_rows(batch, tokens)
+    return [next((one for one in sampled if isinstance(one, EngineError)), sampled[-1]) for sampled in each]
+
+
+def _by_rows(batch: Batch, tokens: Sequence[Sampled]) -> list[list[Sampled]]:
+    left = iter(tokens)
+    return [[*islice(left, rows.outputs)] for rows in batch.rows]
