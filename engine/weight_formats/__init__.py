@@ -146,12 +146,14 @@ class Linear:
     """A linear layer: matrices with the same inputs, stacked, and one bias (out,) for all, or None.
 
     Fused projections, such as q, k and v, may be parts in different formats, or a single part. deltas: what adapters
-    add to the product; None if no adapter changes it.
+    add to the product; None if no adapter changes it. is_exact: whether its inputs have 16 bits, though others may have
+    fewer (`EngineConfig.input_bits`): a small error of a router's product lets other experts compute.
     """
 
     parts: tuple[Matrix, ...]
     bias: Any | None = None
     deltas: Deltas | None = None
+    is_exact: bool = False
     shape: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:

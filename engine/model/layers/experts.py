@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polarlm.engine.backends.ops import Array, ExpertNetwork, Fusion, Ops, Routing
 from polarlm.engine.model.layers import Eps, LayerInputs, OutputProjection, Projection, norm_of, slot
@@ -62,6 +62,7 @@ class Experts:
 
     def __init__(self, ops: Ops, shape: config.Experts, eps: Eps, weights: ExpertsWeights):
         self._ops, self._shape, self._weights = ops, shape, weights
+        self._router = replace(weights.router, is_exact=True)
         norm, self._post_norm = norm_of(weights.norm, eps.before), norm_of(weights.post_norm, eps.after)
         experts_norm = norm_of(weights.experts_norm, eps.before) or norm
         self._router_fusion = Fusion(norm_of(weights.router_norm, eps.before) or norm)
@@ -74,7 +75,7 @@ class Experts:
     def add(self, x: Array, inputs: LayerInputs) -> None:
         """Add the result to x (T, E), in place."""
         ops, w, shape = self._ops, self._weights, self._shape
-        routing = ops.route(ops.linear(x, w.router, self._router_fusion), shape, w.choice_bias, w.factors)
+        routing = ops.route(ops.linear(x, self._router, self._router_fusion), shape, w.choice_bias, w.factors)
         shared = None if self._shared is None else self._shared.project(x, inputs.adapters)  # before x changes
         into = x if self._post_norm is None else None
         rows, residual = x, into

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import units_at_once
 from polarlm.engine.backends.native.kernels.linear.product import ProductSpec, product
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling
+from polarlm.engine.backends.native.product_ops.multiplication import inputs_of
 from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.engine.jit.isa.x86 import Avx512Amx
 from polarlm.engine.jit.lang import Level
-from polarlm.engine.weight_formats import get
+from polarlm.engine.weight_formats import Linear, get
 from tests.backends.native.hot_loops import Loop
 from tests.jit.levels import assembly
 from tests.pairs import in_turn
@@ -31,6 +35,13 @@ def test_instructions(name: str, level: Level) -> None:
     text = assembly(kernel, level)
     assert text.count("tdpbf16ps") == 4 * 4 + 4 + 2  # beside what is made, the rest of parts, and of 16 rows alone
     assert Loop(kernel, level, share_of="vpermw").spilled == 0
+
+
+def test_a_routers_inputs_have_16_bits() -> None:
+    launch: Any = SimpleNamespace(level=Avx512Amx(), in_graph=False, input_bits="bf16")
+    matrix: Any = SimpleNamespace(format=get("bf16"), shape=(16, 64))
+    assert inputs_of(launch, Linear((matrix,)), rows=32) == [Inputs.MATRICES]
+    assert inputs_of(launch, Linear((matrix,), is_exact=True), rows=32) == [Inputs.WORDS]
 
 
 @pytest.mark.parametrize("bits", ["8", "16"])

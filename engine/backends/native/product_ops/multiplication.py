@@ -59,6 +59,8 @@ class RepeatableLaunch(NamedTuple):
 def inputs_of(launch: Launcher, w: Linear | ExpertLinear, rows: int) -> list[Inputs]:
     """How the product of `rows` rows with each part of the weights reads its inputs."""
     waits, bits = launch.in_graph or rows == 1, launch.input_bits
+    if isinstance(w, Linear) and w.is_exact:
+        bits = "16"
     # All rows of a prompt are multiplied in the same way, however it is cut.
     are_few = isinstance(w, ExpertLinear) if launch.in_graph and rows >= tiles.ROWS else waits
     return [
