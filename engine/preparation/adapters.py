@@ -8,7 +8,9 @@ from os import PathLike, fspath
 
 from polarlm.engine.core import EngineCore
 from polarlm.engine.errors import EngineError
-from polarlm.engine.model.adapters import Adapters, check_adapters, load_adapter
+from polarlm.engine.model.adapters import Adapters, Loaded, check_adapters, delta_bytes, load_adapter
+from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.model.weights import with_adapters
 from polarlm.engine.requests.request import Preparation, Request
 from polarlm.engine.state.prefix import salt_adapter
 
@@ -44,8 +46,21 @@ class AdapterLoading(EngineCore):
 
     def _set_adapters(self, adapters: Adapters) -> None:
         if adapters.all != self.adapters.all:
-            self._runner.set_adapters(adapters.all)
+            self._runner.replace_weights(self._weights_with(adapters.all))
         self.adapters = adapters
+
+    def _weights_with(self, adapters: Loaded) -> ModelWeights:
+        """The model's weights with these adapters, by their numbers. Raises EngineError ("out_of_memory")."""
+        model = self._model
+        try:
+            if delta_bytes(model.ops, model.config, adapters) > model.ops.free_memory():
+                raise MemoryError
+            weights = with_adapters(model.ops, model.config, model.weights, adapters)
+            model.ops.wait()
+            return weights
+        except MemoryError:
+            sentence = "There is no room for another adapter beside the model: unload one, or make the KV store smaller"
+            raise EngineError(sentence, "out_of_memory") from None
 
     def _drop_unused_adapters(self) -> None:
         if not self.adapters.unloaded:

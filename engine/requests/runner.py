@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.errors import DeviceLost, EngineError
-from polarlm.engine.model.adapters import Loaded, delta_bytes
-from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.warm_up import recording_warm_ups
-from polarlm.engine.model.weights import with_adapters
 from polarlm.engine.requests.batches import Batch, Batches
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.prefills import Prefills
@@ -138,20 +136,11 @@ class Runner:
         """Return the requests that an error in this unit fails."""
         return [r for r in self._timer.requests if not r.sequence.finished and (is_prefill or r.kv is not None)]
 
-    def set_adapters(self, adapters: Loaded) -> None:
-        """Compute with these adapters, by their numbers; all is recorded anew. Raises EngineError ("out_of_memory")."""
-        model = self._model
-        try:
-            if delta_bytes(model.ops, model.config, adapters) > model.ops.free_memory():
-                raise MemoryError
-            weights = with_adapters(model.ops, model.config, model.weights, adapters)
-            model.ops.wait()
-        except MemoryError:
-            sentence = "There is no room for another adapter beside the model: unload one, or make the KV store smaller"
-            raise EngineError(sentence, "out_of_memory") from None
+    def replace_weights(self, weights: ModelWeights) -> None:
+        """Compute with these weights, which differ in what adapters add; all is recorded anew."""
         self._batches.abort_next()
-        model.replace_weights(weights)
-        self._warm_ups = recording_warm_ups(model, self._scheduler.parallel)
+        self._model.replace_weights(weights)
+        self._warm_ups = recording_warm_ups(self._model, self._scheduler.parallel)
 
     def _is_lost(self) -> bool:
         """Return whether the device works no more, after an error; all requests have failed then."""
