@@ -92,16 +92,16 @@ def kind_of(kernel: str) -> str:
 
 
 class HostClock:
-    """Times are seconds on the wall, and of all threads."""
+    """Times are seconds on the wall. (Those of a process count its other threads at ticks, too seldom for a launch.)"""
 
-    def mark(self) -> Any:
-        return np.array([time.perf_counter(), time.process_time()])
+    def mark(self) -> float:
+        return time.perf_counter()
 
-    def difference(self, begin: Any, end: Any) -> Any:
+    def difference(self, begin: float, end: float) -> float:
         return end - begin
 
-    def whole(self, work: Callable[[], object]) -> Any:
-        """The times of work."""
+    def whole(self, work: Callable[[], object]) -> float:
+        """The time of work."""
         begin = self.mark()
         work()
         return self.mark() - begin
@@ -118,11 +118,11 @@ class EventClock:
     def mark(self) -> Any:
         return self._cuda.get_current_stream().record(self._cuda.Event())
 
-    def difference(self, begin: Any, end: Any) -> Any:
-        return np.array([self._cuda.get_elapsed_time(begin, end) / 1e3])
+    def difference(self, begin: Any, end: Any) -> float:
+        return float(self._cuda.get_elapsed_time(begin, end)) / 1e3
 
-    def whole(self, work: Callable[[], object]) -> Any:
-        return np.array([CupyClock().held(work, 1)])
+    def whole(self, work: Callable[[], object]) -> float:
+        return CupyClock().held(work, 1)
 
 
 class Trace:
@@ -131,7 +131,7 @@ class Trace:
     def __init__(self, ops: Any, clock: HostClock | EventClock) -> None:
         self._ops, self._clock, self._matrix = ops, clock, ""
 
-    def times(self, prompt: Callable[[], object]) -> tuple[dict[str, list[Any]], Any, Mapping[str, int]]:
+    def times(self, prompt: Callable[[], object]) -> tuple[dict[str, list[float]], float, Mapping[str, int]]:
         """The times of each launch of the parts, and of the whole; weights · rows of the products."""
 
         def work() -> None:
@@ -147,7 +147,7 @@ class Trace:
             for owner, name, by in self._replacements():
                 stack.enter_context(patch.object(owner, name, partial(by, getattr(owner, name))))
             timed = self._clock.whole(work)
-        parts: defaultdict[str, list[Any]] = defaultdict(list)
+        parts: defaultdict[str, list[float]] = defaultdict(list)
         for part, *marks in self._launches:
             parts[part].append(self._clock.difference(*marks))
         return parts, timed if whole is None else whole, self._work
@@ -209,26 +209,24 @@ def measure(options: Options) -> Result:
             prompt = partial(engine.generate, ids, params, PromptOptions(cache_prompt=False))
             prompt()  # compiles
             runs = [trace.times(prompt) for _ in range(options.repeat)]
-            parts, _, work = min(runs, key=lambda run: float(_total(run[0])[0]))
-            _, whole, _ = min(runs, key=lambda run: float(run[1][0]))
+            parts, _, work = min(runs, key=lambda run: _total(run[0]))
+            _, whole, _ = min(runs, key=lambda run: run[1])
             _add(result, length, {**parts, REST: [whole - _total(parts)], WHOLE: [whole]}, work)
     return result
 
 
-def _total(parts: Mapping[str, list[Any]]) -> Any:
+def _total(parts: Mapping[str, list[float]]) -> float:
     """The times of all launches together."""
     return sum(map(sum, parts.values()))
 
 
-def _add(result: Result, length: int, parts: Mapping[str, list[Any]], work: Mapping[str, int]) -> None:
-    """Add the "launches" of each part, its "seconds", on a CPU those of all threads ("processor"), its "share", the
-    seconds of a "token", and of products the weights · rows a second ("rate"), also of a "core"."""
-    whole, threads = float(parts[WHOLE][0][0]), result["threads"]
-    for part, times in sorted(parts.items(), key=lambda one: (one[0] == WHOLE, one[0] == REST, -sum(one[1])[0])):
-        figures: dict[str, float | None] = dict(zip(("seconds", "processor"), map(float, sum(times)), strict=False))
-        seconds = float(sum(times)[0])
-        figures |= {"launches": None if part in (REST, WHOLE) else len(times), "share": seconds / whole}
-        figures["token"] = seconds / length
+def _add(result: Result, length: int, parts: Mapping[str, list[float]], work: Mapping[str, int]) -> None:
+    """Add the "launches" of each part, its "seconds", its "share", the seconds of a "token", and of
+    products the weights · rows a second ("rate"), also of a "core"."""
+    whole, threads = parts[WHOLE][0], result["threads"]
+    for part, times in sorted(parts.items(), key=lambda one: (one[0] == WHOLE, one[0] == REST, -sum(one[1]))):
+        seconds, launches = sum(times), None if part in (REST, WHOLE) else len(times)
+        figures = {"seconds": seconds, "launches": launches, "share": seconds / whole, "token": seconds / length}
         if part in work:
             figures |= {"rate": work[part] / seconds, "core": work[part] / seconds / threads if threads else None}
         result.add_all(part, f"{length:,}", figures)
@@ -238,7 +236,6 @@ _COLUMNS = (
     Column("tokens", lambda figures: figures["seconds"].contestant),
     Column.of("launches", "launches", "{:,.0f}".format),
     Column.of("ms", "seconds", lambda seconds: f"{1e3 * seconds:,.2f}"),
-    Column.of("CPU ms", "processor", lambda seconds: f"{1e3 * seconds:,.2f}"),
     Column.of("share", "share", "{:.1%}".format),
     Column.of("µs a token", "token", lambda seconds: f"{1e6 * seconds:,.1f}"),
     Column.of("GFLOPS", "rate", lambda rate: f"{2e-9 * rate:,.0f}"),
