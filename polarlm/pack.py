@@ -20,7 +20,7 @@ from polarlm.model_loaders import first_model
 
 if TYPE_CHECKING:
     from polarlm.engine import Engine
-    from polarlm.engine.preparation.storage import PackedText
+    from polarlm.engine.storage.packs import PackedText
 
 _ROOM = 8  # tokens of a context beyond the pack's
 
@@ -67,7 +67,7 @@ def main(options: PackConfig) -> None:
 
 def read_messages(paths: Sequence[str], system_prompt: str | None) -> tuple[list[dict[str, Any]], list[PackedText]]:
     """Return the messages of a pack of these files, and the texts in them. Raises FlagError."""
-    from polarlm.engine.preparation.storage import PackedText
+    from polarlm.engine.storage.packs import PackedText
 
     files = [file for path in paths for file in _files(Path(path).expanduser())]
     contents = {file: read_text(str(file), file) for file in files}
@@ -128,7 +128,7 @@ def write_pack(
 ) -> str:
     """Compute and write a pack; what to print. Raises EngineError or LoadError."""
     from polarlm.engine import Engine, SamplingParams
-    from polarlm.engine.preparation.storage import note_of
+    from polarlm.engine.storage.packs import note_of
     from polarlm.model_loaders import load
 
     begin = time.monotonic()

@@ -30,11 +30,11 @@ ENGINE = [
     "model storage.payloads",
     "images storage.copies storage.identity loading.encoding",
     "storage.sessions storage.tiers loading.sizes",
-    "requests loading.calibration loading.placement loading.warm_up",
+    "requests storage.packs loading.calibration loading.placement loading.warm_up",
     "parsing loading.checks loading.fit loading.need loading.parts",
     "core loading.fitting",
-    "preparation",
-    "vectors loading.assembly",
+    "preparation loading.assembly",
+    "vectors",
     "engine",
     "async_engine chat",
 ]
@@ -68,7 +68,7 @@ KNOWN_TO = {
     "engine.records": "engine.backends",
     "engine.schemas": "engine.parsing engine.sampling server",
     "engine.quantization": "engine.backends engine.loading engine.model engine.state engine.storage.identity "
-    "engine.preparation.storage",
+    "engine.storage.packs",
     "engine.backends": "engine.loading engine.model engine.requests engine.state engine.storage.payloads",
     "engine.backends.select": "engine.chat engine.loading",
     "engine.backends.cuda": "engine.backends.select",

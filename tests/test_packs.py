@@ -16,9 +16,8 @@ import pytest
 from polarlm import pack
 from polarlm.engine import Engine, EngineError, PromptOptions
 from polarlm.engine.loading import calibration
-from polarlm.engine.preparation import storage
-from polarlm.engine.preparation.storage import PackedText
-from polarlm.engine.storage import objects
+from polarlm.engine.storage import objects, packs
+from polarlm.engine.storage.packs import PackedText
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.random_model import random_model
@@ -241,7 +240,7 @@ def test_damaged_and_hostile_files_end_no_engine(tiny_path: Path, packed: Path, 
             packed.write_bytes(damaged(content, chance))
             vocabulary = engine.model.vocabulary
             try:
-                engine.packs = storage.open_packs(engine.config, engine._identity, vocabulary, engine.context)
+                engine.packs = packs.open_packs(engine.config, engine._identity, vocabulary, engine.context)
                 forget(engine)
                 assert len(engine.generate(QUESTION, GREEDY, PromptOptions(pack="manual")).token_ids) == 12
             except EngineError as error:

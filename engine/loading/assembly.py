@@ -40,10 +40,10 @@ from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.weights import file_bytes, left_out, load_vision_encoder, load_weights
-from polarlm.engine.preparation.storage import local_packs, read_scales
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.store import KVStore
+from polarlm.engine.storage.packs import local_packs, read_scales
 from polarlm.engine.storage.tiers.opening import open_tiers
 from polarlm.model_loaders.errors import close_on_error
 
