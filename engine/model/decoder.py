@@ -315,7 +315,9 @@ class PromptRows(Rows):
         self._store, self._spans, self._parts, self._ids = choice.store, batch.spans, parts, ids
         self._images, self._tap, self._mtp, self._appends_mtp = images, tap, mtp, self.last == depth
         self._count, self._only_last = len(ids), batch.only_last
-        self._outputs = self._count if batch.outputs is None else batch.outputs
+        outputs = self._count if batch.outputs is None else batch.outputs
+        self._first_output = self._count - outputs
+        self._ends = np.cumsum([span.count for span in batch.spans]) - 1  # the last row of each span
         self._round_trips = [span for span in batch.spans if span.round_trip]
         # With a round trip, a block is encoded as a whole before any of its tokens attends.
         self.step = self._count if self._round_trips else most
@@ -326,12 +328,7 @@ class PromptRows(Rows):
         """Return the hidden states that something reads of all rows x (T, E), which are complete."""
         if self._mtp is not None:
             self._mtp.keep_last(self._spans[0], x if self._states is None else self._states.sum)
-        return x[self._ends] if self._only_last else x[self._count - self._outputs :]
-
-    @property
-    def _ends(self) -> np.ndarray:
-        """The last row of each span."""
-        return np.cumsum([span.count for span in self._spans]) - 1
+        return x[self._ends] if self._only_last else x[self._first_output :]
 
     def compute(
         self, ops: Ops, layers: Iterable[tuple[int, DecoderLayer]], x: Array, added: Array | None
@@ -352,7 +349,7 @@ class PromptRows(Rows):
 
     def _chunk(self, rows: slice, inputs: Inputs) -> Chunk:
         last, count, outputs = self._store.group_of(self.last), rows.stop - rows.start, None
-        first_output = self._count - (0 if self._appends_mtp else self._outputs)
+        first_output = self._count if self._appends_mtp else self._first_output
         skipped = min(max(0, first_output - rows.start), count)
         spans = self._store.spans(self._parts, rows)
         last_spans = spans[last]

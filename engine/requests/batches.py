@@ -214,11 +214,11 @@ class Batches:
         if batch.chunks is not None:
             self._advance(batch, batch.chunks)
         elif batch.fetch is None:
-            samplers, rows = self._sampler_inputs(batch), batch.rows
-            known = [one.outputs - len(one.guesses) - 1 for one in rows]
-            step = StepBatch(_spans(rows), [*chain.from_iterable(one.ids for one in rows)], samplers, known)
-            ahead = len(step.ids) == len(rows) and all(one.request.begins_ahead for one in rows)
-            batch.fetch = self._model.step(step, ahead)
+            rows, ids = batch.rows, [*chain.from_iterable(one.ids for one in batch.rows)]
+            has_one_each = len(ids) == len(rows)
+            known = () if has_one_each else [one.outputs - len(one.guesses) - 1 for one in rows]
+            ahead = has_one_each and all(one.request.begins_ahead for one in rows)
+            batch.fetch = self._model.step(StepBatch(_spans(rows), ids, self._sampler_inputs(batch), known), ahead)
         elif batch.fetch.logits is not None:
             for one in batch.active:
                 assert one.span is not None
@@ -254,9 +254,9 @@ class Batches:
             for request, span in [(rows.request, rows.span) for rows in active if rows.request.wants_progress]:
                 stored = 0 if span is None else span.start + span.count
                 request.report_progress(min(stored, len(request.sequence.prompt)))
-        for request, sequence in [(rows.request, rows.request.sequence) for rows in active if rows.is_prompt]:
-            if request.kv is not None and request.kv.length == max(len(sequence.prompt), len(sequence.ids) - 1):
-                self._scheduler.end_prefill(sequence)
+        for request in [rows.request for rows in active if rows.is_prompt]:
+            if request.kv is not None and request.kv.length == request.sequence.computable:
+                self._scheduler.end_prefill(request.sequence)
         if batch.chunks is not None:
             self.prefill = None
         if batch.reader is not None:
@@ -345,7 +345,7 @@ class Batches:
         """Open rows for the prompts of the first requests as their plans say, and for a step of the running ones,
         without drafts, if there is room for all. Raises OutOfBlocks if there is no room for the first request, and
         MemoryError if there is no memory for its buffers."""
-        batch, first = Batch(), requests[0]
+        batch = Batch()
         try:
             spans = self._open_spans(requests)
             batch.rows += [_rows(one, span, is_prompt=True) for one, span in zip(requests, spans, strict=False)]
@@ -355,9 +355,8 @@ class Batches:
         if running:
             with self._abort_on_error(batch):
                 batch.rows += self._open_running(running)
-        if batch.rows[1:]:
-            self._timer.add(*(rows.request for rows in batch.rows[1:]))
-        batch.reader = first.reader() if first.reads_prompt else None
+        self._timer.add(*(rows.request for rows in batch.rows[1:]))
+        batch.reader = requests[0].reader()
         batch.chunks = self._chunks(batch)
         return batch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.requests.request import Plan, Request
 from polarlm.engine.state.store import KVStore
 
@@ -26,12 +25,11 @@ def plan_of(request: Request, store: KVStore, most_rows: int, *, is_replayable: 
     sequence, kv = request.sequence, request.kv
     if kv is None:
         return Plan("wait")
-    prompt, start = len(sequence.prompt), kv.length
-    missing, left = max(prompt, len(sequence.ids) - 1) - start, prompt - start
-    is_first = len(sequence.ids) == prompt and start == request.cached
+    start = kv.length
+    missing, left = sequence.computable - start, len(sequence.prompt) - start
+    is_first = not sequence.generated and start == request.cached
     is_text = not request.reads_prompt and sequence.text_from <= start
-    is_short = is_text and 0 < left <= STEP_ROWS and sequence.max_tokens > 0 and not store.sparse_groups
-    is_short = is_short and left <= store.rows_of_block(kv)
+    is_short = is_text and sequence.max_tokens > 0 and not store.sparse_groups and 0 < left <= store.rows_of_block(kv)
     if missing == 0 or (is_replayable and not (left > 0 and request.is_whole)) or (is_short and is_first):
         return Plan("step", missing)
     if is_first and is_text and 2 <= missing <= most_rows:

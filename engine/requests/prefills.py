@@ -68,7 +68,7 @@ class Prefills:
         if request.kv is None and not (request.hit is not None and request.hit.put_back()):
             request.kv = self._restore(request) or self._longest_prefix(request)
             request.kv.adapter, request.kv.image_positions = request.adapter, request.image_positions
-            if request.cached is None or not request.sequence.generated:
+            if not request.sequence.generated:
                 request.cached = request.kv.length
         request.plan = plan_of(request, self._store, most_rows, is_replayable=self._replayable)
         return request.plan

@@ -211,7 +211,7 @@ class Candidates(NamedTuple):
     places: np.ndarray = np.empty(0, np.int64)  # (n,) where they were in the row; none if these are all of it
     probabilities: np.ndarray = np.empty(0)  # (n,) of sorted ones, float64: among all that top-k keeps
 
-    def between(self, first: int, end: int) -> Candidates:
+    def keep(self, first: int, end: int) -> Candidates:
         return Candidates(self.logits[first:end], self.places[first:end], self.probabilities[first:end])
 
     def top_n_sigma(self, sampling: Sampling, _: float) -> Candidates:
@@ -234,18 +234,18 @@ class Candidates(NamedTuple):
     def top_p(self, sampling: Sampling, _: float) -> Candidates:
         if sampling.top_p == 1:
             return self
-        return self.between(0, int(np.searchsorted(np.cumsum(self.probabilities), sampling.top_p)) + 1)
+        return self.keep(0, int(np.searchsorted(np.cumsum(self.probabilities), sampling.top_p)) + 1)
 
     def min_p(self, sampling: Sampling, _: float) -> Candidates:
         least = sampling.min_p * self.probabilities[0]
-        return self.between(0, int(np.count_nonzero(self.probabilities >= least)))
+        return self.keep(0, int(np.count_nonzero(self.probabilities >= least)))
 
     def xtc(self, sampling: Sampling, uniform: float) -> Candidates:
         """Drops those that reach the threshold, but for the last of them, if the random number says so."""
         if not sampling.xtc(uniform)[1]:
             return self
         least = sampling.xtc_threshold * self.probabilities.sum()
-        return self.between(max(0, int(np.count_nonzero(self.probabilities >= least)) - 1), len(self.logits))
+        return self.keep(max(0, int(np.count_nonzero(self.probabilities >= least)) - 1), len(self.logits))
 
     def temperature(self, sampling: Sampling, uniform: float) -> Candidates:
         drawn = 0
@@ -254,7 +254,7 @@ class Candidates(NamedTuple):
                 sums = np.cumsum(elementary.exp((self.logits - self.logits[0]) / sampling.temperature))
             target = sampling.xtc(uniform)[0] * sums[-1]
             drawn = int(np.searchsorted(sums, target, side="right").clip(max=len(sums) - 1))
-        return self.between(drawn, drawn + 1)
+        return self.keep(drawn, drawn + 1)
 
 
 def _best(logits: np.ndarray, count: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import pytest
 
 from polarlm.engine.requests.plan import plan_of
 from polarlm.engine.requests.request import Plan, Request
+from polarlm.engine.requests.scheduler import TokenSequence
 
 BLOCK, STEP, MOST = 64, 16, 500
 TABLE: list[tuple[dict[str, Any], Plan]] = [
@@ -34,19 +35,11 @@ TABLE: list[tuple[dict[str, Any], Plan]] = [
 
 @pytest.mark.parametrize(("given", "wanted"), TABLE)
 def test_the_first_line_that_is_true_says_how_a_request_is_computed(given: dict[str, Any], wanted: Plan) -> None:
-    one = Fake(
-        prompt=100,
-        generated=0,
-        max_tokens=9,
-        text_from=0,
-        reads_prompt=False,
-        is_whole=False,
-        sparse_groups=0,
-    )
+    one = Fake(prompt=100, generated=0, max_tokens=9, text_from=0, reads_prompt=False, is_whole=False, sparse_groups=0)
     vars(one).update({"cached": given["stored"], "is_replayable": False} | given)
-    ids = [*range(one.prompt + one.generated)]
-    one.sequence = Fake(prompt=ids[: one.prompt], ids=ids, max_tokens=one.max_tokens, text_from=one.text_from)
-    one.sequence.computable, one.image_positions = max(one.prompt, len(ids) - 1), None
+    one.sequence = TokenSequence((7,) * one.prompt, one.max_tokens, text_from=one.text_from)
+    one.sequence.ids += [7] * one.generated
+    one.image_positions = None
     one.kv = None if one.stored is None else Fake(length=one.stored)
     one.span_end = lambda start, block: Request.span_end(one, start, block)
     store = Fake(shape=Fake(block_size=BLOCK), sparse_groups=one.sparse_groups)

@@ -26,6 +26,21 @@ def running(scheduler: Scheduler, count: int) -> list[TokenSequence]:
     return new
 
 
+def test_a_prompt_that_ends_before_the_one_that_is_prefilled_waits_no_more() -> None:
+    """As in a batch whose first prompt has failed, or has no room."""
+    scheduler = Scheduler(parallel=4)
+    first, second = sequences(2)
+    scheduler.submit(first)
+    scheduler.submit(second)
+    scheduler.admit(first)
+    scheduler.end_prefill(second)
+    assert (scheduler.prefilling, scheduler.running) == (1, 1)
+    scheduler.remove(first)
+    unit = scheduler.schedule()
+    assert unit is not None
+    assert (unit.is_prefill, unit.sequences) == (False, (second,))
+
+
 def shared(scheduler: Scheduler, prompt: TokenSequence, seconds: dict[bool, float], units: int) -> list[bool]:
     """Whether each of the next `count` units is prefill; seconds: of a unit of prefill (True) and of a step (False)."""
     kinds = []
