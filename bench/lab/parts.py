@@ -3,7 +3,8 @@
 The fastest of several prompts counts, and the one whose launches took least. On a CPU each launch runs alone, between
 two looks at the clock; the rest is what a prompt takes beside them when nobody looks: Python, as far as no thread
 computes meanwhile. On a GPU events are recorded around each launch, and the device begins when all is launched. A
-kernel without a kind is a part by its own name.
+kernel without a kind is a part by its own name. Of a CPU a second table says what Python costs on more cores
+(`cores`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from unittest.mock import patch
 import numpy as np
 
 from polarlm.bench.command import TYPES_HELP, at_least, cache_types, file_names, model_named, numbers
+from polarlm.bench.lab.cores import CORES, additions_of, elapsed
 from polarlm.bench.lab.gpu.setup import CupyClock
-from polarlm.bench.report import Column, Report, Section, Table, provenance
+from polarlm.bench.report import NOTHING, Column, Report, Section, Table, provenance
 from polarlm.bench.result import Output, Result, ResultWriter, digest_of_model
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.cli.commands import command, note
@@ -32,6 +34,7 @@ from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.weight_formats import Linear
 
+_STEPS = 32  # after a prompt
 PRODUCTS, REST, WHOLE = "products", "rest", "whole"
 # Kind → the beginnings of its kernels' names, on CPUs and on GPUs. The longest that fits counts.
 KINDS = {
@@ -82,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
     result = measure(options)
     writer.write(result, complete=True)
     title = f"Parts of prompts: {result['model']}"
-    Report(title, "", [Section("", [table_of(result)])], provenance(result)).show(writer.path)
+    Report(title, "", [Section("", [table_of(result), cores_of(result)])], provenance(result)).show(writer.path)
 
 
 def kind_of(kernel: str) -> str:
@@ -203,16 +206,39 @@ def measure(options: Options) -> Result:
         model = f"{source.name} on {ops.name}" if threads is None else source.name
         about = {"model": model, "threads": threads and threads.number}
         result = Result({**about, **digest_of_model(source.weights.files())})
-        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+        params, answer = (SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 1 + _STEPS))
         for length in lengths:
             ids = np.random.default_rng(0).integers(0, len(source.vocabulary), length).tolist()
-            prompt = partial(engine.generate, ids, params, PromptOptions(cache_prompt=False))
-            prompt()  # compiles
+            prompt, steps = (
+                partial(engine.generate, ids, wanted, PromptOptions(cache_prompt=False)) for wanted in (params, answer)
+            )
+            steps()  # compiles
             runs = [trace.times(prompt) for _ in range(options.repeat)]
             parts, _, work = min(runs, key=lambda run: _total(run[0]))
             _, whole, _ = min(runs, key=lambda run: run[1])
             _add(result, length, {**parts, REST: [whole - _total(parts)], WHOLE: [whole]}, work)
+            if threads is not None:
+                _add_cores(result, length, threads.number, prompt, steps)
     return result
+
+
+def _add_cores(
+    result: Result,
+    length: int,
+    threads: int,
+    prompt: Callable[[], object],
+    steps: Callable[[], object],
+) -> None:
+    """Add the "seconds" that a prompt and a step after it would take on `CORES`, and those of them in which Python is
+    "alone". steps: the prompt and `_STEPS` steps."""
+    before, added = additions_of(prompt, threads), additions_of(steps, threads)
+    for cores in CORES:
+        named = {
+            f"prompt of {length:,}": (1, elapsed(before, cores)),
+            f"step after {length:,}": (_STEPS, elapsed(added[len(before) :], cores)),
+        }
+        for name, (number, (seconds, alone)) in named.items():
+            result.add_all(name, f"{cores} cores", {"seconds": seconds / number, "alone": alone / number})
 
 
 def _total(parts: Mapping[str, list[float]]) -> float:
@@ -244,7 +270,19 @@ _COLUMNS = (
 
 
 def table_of(result: Result) -> Table:
-    return Table.of("part", _COLUMNS, ((part, figures) for part, _, figures in result.parts()))
+    parts = ((part, figures) for part, _, figures in result.parts() if "launches" in figures or part in (REST, WHOLE))
+    return Table.of("part", _COLUMNS, parts)
+
+
+def cores_of(result: Result) -> Table:
+    """What prompts and steps would take on more cores: milliseconds, and the share in which Python is alone."""
+    lines = dict.fromkeys(name for name, _, figures in result.parts() if "alone" in figures)
+
+    def cell(name: str, cores: str) -> str:
+        seconds, alone = (result.value(name, cores, quantity) for quantity in ("seconds", "alone"))
+        return NOTHING if not seconds or alone is None else f"{1e3 * seconds:,.2f} ms, {alone / seconds:.1%}"
+
+    return Table.cross("simulated, Python alone", lines, {one: one for one in (f"{n} cores" for n in CORES)}, cell)
 
 
 if __name__ == "__main__":
