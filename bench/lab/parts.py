@@ -194,7 +194,7 @@ class Trace:
 def measure(options: Options) -> Result:
     """The parts of prompts of all lengths. Raises FlagError, EngineError or LoadError."""
     path, lengths = model_named(options.weights, options.hf_repo), sorted(numbers("--prompt", options.prompt))
-    settings = {"device": options.device, "threads": options.threads, "ctx_size": max(lengths) + 1}
+    settings = {"device": options.device, "threads": options.threads, "ctx_size": max(lengths) + 1 + _STEPS}
     settings |= {"input_bits": options.input_bits, "parallel": 1, "replayable": options.replayable}
     loaded = assemble(settle(path, None, {**settings, **cache_types(options.types)[0].settings()}), note)
     ops, source = loaded.model.ops, loaded.source
