@@ -33,7 +33,7 @@ def test_instructions(name: str, level: Level) -> None:
     parts of its own, and reads and writes no vectors on the stack."""
     kernel = product(ProductSpec(get(name), largest_tiling(level, Inputs.MATRICES), inputs=Inputs.MATRICES))
     text = assembly(kernel, level)
-    assert text.count("tdpbf16ps") == 4 * 4 + 4 + 2  # beside what is made, the rest of parts, and of 16 rows alone
+    assert text.count("tdpbf16ps") == 4 * 4 + 4 + 2 * 4 + 2  # beside what is made and after it, of 32 rows and of 16
     assert Loop(kernel, level, share_of="vpermw").spilled == 0
 
 

@@ -144,8 +144,8 @@ def matrix_sums(
                 own_rows = [address, address + panels.stride]
                 _multiply(e, own, own_rows, (make, following, made, end, at_once))
                 outputs.finish(halves[1])
-            with e.when(left <= ROWS), e.loop(0, own.parts) as part:
-                _add_products(e, own, [address], part)
+            with e.when(left <= ROWS):
+                _multiply(e, own, [address], (make, following, made, end, at_once))
             outputs.finish(halves[0])
         with e.when(end > 0):
             make.rest(following, made.get())
@@ -228,7 +228,7 @@ class _NumberReads:
         that one, which is multiplied by 0."""
         e, row_bytes = self._e, ROWS * self._format.nbytes
         last, address = self._columns - 1 - part * GROUP, tile + part * (GROUP * row_bytes)
-        e.prefetch(address + PREFETCH_BYTES, GROUP * row_bytes)
+        e.prefetch(address + PREFETCH_BYTES, GROUP * row_bytes, level=2)
 
         def pair(number: int) -> Value:
             rows = [address + e.imin(e.i64(2 * number + i), last) * row_bytes for i in (0, 1)]
@@ -260,7 +260,7 @@ class _CodeReads:
         e, place = self._e, self._layout
         block, own_part = part // self._parts, part % self._parts
         address = subs = tile + block * block_bytes(self._format)
-        e.prefetch(address + PREFETCH_BYTES, block_bytes(self._format) // self._parts)
+        e.prefetch(address + PREFETCH_BYTES, block_bytes(self._format) // self._parts, level=2)
         if self._expand is not None or self._subs is not None:
             with e.when(own_part.equals(0)):
                 expanded = address if self._expand is None else self._expand(address)
