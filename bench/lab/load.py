@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
-import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -25,9 +23,9 @@ import numpy as np
 
 from polarlm.bench.command import at_least, model_named, weight_files
 from polarlm.bench.lab import BETWEEN_TOKENS, FIRST_TOKEN
-from polarlm.bench.lab.client import Answer, ask, connect, send
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, provenance
 from polarlm.bench.result import Figures, Output, Result, ResultWriter, digest_of_model, duration
+from polarlm.bench.servers import SERVE, Answer, ask, connect, running_server, send
 from polarlm.bench.speed.contestants import OURS, RATE
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import command, note
@@ -40,7 +38,6 @@ from polarlm.server.config import KEY_VARIABLE
 LOAD = "load"  # a subject
 WHOLE, FREE = "whole answer", "until a client was free"  # quantities in seconds, as FIRST_TOKEN and BETWEEN_TOKENS
 _SAMPLE_SECONDS = 0.25  # seconds between two requests of /metrics
-_LAST_SECONDS = 60.0  # seconds for a server's process to end
 
 
 @dataclass(frozen=True)
@@ -159,37 +156,11 @@ def run(options: LoadOptions, destination: Output, argv: Sequence[str]) -> None:
 # -- servers -------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def own_server(flags: Sequence[str]) -> Iterator[str]:
-    """A context with the URL of a server, started with `flags` on a free port. Raises EngineError."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-        words = [sys.executable, "-m", "polarlm", "serve", "--port", "0", *flags]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
-            assert process.stdout is not None
-            try:
-                address = re.search(r"http://\S+", process.stdout.readline())
-                errors.seek(0)
-                lines = errors.read().splitlines() or ["it says nothing"]
-                if address is None:
-                    raise EngineError(f"The server did not start: {lines[-1].removeprefix('error: ')}")
-                note(lines[-1])
-                yield address[0]
-            finally:
-                process.terminate()
-                try:
-                    process.wait(_LAST_SECONDS)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-
-
-@contextmanager
-def _server(options: LoadOptions, model: str | None) -> Iterator[str]:
+def _server(options: LoadOptions, model: str | None) -> AbstractContextManager[str]:
     if options.url is not None:
-        yield _address(options.url)
-        return
+        return nullcontext(_address(options.url))
     flags = [] if model is None else ["--weights", model]
-    with own_server([*flags, "--threads", str(options.threads), "--parallel", str(options.clients)]) as url:
-        yield url
+    return running_server([*SERVE, *flags, "--threads", str(options.threads), "--parallel", str(options.clients)])
 
 
 def _address(url: str) -> str:

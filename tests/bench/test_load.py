@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from polarlm.bench.lab import load
-from polarlm.bench.lab.client import Answer, connect
-from polarlm.bench.lab.load import LoadRecord, Plan, main, own_server
+from polarlm.bench.lab.load import LoadRecord, Plan, main
 from polarlm.bench.result import Result, read
+from polarlm.bench.servers import SERVE, Answer, connect, running_server
 
 # -- what a client sees --------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ def test_a_server_of_its_own_is_measured(
     monkeypatch.setenv("POLARLM_CACHE", str(tmp_path))
     flags = ["--clients", "3", "--rate", "40", "--seconds", "30", "--requests", "12", "--max-tokens", "9"]
     flags += ["--prompt-tokens", "10", "--shared-prefix", "70", "--output", str(tmp_path / "out.json")]
-    with own_server(["--weights", str(tiny_path)]) as other:
+    with running_server([*SERVE, "--weights", str(tiny_path)]) as other:
         assert main(["--weights", str(tiny_path), "--peer", f"another={other}/v1", *flags]) == 0
     result = read(tmp_path / "out.json")
     assert "python -m polarlm.bench.lab.load --weights " in result["command"]

@@ -1,17 +1,53 @@
-"""Requests to a server's HTTP API, and their streamed answers as clients see them."""
+"""Servers that a measurement starts, requests to their HTTP API, and the streamed answers as clients see them."""
 
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from polarlm.engine import EngineError
+
+SERVE = (sys.executable, "-m", "polarlm", "serve")  # the program of our server
+_LOOK_EVERY = 0.1  # seconds, at a server that starts
 _PATIENCE = 600.0  # seconds to wait for data
+
+
+@contextmanager
+def running_server(program: Sequence[str]) -> Iterator[str]:
+    """A context with the URL of a server, which takes the flag --port, once it is ready. Raises EngineError."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url, words = f"http://127.0.0.1:{port}", [*program, "--port", str(port)]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        try:
+            process = subprocess.Popen(words, stdout=said, stderr=said)
+        except OSError as error:
+            raise EngineError(f"{program[0]} cannot be started: {error.strerror}") from None
+        with process:
+            try:
+                while process.poll() is None:
+                    with suppress(httpx.TransportError):
+                        if httpx.get(f"{url}/health").is_success:
+                            break
+                    time.sleep(_LOOK_EVERY)
+                else:
+                    said.seek(0)
+                    *_, last = "it says nothing", *filter(None, map(str.strip, said.read().splitlines()))
+                    raise EngineError(f"The server did not start: {last.removeprefix('error: ')}")
+                yield url
+            finally:
+                process.terminate()
 
 
 @dataclass
