@@ -26,9 +26,17 @@ def main(argv: Sequence[str]) -> None:
         GROUPS,
         prog=" ".join(PROGRAM),
         description="Tokens a second and memory, compared with other engines on the same file.",
-        checks={"repeat": at_least(1), "minutes": check_that(lambda m: m > 0, "must be above 0")},
+        checks={
+            **dict.fromkeys(("session", "repeat"), at_least(1)),
+            "minutes": check_that(lambda m: m > 0, "must be above 0"),
+        },
     )
-    compare.run(options, destination, argv)
+    if options.session is None:
+        compare.run(options, destination, argv)
+    else:
+        from polarlm.bench.speed import session  # needs httpx
+
+        session.run(options, destination, argv)
 
 
 if __name__ == "__main__":

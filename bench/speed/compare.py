@@ -39,7 +39,7 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     runner = WorkloadRunner(math.inf if options.minutes is None else 60 * options.minutes)
     types, threads = cache_types(options.types), sorted(numbers("--threads", options.threads))
     prompts, depths = sorted(numbers("--prompt", options.prompt)), sorted(numbers("--depth", options.depth))
-    paths = peer_paths(options.peer)
+    paths = peer_paths(options.peer or peers.DEFAULT)
     caches = _peer_caches(options.peer_types, list(paths))
     device = _choose_device(options.device)
     gpu = about_gpu() if device == "cuda" else None

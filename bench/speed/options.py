@@ -38,11 +38,15 @@ class Options:
     replayable: bool = setting(
         False, "--replayable", help="measure each of our types as with --replayable of a server, too"
     )
-    peer: str = setting(
-        peers.DEFAULT,
+    session: int | None = setting(
+        None, "--session", metavar="N", help="measure an agent's session of N turns over the chat API, and nothing else"
+    )
+    peer: str | None = setting(
+        None,
         "--peer",
         metavar="NAME[=PATH],…",
-        help=f"engines to compare with: {', '.join(peers.every())}. PATH is a Python that has it",
+        help=f"engines to compare with: {', '.join(peers.every())}. PATH is a Python that has it; in a session a "
+        f"server's program with its flags, such as llama-server (default: {peers.DEFAULT}, none in a session)",
     )
     peer_types: str | None = setting(
         None, "--peer-types", metavar="TYPES", help="caches of the peers, or none; else all that each has"

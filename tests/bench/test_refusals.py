@@ -68,6 +68,7 @@ speed: --parts => --parts has a command of its own, in a checkout: python -m pol
 speed: --only starts => --only: invalid choice: 'starts'
 speed: --peer-types f16,q5_0 => f16,q5_0: 'q5_0' is not among f16, q8_0, q4_0; none leaves all
 speed: --peer vllm => --peer vllm: 'vllm' is not among llama-cpp-python, openvino-genai
+speed: --session 2 => --device: the servers of a session have their defaults; leave it out
 speed: --threads two => --threads takes numbers from 1 up, separated by commas, not 'two'
 speed: --prompt 5000 => --prompt: the model's context of 512 tokens is too short for a prompt of 5,000
 """
