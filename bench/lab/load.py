@@ -8,13 +8,11 @@ Client and server run on the same machine unless --url says otherwise, and then 
 from __future__ import annotations
 
 import os
-import re
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -37,7 +35,6 @@ from polarlm.server.config import KEY_VARIABLE
 
 LOAD = "load"  # a subject
 WHOLE, FREE = "whole answer", "until a client was free"  # quantities in seconds, as FIRST_TOKEN and BETWEEN_TOKENS
-_SAMPLE_SECONDS = 0.25  # seconds between two requests of /metrics
 
 
 @dataclass(frozen=True)
@@ -81,25 +78,6 @@ class Plan:
     before: Sequence[Sequence[int]] = ()  # prompts that are asked all at once before, and not counted
 
 
-@dataclass
-class LoadRecord:
-    """The answers of a server so far, and the most that it has had at a time, by the names of its metrics."""
-
-    answers: list[Answer] = field(default_factory=list)
-    most: Counter[str] = field(default_factory=Counter)
-
-    def watch(self, http: httpx.Client, ended: threading.Event) -> None:
-        """Read /metrics until the end: the store's blocks, the most blocks that were held and the most running
-        requests."""
-        while not ended.wait(_SAMPLE_SECONDS):
-            with suppress(httpx.HTTPError, RuntimeError):  # the latter after the end
-                metrics = re.findall(r"(?m)^polarlm_(\w+) (\S+)$", http.get("/metrics").text)
-                values = {name: int(float(value)) for name, value in metrics if name.startswith(("kv_", "requests_"))}
-                if "kv_blocks" in values:
-                    held = sum(values[f"kv_blocks_{kind}"] for kind in ("used", "kept"))
-                    self.most |= Counter(blocks=values["kv_blocks"], held=held, running=values["requests_running"])
-
-
 @command
 def main(argv: Sequence[str]) -> None:
     """Measures, writes JSON, prints the table."""
@@ -126,7 +104,7 @@ def run(options: LoadOptions, destination: Output, argv: Sequence[str]) -> None:
     name, _, peer = (part.strip() for part in (options.peer or "").partition("="))
     if options.peer is not None and not (name and "://" in peer):
         raise FlagError(f"--peer {options.peer}: give NAME=URL of a server that runs")
-    result, record = Result({"model": "", "load_options": asdict(options)}), LoadRecord()
+    result, answers = Result({"model": "", "load_options": asdict(options)}), list[Answer]()
     with _server(options, model) as url:
         key = os.environ.get(KEY_VARIABLE)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -137,18 +115,18 @@ def run(options: LoadOptions, destination: Output, argv: Sequence[str]) -> None:
         with connect(url, headers) as http:
             plan = _plan(http, url, options)
         try:
-            _send(url, headers, plan, record)
+            _send(url, headers, plan, answers)
         finally:
-            if record.answers:
-                add_load(result, OURS, record)
+            if answers:
+                add_load(result, OURS, answers)
                 writer.write(result, complete=False)
-                if len(record.answers) < len(plan.starts):  # after Ctrl-C
+                if len(answers) < len(plan.starts):  # after Ctrl-C
                     report_of(result).show(writer.path)
     if peer:
         note(f"The same requests for {name}")
-        record = LoadRecord()
-        _send(_address(peer), {}, plan, record)
-        add_load(result, name, record)
+        answers = []
+        _send(_address(peer), {}, plan, answers)
+        add_load(result, name, answers)
     writer.write(result, complete=True)
     report_of(result).show(writer.path)
 
@@ -177,25 +155,20 @@ def _model(url: str, headers: Mapping[str, str]) -> str:
         raise EngineError(f"--url {url}: no such server answers there ({type(error).__name__})") from None
 
 
-def _send(url: str, headers: Mapping[str, str], plan: Plan, record: LoadRecord) -> None:
-    """Send the requests of a plan. Raises EngineError if none is answered."""
-    ended = threading.Event()
+def _send(url: str, headers: Mapping[str, str], plan: Plan, answers: list[Answer]) -> None:
+    """Send the requests of a plan, whose answers are added as they come. Raises EngineError if none is answered."""
     with connect(url, headers) as http, counting("Serving", "request", len(plan.starts)) as count:
 
         def take(answer: Answer) -> None:
-            record.answers.append(answer)
+            answers.append(answer)
             count("")
 
         if plan.before:
             first = Plan(len(plan.before), [0.0] * len(plan.before), plan.before, plan.max_tokens)
             send(first.starts, first.clients, partial(request, http, first), lambda answer: None)
-        threading.Thread(target=record.watch, args=(http, ended), daemon=True).start()
-        try:
-            send(plan.starts, plan.clients, partial(request, http, plan), take)
-        finally:
-            ended.set()
-    if all(answer.error for answer in record.answers):
-        raise EngineError(f"{url}: no request was answered ({record.answers[0].error})")
+        send(plan.starts, plan.clients, partial(request, http, plan), take)
+    if all(answer.error for answer in answers):
+        raise EngineError(f"{url}: no request was answered ({answers[0].error})")
 
 
 # -- what is asked, and when ---------------------------------------------------------------------------------------
@@ -246,23 +219,23 @@ def prompts(
 # -- what is made of it --------------------------------------------------------------------------------------------
 
 
-def add_load(result: Result, who: str, record: LoadRecord) -> None:
+def add_load(result: Result, who: str, answers: Sequence[Answer]) -> None:
     """Add the figures of a server; those of finished answers, latencies as percentiles from 0 to 100."""
-    whole = [answer for answer in record.answers if answer.error is None]
-    seconds = max(answer.ended for answer in record.answers)
+    whole = [answer for answer in answers if answer.error is None]
+    seconds = max(answer.ended for answer in answers)
     prompt_tokens = sum(answer.prompt_tokens for answer in whole)
     cached, tokens = sum(sum(answer.cached_from.values()) for answer in whole), sum(a.completion_tokens for a in whole)
-    errors = Counter(answer.error for answer in record.answers if answer.error is not None)
+    errors = Counter(answer.error for answer in answers if answer.error is not None)
     result.add(LOAD, who, RATE, value=tokens / seconds)
     result.add(LOAD, who, "errors", value=errors.total(), kinds=dict(errors))
-    counts = {"seconds": seconds, "requests": len(record.answers), "requests/s": len(whole) / seconds}
-    counts |= {"prompt tokens": prompt_tokens, "cached": cached / max(1, prompt_tokens), **record.most}
+    counts = {"seconds": seconds, "requests": len(answers), "requests/s": len(whole) / seconds}
+    counts |= {"prompt tokens": prompt_tokens, "cached": cached / max(1, prompt_tokens)}
     result.add_all(LOAD, who, counts)
     for name, waits in (
         (FIRST_TOKEN, [answer.first_token for answer in whole if answer.pieces]),
         (BETWEEN_TOKENS, [end - start for answer in whole for start, end in pairwise(answer.pieces)]),
         (WHOLE, [answer.ended - answer.sent for answer in whole]),
-        (FREE, [answer.sent - answer.planned for answer in record.answers]),
+        (FREE, [answer.sent - answer.planned for answer in answers]),
     ):
         percentiles: list[float] = np.percentile(waits, np.arange(101)).tolist() if waits else []
         result.add(LOAD, who, name, percentiles, count=len(waits))
@@ -276,8 +249,7 @@ def report_of(result: Result) -> Report:
         "clients": f"{load['clients']}, {load['rate']:g} requests/s (Poisson), prompts of {load['shared_prefix']} "
         f"shared and {load['prompt_tokens']} own tokens, answers of {load['max_tokens']}",
         "requests": f"{value['requests']:.0f} in {value['seconds']:.1f} s. Errors: {failed}",
-        "found in the cache": f"{100 * value['cached']:.1f} % of the prompts' tokens. At most {value['held']:.0f} of "
-        f"{value['blocks']:.0f} blocks held, {value['running']:.0f} requests in a step",
+        "found in the cache": f"{100 * value['cached']:.1f} % of the prompts' tokens",
     }
     return Report(
         title=f"A server of {result['model']}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import httpx
 import pytest
 
 from polarlm.bench.lab import load
-from polarlm.bench.lab.load import LoadRecord, Plan, main
+from polarlm.bench.lab.load import Plan, main
 from polarlm.bench.result import Result, read
 from polarlm.bench.servers import SERVE, Answer, connect, running_server
 
@@ -61,12 +60,11 @@ def test_figures_of_a_load() -> None:
         Answer(0.7, 1.5, [1.9], 2.0, error="cut off"),
     ]
     result = Result({})
-    load.add_load(result, "polarlm", LoadRecord(answers, Counter(blocks=30, held=12, running=2)))
+    load.add_load(result, "polarlm", answers)
     figures = result.figures("load", "polarlm")
     assert figures["errors"].more["kinds"] == {"429 busy": 1, "cut off": 1}
     value = {name: row.value for name, row in figures.items()}
     assert (value["requests"], value["requests/s"], value["tokens/s"], value["cached"]) == (4, 1.0, 3.0, 0.4)
-    assert (value["blocks"], value["held"], value["running"]) == (30, 12, 2)
     for name, expected in (
         ("first token", (2, 0.1, 0.5)),
         ("between two tokens", (4, 0.1, 0.3)),
@@ -99,5 +97,4 @@ def test_a_server_of_its_own_is_measured(
         assert 0 < value["cached"] <= 1
         assert value["tokens/s"] * value["seconds"] == pytest.approx(12 * 9)
         assert result.figures("load", who)["first token"].more["count"] == 12
-    assert result.value("load", "polarlm", "blocks") > 0
     assert re.search(r"\| polarlm .*\n\| another ", printed)
