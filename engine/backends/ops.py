@@ -241,7 +241,8 @@ class MachineOps(Protocol):
     @property
     def stream(self) -> Callable[[], AbstractContextManager[None]] | None:
         """stream() is a context for ops on rows of a prompt, none of whose results Python reads: others compute them
-        while it prepares the next op. None where nothing is waited for anyway, or nobody else computes."""
+        while it prepares the next op. Inside another one it does nothing. None where nothing is waited for anyway, or
+        nobody else computes."""
 
     def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
         """Call work(*arrays), also whenever `run_graph` runs again what is being recorded: at this place, with views of

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -178,19 +178,17 @@ class Rows:
         and the rows before it, (T, E)."""
         self.choice, self.chunks, self.last, self._watch = choice, chunks, last, watch
 
-    def begin(self, layer: int, x: Array) -> Callable[[], AbstractContextManager[None]] | None:
-        """A layer begins, for rows x (T, E). Returns the `Ops.stream` in which it computes a chunk, before `end_chunk`;
-        None without."""
+    def begin(self, layer: int, x: Array) -> None:
+        """A layer begins, for rows x (T, E)."""
         if self._watch is not None:
             self._watch(layer, x)
-        return None
 
     def project(self, number: int, layer: DecoderLayer, x: Array, chunk: Chunk, inputs: LayerInputs) -> Any:
         """Call `Mixer.project` of a layer for the rows of a chunk of x (T, E), and return its result."""
         return layer.project(x[chunk.rows], inputs)
 
     def end_chunk(self, number: int, chunk: Chunk) -> None:
-        """A layer has computed a chunk in a stream."""
+        """A layer has computed a chunk."""
 
 
 class DecoderLayer(NamedTuple):
@@ -233,14 +231,10 @@ def compute(layers: Iterable[tuple[int, DecoderLayer]], x: Array, rows: Rows) ->
     """Compute numbered layers for rows x (T, E), in place, chunk by chunk. Yields after each chunk of a layer; the
     chunks may be replaced then, in the list."""
     for number, layer in layers:
-        stream = rows.begin(number, x)
+        rows.begin(number, x)
         for chunk in rows.chunks:
-            if stream is None:
-                _compute_chunk(number, layer, x, rows, chunk)
-            else:
-                with stream():
-                    _compute_chunk(number, layer, x, rows, chunk)
-                rows.end_chunk(number, chunk)
+            _compute_chunk(number, layer, x, rows, chunk)
+            rows.end_chunk(number, chunk)
             yield number, chunk
 
 
@@ -314,7 +308,7 @@ class PromptRows(Rows):
         parts = batch.parts or batch.spans
         self._store, self._spans, self._parts, self._ids = choice.store, batch.spans, parts, ids
         self._images, self._tap, self._mtp, self._appends_mtp = images, tap, mtp, self.last == depth
-        self._count, self._only_last = len(ids), batch.only_last
+        self._count, self._only_last, self._batch, self._done = len(ids), batch.only_last, batch, 0
         outputs = self._count if batch.outputs is None else batch.outputs
         self._first_output = self._count - outputs
         self._ends = np.cumsum([span.count for span in batch.spans]) - 1  # the last row of each span
@@ -332,14 +326,24 @@ class PromptRows(Rows):
 
     def compute(
         self, ops: Ops, layers: Iterable[tuple[int, DecoderLayer]], x: Array, added: Array | None
-    ) -> Generator[tuple[int, Chunk]]:
-        """Compute the layers of a device, in chunks for it. added: see `Inputs.added`."""
+    ) -> Generator[int]:
+        """Compute the layers of a device, in chunks for it, and yield as `Transformer.chunks` does. added: see
+        `Inputs.added`."""
         self._ops, (ropes, adapters) = ops, self._tables
         tables = [tuple(map(ops.to_device, table)) for table in ropes]
         routing = None if adapters is None else Routing(*map(ops.to_device, adapters))
         inputs = [self._part(rows, tables, routing, added) for rows in self._slices]
         self.chunks[:] = map(self._chunk, self._slices, inputs)
-        yield from compute(layers, x, self)
+        with ExitStack() as self._stream:  # it ends with each unit, since other work needs the threads then
+            for layer, chunk in compute(layers, x, self):
+                count = chunk.rows.stop - chunk.rows.start
+                self._done += count
+                is_end = layer == self.last and chunk.rows.stop == self._count
+                is_unit = self._batch.by_layer or self._done + count > self.step or is_end
+                if is_unit and not self._batch.parts:
+                    self._stream.close()
+                    yield self._done
+                    self._done = 0
 
     @staticmethod
     def _part(rows: slice, tables: Sequence[Any], adapters: Routing | None, added: Array | None) -> Inputs:
@@ -363,7 +367,7 @@ class PromptRows(Rows):
             last_spans = self._store.spans(parts, slice(0, len(parts)))[last]
         return Chunk(rows, self.choice.distinct(inputs._replace(spans=tuple(spans))), skipped, last_spans, outputs)
 
-    def begin(self, layer: int, x: Array) -> Callable[[], AbstractContextManager[None]] | None:
+    def begin(self, layer: int, x: Array) -> None:
         super().begin(layer, x)
         for part in self._images:
             if 0 < layer <= len(part.added):
@@ -372,21 +376,24 @@ class PromptRows(Rows):
             self._store.begin_layer(layer, span)
         is_read = layer == self.last and (self._appends_mtp or self._only_last)  # by Python
         is_read = is_read or self._tap is not None or bool(self._round_trips)
-        self._stream = None if is_read else self._ops.stream
-        return self._stream
+        self._open_stream = None if is_read else self._ops.stream
+        if is_read:
+            self._stream.close()
 
     def project(self, number: int, layer: DecoderLayer, x: Array, chunk: Chunk, inputs: LayerInputs) -> Any:
         rows, tap = chunk.rows, self._tap and partial(self._tap, number, self._spans[0].start + chunk.rows.start)
         mixed = x[rows]
+        if self._open_stream is not None:
+            self._stream.enter_context(self._open_stream())
         if self._mtp is not None and self._appends_mtp and number == self.last:
             mixed = self._mtp.prompt_input(self._spans[0], self._ids, self._states, x, rows)
         projected = layer.project(mixed, inputs, tap)
-        if rows.stop == self._count and self._stream is None:
+        if rows.stop == self._count and self._open_stream is None:
             self._store.seal(number, *self._spans)
             for span in self._round_trips:
                 self._store.round_trip(number, span)
         return projected
 
     def end_chunk(self, number: int, chunk: Chunk) -> None:
-        if chunk.rows.stop == self._count:
+        if chunk.rows.stop == self._count and self._open_stream is not None:
             self._store.seal(number, *self._spans)

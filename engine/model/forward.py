@@ -160,19 +160,13 @@ class Transformer:
         ids = [one if one < IMAGE_IDS else 0 for one in batch.ids] if read else batch.ids
         rows = table_rows(self.weights.embedding, ids)
         x, added = self._embed(self._stages[0].ops.to_device(rows), read)
-        depth, done = self.config.depth, 0
-        prompt = PromptRows(self._choice, batch, rows, depth, self.ops.prefill_rows, read, self.tap, self.mtp)
+        depth, most = self.config.depth, self.ops.prefill_rows
+        prompt = PromptRows(self._choice, batch, rows, depth, most, read, self.tap, self.mtp)
         for number, (ops, numbers) in enumerate(self._stages):
             if number:
                 x = ops.to_device(PeerArray(x, self._stages[number - 1].ops))
             layers = [(one, self._layers[one]) for one in numbers if one <= prompt.last]
-            for layer, chunk in prompt.compute(ops, layers, x, added):
-                count = chunk.rows.stop - chunk.rows.start
-                done += count
-                is_end = layer == prompt.last and chunk.rows.stop == len(x)
-                if not batch.parts and (batch.by_layer or done + count > prompt.step or is_end):
-                    yield done
-                    done = 0
+            yield from prompt.compute(ops, layers, x, added)
         return prompt.outputs(x)
 
     def step(self, batch: StepBatch, ahead: bool = False) -> Fetch:

@@ -206,6 +206,9 @@ class Launcher:
     def stream(self) -> Iterator[None]:
         """A context in which launches are not waited for: other threads run them while Python prepares the next ones.
         What reads or writes their memory without a kernel calls `finish` before."""
+        if self._is_streaming:
+            yield
+            return
         self._is_streaming = self.threads > 1 and self._recording is None and self.runs_directly
         try:
             yield

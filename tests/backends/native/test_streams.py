@@ -30,9 +30,9 @@ SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 512, "calibration": Fa
 SOME = SamplingParams(max_tokens=3, temperature=0, logprobs=2, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NativeOps, "prefill_rows", 40, raising=False)
+@pytest.fixture(autouse=True, params=[40, 400], ids=["chunks_of_a_layer", "layers_together"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeOps, "prefill_rows", request.param, raising=False)
 
 
 def answers(path: Path, threads: int, **more: Any) -> list[Completion]:
