@@ -218,21 +218,19 @@ def measure(options: Options) -> Result:
             _, whole, _ = min(runs, key=lambda run: run[1])
             _add(result, length, {**parts, REST: [whole - _total(parts)], WHOLE: [whole]}, work)
             if threads is not None:
-                _add_cores(result, length, threads.number, prompt, steps)
+                _add_cores(result, length, ops, prompt, steps)
     return result
 
 
 def _add_cores(
-    result: Result,
-    length: int,
-    threads: int,
-    prompt: Callable[[], object],
-    steps: Callable[[], object],
+    result: Result, length: int, ops: Any, prompt: Callable[[], object], steps: Callable[[], object]
 ) -> None:
     """Add the "seconds" that a prompt and a step after it would take on `CORES`, and those of them in which Python is
     "alone". steps: the prompt and `_STEPS` steps."""
-    before, added = additions_of(prompt, threads), additions_of(steps, threads)
+    threads = ops.threads().number
     for cores in CORES:
+        with patch.object(ops._launch, "threads", cores):
+            before, added = additions_of(prompt, threads), additions_of(steps, threads)
         named = {
             f"prompt of {length:,}": (1, elapsed(before, cores)),
             f"step after {length:,}": (_STEPS, elapsed(added[len(before) :], cores)),

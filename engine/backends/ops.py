@@ -207,6 +207,10 @@ class MachineOps(Protocol):
     warm_up_rows: tuple[Sequence[int], Sequence[int]]
 
     @property
+    def unit_layers(self) -> int:
+        """Layers of `prefill_rows` rows that are computed before other work may run."""
+
+    @property
     def batch_rows(self) -> int:
         """Most rows of prompts that are computed together; 0 where prompts are computed one by one."""
 

@@ -339,7 +339,7 @@ class PromptRows(Rows):
                 count = chunk.rows.stop - chunk.rows.start
                 self._done += count
                 is_end = layer == self.last and chunk.rows.stop == self._count
-                is_unit = self._batch.by_layer or self._done + count > self.step or is_end
+                is_unit = self._batch.by_layer or self._done + count > self.step * ops.unit_layers or is_end
                 if is_unit and not self._batch.parts:
                     self._stream.close()
                     yield self._done

@@ -149,8 +149,8 @@ class Transformer:
         """Compute the new tokens of prompts, chunk by chunk, and append their K/V to the store.
 
         A generator, so that other work can run between chunks: it yields the number of rows after each chunk and
-        returns hidden states (outputs, E). A chunk is `prefill_rows` rows of one layer, or several layers if there are
-        fewer rows. A batch with `parts` is one chunk, and a recording if it has few rows. It seals all layers; the
+        returns hidden states (outputs, E). A chunk is `prefill_rows` rows of `unit_layers` layers, or of more if there
+        are fewer rows. A batch with `parts` is one chunk, and a recording if it has few rows. It seals all layers; the
         caller commits. Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the
         hidden states, and the K/V of layers that are sealed together. Raises EngineError for an id without a row.
         """

@@ -103,6 +103,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     is_replayable = False
     inputs = ""
     stored_as = transfer.RECORDS
+    unit_layers = 1
     warm_up_rows: tuple[Sequence[int], Sequence[int]] = ((16, 64, 128, 256), (1, 2, 4, 8))
 
     def __init__(self, device: Device, host: Ops | None = None):

@@ -56,6 +56,11 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, Ex
         self._graphs, self._heads = Graphs(self._launch), {}
 
     @property
+    def unit_layers(self) -> int:  # type: ignore[override]
+        """More threads are as fast with several layers as two with one, and wait for Python after each unit."""
+        return max(1, self._launch.threads // 2)
+
+    @property
     def batch_rows(self) -> int:  # type: ignore[override]
         return _MATRIX_ROWS if self.input_bits == "bf16" and self._launch.level.matrices else NumpyOps.batch_rows
 

@@ -69,6 +69,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     stored_as = transfer.FIELDS
     cache_experts: Callable[[Sequence[Sequence[RereadMatrix]], ExpertCache], tuple[Matrix, ...]] | None = None
     prefill_rows = 512  # the feed-forward activations about fit the cache
+    unit_layers = 1
     batch_rows = 64  # more would make no row faster, and the first prompt wait
     batches_take_steps = False  # whose rows are computed in another way
     warm_up_rows: tuple[Sequence[int], Sequence[int]] = ((), ())
