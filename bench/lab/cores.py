@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-CORES = 2, 8, 16, 64
+CORES = 2, 16, 64
 
 
 class Addition(NamedTuple):

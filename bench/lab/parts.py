@@ -230,6 +230,7 @@ def _add_cores(
     threads = ops.threads().number
     for cores in CORES:
         with patch.object(ops._launch, "threads", cores):
+            steps()  # compiles
             before, added = additions_of(prompt, threads), additions_of(steps, threads)
         named = {
             f"prompt of {length:,}": (1, elapsed(before, cores)),
