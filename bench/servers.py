@@ -34,11 +34,11 @@ def running_server(program: Sequence[str]) -> Iterator[str]:
             process = subprocess.Popen(words, stdout=said, stderr=said)
         except OSError as error:
             raise EngineError(f"{program[0]} cannot be started: {error.strerror}") from None
-        with process:
+        with process, connect(url) as http:
             try:
                 while process.poll() is None:
                     with suppress(httpx.TransportError):
-                        if httpx.get(f"{url}/health").is_success:
+                        if http.get("/health").is_success:
                             break
                     time.sleep(_LOOK_EVERY)
                 else:
