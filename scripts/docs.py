@@ -163,7 +163,7 @@ PROMPT = (
     ("state/store.py", "KVStore.open_batch", "KVStore._open", "the store opens a place for all their K/V"),
     ("state/kv_blocks.py", "KVBlocks.open", "KVBlocks._copy", "a buffer of a layer's K/V; what stays, what is encoded"),
     ("model/forward.py", "Transformer.chunks", "Transformer.chunks", "embedding, layers"),
-    ("model/decoder.py", "cut", "PromptRows.end_chunk", "the rows of a chunk, and the end of a layer"),
+    ("model/decoder.py", "cut", "PromptRows.project", "the rows of a chunk, and the end of a layer"),
     ("state/store.py", "KVStore.begin_layer", "KVStore._seal", "a layer's K/V are kept once all rows have them"),
     ("quantization/encode.py", "encode_with_metric", "encode_centred", "keys lose their mean; codes of least cost"),
     ("codecs/parts/pair_codec.py", "PairCodec.norms", "PairCodec.quantize", "pairs of values become codes"),

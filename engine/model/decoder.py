@@ -187,9 +187,6 @@ class Rows:
         """Call `Mixer.project` of a layer for the rows of a chunk of x (T, E), and return its result."""
         return layer.project(x[chunk.rows], inputs)
 
-    def end_chunk(self, number: int, chunk: Chunk) -> None:
-        """A layer has computed a chunk."""
-
 
 class DecoderLayer(NamedTuple):
     """The objects that compute a decoder layer."""
@@ -234,7 +231,6 @@ def compute(layers: Iterable[tuple[int, DecoderLayer]], x: Array, rows: Rows) ->
         rows.begin(number, x)
         for chunk in rows.chunks:
             _compute_chunk(number, layer, x, rows, chunk)
-            rows.end_chunk(number, chunk)
             yield number, chunk
 
 
@@ -336,10 +332,12 @@ class PromptRows(Rows):
         self.chunks[:] = map(self._chunk, self._slices, inputs)
         with ExitStack() as self._stream:  # it ends with each unit, since other work needs the threads then
             for layer, chunk in compute(layers, x, self):
-                count = chunk.rows.stop - chunk.rows.start
+                count, is_last = chunk.rows.stop - chunk.rows.start, chunk.rows.stop == self._count
+                if is_last and self._open_stream is not None:
+                    self._store.seal(layer, *self._spans)
                 self._done += count
-                is_end = layer == self.last and chunk.rows.stop == self._count
-                is_unit = self._batch.by_layer or self._done + count > self.step * ops.unit_layers or is_end
+                is_end = self._batch.by_layer or (is_last and layer == self.last)
+                is_unit = is_end or self._done + count > self.step * ops.unit_layers
                 if is_unit and not self._batch.parts:
                     self._stream.close()
                     yield self._done
@@ -393,7 +391,3 @@ class PromptRows(Rows):
             for span in self._round_trips:
                 self._store.round_trip(number, span)
         return projected
-
-    def end_chunk(self, number: int, chunk: Chunk) -> None:
-        if chunk.rows.stop == self._count and self._open_stream is not None:
-            self._store.seal(number, *self._spans)
