@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 
 from polarlm.engine import EngineError
+from polarlm.server.config import KEY_VARIABLE
 
 SERVE = (sys.executable, "-m", "polarlm", "serve")  # the program of our server
 _LOOK_EVERY = 0.1  # seconds, at a server that starts
@@ -25,13 +27,14 @@ _PATIENCE = 600.0  # seconds to wait for data
 
 @contextmanager
 def running_server(program: Sequence[str]) -> Iterator[str]:
-    """A context with the URL of a server, which takes the flag --port, once it is ready. Raises EngineError."""
+    """A context with the URL of a server, which takes --port and gets no key, once it is ready. Raises EngineError."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url, words = f"http://127.0.0.1:{port}", [*program, "--port", str(port)]
+    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         try:
-            process = subprocess.Popen(words, stdout=said, stderr=said)
+            process = subprocess.Popen(words, stdout=said, stderr=said, env=environment)
         except OSError as error:
             raise EngineError(f"{program[0]} cannot be started: {error.strerror}") from None
         with process, connect(url) as http:
@@ -60,7 +63,7 @@ class Answer:
     ended: float = 0.0
     text: str = ""
     prompt_tokens: int = 0
-    cached_from: dict[str, int] = field(default_factory=dict)  # tier → cached tokens
+    cached_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
 
@@ -116,9 +119,8 @@ def _take(event: dict[str, Any], answer: Answer, now: float) -> None:
         answer.pieces.append(now)
         answer.text += text
     if usage := event.get("usage"):
-        details = usage["prompt_tokens_details"]
         answer.prompt_tokens, answer.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-        answer.cached_from = details.get("cached_from") or {"store": details["cached_tokens"]}
+        answer.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
 
 
 def _code(body: str | bytes) -> str:

@@ -224,7 +224,7 @@ def add_load(result: Result, who: str, answers: Sequence[Answer]) -> None:
     whole = [answer for answer in answers if answer.error is None]
     seconds = max(answer.ended for answer in answers)
     prompt_tokens = sum(answer.prompt_tokens for answer in whole)
-    cached, tokens = sum(sum(answer.cached_from.values()) for answer in whole), sum(a.completion_tokens for a in whole)
+    cached, tokens = sum(answer.cached_tokens for answer in whole), sum(answer.completion_tokens for answer in whole)
     errors = Counter(answer.error for answer in answers if answer.error is not None)
     result.add(LOAD, who, RATE, value=tokens / seconds)
     result.add(LOAD, who, "errors", value=errors.total(), kinds=dict(errors))

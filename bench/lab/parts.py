@@ -63,7 +63,6 @@ class Options:
     hf_repo: str | None = hub_setting()
     types: str = setting("balanced", "--types", metavar="TYPE", help=TYPES_HELP)
     input_bits: str = setting(AUTO, "--input-bits", metavar="BITS", help="as in the chat")
-    replayable: bool = setting(False, "--replayable", help="as in the server")
     device: str = setting("auto", "--device", choices=("auto", "cpu", "cuda"), help="as in the chat")
     threads: int = setting(0, "--threads", "-t", metavar="N", help="CPU threads; 0 as in the chat")
     prompt: str = setting("256,2048", "--prompt", metavar="N,N", help="tokens of the prompts")
@@ -195,23 +194,21 @@ def measure(options: Options) -> Result:
     """The parts of prompts of all lengths. Raises FlagError, EngineError or LoadError."""
     path, lengths = model_named(options.weights, options.hf_repo), sorted(numbers("--prompt", options.prompt))
     settings = {"device": options.device, "threads": options.threads, "ctx_size": max(lengths) + 1 + _STEPS}
-    settings |= {"input_bits": options.input_bits, "parallel": 1, "replayable": options.replayable}
+    settings |= {"input_bits": options.input_bits, "parallel": 1}
     loaded = assemble(settle(path, None, {**settings, **cache_types(options.types)[0].settings()}), note)
     ops, source = loaded.model.ops, loaded.source
     with Engine(loaded) as engine:
         if ops.backend not in ("native", "cuda"):
             raise EngineError("NumPy computes here, and has no kernels")
-        threads = None if ops.backend == "cuda" else ops.threads()
+        threads = None if ops.backend == "cuda" else ops.threads().number  # type: ignore[union-attr]
         trace = Trace(ops, EventClock() if threads is None else HostClock())
         model = f"{source.name} on {ops.name}" if threads is None else source.name
-        about = {"model": model, "threads": threads and threads.number}
-        result = Result({**about, **digest_of_model(source.weights.files())})
+        result = Result({"model": model, "threads": threads, **digest_of_model(source.weights.files())})
         params, answer = (SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 1 + _STEPS))
+        uncached = PromptOptions(cache_prompt=False)
         for length in lengths:
             ids = np.random.default_rng(0).integers(0, len(source.vocabulary), length).tolist()
-            prompt, steps = (
-                partial(engine.generate, ids, wanted, PromptOptions(cache_prompt=False)) for wanted in (params, answer)
-            )
+            prompt, steps = (partial(engine.generate, ids, wanted, uncached) for wanted in (params, answer))
             steps()  # compiles
             runs = [trace.times(prompt) for _ in range(options.repeat)]
             parts, _, work = min(runs, key=lambda run: _total(run[0]))
@@ -232,11 +229,10 @@ def _add_cores(
         with patch.object(ops._launch, "threads", cores):
             steps()  # compiles
             before, added = additions_of(prompt, threads), additions_of(steps, threads)
-        named = {
-            f"prompt of {length:,}": (1, elapsed(before, cores)),
-            f"step after {length:,}": (_STEPS, elapsed(added[len(before) :], cores)),
-        }
-        for name, (number, (seconds, alone)) in named.items():
+        for name, number, (seconds, alone) in (
+            (f"prompt of {length:,}", 1, elapsed(before, cores)),
+            (f"step after {length:,}", _STEPS, elapsed(added[len(before) :], cores)),
+        ):
             result.add_all(name, f"{cores} cores", {"seconds": seconds / number, "alone": alone / number})
 
 
@@ -246,14 +242,14 @@ def _total(parts: Mapping[str, list[float]]) -> float:
 
 
 def _add(result: Result, length: int, parts: Mapping[str, list[float]], work: Mapping[str, int]) -> None:
-    """Add the "launches" of each part, its "seconds", its "share", the seconds of a "token", and of
-    products the weights · rows a second ("rate"), also of a "core"."""
-    whole, threads = parts[WHOLE][0], result["threads"]
+    """Add the "launches" of each part, its "seconds", its "share", the seconds of a "token", and of products the
+    weights · rows a second, their "rate"."""
+    whole = parts[WHOLE][0]
     for part, times in sorted(parts.items(), key=lambda one: (one[0] == WHOLE, one[0] == REST, -sum(one[1]))):
         seconds, launches = sum(times), None if part in (REST, WHOLE) else len(times)
         figures = {"seconds": seconds, "launches": launches, "share": seconds / whole, "token": seconds / length}
         if part in work:
-            figures |= {"rate": work[part] / seconds, "core": work[part] / seconds / threads if threads else None}
+            figures["rate"] = work[part] / seconds
         result.add_all(part, f"{length:,}", figures)
 
 
@@ -264,7 +260,6 @@ _COLUMNS = (
     Column.of("share", "share", "{:.1%}".format),
     Column.of("µs a token", "token", lambda seconds: f"{1e6 * seconds:,.1f}"),
     Column.of("GFLOPS", "rate", lambda rate: f"{2e-9 * rate:,.0f}"),
-    Column.of("10⁹ weights · rows/s, a core", "core", lambda rate: f"{1e-9 * rate:,.0f}"),
 )
 
 

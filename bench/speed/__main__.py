@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from polarlm.bench.command import at_least, refuse_what_moved
 from polarlm.bench.speed import compare
 from polarlm.bench.speed.options import GROUPS, PROGRAM
+from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import command
 from polarlm.engine.cli.flags import check_that, parse
 
@@ -34,8 +35,10 @@ def main(argv: Sequence[str]) -> None:
     if options.session is None:
         compare.run(options, destination, argv)
     else:
-        from polarlm.bench.speed import session  # needs httpx
-
+        try:
+            from polarlm.bench.speed import session
+        except ModuleNotFoundError as error:
+            raise EngineError(f"A session needs httpx: pip install 'polarlm[serve]' installs it ({error})") from None
         session.run(options, destination, argv)
 
 

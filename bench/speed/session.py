@@ -88,8 +88,7 @@ def _programs(peers: str | None) -> dict[str, list[str]]:
     return programs
 
 
-Session = list[Mapping[str, float]]
-"""Quantity → value, for each turn."""
+Session = list[Mapping[str, float]]  # quantity → value, for each turn
 
 
 def converse(url: str, turns: int, advance: Callable[[], object]) -> Session:
@@ -104,11 +103,9 @@ def converse(url: str, turns: int, advance: Callable[[], object]) -> Session:
             answer = ask(http, "/v1/chat/completions", body, time.perf_counter())
             if answer.error or answer.completion_tokens != ANSWER:
                 reason = answer.error or f"{answer.completion_tokens} of {ANSWER} tokens"
-                raise EngineError(
-                    f"no whole answer in turn {turn} ({reason}); if the context is full, have fewer turns"
-                )
+                raise EngineError(f"no whole answer in turn {turn} ({reason}); a full context needs fewer turns")
             messages.append({"role": "assistant", "content": answer.text})
-            values = answer.prompt_tokens, sum(answer.cached_from.values()), answer.first_token, answer.ended
+            values = answer.prompt_tokens, answer.cached_tokens, answer.first_token, answer.ended
             session.append(dict(zip((*TOKENS, *SECONDS), values, strict=True)))
             advance()
     return session

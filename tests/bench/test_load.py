@@ -55,7 +55,7 @@ def test_errors_have_a_kind(status: int, lines: Sequence[str], kind: str) -> Non
 def test_figures_of_a_load() -> None:
     answers = [
         Answer(0.0, 0.0, [0.5, 0.6, 0.8], 0.8, prompt_tokens=10, completion_tokens=3),
-        Answer(0.5, 1.0, [1.1, 1.2, 1.5], 1.5, prompt_tokens=10, cached_from={"store": 8}, completion_tokens=3),
+        Answer(0.5, 1.0, [1.1, 1.2, 1.5], 1.5, prompt_tokens=10, cached_tokens=8, completion_tokens=3),
         Answer(0.6, 1.0, [], 1.1, error="429 busy"),
         Answer(0.7, 1.5, [1.9], 2.0, error="cut off"),
     ]

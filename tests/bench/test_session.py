@@ -52,4 +52,4 @@ def test_a_session_that_does_not_fit_is_refused(model: Path, capsys: pytest.Capt
     assert speed.main([*flags, "--peer", "llama-server"]) == 2
     assert "--peer llama-server: in a session, give NAME=PROGRAM of a server" in capsys.readouterr().err
     assert speed.main(flags) == 2
-    assert "error: no whole answer in turn 4 (41 of 64 tokens); if the context is full" in capsys.readouterr().err
+    assert "error: no whole answer in turn 4 (41 of 64 tokens); a full context" in capsys.readouterr().err

@@ -57,8 +57,7 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, Ex
 
     @property
     def unit_layers(self) -> int:  # type: ignore[override]
-        """More threads are as fast with several layers as two with one, and wait for Python after each unit."""
-        return max(1, self._launch.threads // 2)
+        return max(1, self._launch.threads // 2)  # which take as long as one with two threads
 
     @property
     def batch_rows(self) -> int:  # type: ignore[override]

@@ -34,8 +34,7 @@ from polarlm.engine.weight_formats import WeightFormat
 
 MOST_INPUTS = 2048  # of a strip. More are cut into strips of fewer, so that those of 256 rows stay in the cache
 _INPUTS = 1536
-_ROWS = 256  # for which a strip is made, or twice as many: so that products cost much more than making it
-_FEW_INPUTS = 1024  # of so many rows
+_ROWS = 256  # for which a strip is made, so that products cost much more than making it
 _UNITS = 16  # that share the inputs in the cache
 _STRIP = MOST_INPUTS // GROUP * 2 * MATRIX  # bytes
 _SUMS, _LEFT, _RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)  # registers
@@ -112,8 +111,7 @@ def matrix_sums(
     parts = (panels.columns + (GROUP - 1)) // GROUP
     most = e.select(panels.columns <= MOST_INPUTS, e.i64(MOST_INPUTS // GROUP), e.i64(_INPUTS // GROUP))
     slices = (parts + (most - 1)) // most
-    at_a_time = e.select(panels.columns <= _FEW_INPUTS, e.i64(2 * _ROWS), e.i64(_ROWS))
-    total = (panels.rows + (at_a_time - 1)) // at_a_time * slices * count
+    total = (panels.rows + (_ROWS - 1)) // _ROWS * slices * count
     make = _StripMaker(e, format, panels.columns)
 
     def strip(number: Value) -> _Strip:
@@ -124,8 +122,8 @@ def matrix_sums(
         make.rest(strip(e.i64(0)), e.i64(0))
     with e.loop(0, total) as number:
         own, following = strip(number), strip(e.imin(number + 1, total - 1))
-        begin = number // (count * slices) * at_a_time
-        rows = e.imin(panels.rows - begin, at_a_time)
+        begin = number // (count * slices) * _ROWS
+        rows = e.imin(panels.rows - begin, _ROWS)
         inputs = panels.address + begin // ROWS * panels.stride + own.first * MATRIX
         end = e.select(number + 1 < total, following.parts * 2, e.i64(0))
         made = e.variable(e.i64(0))  # matrices of the following strip
