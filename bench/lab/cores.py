@@ -53,6 +53,10 @@ def additions_of(work: Callable[[], object], threads: int) -> list[Addition]:
     return additions
 
 
+def python_seconds(additions: Iterable[Addition]) -> float:
+    return sum(addition.seconds for addition in additions)
+
+
 def elapsed(additions: Iterable[Addition], cores: int) -> tuple[float, float]:
     """Return the seconds of all on so many cores, and those of them in which Python works and no launch runs.
 
