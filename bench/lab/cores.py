@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 CORES = 2, 16, 64
+Work = Callable[[], object]
 
 
 class Addition(NamedTuple):
@@ -26,7 +27,7 @@ class Addition(NamedTuple):
     waits: bool
 
 
-def additions_of(work: Callable[[], object], threads: int) -> list[Addition]:
+def additions_of(work: Work, threads: int) -> list[Addition]:
     """What `work` adds, on so many threads; the last one is what follows, and has no launches."""
     from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers  # needs llvmlite
 
@@ -51,10 +52,6 @@ def additions_of(work: Callable[[], object], threads: int) -> list[Addition]:
         work()
     add()
     return additions
-
-
-def python_seconds(additions: Iterable[Addition]) -> float:
-    return sum(addition.seconds for addition in additions)
 
 
 def elapsed(additions: Iterable[Addition], cores: int) -> tuple[float, float]:

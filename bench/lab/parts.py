@@ -3,8 +3,7 @@
 The fastest of several prompts counts, and the one whose launches took least. On a CPU each launch runs alone, between
 two looks at the clock; the rest is what a prompt takes beside them when nobody looks: Python, as far as no thread
 computes meanwhile. On a GPU events are recorded around each launch, and the device begins when all is launched. A
-kernel without a kind is a part by its own name. Of a CPU a second table says what Python costs on more cores
-(`cores`).
+kernel without a kind is a part by its own name. A second table, of a CPU, has what Python costs on more cores.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from unittest.mock import patch
 import numpy as np
 
 from polarlm.bench.command import TYPES_HELP, at_least, cache_types, file_names, model_named, numbers
-from polarlm.bench.lab.cores import CORES, additions_of, elapsed, python_seconds
+from polarlm.bench.lab.cores import CORES, Work, additions_of, elapsed
 from polarlm.bench.lab.gpu.setup import CupyClock
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, provenance
 from polarlm.bench.result import Output, Result, ResultWriter, digest_of_model
@@ -102,7 +101,7 @@ class HostClock:
     def difference(self, begin: float, end: float) -> float:
         return end - begin
 
-    def whole(self, work: Callable[[], object]) -> float:
+    def whole(self, work: Work) -> float:
         """The time of work."""
         begin = self.mark()
         work()
@@ -123,7 +122,7 @@ class EventClock:
     def difference(self, begin: Any, end: Any) -> float:
         return float(self._cuda.get_elapsed_time(begin, end)) / 1e3
 
-    def whole(self, work: Callable[[], object]) -> float:
+    def whole(self, work: Work) -> float:
         return CupyClock().held(work, 1)
 
 
@@ -133,7 +132,7 @@ class Trace:
     def __init__(self, ops: Any, clock: HostClock | EventClock) -> None:
         self._ops, self._clock, self._matrix = ops, clock, ""
 
-    def times(self, prompt: Callable[[], object]) -> tuple[dict[str, list[float]], float, Mapping[str, int]]:
+    def times(self, prompt: Work) -> tuple[dict[str, list[float]], float, Mapping[str, int]]:
         """The times of each launch of the parts, and of the whole; weights · rows of the products."""
 
         def work() -> None:
@@ -219,16 +218,15 @@ def measure(options: Options) -> Result:
     return result
 
 
-def _add_cores(
-    result: Result, length: int, ops: Any, prompt: Callable[[], object], steps: Callable[[], object]
-) -> None:
+def _add_cores(result: Result, length: int, ops: Any, prompt: Work, steps: Work) -> None:
     """Add the "seconds" that a prompt and a step after it would take on `CORES`, and those of them in which Python is
     "alone". steps: the prompt and `_STEPS` steps."""
     threads = ops.threads().number
     for cores in CORES:
         with patch.object(ops._launch, "threads", cores):
             before, added = (
-                min((additions_of(work, threads) for _ in range(3)), key=python_seconds) for work in (prompt, steps)
+                min((additions_of(work, threads) for _ in range(3)), key=lambda run: sum(one.seconds for one in run))
+                for work in (prompt, steps)
             )
         for name, number, (seconds, alone) in (
             (f"prompt of {length:,}", 1, elapsed(before, cores)),
