@@ -8,7 +8,7 @@ memory above all, so it says what Python costs, and not how fast a machine is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,9 +27,17 @@ class Addition(NamedTuple):
     waits: bool
 
 
+def single_launches(commands: Any) -> Iterator[tuple[Any, Any]]:
+    """Each launch of a command buffer, and a buffer that has it alone."""
+    from polarlm.engine.jit.run.workers import CommandBuffer, Launch
+
+    for launch in map(Launch._make, commands._table.reshape(-1, len(Launch._fields)).tolist()):
+        yield launch, CommandBuffer([launch])
+
+
 def additions_of(work: Work, threads: int) -> list[Addition]:
     """What `work` adds, on so many threads; the last one is what follows, and has no launches."""
-    from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers  # needs llvmlite
+    from polarlm.engine.jit.run.workers import workers  # needs llvmlite
 
     run = workers().run
     additions, last = list[Addition](), time.perf_counter()
@@ -37,9 +45,8 @@ def additions_of(work: Work, threads: int) -> list[Addition]:
     def add(commands: Any = None, *_: object, waits: bool = False) -> None:
         nonlocal last
         seconds, launches = time.perf_counter() - last, list[tuple[int, float]]()
-        table = [] if commands is None else commands._table.reshape(-1, len(Launch._fields)).tolist()
-        for launch in map(Launch._make, table):
-            one, begin = CommandBuffer([launch]), time.perf_counter()
+        for launch, one in [] if commands is None else single_launches(commands):
+            begin = time.perf_counter()
             run(one, threads)
             launches.append((launch.units, threads * (time.perf_counter() - begin)))
         additions.append(Addition(seconds, launches, waits))

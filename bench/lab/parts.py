@@ -21,11 +21,11 @@ from unittest.mock import patch
 import numpy as np
 
 from polarlm.bench.command import TYPES_HELP, at_least, cache_types, file_names, model_named, numbers
-from polarlm.bench.lab.cores import CORES, Work, additions_of, elapsed
+from polarlm.bench.lab.cores import CORES, Work, additions_of, elapsed, single_launches
 from polarlm.bench.lab.gpu.setup import CupyClock
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, provenance
 from polarlm.bench.result import Output, Result, ResultWriter, digest_of_model
-from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine import Engine, EngineError, PromptOptions
 from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import AUTO, hub_setting, model_setting, setting
@@ -173,11 +173,8 @@ class Trace:
 
     def _run(self, run: Callable[..., None], commands: Any, threads: int) -> None:
         """Run each launch of a command buffer alone."""
-        from polarlm.engine.jit.run.workers import CommandBuffer, Launch
-
         names = {code.address: kernel.name for kernel, code in self._ops._launch.library._loaded.items()}
-        for launch in map(Launch._make, commands._table.reshape(-1, len(Launch._fields)).tolist()):
-            one = CommandBuffer([launch])
+        for launch, one in single_launches(commands):
             self._launch(lambda kernel, one=one: run(one, threads), names[launch.kernel])
 
     def _launch(self, launch: Callable[..., None], kernel: str, *rest: Any, **named: Any) -> None:
@@ -203,11 +200,10 @@ def measure(options: Options) -> Result:
         trace = Trace(ops, EventClock() if threads is None else HostClock())
         model = f"{source.name} on {ops.name}" if threads is None else source.name
         result = Result({"model": model, "threads": threads, **digest_of_model(source.weights.files())})
-        params, answer = (SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 1 + _STEPS))
-        uncached = PromptOptions(cache_prompt=False)
+        answer = partial(engine.generate, options=PromptOptions(cache_prompt=False), temperature=0, ignore_eos=True)
         for length in lengths:
             ids = np.random.default_rng(0).integers(0, len(source.vocabulary), length).tolist()
-            prompt, steps = (partial(engine.generate, ids, wanted, uncached) for wanted in (params, answer))
+            prompt, steps = (partial(answer, ids, max_tokens=number) for number in (1, 1 + _STEPS))
             steps()  # compiles
             runs = [trace.times(prompt) for _ in range(options.repeat)]
             parts, _, work = min(runs, key=lambda run: _total(run[0]))
@@ -221,7 +217,7 @@ def measure(options: Options) -> Result:
 def _add_cores(result: Result, length: int, ops: Any, prompt: Work, steps: Work) -> None:
     """Add the "seconds" that a prompt and a step after it would take on `CORES`, and those of them in which Python is
     "alone". steps: the prompt and `_STEPS` steps."""
-    threads = ops.threads().number
+    threads = result["threads"]
     for cores in CORES:
         with patch.object(ops._launch, "threads", cores):
             before, added = (
@@ -241,12 +237,11 @@ def _total(parts: Mapping[str, list[float]]) -> float:
 
 
 def _add(result: Result, length: int, parts: Mapping[str, list[float]], work: Mapping[str, int]) -> None:
-    """Add the "launches" of each part, its "seconds", its "share", the seconds of a "token", and of products the
-    weights · rows a second, their "rate"."""
+    """Add the "launches" of each part, its "seconds" and "share", and of products the "rate" of weights · rows."""
     whole = parts[WHOLE][0]
     for part, times in sorted(parts.items(), key=lambda one: (one[0] == WHOLE, one[0] == REST, -sum(one[1]))):
         seconds, launches = sum(times), None if part in (REST, WHOLE) else len(times)
-        figures = {"seconds": seconds, "launches": launches, "share": seconds / whole, "token": seconds / length}
+        figures = {"seconds": seconds, "launches": launches, "share": seconds / whole}
         if part in work:
             figures["rate"] = work[part] / seconds
         result.add_all(part, f"{length:,}", figures)
@@ -257,14 +252,12 @@ _COLUMNS = (
     Column.of("launches", "launches", "{:,.0f}".format),
     Column.of("ms", "seconds", lambda seconds: f"{1e3 * seconds:,.2f}"),
     Column.of("share", "share", "{:.1%}".format),
-    Column.of("µs a token", "token", lambda seconds: f"{1e6 * seconds:,.1f}"),
     Column.of("GFLOPS", "rate", lambda rate: f"{2e-9 * rate:,.0f}"),
 )
 
 
 def table_of(result: Result) -> Table:
-    parts = ((part, figures) for part, _, figures in result.parts() if "launches" in figures or part in (REST, WHOLE))
-    return Table.of("part", _COLUMNS, parts)
+    return Table.of("part", _COLUMNS, ((part, figures) for part, _, figures in result.parts() if "share" in figures))
 
 
 def cores_of(result: Result) -> Table:

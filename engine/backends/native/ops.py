@@ -57,7 +57,7 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, Ex
 
     @property
     def unit_layers(self) -> int:  # type: ignore[override]
-        return max(1, self._launch.threads // 2)  # which take as long as one with two threads
+        return max(1, self._launch.threads // 2)  # as many as take as long as one on two threads
 
     @property
     def batch_rows(self) -> int:  # type: ignore[override]
