@@ -169,6 +169,17 @@ def test_a_conversation_goes_on_from_its_recent_blocks(tmp_path: Path) -> None:
         assert content(answer) == alone(engine, more)
 
 
+def test_blocks_that_are_recent_in_a_shorter_prompt_alone_are_read_as_codes(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
+    ids = np.random.default_rng(3).integers(5, VOCABULARY, 200).tolist()
+    with load_tiny(make_model(tmp_path, FAMILIES[0]), **SETTINGS, cache_type="balanced") as engine:
+        first = engine.generate(ids, params)
+        for count in (90, 125, 155, 185):
+            engine.generate(ids[:count], params, PromptOptions(cache_prompt=False))
+            again = engine.generate(ids, params)
+            assert (again.usage.cached_tokens, content(again)) == (199, content(first))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "cache_type"), [*zip(FAMILIES, cycle(["balanced", ONE_KIND]), strict=False)])
 def test_answers_do_not_depend_on_many_schedules(tmp_path: Path, model: str, cache_type: str) -> None:

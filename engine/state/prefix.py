@@ -285,11 +285,13 @@ class PrefixCache:
         count, groups, firsts = len(hashes), self._store.groups, list[int]()
         with suppress(OutOfBlocks, EngineError):
             for index, group in enumerate(groups):
-                lowest = max(1, group.first_visible(length))
+                lowest = oldest = max(1, group.first_visible(length))
+                if self._store.keeps_recent:  # older ones than its own, which another sequence has, it reads as codes
+                    oldest = max(lowest, count - group.recent_blocks)
                 first_recent = count
-                while first_recent > lowest and self.find_recent(hashes[first_recent - 1])[index] is not None:
+                while first_recent > oldest and self.find_recent(hashes[first_recent - 1])[index] is not None:
                     first_recent -= 1
-                if self._store.keeps_recent and first_recent > max(lowest, count - group.recent_blocks):
+                if self._store.keeps_recent and first_recent > oldest:
                     return self._store.new_sequence()
                 for key in hashes[lowest:first_recent]:
                     self._encode(key, index)
