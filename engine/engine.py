@@ -151,7 +151,7 @@ class Engine(Vectors):
         with self._exclusive():
             self._submit(request)
         cancel, cached = lambda: self._cancel(request.sequence), lambda: request.cached or 0
-        return Ticket(len(request.ids), cancel, cached, request.conversation, request.warnings)
+        return Ticket(len(request.ids), cancel, cached, request.conversation, request.warnings, request.ids)
 
     def _request(
         self, prompt: Prompt, params: Params, options: Options, settings: Mapping[str, Any], **more: Any

@@ -7,13 +7,27 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
 
 # Bounds of histograms in seconds: from a token on a GPU to an answer of a thousand tokens on a laptop.
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
+
+
+class Reread(NamedTuple):
+    """Tokens of a prompt that were computed again, although an earlier prompt has them, too, and why."""
+
+    tokens: int  # how many, about
+    cached: int  # tokens before them, which were found in the KV store
+    places: tuple[str, ...] = ()  # what differs from the earlier prompt; nothing: the store had lost what was read
+    before: str = ""  # words of the earlier prompt, from before it parts
+    now: str = ""  # words of this one, likewise
+
+    def __str__(self) -> str:
+        why = f"other than before: {', '.join(self.places)}" if self.places else "the store had lost them"
+        return f"{self.tokens:,} prompt tokens read again ({why})"
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,7 @@ class Usage:
     cached_from: Mapping[str, int] = field(default_factory=dict)
     queue_seconds: float = 0.0  # from the request to the first unit of its prompt
     reasoning_tokens: int = 0  # of a server's answer: completion tokens that are reasoning
+    reread: Reread | None = None  # of a server's answer: why much of the prompt was read again
     replay_digest: str = (
         ""  # of `replayable` engines: of what answers, the prompt's ids, the answer's, and its logprobs
     )

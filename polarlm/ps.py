@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import PurePath
+from typing import Any
+from urllib.parse import quote
 
 import psutil
 
@@ -31,6 +33,8 @@ def main() -> None:
     rows = list(_rows())
     if rows:
         print("\n".join(columns([["command", "pid", "memory", "since", "address", "models"], *rows])))
+        for *_, address, models in rows:
+            print("".join(_rereads(address, models.split(", ") if address else [])), end="")
     else:
         note("No chat and no server runs here.")
 
@@ -71,14 +75,27 @@ def _address_and_models(process: psutil.Process) -> tuple[str, str]:
             continue
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(one.laddr.ip, one.laddr.ip)
         address = f"{host}:{one.laddr.port}"
-        headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("POLARLM_API_KEY")) else {}
         try:
-            request = urllib.request.Request(f"http://{address}/api/ps", headers=headers)
-            with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
-                models = [model["name"] for model in json.load(answer)["models"]]
+            models = [model["name"] for model in _get(f"http://{address}/api/ps")["models"]]
             return address, ", ".join(models) or "none"
         except urllib.error.HTTPError as error:
             return address, "its key is needed: set POLARLM_API_KEY" if error.code == 401 else f"error {error.code}"
         except (OSError, ValueError, LookupError):  # it loads its model, or this is the port of another protocol
             continue
     return "", "loading"
+
+
+def _rereads(address: str, models: Sequence[str]) -> Iterator[str]:
+    """Lines on what the models of a server have read again in the last hour."""
+    for model in models:
+        with suppress(OSError, ValueError, LookupError):
+            stats = _get(f"http://{address}/stats?model={quote(model)}")
+            for sentence in stats["rereads"]:
+                yield f"{address}, {model}, in the last hour: {sentence}\n"
+
+
+def _get(url: str) -> Any:
+    """The JSON of a response. Raises OSError or ValueError."""
+    headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("POLARLM_API_KEY")) else {}
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_SECONDS) as answer:
+        return json.load(answer)

@@ -56,6 +56,7 @@ class Ticket:
     cached_tokens: Callable[[], int] = lambda: 0  # prompt tokens found in the store; 0 before the prefix is matched
     conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
     warnings: tuple[str, ...] = ()  # sentences about what is not done as the request asks
+    ids: Sequence[int] = ()  # of the prompt
 
 
 @dataclass

@@ -162,7 +162,8 @@ class _OneModel(Front):
         """/stats?tokens=N adds the memory of a sequence of N tokens."""
         tokens = requested_tokens(request.query_params)
         status, totals = await self._driver.status(), self._driver.snapshot()
-        return JSONResponse(stats(self._driver.engine, totals, status, tokens))
+        rereads = self._driver.recent_prompts.last_hour()
+        return JSONResponse(stats(self._driver.engine, totals, status, tokens, rereads))
 
 
 def error_shapes() -> ErrorShapes:

@@ -215,7 +215,7 @@ function finish(mine, pace, usage, trouble, before) {
   if (usage) {
     message.usage = {
       prompt: usage.prompt_tokens, completion: usage.completion_tokens, cached: usage.prompt_tokens_details?.cached_tokens ?? null,
-      places: usage.prompt_tokens_details?.cached_from ?? {},
+      places: usage.prompt_tokens_details?.cached_from ?? {}, reread: whyReread(usage.prompt_tokens_details?.reread),
     };
   }
   message.drafts = draftsOf(usage?.completion_tokens_details);

@@ -58,13 +58,17 @@ function figuresOf({ usage, rate, ending, drafts, error, text, model, varied }) 
   const most = Number(current.settings.max_tokens || $("max_tokens").placeholder); // which is a number for some models
   const why = ending === "length" && usage?.completion >= most ? "as long as the settings allow" : ENDINGS[ending];
   return [
-    model && visible(model), usage && fromCache(usage), usage && count(usage.completion, "token"), rate && `${number(rate, 1)} tokens/s`,
+    model && visible(model), usage && fromCache(usage), usage?.reread, usage && count(usage.completion, "token"), rate && `${number(rate, 1)} tokens/s`,
     drafts && `${number(drafts.accepted)} of ${count(drafts.all, "drafted token")} right`, varied?.temperature && `temperature ${varied.temperature}, to differ`, varied?.seed && `seed ${varied.seed}, to differ`, why && ending === "stopped" && !text ? "stopped before the first token" : why,
   ].filter(Boolean).join(" · ");
 }
 
 const fromCache = ({ prompt, cached, places = {} }) =>
   cached === null ? count(prompt, "prompt token") : `${number(cached)} of ${number(prompt)} prompt tokens from the cache${fromTiers(places)}`;
+
+/** How many tokens of a prompt were read again, and what of it differs from an earlier one. */
+const whyReread = (reread) =>
+  reread ? `${number(reread.tokens)} read again (${reread.places.length ? `other than before: ${reread.places.join(", ")}` : "no longer in the cache"})` : "";
 
 /** How many of the cached tokens came from a tier of the cache, in brackets. */
 function fromTiers(places) {

@@ -91,7 +91,7 @@ function readAnswer({ text, reasoning, ending, error, calls, usage, drafts, rate
   return {
     text: string(text), reasoning: string(reasoning), ending: string(ending), error: string(error), calls: listOf(calls, readCall),
     usage: has(usage, "prompt", "completion")
-      ? { prompt: usage.prompt, completion: usage.completion, cached: figure(usage.cached), places: figures(usage.places) } : null,
+      ? { prompt: usage.prompt, completion: usage.completion, cached: figure(usage.cached), places: figures(usage.places), reread: string(usage.reread) } : null,
     drafts: has(drafts, "all", "accepted") ? { all: drafts.all, accepted: drafts.accepted } : null,
     rate: figure(rate), thought: figure(thought), model: string(model), varied: figures({ temperature: varied?.temperature, seed: varied?.seed }),
   };

@@ -28,6 +28,7 @@ from polarlm.server.running.counters import Totals
 from polarlm.server.running.job import Job, Worker
 from polarlm.server.running.quotas import Quotas
 from polarlm.server.running.readers import Readers, has_images
+from polarlm.server.running.recent_prompts import RecentPrompts
 from polarlm.server.running.refusals import Refusal, for_clients
 from polarlm.server.running.sessions import SessionFolder
 
@@ -67,6 +68,7 @@ class Driver:
         )
         self._sessions = sessions
         self._totals, self._quotas = Totals(), Quotas(config.keys.limits_of)
+        self.recent_prompts = RecentPrompts(model)
         self.room = engine.config.parallel + config.max_queue  # answers that may wait or be computed at the same time
         self._answers = _Queue(self.room)
         self._background = _Queue(self.room)  # apart: they refuse no others
@@ -155,7 +157,12 @@ class Driver:
                 entry.span = tracing.RequestSpan(tracer, entry.trace_headers, model, is_chat=is_chat(prompt))
             ticket = await self._submit(job, prompt, start, compiles=compiles or params.is_constrained)
             queued, first = time.monotonic(), None
-            is_last = False
+            is_last, answer_ids, options = False, list[int](), options or PromptOptions()
+            if options.cache_prompt and params.prompt_logprobs is None:
+                earlier = entry.key or "", entry.previous_response
+                compare = partial(self.recent_prompts.compare, prompt, options, ticket.ids, *earlier)
+                entry.comparison = await self._in_thread(compare, None)
+            comparison = entry.comparison
             try:
                 yield Chunk("", (), prompt_tokens=ticket.prompt_tokens, warnings=ticket.warnings)
                 while not is_last:
@@ -167,6 +174,12 @@ class Driver:
                         entry.span.add_answer(queued, first, item.usage, item.finish_reason or "")
                     is_last = item.finish_reason is not None
                     job.outcome = item.finish_reason or job.outcome
+                    answer_ids += item.token_ids
+                    if item.usage is not None and comparison is not None:
+                        found = item.usage.cached_tokens
+                        add = partial(self.recent_prompts.add, comparison, found, answer_ids, entry.response)
+                        entry.reread = await self._in_thread(add, None)
+                        item = replace(item, usage=replace(item.usage, reread=entry.reread))
                     yield item
             finally:
                 if not is_last:  # no chunk had the usage

@@ -19,7 +19,9 @@ from polarlm.server.running.tracing import RequestSpan, trace_headers
 
 if TYPE_CHECKING:
     from polarlm.engine import Chunk
+    from polarlm.engine.outputs import Reread
     from polarlm.engine.requests.prompts import Prompt
+    from polarlm.server.running.recent_prompts import Comparison
 
 REQUESTS = logging.getLogger("server.requests")
 KEY = "polarlm.key"  # in an ASGI scope: the name of the key, where it was checked before
@@ -55,6 +57,10 @@ class Entry:
     traceparent: str | None = None  # W3C's header
     trace_headers: Mapping[str, str] = field(default_factory=dict)  # see `tracing`
     span: RequestSpan | None = None
+    response: str | None = None  # the id of the response, for APIs that name an earlier one
+    previous_response: str | None = None  # the id of the one that the client's prompt is to be compared with
+    comparison: Comparison | None = None  # of the prompt with an earlier one
+    reread: Reread | None = None  # what of the prompt was read again, and why
     silent: bool = False  # whether it gets no line: it is routine, or another process writes the line
     _start_time: float = field(default_factory=time.monotonic)
 
@@ -66,8 +72,20 @@ class Entry:
             self.answer = (self.answer or "") + chunk.text
 
     def line(self) -> dict[str, Any]:
-        hidden = ("silent", "trace_headers", "span", "_start_time")
+        hidden = (
+            "silent",
+            "trace_headers",
+            "span",
+            "response",
+            "previous_response",
+            "comparison",
+            "reread",
+            "_start_time",
+        )
         fields = {name: value for name, value in vars(self).items() if name not in hidden}
+        if self.reread is not None:
+            words = () if self.prompt is not None else ("before", "now")  # which are of prompts
+            fields["reread"] = {name: value for name, value in self.reread._asdict().items() if name not in words}
         present = {name: value for name, value in fields.items() if value is not None and value != []}
         return present | {"seconds": round(time.monotonic() - self._start_time, 6)}
 
@@ -173,6 +191,10 @@ def _in_words(line: Mapping[str, Any]) -> str:
     if line["prompt_tokens"]:
         cached_tokens, prompt_tokens = line["cached_tokens"], line["prompt_tokens"]
         facts.insert(0, f"{cached_tokens} of {prompt_tokens} prompt tokens cached, {line['completion_tokens']} new")
+    if "reread" in line:
+        from polarlm.engine.outputs import Reread
+
+        facts.append(str(Reread(**line["reread"])))
     if "traceparent" in line:
         facts.append(f"trace {line['traceparent']}")
     if "warnings" in line:

@@ -338,8 +338,9 @@ def last_of(chunk: Chunk, hide_cached: bool) -> dict[str, Any]:
     del counts["reasoning_tokens"]  # answers are not parsed here
     if hide_cached:
         del counts["cached_tokens"]
-    elif usage.from_tiers:
-        counts["cached_from"] = usage.cached_from
+    else:
+        counts |= {"cached_from": usage.cached_from} if usage.from_tiers else {}
+        counts |= {"reread": usage.reread._asdict()} if usage.reread else {}
     if not usage.drafted_tokens:
         del counts["drafted_tokens"], counts["accepted_tokens"]
     seconds = {name: round(value, 6) for name, value in asdict(usage).items() if name.endswith("_seconds")}

@@ -185,6 +185,7 @@ class ResponseWriter(Writer):
             "input_tokens_details": {
                 "cached_tokens": usage.cached_tokens if self.tells_cached else 0,
                 "cache_write_tokens": 0,
+                **({"reread": usage.reread._asdict()} if usage.reread and self.tells_cached else {}),
             },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},

@@ -20,6 +20,7 @@ from polarlm.server.reading.fields import duplicate_warning, requested_fields
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
 from polarlm.server.reading.values import BadRequest, array, flag, one_of, text, wrong_value
+from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/v1/messages",)
@@ -119,6 +120,7 @@ TABLE = FieldTable(
     ("output_config.effort", "chat_template_kwargs", _read_effort),
     ("output_format", "response_format", _read_format),  # its name in the beta
     ("output_config.format", "response_format", _read_format),
+    ("diagnostics.previous_message_id", "", text),
 )
 
 
@@ -130,7 +132,12 @@ class Messages(Endpoint):
         body = requested_fields(body)
         TABLE.refuse(body)
         request = TABLE.read(TABLE.translate({"messages": None} | body), info)
-        return request, MessageWriter(info.name, info.tells_cached)
+        writer = MessageWriter(info.name, info.tells_cached)
+        if entry := journal.current():
+            entry.response, diagnostics = writer.id, members("diagnostics", body.get("diagnostics", {}))
+            entry.previous_response = diagnostics.get("previous_message_id")
+            writer.entry = entry if info.tells_cached and "diagnostics" in body else None
+        return request, writer
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         config, older = body.get("output_config"), body.get("output_format")
@@ -147,6 +154,13 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+# The reasons that prompts differ for → what begins the names of such differences.
+_MISSES = {
+    "model_changed": "adapter",
+    "system_changed": r"messages\[0\].*\(system\)",
+    "tools_changed": r"tools",
+    "messages_changed": r"messages",
+}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -162,6 +176,7 @@ class MessageWriter(Writer):
     model: str
     tells_cached: bool  # whether the usage has the number of cached tokens
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+    entry: journal.Entry | None = None  # has the comparison with an earlier prompt, if the client asks for it
     _blocks: int = 0  # blocks that have begun
     _open: str = ""  # the type of the current block
 
@@ -225,10 +240,12 @@ class MessageWriter(Writer):
         self._open = ""
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
+        message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
+        return message if self.entry is None else message | {"diagnostics": _diagnosis(self.entry)}
 
     def _usage_of(self, usage: Usage) -> dict[str, Any]:
-        return self._usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        reread = {"reread": usage.reread._asdict()} if usage.reread and self.tells_cached else {}
+        return self._usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) | reread
 
     def _usage(self, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, Any]:
         """The usage; tokens that were read from the cache do not count as input."""
@@ -239,6 +256,22 @@ class MessageWriter(Writer):
             "cache_read_input_tokens": cached_tokens,
             "output_tokens": output_tokens,
         }
+
+
+def _diagnosis(entry: journal.Entry) -> dict[str, Any] | None:
+    """Why a prompt does not go on from the one whose response the client names; None if it does, or none is named."""
+    comparison, id = entry.comparison, entry.previous_response
+    if id is None:
+        return None
+    if comparison is None or comparison.earlier is None or comparison.earlier.response != id:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    missed, places = comparison.earlier.prompt - comparison.at, comparison.places
+    if missed <= 0:
+        return None
+    for kind, pattern in _MISSES.items():
+        if any(re.match(pattern, place) for place in places):
+            return {"cache_miss_reason": {"type": kind, "cache_missed_input_tokens": missed}}
+    return {"cache_miss_reason": {"type": "unavailable"}}
 
 
 def _end(reason: str, stopped_by: str | None) -> dict[str, Any]:

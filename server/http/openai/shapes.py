@@ -118,7 +118,7 @@ def prompt_progress(progress: Progress, start_time: float) -> dict[str, Any]:
 
 def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
     """The usage of `n` answers to each prompt, which counts once. A token counts as cached if every answer found it;
-    "cached_from" has the tokens from each place if a tier gave some."""
+    "cached_from" has the tokens from each place if a tier gave some, "reread" the largest part that was read again."""
     prompts = [usages[first : first + n] for first in range(0, len(usages), n)]
     prompt = sum(answers[0].prompt_tokens for answers in prompts)
     least = [min(answers, key=lambda answer: answer.cached_tokens) for answers in prompts]
@@ -127,6 +127,8 @@ def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
     if any(answer.from_tiers for answer in least):
         places = sorted({place for answer in least for place in answer.cached_from})
         details["cached_from"] = {place: sum(answer.cached_from.get(place, 0) for answer in least) for place in places}
+    if rereads := [answer.reread for answer in least if answer.reread is not None]:
+        details["reread"] = max(rereads, key=lambda one: one.tokens)._asdict()
     completion = sum(answer.completion_tokens for answer in usages)
     fields = {
         "prompt_tokens": prompt,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from polarlm.engine import Engine
-from polarlm.engine.outputs import Status
+from polarlm.engine.outputs import Reread, Status
 from polarlm.engine.state.cache_types import describe_types, type_pair
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.counters import Totals
 
 _STATUS_FIELDS = ("blocks", "blocks_used", "blocks_kept", "blocks_free", "running", "waiting")
+_MOST_REREADS = 3  # that are shown
 
 
 def requested_tokens(query: Mapping[str, str]) -> int | None:
@@ -26,8 +27,11 @@ def requested_tokens(query: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def stats(engine: Engine, totals: Totals, status: Status, tokens: int | None) -> dict[str, Any]:
-    """A JSON object; with `tokens`, it has the memory of such a sequence, as stored and if all were half precision."""
+def stats(
+    engine: Engine, totals: Totals, status: Status, tokens: int | None, rereads: Sequence[Reread]
+) -> dict[str, Any]:
+    """A JSON object; with `tokens`, it has the memory of such a sequence, as stored and if all were half precision.
+    rereads: of the last hour, the dearest first."""
     cache = engine.cache_shape
     type_k, type_v = type_pair(engine.config)
     windows = [layer.window for layer in cache.layers if layer.window is not None]
@@ -46,6 +50,8 @@ def stats(engine: Engine, totals: Totals, status: Status, tokens: int | None) ->
         **{name: getattr(status, name) for name in _STATUS_FIELDS},
         "drafted_tokens": totals.drafted_tokens,
         "accepted_tokens": totals.accepted_tokens,
+        "reread_tokens": sum(one.tokens for one in rereads),  # in the last hour
+        "rereads": [str(one) for one in rereads[:_MOST_REREADS]],
     }
     for name in ("snapshots", "experts", "threads"):
         part = getattr(status, name)

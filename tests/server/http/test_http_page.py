@@ -138,6 +138,8 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
         "running": 0,
         "waiting": 0,
         "drafted_tokens": 0,
+        "reread_tokens": 0,
+        "rereads": [],
         "accepted_tokens": 0,
         "experts": None,
         "snapshots": None,

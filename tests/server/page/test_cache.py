@@ -115,3 +115,17 @@ def test_a_server_that_hides_what_is_cached_shows_no_block_as_shared(page: Page)
     page.send_and_wait("go")
     assert page.text("#blocks-say") == "5 blocks of 64 tokens: all in full precision"
     assert page.figures().startswith("300 prompt tokens · 20 tokens")
+
+
+def test_a_prompt_that_was_read_again_says_why(page: Page) -> None:
+    reread = {"tokens": 1249, "cached": 17, "places": ["messages[0].content (system)"], "before": "a", "now": "b"}
+    for places, why in (
+        (reread["places"], "other than before: messages[0].content (system)"),
+        ([], "no longer in the cache"),
+    ):
+        details = {"cached_tokens": 17, "reread": reread | {"places": places}}
+        page.says(["one", usage(1300, 20, prompt_tokens_details=details)])
+        page.send_and_wait("go")
+        assert page.figures().startswith(
+            f"17 of 1,300 prompt tokens from the cache · 1,249 read again ({why}) · 20 tokens"
+        )
