@@ -104,7 +104,7 @@ class Generation(Endpoints):
         return replace(request, progress=progress, warnings=(*request.warnings, *others)), writer
 
     async def respond(self, raw_request: Request, body: dict[str, Any]) -> Response:
-        journal.read_tier(body)
+        journal.read_place(body)
         request, writer = await self._parse(body)
         _check_room(request, self._driver.room)
         if request.stream:

@@ -21,6 +21,7 @@ from polarlm.engine.outputs import Outbox, Status
 from polarlm.engine.requests.prompts import Prompt, is_chat, naming, read_until
 from polarlm.engine.requests.request import Ticket
 from polarlm.engine.vectors import embedding
+from polarlm.model_loaders.recent import Recent
 from polarlm.server.config import ServerConfig
 from polarlm.server.reading.prompts import ModelInfo, adapter_name, read_adapter
 from polarlm.server.running import journal, refusals, tracing
@@ -35,6 +36,8 @@ from polarlm.server.running.sessions import SessionFolder
 T = TypeVar("T")
 Submit = Callable[..., Ticket]
 _LOG = logging.getLogger(__name__)
+_MOST_SLOTS = 64  # of all keys
+ANY_SLOT = -1
 _TEXTS = 4  # texts that are counted at a time
 _BATCH = 256  # most requests of a job that wait in the engine's queue together
 _LAST_SECONDS = 5.0  # time for a session that is being saved when the server ends
@@ -69,6 +72,8 @@ class Driver:
         self._sessions = sessions
         self._totals, self._quotas = Totals(), Quotas(config.keys.limits_of)
         self.recent_prompts = RecentPrompts(model)
+        # (key, slot) → what was computed there last, for llama-server's clients: a conversation, or ids of a text.
+        self.slots: Recent[tuple[str, int], tuple[Prompt, PromptOptions]] = Recent(_MOST_SLOTS)
         self.room = engine.config.parallel + config.max_queue  # answers that may wait or be computed at the same time
         self._answers = _Queue(self.room)
         self._background = _Queue(self.room)  # apart: they refuse no others
@@ -180,6 +185,10 @@ class Driver:
                         add = partial(self.recent_prompts.add, comparison, found, answer_ids, entry.response)
                         entry.reread = await self._in_thread(add, None)
                         item = replace(item, usage=replace(item.usage, reread=entry.reread))
+                    if is_last:
+                        content = prompt if is_chat(prompt) else [*ticket.ids, *answer_ids]
+                        for slot in {entry.slot, ANY_SLOT}:
+                            self.slots.put((entry.key or "", slot), (content, options))
                     yield item
             finally:
                 if not is_last:  # no chunk had the usage

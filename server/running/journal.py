@@ -57,6 +57,7 @@ class Entry:
     traceparent: str | None = None  # W3C's header
     trace_headers: Mapping[str, str] = field(default_factory=dict)  # see `tracing`
     span: RequestSpan | None = None
+    slot: int = -1  # llama-server's number of the place that the client wants it computed in; -1: any
     response: str | None = None  # the id of the response, for APIs that name an earlier one
     previous_response: str | None = None  # the id of the one that the client's prompt is to be compared with
     comparison: Comparison | None = None  # of the prompt with an earlier one
@@ -98,10 +99,11 @@ def current() -> Entry | None:
     return _CURRENT.get()
 
 
-def read_tier(body: Mapping[str, Any]) -> None:
-    """Let this task's request give way to all others, if its body asks for OpenAI's slow tier."""
-    if body.get("service_tier") == "flex" and (log_entry := current()):
-        log_entry.in_background = True
+def read_place(body: Mapping[str, Any]) -> None:
+    """Let this task's request give way to all others, if its body asks for OpenAI's slow tier; note its slot."""
+    if log_entry := current():
+        log_entry.in_background = log_entry.in_background or body.get("service_tier") == "flex" or None
+        log_entry.slot = slot if isinstance(slot := body.get("id_slot"), int) else -1
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,14 +27,17 @@ from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import read_raw, text_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.openai.shapes import prompt_progress
-from polarlm.server.http.streams import Event
+from polarlm.server.http.streams import Event, while_connected
 from polarlm.server.http.warnings import warn
-from polarlm.server.reading.fields import FIELDS, requested_fields
+from polarlm.server.reading.fields import FIELDS, requested_fields, unknown_fields
 from polarlm.server.reading.infill import with_infill_prompts
 from polarlm.server.reading.parameters import ParsedRequest
+from polarlm.server.reading.prompts import read_salt
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import array, check_at_most, flag, mapping, text
-from polarlm.server.running.driver import Driver
+from polarlm.server.reading.values import BadRequest, array, check_at_most, flag, mapping, one_of, text
+from polarlm.server.running import journal
+from polarlm.server.running.driver import ANY_SLOT, Driver
+from polarlm.server.running.sessions import read_name
 
 PATHS = ("/completion", "/infill", "/props", "/slots", "/apply-template", "/lora-adapters")
 
@@ -47,7 +51,7 @@ def routes(driver: Driver) -> list[Route]:
         Route("/props", server.props),
         _refusing_route("/props", "global properties cannot be changed"),
         Route("/slots", server.slots),
-        _refusing_route("/slots/{slot}", "sessions are saved and loaded at /sessions"),
+        Route("/slots/{slot:int}", server.change_slot, methods=["POST"]),
         Route("/apply-template", server.apply_template, methods=["POST"]),
         *(Route(f"{prefix}/chat/completions/input_tokens", count, methods=["POST"]) for prefix in ("/v1", "")),
         Route("/lora-adapters", server.adapters),
@@ -82,6 +86,37 @@ class _Server(Endpoints):
         slot = {"id_task": -1, "n_ctx": engine.context, "speculative": engine.config.drafts}
         numbers = range(engine.config.parallel)
         return JSONResponse([{"id": number, **slot, "is_processing": number < busy_slots} for number in numbers])
+
+    async def change_slot(self, request: Request) -> Response:
+        """?action=save, restore or erase, {"filename", "cache_salt"}: what was computed last in a slot, or last of all
+        if no request has named the slot, becomes a session or is forgotten; a session is loaded."""
+        start, driver, entry, body = time.monotonic(), self._driver, journal.current(), await self._body(request)
+        action = one_of("action", request.query_params.get("action"), ("save", "restore", "erase"))
+        number, most = request.path_params["slot"], driver.engine.config.parallel
+        if number >= most:
+            raise BadRequest("slot", f"slot must be below {most}, not {number}: --parallel is their number")
+        places = [((entry and entry.key) or "", slot) for slot in (number, ANY_SLOT)]
+        name = "" if action == "erase" else read_name("filename", body.get("filename"))
+        found = next(filter(None, map(driver.slots.get, places)), None)
+        if action == "restore":
+            load = driver.load_session(name, read_salt(body.get("cache_salt")))
+            counts = {"n_restored": await while_connected(request.receive, load)}
+        elif found is None:
+            raise ApiError(404, f"Slot {number} is empty: this server has answered nothing in it", "not_found")
+        elif action == "save":
+            counts = {"n_saved": await while_connected(request.receive, driver.save_session(name, *found))}
+        else:
+            work = partial(driver.engine.prompt_ids, *found)
+            counts = {"n_erased": len(await self._run_counted(request, "tokenized", work, found[0]))}
+        if action != "save":  # the slot has what is loaded, which the next request takes, or nothing
+            for place in places:
+                driver.slots.drop(place)
+        fields: dict[str, Any] = {"id_slot": number} | ({} if driver.config.hide_cached_tokens else counts)
+        if name:
+            size = os.stat(driver.session_folder.file(name)).st_size
+            fields |= {"filename": name, "n_written" if action == "save" else "n_read": size}
+            fields["timings"] = {f"{action}_ms": 1000 * (time.monotonic() - start)}
+        return warn(JSONResponse(fields), unknown_fields(body, ("filename", "cache_salt", "model")))
 
     async def apply_template(self, raw_request: Request) -> Response:
         """{"messages"} → {"prompt"}: the messages as the model's template writes them, with marks of images."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -248,9 +249,37 @@ def test_a_template_is_applied(shared: Serving) -> None:
     assert complete(shared, prompt=prompt, ignore_eos=False)["content"] == chat["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("path", ["/props", "/slots/0?action=save"])
-def test_what_this_server_does_otherwise_is_refused(shared: Serving, path: str) -> None:
-    error = refused(shared, path, {}, 501)
+def test_slots_are_saved_restored_and_erased_as_wrappers_of_llama_server_do(tiny: Engine, tmp_path: Path) -> None:
+    """Two programs with a slot each; what one asks last is not what the other saves."""
+    prompts = {slot: f"{PROMPT} in slot {slot}, " * 6 for slot in (0, 1)}
+    with serving(tiny, sessions=str(tmp_path)) as server:
+        cached = {
+            slot: complete(server, prompt=prompts[slot], id_slot=slot, cache_prompt=True)["tokens_evaluated"]
+            for slot in prompts
+        }
+        for slot in prompts:
+            saved = server.post(f"/slots/{slot}?action=save", {"filename": f"{slot}.bin"}).json()
+            size = (tmp_path / f"{slot}.bin.session").stat().st_size
+            assert (saved["id_slot"], saved["filename"], saved["n_written"]) == (slot, f"{slot}.bin", size)
+            assert saved["n_saved"] > cached[slot]  # with the answer
+        forget(tiny)
+        restored = server.post("/slots/0?action=restore", {"filename": "0.bin"}).json()
+        assert (restored["n_restored"], restored["timings"]["restore_ms"] > 0) == (saved["n_saved"], True)
+        assert complete(server, prompt=prompts[1], id_slot=1, cache_prompt=True)["timings"]["cache_n"] < 64
+        assert complete(server, prompt=prompts[0], id_slot=0, cache_prompt=True)["timings"]["cache_n"] >= cached[0] - 1
+        assert server.post("/slots/0?action=erase", {}).json() == {"id_slot": 0, "n_erased": cached[0] + 8}
+        for path, body, status, word in (
+            ("/slots/0?action=save", {"filename": "a"}, 404, "Slot 0 is empty"),
+            ("/slots/0?action=restore", {"filename": "b"}, 404, "b"),
+            ("/slots/0?action=save", {"filename": "../a"}, 400, "filename"),
+            ("/slots/0?action=move", {}, 400, "action"),
+            (f"/slots/{tiny.config.parallel}?action=erase", {}, 400, "--parallel"),
+        ):
+            assert word in refused(server, path, body, status)["message"]
+
+
+def test_what_this_server_does_otherwise_is_refused(shared: Serving) -> None:
+    error = refused(shared, "/props", {}, 501)
     assert error["type"] == "not_supported_error"
 
 

@@ -75,7 +75,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # the other fields: a value, and what 
 ELSEWHERE = {  # that have tests of their own
     *("messages", "prompt", "continue_final_message", "add_generation_prompt", "top_logprobs", "n", "n_cmpl"),
     *("stream", "stream_options", "return_progress", "sse_ping_interval", "include_reasoning", "reasoning_format"),
-    *("tools", "tool_choice", "parallel_tool_calls", "model", "lora", "service_tier"),
+    *("tools", "tool_choice", "parallel_tool_calls", "model", "lora", "service_tier", "id_slot"),
 }
 
 ABOUT = parameters.ModelInfo(mock.Mock(), "any", parse_special=True, tells_cached=True, context=64)
