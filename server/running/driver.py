@@ -20,6 +20,7 @@ from polarlm.engine.errors import DeviceLost
 from polarlm.engine.outputs import Outbox, Status
 from polarlm.engine.requests.prompts import Prompt, is_chat, naming, read_until
 from polarlm.engine.requests.request import Ticket
+from polarlm.engine.storage.tiers.opening import disk_folder
 from polarlm.engine.vectors import embedding
 from polarlm.model_loaders.recent import Recent
 from polarlm.server.config import ServerConfig
@@ -32,6 +33,7 @@ from polarlm.server.running.readers import Readers, has_images
 from polarlm.server.running.recent_prompts import RecentPrompts
 from polarlm.server.running.refusals import Refusal, for_clients
 from polarlm.server.running.sessions import SessionFolder
+from polarlm.server.running.stored_responses import StoredResponses
 
 T = TypeVar("T")
 Submit = Callable[..., Ticket]
@@ -72,6 +74,8 @@ class Driver:
         self._sessions = sessions
         self._totals, self._quotas = Totals(), Quotas(config.keys.limits_of)
         self.recent_prompts = RecentPrompts(model)
+        disk = None if engine.config.cache_disk is None else disk_folder(engine.config)
+        self.stored_responses = None if disk is None else StoredResponses(disk)
         # (key, slot) → what was computed there last, for llama-server's clients: a conversation, or ids of a text.
         self.slots: Recent[tuple[str, int], tuple[Prompt, PromptOptions]] = Recent(_MOST_SLOTS)
         self.room = engine.config.parallel + config.max_queue  # answers that may wait or be computed at the same time

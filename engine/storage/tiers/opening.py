@@ -87,12 +87,17 @@ def digest_folder() -> Path | None:
         return None
 
 
-def _folder(config: EngineConfig, size: int) -> FolderTier:
+def disk_folder(config: EngineConfig) -> Path:
+    """Return the folder of cache_disk. Raises EngineError."""
     try:
         folder = config.cache_disk_folder
-        path = cache_folder() / _BLOCKS if folder is None else Path(folder).expanduser()
+        return cache_folder() / _BLOCKS if folder is None else Path(folder).expanduser()
     except (LoadError, RuntimeError) as error:
         raise EngineError(f"{error} Or give cache_disk_folder.", "storage", ("cache_disk_folder",)) from None
+
+
+def _folder(config: EngineConfig, size: int) -> FolderTier:
+    path = disk_folder(config)
     try:
         return FolderTier(path, size)
     except (OSError, ValueError) as error:  # ValueError: a path with a null character

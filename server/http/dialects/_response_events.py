@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class ResponseWriter(Writer):
     logprobs: ChatLogprobs | None  # writes log-probabilities, if requested
     name_fields: NameFields
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    keep: Callable[[list[dict[str, Any]]], None] = lambda output: None  # called with the items of the whole answer
     created: int = field(default_factory=lambda: int(time.time()))
     _output: list[dict[str, Any]] = field(default_factory=list)  # complete items
     _open: _Item | None = None
@@ -105,6 +106,7 @@ class ResponseWriter(Writer):
             if not self._output:
                 yield from self._begin("message" if self._open is None else self._open.kind)
             yield from self._end(status)
+            self.keep(self._output)
             yield self._event(f"response.{status}", response=self._response(status, piece.usage))
 
     def failure(self, error: ApiError) -> Event:
@@ -172,8 +174,6 @@ class ResponseWriter(Writer):
             "output": list(self._output),
             "tools": [],
             "reasoning": {"effort": None, "summary": None},
-            "previous_response_id": None,
-            "store": False,
             "truncation": "disabled",
             **self.repeated,
             "usage": None if usage is None else self._usage(usage),

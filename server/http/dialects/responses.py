@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -30,7 +30,9 @@ from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.parts import list_kinds
 from polarlm.server.reading.sampling import EXTENSIONS
 from polarlm.server.reading.values import BadRequest, array, check_at_most, flag, one_of, text
+from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
+from polarlm.server.running.stored_responses import StoredResponses
 
 PATHS = ("/v1/responses", "/responses")
 
@@ -40,7 +42,8 @@ _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
 
 def routes(driver: Driver) -> list[Route]:
-    generation = _Generation(driver, Responses(), {"object": "response.input_tokens"})
+    responses = Responses(lambda: driver.stored_responses)
+    generation = _Generation(driver, responses, {"object": "response.input_tokens"})
     return [
         *(Route(path, generation.serve, methods=["POST"]) for path in PATHS),
         *(Route(f"{path}/input_tokens", generation.count, methods=["POST"]) for path in PATHS),
@@ -79,6 +82,8 @@ TABLE = FieldTable(
     ("reasoning.max_tokens", "reasoning_budget_tokens"),
     ("tools", "tools", read_tools),
     ("metadata",),
+    ("previous_response_id", "", text),
+    ("store", "", flag),
 )
 
 
@@ -86,10 +91,19 @@ class Responses(Endpoint):
     framing = NAMED
     known = TABLE.known
 
+    def __init__(self, stored: Callable[[], StoredResponses | None] = lambda: None) -> None:
+        """stored: returns the earlier responses, if such are kept."""
+        self._stored = stored
+
     def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, ResponseWriter]:
         body = requested_fields(body)
         TABLE.refuse(body)
         ours = TABLE.translate({"input": None} | body)
+        entry, stored, previous = journal.current(), self._stored(), body.get("previous_response_id") or None
+        key = (entry and entry.key) or ""
+        if previous is not None:
+            after = 1 if body.get("instructions") is not None else 0  # those of the earlier response count no more
+            ours["messages"][after:after] = _earlier_items(stored, previous, key)
         ours["continue_final_message"] = False  # an answer is an item of its own
         request = TABLE.read(ours, info)
         params, name_fields = request.params, name_fields_of(ours.get("tools", []))
@@ -103,8 +117,15 @@ class Responses(Endpoint):
             "text": {"format": _format(body)},
             "tool_choice": _choice(ours.get("tool_choice", "auto"), name_fields),
             "top_p": params.top_p,
+            "previous_response_id": previous,
+            "store": stored is not None and body.get("store") is not False,
         }
-        return request, ResponseWriter(info.name, info.tells_cached, repeated_fields, logprobs, name_fields)
+        writer = ResponseWriter(info.name, info.tells_cached, repeated_fields, logprobs, name_fields)
+        if stored is not None and repeated_fields["store"]:
+            given = body["input"]
+            items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+            writer.keep = lambda output: stored.keep(writer.id, key, previous, [*items, *output])
+        return request, writer
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         truncation = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
@@ -129,6 +150,16 @@ class _Generation(Generation):
             events = [*writer.events(0, Piece(), first=True), writer.failure(api_error(error))]
             content = b"".join(map(NAMED.frame, add_to_stream(events, request.sentences)))
             return warn(Response(content, headers=HEADERS, media_type=NAMED.media_type), request.sentences)
+
+
+def _earlier_items(stored: StoredResponses | None, id: str, key: str) -> list[dict[str, Any]]:
+    """What a response went on from, and its own items. Raises BadRequest if it is not kept."""
+    items = None if stored is None else stored.items(id, key)
+    if items is None:
+        why = f"{id} is not kept here" if stored else "this server keeps no responses without --cache-disk"
+        sentence = f"previous_response_id: {why}: send the earlier items in input"
+        raise BadRequest("previous_response_id", sentence)
+    return [members("input", item) for item in items]
 
 
 def _choice(choice: Any, name_fields: NameFields) -> Any:

@@ -3,6 +3,7 @@ tools that are no functions."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import pytest
 from polarlm.engine.parsing.pieces import fold
 from polarlm.server.http.dialects._response_events import ResponseWriter
 from polarlm.server.http.warnings import HEADER
+from polarlm.server.running import stored_responses
 from tests.pairs import in_turn
 from tests.server.apis import SLIP
 from tests.server.dialects.test_every_api import CUT_OFF
-from tests.server.http_server import Serving
-from tests.tiny import forget
+from tests.server.http_server import Serving, serving
+from tests.tiny import forget, load_tiny
 
 QUESTION = "then he ran on"
 
@@ -225,3 +227,51 @@ def test_tools_that_are_no_functions_are_left_out_with_a_warning(hermes: Serving
 )
 def test_a_wrong_tool_is_named_by_its_place(hermes: Serving, tools: Any, field: str) -> None:
     assert hermes.refused("/v1/responses", {**CODEX, "tools": tools})["param"] == field
+
+
+# -- earlier responses -------------------------------------------------------------------------------------------------
+
+
+def test_with_a_disk_a_request_goes_on_from_a_response_by_its_id(tmp_path: Path, tiny_path: Path) -> None:
+    """Also after a restart, and from one that went on itself; the prompt is that of the items sent by hand."""
+    disk = {"cache_disk": "64M", "cache_disk_folder": str(tmp_path / "disk")}
+    keys = tmp_path / "keys"
+    keys.write_text("anna sk-anna-0123456789\nben sk-ben-0123456789\n")
+    sent: list[Any] = []
+    previous: str | None = None
+    for streamed in (False, True, False):
+        with load_tiny(tiny_path, device="cpu", **disk) as engine, serving(engine, api_key_file=str(keys)) as server:
+            client = server.openai.with_options(api_key="sk-anna-0123456789")
+            question, told = {"role": "user", "content": f"and {len(sent)}"}, {"instructions": "be brief"}
+            ask = arguments(max_output_tokens=9, previous_response_id=previous, **told, input=[question])
+            answer: Any = client.responses.create(**ask, stream=streamed)
+            answer = [*answer][-1].response if streamed else answer
+            assert (answer.store, answer.previous_response_id) == (True, previous)
+            sent.append(question)
+            by_hand = client.responses.create(**arguments(max_output_tokens=9, **told, input=sent, store=False))
+            assert answer.usage.input_tokens == by_hand.usage.input_tokens
+            sent += [item.model_dump(exclude_none=True) for item in answer.output]
+            previous = answer.id
+            ask = {"input": "a", "previous_response_id": by_hand.id}
+            for key, id in (("anna", by_hand.id), ("ben", previous)):  # not stored, and another's
+                server.http.headers["Authorization"] = f"Bearer sk-{key}-0123456789"
+                told_error = server.refused("/v1/responses", {"input": "a", "previous_response_id": id})
+                assert f"{id} is not kept here" in told_error["message"]
+
+
+def test_the_oldest_responses_leave_first_and_a_broken_file_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stored_responses, "_MOST_BYTES", 100)
+    stored = stored_responses.StoredResponses(tmp_path)
+    for number in range(9):
+        stored.keep(f"r{number}", "", f"r{number - 1}" if number % 3 else None, ["x" * 20, number])
+    assert stored.items("r8", "") == [item for number in (6, 7, 8) for item in ("x" * 20, number)]
+    assert [stored.items(f"r{number}", "") for number in range(6)] == [None] * 6
+    assert stored.items("r8", "another") is None
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / stored_responses.FILE).write_bytes(b"no database" * 99)
+    broken = stored_responses.StoredResponses(tmp_path / "broken")
+    broken.keep("r", "", None, [1])
+    assert broken.items("r", "") == [1]  # until the restart
+    assert "responses cannot be kept" in caplog.text
