@@ -32,6 +32,7 @@ class Piece:
     reasoning: str = ""
     call: CallStart | None = None
     arguments: str = ""  # a fragment of the JSON text of the call that began last
+    is_custom: bool = False  # whether that is a custom tool's; its arguments are then the text of its input
     logprobs: tuple[TokenLogprob, ...] = ()
     token_ids: tuple[int, ...] = ()  # in answers to raw prompts
     prompt_ids: tuple[int, ...] = ()  # in the first piece, if the prompt's log-probabilities are requested
@@ -48,14 +49,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Call:
-    """A whole tool call; `arguments` is the text of a JSON object, or the beginning of one."""
+    """A whole tool call; `arguments` is the text of a JSON object, or the beginning of one; of a custom tool, its
+    input."""
 
     id: str
     name: str
     arguments: str
+    is_custom: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The call in OpenAI's form."""
+        if self.is_custom:
+            return {"id": self.id, "type": "custom", "custom": {"name": self.name, "input": self.arguments}}
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -78,16 +83,16 @@ def fold(pieces: Iterable[Piece]) -> Answer:
     last = parts[-1]
     assert last.finish_reason is not None
     assert last.usage is not None
-    calls: list[tuple[CallStart, list[str]]] = []
+    calls: list[tuple[CallStart, bool, list[str]]] = []
     for piece in parts:
         if piece.call is not None:
-            calls.append((piece.call, []))
+            calls.append((piece.call, piece.is_custom, []))
         if piece.arguments:
-            calls[-1][1].append(piece.arguments)
+            calls[-1][2].append(piece.arguments)
     return Answer(
         text="".join(piece.text for piece in parts),
         reasoning="".join(piece.reasoning for piece in parts),
-        calls=tuple(Call(start.id, start.name, "".join(arguments)) for start, arguments in calls),
+        calls=tuple(Call(start.id, start.name, "".join(said), is_custom) for start, is_custom, said in calls),
         logprobs=tuple(token for piece in parts for token in piece.logprobs),
         finish_reason=last.finish_reason,
         usage=last.usage,

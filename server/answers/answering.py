@@ -19,6 +19,7 @@ from polarlm.engine.schemas.preparation import prepare_for_text
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.errors import LoadError
 from polarlm.server.answers.call_grammar import Grammar, channel_grammar, functions_of, refusal_of_calls
+from polarlm.server.answers.custom_calls import CustomCalls
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.running.driver import Driver
 
@@ -54,7 +55,7 @@ async def answer(driver: Driver, request: ParsedRequest, index: int = 0) -> Asyn
             ticket = replace(ticket, warnings=(*constraint_warnings, *ticket.warnings))
         except ConstraintError as error:
             if request.tools is not None and plan.params.grammar is not params.grammar:
-                error = refusal_of_calls(error, str(plan.params.grammar), request.tools.callable)
+                error = refusal_of_calls(error, str(plan.params.grammar), request.tools)
             error.field = error.field or request.constrained_by
             raise error from None
         return ticket
@@ -67,6 +68,7 @@ async def answer(driver: Driver, request: ParsedRequest, index: int = 0) -> Asyn
         submit=submit,
         compiles=request.tools is not None,
     )
+    custom_calls = CustomCalls(request.tools.custom if request.tools and request.has_custom_calls else ())
     answer_pieces: list[Piece] = []
     ids: list[int] = []
     reasoning_tokens = uncounted = 0  # uncounted: tokens whose text the parser holds back
@@ -93,7 +95,9 @@ async def answer(driver: Driver, request: ParsedRequest, index: int = 0) -> Asyn
                 if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
                     keep(ticket.conversation, fold(answer_pieces), ids)
             for piece in new_pieces:
-                piece_to_send = replace(piece, reasoning="") if request.reasoning == "dropped" else piece
+                piece_to_send = custom_calls.convert(piece)
+                if request.reasoning == "dropped":
+                    piece_to_send = replace(piece_to_send, reasoning="")
                 if piece.usage is not None and reasoning_tokens:
                     own_usage = replace(piece.usage, reasoning_tokens=reasoning_tokens)
                     piece_to_send = replace(piece_to_send, usage=own_usage)

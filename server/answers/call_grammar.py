@@ -19,10 +19,11 @@ from polarlm.engine.schemas.preparation import OPTIONS, prepare
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.chat.reasoning import Tags
-from polarlm.server.answers.quoted_grammar import FieldRules, QuotedRules, shared_field_rules, shared_rules
+from polarlm.server.answers.quoted_grammar import FieldRules, QuotedRules, escape, shared_field_rules, shared_rules
 from polarlm.server.reading.parts import list_kinds
+from polarlm.server.reading.tools import Tools
 
-_ARGUMENTS = re.compile(r"arguments(\d+)(?:_\w+)?: ")  # begins the rules of a function's arguments
+_ARGUMENTS = re.compile(r"(?i:arguments)(\d+)(?:_\w+)?: ")  # begins the rules of a function's arguments
 _TEXTS = ("text: %json", "json: %json")  # begin the rule of a text that has a schema
 ID, INDEX = "[a-zA-Z0-9]{9}", "[0-9]{1,4}"  # what the model may write as the id of a call
 
@@ -70,7 +71,7 @@ class Grammar:
             thought_rules = [f"thought: THOUGHT {close}", "THOUGHT: /(?s:.*)/", "unclosed: THOUGHT"]
         else:
             if self.tags.open not in self.control:
-                opening, end, pattern = "", f"{_escape(self.tags.close)}/", f"\\s*{_escape(self.tags.open)}(?s:.*)"
+                opening, end, pattern = "", f"{escape(self.tags.close)}/", f"\\s*{escape(self.tags.open)}(?s:.*)"
             unclosed = f"unclosed: UNCLOSED\nUNCLOSED: /{pattern}/ & ~/{_anywhere(self.tags.close)}/"
             thought_rules = [f"thought[lazy]: /{pattern}{end}", unclosed]
         unclosed = "" if self.calls == "must" else f" | {opening}unclosed"
@@ -87,13 +88,13 @@ class Grammar:
             return []
         if self.schema is not None:
             return [f"text: %json {json.dumps(self.schema)}", "called: calls"]
-        call_start = f"\\s*{_escape(self.format.begin + self.format.opening)}(?s:.*)"  # as calls without a marker do
+        call_start = f"\\s*{escape(self.format.begin + self.format.opening)}(?s:.*)"  # as calls without a marker do
         if self._begins_with_name:
-            names = "|".join(_escape(function.name) for function in self.functions)
-            call_start = call_start.replace("(?s:", f"({names}){_escape(self.format.middle[0])}(?s:")
+            names = "|".join(escape(function.name) for function in self.functions)
+            call_start = call_start.replace("(?s:", f"({names}){escape(self.format.middle[0])}(?s:")
         forbidden_patterns = [_anywhere(self._marker) if self._marker else call_start]
         thinks = self.tags is not None and self.tags.open not in self.control
-        first = f"\\s*{_escape(self.tags.open)}(?s:.*)" if self.tags is not None and thinks else ""
+        first = f"\\s*{escape(self.tags.open)}(?s:.*)" if self.tags is not None and thinks else ""
         if first:
             forbidden_patterns.append(first)
         lines = ["text: TEXT", "TEXT: /(?s:.*)/ " + " ".join(f"& ~/{pattern}/" for pattern in forbidden_patterns)]
@@ -104,7 +105,7 @@ class Grammar:
         if self._marker in self.control:
             return [*lines, "called: TEXT calls"]
         not_thinking = f" & ~/{first}/" if first else ""
-        up_to = f"UP_TO: /(?s:.*){_escape(self._marker)}/{not_thinking}"
+        up_to = f"UP_TO: /(?s:.*){escape(self._marker)}/{not_thinking}"
         return [*lines, "called: up_to begun", "up_to[lazy]: UP_TO", up_to]
 
     def _call_rules(self) -> list[str]:
@@ -137,9 +138,9 @@ class Grammar:
                 lines.append(f"call_first{number}: {name}{id} arguments{number} {closing}")
         if self.format.quote:
             quote, is_control = self.format.quote, self.format.quote in self.control
-            lines += shared_rules(quote, self._literal, is_control=is_control, quote_pattern=_escape(quote))
+            lines += shared_rules(quote, self._literal, is_control=is_control)
         if self.format.fields is not None:
-            lines += shared_field_rules(self.format.fields, self._literal, self.control, _escape)
+            lines += shared_field_rules(self.format.fields, self._literal, self.control)
         for rule in ("call", "call_first") if self._begins_with_name else ("call",):
             lines.append(f"{rule}: " + " | ".join(f"{rule}{number}" for number in range(len(self.functions))))
         return lines
@@ -180,22 +181,25 @@ def _naming_function(function: Function) -> Iterator[None]:
         raise _refusal(f"the function {function.name}", str(error)) from None
 
 
-def _refusal(subject: str, reason: str) -> ConstraintError:
-    refusal = ConstraintError(f"The parameters of {subject} cannot be used: {reason}")
+def _refusal(subject: str, reason: str, part: str = "parameters") -> ConstraintError:
+    refusal = ConstraintError(f"The {part} of {subject} cannot be used: {reason}")
     refusal.field = "tools"
     return refusal
 
 
-def refusal_of_calls(error: ConstraintError, grammar: str, tools: Sequence[Mapping[str, Any]]) -> ConstraintError:
+def refusal_of_calls(error: ConstraintError, grammar: str, tools: Tools) -> ConstraintError:
     """What is said of an error in the grammar of calls of `tools`: the function whose arguments it is about, by name.
     It has no field if it is about the schema of the text."""
-    names, reason = [tool["function"]["name"] for tool in tools], error.reason or str(error)
+    names, reason = [tool["function"]["name"] for tool in tools.callable], error.reason or str(error)
     line = "".join(grammar.splitlines()[error.line - 1 : error.line]) if error.line else ""
     if line.startswith(_TEXTS):
         return ConstraintError(f"The JSON schema cannot be used: {reason}")
     rule = _ARGUMENTS.match(line)
     if rule or len(names) == 1:
-        return _refusal(f"the function {names[int(rule[1]) if rule else 0]}", reason)
+        name = names[int(rule[1]) if rule else 0]
+        if name in tools.custom:
+            return _refusal(f"the tool {name}", reason, "grammar")
+        return _refusal(f"the function {name}", reason)
     return _refusal(f"one of the functions {list_kinds(names)}", reason)
 
 
@@ -206,13 +210,8 @@ def literal(text: str, control: Mapping[str, int]) -> str:
     return " ".join(f"<[{control[part]}]>" if part in control else json.dumps(part) for part in parts if part)
 
 
-def _escape(text: str) -> str:
-    """A regular expression that matches `text`, to be written between slashes."""
-    return "".join(f"\\x{{{ord(character):x}}}" for character in text)
-
-
 def _anywhere(text: str) -> str:
-    return f"(?s:.*){_escape(text)}(?s:.*)"
+    return f"(?s:.*){escape(text)}(?s:.*)"
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Function]:

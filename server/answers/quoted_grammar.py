@@ -1,13 +1,14 @@
 """Rules for arguments that are no JSON object, from the JSON schema of a function.
 
 Fields come in the order in which templates write them. What is JSON (numbers, and mostly truth values and null; in tags
-lists and objects) has all of its schema's keywords. Of strings, `enum` and `const` hold; several schemas for
+lists and objects) has all of its schema's keywords. Of strings, `enum`, `const` and `pattern` hold; several schemas for
 one value, as in `allOf` or next to `anyOf`, are not joined. A strict function must not have keywords that do not hold.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,16 +24,36 @@ _HELD_KEYWORDS = frozenset(
     )
 )
 _STRING = r"""/'([^'\\]|\\[^xuUN0-9])*'|"([^"\\]|\\[^xuUN0-9])*"/"""  # of Python; some templates escape nothing
+_GROUPS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)  # tells whether | is in a group
 _NAME = r"/[^\s:,{}\[\]<>\"]+/"  # name of a field that the schema does not list
 
 
-def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool, quote_pattern: str) -> list[str]:
-    """The rules of all functions. literal: writes a text in a rule. is_control: whether the quote is a control token.
-    quote_pattern: the quote in a regular expression."""
+def escape(text: str) -> str:
+    """A regular expression that matches `text`, to be written between slashes."""
+    return "".join(f"\\x{{{ord(character):x}}}" for character in text)
+
+
+def _whole_pattern(pattern: str) -> str:
+    """A schema's pattern as an expression of whole strings, to be written between slashes; empty if its alternatives
+    have anchors of their own."""
+    depth = 0
+    for sign in _GROUPS.findall(pattern):
+        depth += {"(": 1, ")": -1}.get(sign, 0)
+        if sign == "|" and depth == 0:
+            return ""
+    is_ended = re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
+    body = pattern.removeprefix("^").removesuffix("$" if is_ended else "")
+    signs = {"/": "\\x2f", "\\/": "\\x2f", "\n": "\\n"}
+    body = re.sub(r"\\.|[/\n]", lambda sign: signs.get(sign[0], sign[0]), body, flags=re.DOTALL)
+    return f"{'' if pattern.startswith('^') else '(?s:.*)'}{body}{'' if is_ended else '(?s:.*)'}"
+
+
+def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool) -> list[str]:
+    """The rules of all functions. literal: writes a text in a rule. is_control: whether the quote is a token."""
     if is_control:
         strings = [f"string: {literal(quote)} INSIDE {literal(quote)}", "INSIDE: /(?s:.*)/"]
     else:
-        strings = [f"string: {literal(quote)} inside", f"inside[lazy]: /(?s:.*){quote_pattern}/"]
+        strings = [f"string: {literal(quote)} inside", f"inside[lazy]: /(?s:.*){escape(quote)}/"]
     return [
         *strings,
         'anything: string | scalar | "{" (field ("," field)*)? "}" | "[" (anything ("," anything)*)? "]"',
@@ -42,11 +63,8 @@ def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool,
     ]
 
 
-def shared_field_rules(
-    fields: CallFields, literal: Callable[[str], str], control: Iterable[str], escape: Callable[[str], str]
-) -> list[str]:
-    """The rules of all functions with such arguments. control: the names of control tokens. escape: writes a text in
-    a regular expression."""
+def shared_field_rules(fields: CallFields, literal: Callable[[str], str], control: Iterable[str]) -> list[str]:
+    """The rules of all functions with such arguments. control: the names of control tokens."""
     first = min((at for name in control if (at := fields.suffix.find(name)) >= 0), default=len(fields.suffix))
     text, rest = fields.suffix[:first], literal(fields.suffix[first:])
     value = '"True" | "False" | "None" | "[" (python (", " python)*)? "]" | "{" (pair (", " pair)*)? "}"'
@@ -101,10 +119,22 @@ class QuotedRules:
         return self._value(schema)
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        return "string"
+        return (
+            f"{self._literal(self._quote)} {self._text_up_to(self._quote, schema)}" if "pattern" in schema else "string"
+        )
 
-    def _rule(self, expression: str) -> str:
+    def _text_up_to(self, end: str, schema: Mapping[str, Any]) -> str:
+        """A text of the schema's pattern without `end` in it, and `end`, whose text belongs to the same lexeme."""
+        written = self._literal(end)
+        first, at = ("", 0) if written.startswith("<") else json.JSONDecoder().raw_decode(written)
+        rest = written[at:].strip()
+        unwanted = f"(?s:.*){escape(end)}(?s:.{'*' if rest else '+'})"
+        expression = f"/(?:{_whole_pattern(schema['pattern'])}){escape(first)}/ & ~/{unwanted}/"
+        return f"{self._rule(expression, is_terminal=True)} {rest}"
+
+    def _rule(self, expression: str, *, is_terminal: bool = False) -> str:
         name = f"{self._name}_{len(self._lines)}"
+        name = name.upper() if is_terminal else name
         self._lines.append(f"{name}: {expression}")
         return name
 
@@ -122,11 +152,14 @@ class QuotedRules:
             schema = {**schema, "type": kind}  # the type that is meant, of all that the keywords let pass
         kind = schema.get("type")
         held = _HELD_KEYWORDS.difference(KIND_OF_KEYWORD if is_untyped and len(kinds) > 1 else ())
+        if self._strict and kind == "string" and _whole_pattern(schema.get("pattern", "|")):
+            held |= {"pattern"}
         unheld = [] if kind is not None and self._holds(kind) else [key for key in schema if key not in held]
         if unheld and self._strict:
             raise ValueError(f"{unheld[0]} does not hold for this model, so the function cannot be strict")
         if unheld:
             self._warn(f"{', '.join(unheld)} does not hold for this model")
+            schema = {key: value for key, value in schema.items() if key not in unheld}
         if "enum" in schema:
             return self._one_of([self._literal(self._write_value(value)) for value in schema["enum"]])
         for key in ("anyOf", "oneOf"):
@@ -201,7 +234,7 @@ class _PythonRules(QuotedRules):
         return list(properties.items())
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        return "STRING"
+        return super()._scalar(schema) if "pattern" in schema else "STRING"  # of JSON, which Python reads
 
     def _scalar(self, schema: Mapping[str, Any]) -> str:
         return {"boolean": '("True" | "False")', "null": '"None"'}.get(schema["type"]) or super()._scalar(schema)
@@ -233,9 +266,11 @@ class _ValueRules(QuotedRules):
         return super()._holds(kind) or (self._quote == '"' if kind == "string" else kind not in self._fields.python)
 
     def _string(self, schema: Mapping[str, Any]) -> str:
+        if not self._quote and "pattern" in schema:
+            return f"{self._text.removesuffix('raw')}{self._text_up_to(self._fields.suffix, schema)}"
         if not self._quote:
             return self._text
-        rule = super()._scalar(schema) if self._quote == '"' else "STRING"
+        rule = super()._scalar(schema) if self._quote == '"' or "pattern" in schema else "STRING"
         return f"{rule} {self._after}"
 
     def _scalar(self, schema: Mapping[str, Any]) -> str:

@@ -30,6 +30,7 @@ class ParsedRequest:
     sign_seconds: float | None = None  # silence before a sign of life in a stream; 0: none; None: the server's
     more_prompts: tuple[Prompt, ...] = ()  # prompts with the same options; in APIs that accept several in a request
     tools: Tools | None = None
+    has_custom_calls: bool = False  # whether the API has calls of custom tools; in others they are calls of functions
     constrained_by: str | None = None  # the field that constrains the answer
     reasoning: Literal["apart", "inline", "dropped"] = "apart"  # apart from the text, in it, or left out
     warnings: tuple[tuple[str, str], ...] = ()  # (field, sentence) of fields that are not done as they ask

@@ -1,13 +1,17 @@
-"""Reads tools from JSON into the functions that an answer may call."""
+"""Reads tools from JSON into the functions that an answer may call.
+
+A custom tool, whose input is a text, is a function with one parameter: chat templates write no others.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from polarlm.engine.sampling.lark import lark_to_regex
 from polarlm.engine.schemas.keywords import without_nulls
 from polarlm.server.reading.parts import list_kinds
 from polarlm.server.reading.values import (
@@ -27,6 +31,9 @@ MOST_TOOLS = 128
 MOST_TEXT = 1 << 17  # characters of all tools as JSON
 MOST_DEPTH = 64  # nesting of a tool's JSON
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_MOST_SHOWN = 1 << 13  # characters of a grammar that the model reads
+INPUT = "input"  # the parameter of a custom tool
+_CALLABLE = ("function", "custom")  # types of tools
 _FUNCTION = '{"type": "function", "function": {"name": "…"}}'
 _CHOICES: Mapping[str, Literal["may", "must", "none"]] = {"auto": "may", "required": "must", "none": "none"}
 
@@ -34,9 +41,10 @@ _CHOICES: Mapping[str, Literal["may", "must", "none"]] = {"auto": "may", "requir
 @dataclass(frozen=True)
 class Tools:
     all: tuple[dict[str, Any], ...]  # in OpenAI's form, which chat templates expect
-    callable: tuple[dict[str, Any], ...]  # the functions that this answer may call
+    callable: tuple[dict[str, Any], ...]  # the functions that this answer may call, with all that constrains them
     calls: Literal["may", "must", "none"]
     several: bool  # whether there may be more than one call
+    custom: frozenset[str] = frozenset()  # the names of custom tools
 
 
 def read_tools(body: Mapping[str, Any], field_warnings: FieldWarnings | None = None) -> Tools | None:
@@ -47,10 +55,10 @@ def read_tools(body: Mapping[str, Any], field_warnings: FieldWarnings | None = N
     value, choice = body.get("tools", []), body.get("tool_choice", "auto")
     array("tools", value, "an array of functions")
     kinds = [_kind(f"tools[{index}]", tool) for index, tool in enumerate(value)]
-    others = [tool for kind, tool in zip(kinds, value, strict=True) if kind != "function"]
+    others = [tool for kind, tool in zip(kinds, value, strict=True) if kind not in _CALLABLE]
     check_at_most(MOST_TOOLS, "tools", len(value) - len(others), "functions")
     if others:
-        other_kinds = list_kinds(dict.fromkeys(kind for kind in kinds if kind != "function"))
+        other_kinds = list_kinds(dict.fromkeys(kind for kind in kinds if kind not in _CALLABLE))
         field_warnings.append(("tools", f"tools of type {other_kinds} are left out: only functions are called"))
         choice = _drop_other_tools(others, choice, field_warnings, are_all=len(others) == len(value))
     if len(value) == len(others):
@@ -59,20 +67,30 @@ def read_tools(body: Mapping[str, Any], field_warnings: FieldWarnings | None = N
         return None
     if body.get("messages") is None:
         raise BadRequest("tools", "tools need messages: a raw prompt has to name its functions itself")
-    tools = tuple(_tool(f"tools[{index}]", value[index]) for index, kind in enumerate(kinds) if kind == "function")
-    check_at_most(MOST_TEXT, "tools", sum(len(json.dumps(tool)) for tool in tools), "characters of JSON")
-    by_name = {tool["function"]["name"]: tool for tool in tools}
-    if len(by_name) < len(tools):
+    shown: list[dict[str, Any]] = []
+    by_name: dict[str, dict[str, Any]] = {}
+    custom_names: set[str] = set()
+    for index, one in enumerate(value):
+        if kinds[index] in _CALLABLE:
+            read_one = _custom_tool if kinds[index] == "custom" else _tool
+            tool, callable_tool = read_one(f"tools[{index}]", one, field_warnings)
+            name = tool["function"]["name"]
+            shown.append(tool)
+            by_name[name] = callable_tool
+            custom_names |= {name} if kinds[index] == "custom" else set()
+    check_at_most(MOST_TEXT, "tools", sum(len(json.dumps(tool)) for tool in shown), "characters of JSON")
+    if len(by_name) < len(shown):
         raise BadRequest("tools", "tools names a function twice: give each a name of its own")
+    tools = Tools(tuple(shown), tuple(by_name.values()), "may", several, frozenset(custom_names))
     if isinstance(choice, str) and choice in _CHOICES:
-        return Tools(tools, tools, _CHOICES[choice], several)
+        return replace(tools, calls=_CHOICES[choice])
     expected = f"auto, none, required, or an object such as {_FUNCTION}"
     kind = mapping("tool_choice", choice, expected).get("type")
     if kind == "allowed_tools":
-        return _allowed_tools(tools, by_name, choice.get("allowed_tools"), several)
-    if kind != "function":
-        raise wrong_value("tool_choice.type", f"function or allowed_tools, as in {_FUNCTION}", kind)
-    return Tools(tools, (by_name[_name("tool_choice", choice, by_name)],), "must", several=False)
+        return _allowed_tools(tools, by_name, choice.get("allowed_tools"))
+    if kind not in _CALLABLE:
+        raise wrong_value("tool_choice.type", f"function, custom or allowed_tools, as in {_FUNCTION}", kind)
+    return replace(tools, callable=(by_name[_name("tool_choice", choice, by_name)],), calls="must", several=False)
 
 
 def _kind(field: str, tool: Any) -> str:
@@ -91,7 +109,7 @@ def _drop_other_tools(
     def is_left_out(one: Any) -> bool:
         if not isinstance(one, dict):
             return False
-        return one.get("type") not in (None, "function", "allowed_tools") or _tool_name(one) in names
+        return one.get("type") not in (None, *_CALLABLE, "allowed_tools") or _tool_name(one) in names
 
     is_dropped = is_left_out(choice) or (are_all and choice != "none")
     allowed = choice.get("allowed_tools") if isinstance(choice, dict) else None
@@ -112,28 +130,28 @@ def _tool_name(tool: Mapping[str, Any]) -> Any:
     return name if isinstance(name, str) else kind
 
 
-def _allowed_tools(
-    tools: tuple[dict[str, Any], ...], by_name: Mapping[str, dict[str, Any]], allowed: Any, several: bool
-) -> Tools:
+def _allowed_tools(tools: Tools, by_name: Mapping[str, dict[str, Any]], allowed: Any) -> Tools:
     field = "tool_choice.allowed_tools"
     allowed = mapping(field, allowed, "an object with a mode and tools")
     mode = one_of(f"{field}.mode", allowed.get("mode"), ("auto", "required"))
     listed_tools = array(f"{field}.tools", allowed.get("tools"), f"an array of objects such as {_FUNCTION}", 1)
     names = dict.fromkeys(_name(f"{field}.tools[{index}]", one, by_name) for index, one in enumerate(listed_tools))
-    return Tools(tools, tuple(by_name[name] for name in names), _CHOICES[mode], several)
+    return replace(tools, callable=tuple(by_name[name] for name in names), calls=_CHOICES[mode])
 
 
 def _name(field: str, value: Any, by_name: Mapping[str, Any]) -> str:
     """The name of the function in an object such as _FUNCTION. Raises BadRequest unless it is one of `by_name`."""
-    function = mapping(field, value, f"an object such as {_FUNCTION}").get("function")
-    function = mapping(f"{field}.function", function, f"an object with a name, as in {_FUNCTION}")
-    name = text(f"{field}.function.name", function.get("name"))
+    choice = mapping(field, value, f"an object such as {_FUNCTION}")
+    kind = "custom" if choice.get("type") == "custom" else "function"
+    function = mapping(f"{field}.{kind}", choice.get(kind), f"an object with a name, as in {_FUNCTION}")
+    name = text(f"{field}.{kind}.name", function.get("name"))
     if name not in by_name:
         raise BadRequest(field, f"{field} names {name!r}, which is not one of the tools")
     return name
 
 
-def _tool(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
+def _tool(field: str, value: Mapping[str, Any], _warnings: FieldWarnings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A function as templates and as grammars of calls get it."""
     field = f"{field}.function"
     function = mapping(field, value.get("function"), "an object with a name")
     check_depth(field, function)
@@ -152,7 +170,49 @@ def _tool(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
     tool["parameters"] = parameters
     if function.get("strict") is not None:
         tool["strict"] = flag(f"{field}.strict", function["strict"])
-    return {"type": "function", "function": tool}
+    read_tool = {"type": "function", "function": tool}
+    return read_tool, read_tool
+
+
+def _custom_tool(
+    field: str, value: Mapping[str, Any], field_warnings: FieldWarnings
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A custom tool as a function: templates get its grammar in words, and grammars of calls as a pattern."""
+    field = f"{field}.custom"
+    custom = mapping(field, value.get("custom"), "an object with a name")
+    name = read_name(f"{field}.name", custom.get("name"))
+    description = text(f"{field}.description", custom.get("description") or "")
+    format, at = mapping(f"{field}.format", custom.get("format") or {"type": "text"}), f"{field}.format"
+    schema: dict[str, Any] = {"type": "string"}
+    pattern: str | None = None
+    if one_of(f"{at}.type", format.get("type"), ("text", "grammar")) == "grammar":
+        grammar, at = mapping(f"{at}.grammar", format.get("grammar")), f"{at}.grammar"
+        syntax = one_of(f"{at}.syntax", grammar.get("syntax"), ("lark", "regex"))
+        definition = text(f"{at}.definition", grammar.get("definition"), MOST_TEXT)
+        pattern = _pattern(f"{at}.definition", syntax, definition)
+        if pattern is None:
+            sentence = f"the grammar of the tool {name} does not hold: it is recursive, or very long"
+            field_warnings.append(("tools", sentence))
+        if len(definition) <= _MOST_SHOWN:
+            kind = "Lark grammar" if syntax == "lark" else "regular expression"
+            description = f"{description}\n\nThe {INPUT} must match this {kind}:\n{definition}".strip()
+
+    def function(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": {INPUT: schema}, "required": [INPUT]}
+        members = {"name": name, "description": description, "parameters": parameters}
+        return {"type": "function", "function": {**members, **more}}
+
+    shown = function(schema)
+    return shown, shown if pattern is None else function({**schema, "pattern": pattern}, strict=True)
+
+
+def _pattern(field: str, syntax: str, definition: str) -> str | None:
+    """The JSON schema's pattern for whole texts of a grammar; None if it can have none. Raises BadRequest."""
+    try:
+        expression = lark_to_regex(definition) if syntax == "lark" else re.sub(r"^\^|(?<!\\)\$$", "", definition)
+    except ValueError as error:
+        raise BadRequest(field, f"{field} cannot be used: {error}") from None
+    return None if expression is None else f"^(?:{expression})$"
 
 
 def read_name(field: str, value: Any) -> str:

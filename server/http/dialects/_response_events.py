@@ -21,7 +21,8 @@ from polarlm.server.reading.values import array, text
 NameFields = Mapping[str, dict[str, str]]
 """Our name of a function in a namespace → fields with its name and namespace."""
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # kind of item → prefix of its id
+# Kind of item → prefix of its id.
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
 @dataclass
@@ -30,14 +31,18 @@ class _Item:
     id: str
     call: CallStart | None = None
     name_fields: dict[str, str] = field(default_factory=dict)  # the name of the call, and its namespace
-    text: list[str] = field(default_factory=list)  # for a call: its arguments
+    text: list[str] = field(default_factory=list)  # for a call: its arguments, or its input
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def said(self) -> str:
+        """The name of what a call says."""
+        return "input" if self.kind == "custom_tool_call" else "arguments"
 
     def to_json(self, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
-        if self.kind == "function_call":
-            assert self.call is not None
-            return item | {"call_id": self.call.id, **self.name_fields, "arguments": "".join(self.text)}
+        if self.call is not None:
+            return item | {"call_id": self.call.id, **self.name_fields, self.said: "".join(self.text)}
         if self.kind == "message":
             item["role"] = "assistant"
         else:
@@ -69,7 +74,7 @@ class ResponseWriter(Writer):
         """The body of a response that is not streamed: the response in the last event of a stream."""
         (answer,) = answers
         calls = [
-            Piece(call=CallStart(index, call.id, call.name), arguments=call.arguments)
+            Piece(call=CallStart(index, call.id, call.name), arguments=call.arguments, is_custom=call.is_custom)
             for index, call in enumerate(answer.calls)
         ]
         last = Piece(finish_reason=answer.finish_reason, usage=answer.usage)
@@ -97,15 +102,17 @@ class ResponseWriter(Writer):
             yield from self._delta("output_text", piece.text, content_index=0, logprobs=tokens)
         if piece.call is not None:
             yield from self._end("completed")
-            yield from self._begin("function_call", piece.call)
+            yield from self._begin("custom_tool_call" if piece.is_custom else "function_call", piece.call)
         if piece.arguments:
-            yield from self._delta("function_call_arguments", piece.arguments)
+            assert self._open is not None
+            yield from self._delta(f"{self._open.kind}_{self._open.said}", piece.arguments)
         if piece.finish_reason is not None:
             assert piece.usage is not None
             status = "incomplete" if piece.finish_reason == "length" else "completed"
             if not self._output:
                 yield from self._begin("message" if self._open is None else self._open.kind)
-            yield from self._end(status)
+            is_cut = piece.finish_reason != "tool_calls" and self._open is not None and self._open.call is not None
+            yield from self._end("incomplete" if is_cut else status)
             self.keep(self._output)
             yield self._event(f"response.{status}", response=self._response(status, piece.usage))
 
@@ -135,11 +142,12 @@ class ResponseWriter(Writer):
         if item is None:
             return
         text = "".join(item.text)
-        if item.kind == "function_call":
-            status = "completed" if arguments_of(text) is not None else "incomplete"
-            yield self._item_event(
-                "response.function_call_arguments.done", arguments=text, name=item.name_fields["name"]
-            )
+        if item.call is not None:
+            members = {item.said: text}
+            if item.kind == "function_call":
+                status = "completed" if arguments_of(text) is not None else "incomplete"
+                members["name"] = item.name_fields["name"]
+            yield self._item_event(f"response.{item.kind}_{item.said}.done", **members)
         else:
             logprobs = {"logprobs": item.logprobs} if item.kind == "message" else {}
             name = "output_text" if item.kind == "message" else "reasoning_text"
@@ -197,25 +205,25 @@ def read_tools(field: str, value: Any) -> list[dict[str, Any]] | None:
     """Functions in our own names, which include their namespaces, and other tools as sent. Raises BadRequest."""
     tools: list[dict[str, Any]] = []
     for at, tool, namespace in _each_tool(field, value):
-        if tool.get("type", "function") != "function":
+        kind = tool.get("type", "function")
+        if kind not in ("function", "custom"):
             tools.append({**tool, "paths": FieldPaths({"": at})})
             continue
-        function = {name: member for name, member in tool.items() if name != "type"}
-        ours: dict[str, Any] = {"type": "function", "function": function, "paths": FieldPaths({".function": at})}
+        ours: dict[str, Any] = {name: member for name, member in tool.items() if name != "type"}
+        if kind == "custom" and isinstance(format := ours.get("format"), dict) and format.get("type") == "grammar":
+            ours["format"] = {"type": "grammar", "grammar": format}
+        paths = FieldPaths({f".{kind}": at, f".{kind}.format.grammar": f"{at}.format"})
+        tools.append({"type": kind, kind: ours, "paths": paths})
         if namespace:
             name = text(f"{at}.name", tool.get("name"))
-            function["name"] = in_namespace(namespace, name)
-            ours["name_fields"] = {"name": name, "namespace": namespace}
-        tools.append(ours)
+            ours["name"] = in_namespace(namespace, name)
+            tools[-1]["name_fields"] = {"name": name, "namespace": namespace}
     return tools or None
 
 
 def name_fields_of(tools: Iterable[Mapping[str, Any]]) -> NameFields:
-    return {
-        tool["function"]["name"]: tool["name_fields"]
-        for tool in tools
-        if tool.get("type") == "function" and "name_fields" in tool
-    }
+    kinds = [(tool["type"], tool) for tool in tools if tool.get("type") in ("function", "custom")]
+    return {tool[kind]["name"]: tool["name_fields"] for kind, tool in kinds if "name_fields" in tool}
 
 
 def _each_tool(field: str, value: Any, namespace: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -236,14 +244,18 @@ def read_choice(field: str, value: Any) -> Any:
     kind = choice.get("type")
     if kind == "allowed_tools":
         listed_tools = [(at, tool) for at, tool, _ in _each_tool(f"{field}.tools", choice.get("tools"))]
-        tools = [_function(at, tool) if tool.get("type") == "function" else tool for at, tool in listed_tools]
+        tools = [_named(at, tool) for at, tool in listed_tools]
         inner = {"mode": choice.get("mode"), "tools": tools}
         return {"type": kind, kind: inner, "paths": FieldPaths({f".{kind}": field})}
-    return _function(field, choice) if kind == "function" else choice
+    return _named(field, choice)
 
 
-def _function(at: str, value: Mapping[str, Any]) -> dict[str, Any]:
+def _named(at: str, value: dict[str, Any]) -> dict[str, Any]:
+    """The name of a function or of a custom tool in our own names; other choices as sent."""
+    kind = value.get("type")
+    if kind not in ("function", "custom"):
+        return value
     name = text(f"{at}.name", value.get("name"))
     if "namespace" in value:
         name = in_namespace(text(f"{at}.namespace", value["namespace"]), name)
-    return {"type": "function", "function": {"name": name}}
+    return {"type": kind, kind: {"name": name}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -125,7 +126,7 @@ class Responses(Endpoint):
             given = body["input"]
             items = [{"role": "user", "content": given}] if isinstance(given, str) else given
             writer.keep = lambda output: stored.keep(writer.id, key, previous, [*items, *output])
-        return request, writer
+        return replace(request, has_custom_calls=True), writer
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         truncation = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
@@ -166,12 +167,13 @@ def _choice(choice: Any, name_fields: NameFields) -> Any:
     if isinstance(choice, str):
         return choice
     if (allowed_tools := choice.get("allowed_tools")) is not None:
-        functions = [_choice(one, name_fields) for one in allowed_tools["tools"] if "function" in one]
-        return {"type": "allowed_tools", **allowed_tools, "tools": functions} if functions else "auto"
-    if "function" not in choice:
+        tools = [_choice(one, name_fields) for one in allowed_tools["tools"] if one.keys() & {"function", "custom"}]
+        return {"type": "allowed_tools", **allowed_tools, "tools": tools} if tools else "auto"
+    kind = next((kind for kind in ("function", "custom") if kind in choice), None)
+    if kind is None:
         return "auto"
-    name = choice["function"]["name"]
-    return {"type": "function", **name_fields.get(name, {"name": name})}
+    name = choice[kind]["name"]
+    return {"type": kind, **name_fields.get(name, {"name": name})}
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from polarlm.engine.parsing.pieces import Answer, Piece
@@ -17,7 +18,7 @@ class ChatCompletions(Endpoint):
         logprobs = [
             ChatLogprobs(info.model.tokenizer) for _ in range(0 if request.params.logprobs is None else request.n)
         ]
-        return request, ChatWriter(
+        return replace(request, has_custom_calls=True), ChatWriter(
             info.name, request.include_usage, logprobs, info.tells_cached, request.n, info.fingerprint
         )
 
@@ -42,9 +43,10 @@ class ChatWriter(ChoicesWriter):
             delta["reasoning_content"] = piece.reasoning
         if piece.text:
             delta["content"] = piece.text
+        kind, name = ("custom", "input") if piece.is_custom else ("function", "arguments")
         if piece.call is not None:
-            function = {"name": piece.call.name, "arguments": piece.arguments}
-            delta["tool_calls"] = [{"index": number, "id": piece.call.id, "type": "function", "function": function}]
+            members = {"name": piece.call.name, name: piece.arguments}
+            delta["tool_calls"] = [{"index": number, "id": piece.call.id, "type": kind, kind: members}]
         elif piece.arguments:
-            delta["tool_calls"] = [{"index": number, "function": {"arguments": piece.arguments}}]
+            delta["tool_calls"] = [{"index": number, kind: {name: piece.arguments}}]
         return {"delta": delta}

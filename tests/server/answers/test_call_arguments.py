@@ -236,6 +236,27 @@ def test_the_grammar_has_the_values_of_the_schema_and_no_others(value: dict[str,
         assert is_in_the_grammar(format, value) is fits, format
 
 
+@in_turn(
+    "pattern fits others",
+    [
+        (r"b/|[|]", [], []),
+        (r"[b|]/", ["ab/\n|", "|/"], ["ab", ""]),
+        (r"^a\$", ["a$", "a$\n<"], ["ba$"]),
+        (r"(a|\/)\\$", ["ba\\", "/\\"], ["b\\", "a\\ "]),
+    ],
+)
+def test_a_pattern_of_a_strict_function_holds_in_a_string(pattern: str, fits: list[str], others: list[str]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
+    strict = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
+    for format in (QUOTED, *(template_of(name).calls for name in FORMS if not name.startswith("PYTHON"))):
+        if not fits:  # each alternative has anchors of its own
+            with pytest.raises(ConstraintError, match="pattern does not hold"):
+                Grammar(format, functions_of(strict), {}, calls="must", several=False).text()
+        for text in (*fits, *others):
+            rules = Grammar(format, functions_of(strict), {}, calls="must", several=False).text()
+            assert taken(rules, format.write_calls([("f", format.write({"a": text}), "")])) is (text in fits), text
+
+
 def test_a_number_is_no_string_where_strings_have_quotes() -> None:
     for format in (QUOTED, template_of("PYTHON").calls):
         assert not is_in_the_grammar(format, LEAST | {"note": 5})
@@ -244,7 +265,7 @@ def test_a_number_is_no_string_where_strings_have_quotes() -> None:
 @pytest.mark.parametrize(
     ("schema", "sentence"),
     [
-        ({"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}, "pattern does not hold"),
+        ({"type": "object", "properties": {"a": {"type": "string", "pattern": "x|y"}}}, "pattern does not hold"),
         ({"type": "object", "properties": {"a": {"$ref": "#/no"}}}, "#/no"),
         ({"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}, "nothing fulfils it"),
         ({"type": "object", "properties": {"a": {"type": "text"}}}, "none of JSON's"),

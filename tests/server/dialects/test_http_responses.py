@@ -202,7 +202,7 @@ def test_a_wrong_choice_of_functions_is_a_bad_request(hermes: Serving, choice: d
     assert hermes.refused("/v1/responses", body)["param"] == param
 
 
-@in_turn("kind", ["web_search", "image_generation", "local_shell", "mcp", "custom"])
+@in_turn("kind", ["web_search", "image_generation", "local_shell", "mcp"])
 def test_tools_that_are_no_functions_are_left_out_with_a_warning(hermes: Serving, kind: str) -> None:
     body = {**CODEX, "max_output_tokens": 2, "tools": [function("f"), {"type": kind}, {"type": kind}]}
     response = hermes.post("/v1/responses", body)

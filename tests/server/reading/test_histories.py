@@ -381,7 +381,7 @@ F_OF_ANTHROPIC = {"name": "f", "input_schema": {"type": "object"}}
     "path tools choice",
     [
         ("/v1/chat/completions", [OTHERS, {"type": "function", "function": {"name": "f"}}], {"type": "bash_20250124"}),
-        ("/v1/chat/completions", [{"type": "custom", "custom": {"name": "p"}}], "required"),
+        ("/v1/chat/completions", [{"type": "code_interpreter"}], "required"),
         ("/v1/chat/completions", [OTHERS], {"type": "function", "function": {"name": "bash"}}),
         ("/v1/responses", [OTHERS, {"type": "function", "name": "f"}], {"type": "function", "name": "bash"}),
         ("/v1/responses", [OTHERS, {"type": "mcp"}], {"type": "mcp", "server_label": "s"}),
