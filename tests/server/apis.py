@@ -285,7 +285,7 @@ def write_responses(messages: Any, limit: int, more: Body) -> Body:
 def response(body: Body) -> Reply:
     usage, output = body["usage"], body["output"]
     reply = Reply(
-        calls=[[item["name"], item["arguments"]] for item in output if item["type"] == "function_call"],
+        calls=[[item["name"], item.get("arguments") or item.get("input")] for item in output if "call_id" in item],
         reason="length" if body["status"] == "incomplete" else "stop",
         prompt_tokens=usage["input_tokens"],
         completion_tokens=usage["output_tokens"],
