@@ -181,12 +181,13 @@ def fields(server: Serving, seed: int) -> dict[str, Any]:
     return {"temperature": 1, "extra_body": {**body, "logit_bias": bias, "seed": seed, "max_tokens": 900}}
 
 
-def of_chat(server: Serving, messages: list[Any], seed: int) -> tuple[Any, Any]:
-    """The messages with an answer, whole and streamed: its only call is the same."""
+def of_chat(server: Serving, seed: int) -> tuple[Any, Any]:
+    """An answer, whole and streamed, whose only call is the same; and the call."""
     create = server.openai.chat.completions.create
-    more: Any = {"model": "any", "messages": messages, "tools": [FUNCTION, PATCHING], "tool_choice": CHOICE}
+    more: Any = {"model": "any", "messages": [QUESTION], "tools": [FUNCTION, PATCHING], "tool_choice": CHOICE}
     more |= fields(server, seed)
-    whole = create(**more).choices[0]
+    answer = create(**more)
+    whole = answer.choices[0]
     call = whole.message.tool_calls[0]
     said = [choice for chunk in create(**more, stream=True) for choice in chunk.choices]
     deltas = [one for choice in said for one in choice.delta.tool_calls or ()]
@@ -195,24 +196,24 @@ def of_chat(server: Serving, messages: list[Any], seed: int) -> tuple[Any, Any]:
     assert deltas[0].custom["name"] == call.custom.name == "apply_patch"
     assert "".join(one.custom["input"] for one in deltas) == call.custom.input
     assert len(deltas) > 9
-    return whole.message, call
+    return answer, call
 
 
 def test_a_patch_of_any_model_parses_in_chats(family: Serving) -> None:
     for seed in range(2):
-        message, call = of_chat(family, [QUESTION], seed)
+        answer, call = of_chat(family, seed)
         assert is_patch(call.custom.input)
     result = {"role": "tool", "tool_call_id": call.id, "content": "Done"}
     later = family.openai.chat.completions.create(
         model="any",
-        messages=[QUESTION, message.to_dict(), result],
+        messages=[QUESTION, answer.choices[0].message.to_dict(), result],
         tools=[FUNCTION, PATCHING],
         tool_choice="none",
         max_tokens=1,
         extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )
-    assert later.usage.prompt_tokens > len(call.custom.input)
-    assert len(call.custom.input) < later.usage.prompt_tokens_details.cached_tokens
+    usage, cached = answer.usage, later.usage.prompt_tokens_details.cached_tokens
+    assert (usage.prompt_tokens + usage.total_tokens) / 2 < cached  # the call is found as the model wrote it
 
 
 def test_a_patch_in_responses_is_an_item_and_its_output_is_read(hermes: Serving) -> None:
@@ -235,7 +236,7 @@ def test_a_patch_in_responses_is_an_item_and_its_output_is_read(hermes: Serving)
     later = create(
         **{**more, "input": [QUESTION, item.to_dict(), output], "tool_choice": "none", "max_output_tokens": 1}
     )
-    assert len(item.input) < later.usage.input_tokens_details.cached_tokens
+    assert whole.usage.total_tokens - 9 < later.usage.input_tokens_details.cached_tokens
 
 
 def test_an_input_that_is_cut_off_is_incomplete(hermes: Serving) -> None:

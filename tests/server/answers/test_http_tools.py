@@ -259,7 +259,7 @@ def allowed(what: Any) -> dict[str, Any]:
         ),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g', which is not one"),
         ({"tool_choice": 5}, "tool_choice", "must be auto, none, required, or an object such as .*, not 5"),
-        ({"tool_choice": {"name": "f"}}, "tool_choice.type", "must be function, custom or allowed_tools, as in .*, not null"),
+        ({"tool_choice": {"name": "f"}}, "tool_choice.type", "must be function, custom or allowed_tools, .*, not null"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function", "must be an object with a name.*, not null"),
         (allowed(None), "tool_choice.allowed_tools", "an object with a mode and tools, not null"),
         (allowed({"tools": []}), "tool_choice.allowed_tools.mode", "must be auto or required"),
