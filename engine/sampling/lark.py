@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 
+from polarlm.engine.errors import shown
+
 _MOST_TEXT = 1 << 15  # characters of an expression
 _NUMBER = r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+"
 _EXPONENT = "[eE][+-]?[0-9]+"
@@ -84,7 +86,7 @@ class _Grammar:
             match = _TOKENS.match(text, at)
             if match is None or match.lastgroup is None:
                 line = text.count("\n", 0, at) + 1
-                raise ValueError(f"line {line}: {text[at:].splitlines()[0]!r} is not understood")
+                raise ValueError(f"line {line}: {shown(text[at:].splitlines()[0])} is not understood")
             at, kind, said = match.end(), match.lastgroup, match[match.lastgroup]
             if imported_names := match["imported"] or match["import_list"]:
                 for name in re.findall(r"\w+", imported_names):
@@ -98,7 +100,7 @@ class _Grammar:
                 tokens = self._definitions[name] = []
             elif kind != "nothing":
                 if tokens is None:
-                    raise ValueError(f"{said!r} stands before the first rule")
+                    raise ValueError(f"{shown(said)} stands before the first rule")
                 tokens.append((kind, said))
 
     def expression(self, name: str) -> str:
@@ -112,12 +114,14 @@ class _Grammar:
             raise ValueError(f"{name} is not defined")
         self._open.add(name)
         between = self.ignored if name.lstrip("_").islower() else ""
-        expression = "".join(self._part(kind, said, between) for kind, said in self._definitions[name])
+        parts, length = [], 0
+        for kind, said in self._definitions[name]:
+            parts.append(self._part(kind, said, between))
+            length += len(parts[-1])
+            if length > _MOST_TEXT:
+                raise OverflowError
         self._open.remove(name)
-        if len(expression) > _MOST_TEXT:
-            raise OverflowError
-        self._expressions[name] = expression
-        return expression
+        return self._expressions.setdefault(name, "".join(parts))
 
     def _part(self, kind: str, said: str, between: str) -> str:
         """A token as a part of an expression. between: what may stand before a terminal."""

@@ -33,6 +33,7 @@ MOST_DEPTH = 64  # nesting of a tool's JSON
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _MOST_SHOWN = 1 << 13  # characters of a grammar that the model reads
 INPUT = "input"  # the parameter of a custom tool
+_ANCHORS = re.compile(r"^\^|(?<!\\)((?:\\\\)*)\$$")  # around a regular expression, which is one of whole texts anyway
 _CALLABLE = ("function", "custom")  # types of tools
 _FUNCTION = '{"type": "function", "function": {"name": "…"}}'
 _CHOICES: Mapping[str, Literal["may", "must", "none"]] = {"auto": "may", "required": "must", "none": "none"}
@@ -209,7 +210,7 @@ def _custom_tool(
 def _pattern(field: str, syntax: str, definition: str) -> str | None:
     """The JSON schema's pattern for whole texts of a grammar; None if it can have none. Raises BadRequest."""
     try:
-        expression = lark_to_regex(definition) if syntax == "lark" else re.sub(r"^\^|(?<!\\)\$$", "", definition)
+        expression = lark_to_regex(definition) if syntax == "lark" else _ANCHORS.sub(r"\1", definition)
     except ValueError as error:
         raise BadRequest(field, f"{field} cannot be used: {error}") from None
     return None if expression is None else f"^(?:{expression})$"

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import cache
-from typing import Any
 
 import pytest
 
 from polarlm.engine.sampling.lark import lark_to_regex
 from tests.pairs import in_turn
-
-
-@cache
-def bytes_as_tokens() -> Any:
-    return pytest.importorskip("llguidance").LLTokenizer("byte")
-
-
-def taken(rules: str, text: str) -> bool:
-    matcher = pytest.importorskip("llguidance").LLMatcher(bytes_as_tokens(), f"%llguidance {{}}\n{rules}")
-    assert not matcher.is_error(), matcher.get_error()
-    written = text.encode()
-    return matcher.try_consume_tokens(list(written)) == len(written) and matcher.is_accepting()
+from tests.server.answers.test_call_arguments import taken
 
 
 SUM = """
@@ -63,7 +50,7 @@ COMMON = """
 )  # fmt: skip
 def test_an_expression_has_the_texts_of_its_grammar(grammar: str, fits: list[str], others: list[str]) -> None:
     expression = lark_to_regex(grammar)
-    rule = f"start: %json {json.dumps({'type': 'string', 'pattern': f'^(?:{expression})$'})}"
+    rule = f"%llguidance {{}}\nstart: %json {json.dumps({'type': 'string', 'pattern': f'^(?:{expression})$'})}"
     for text in (*fits, *others):
         assert taken(rule, json.dumps(text, ensure_ascii=False)) is (text in fits), text
 

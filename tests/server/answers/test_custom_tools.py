@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,70 +29,36 @@ from tests.server.answers.test_http_tools import FAMILIES, at_once
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
-# A grammar of patches, in the form of the one that Codex sends.
-PATCHES = r"""
-start: begin hunk+ end
-begin: "*** Begin Patch" LF
-end: "*** End Patch" LF?
-
-hunk: add | delete | update   // one file each
-add: "*** Add File: " filename LF add_line+
-delete: "*** Delete File: " filename LF
-update: "*** Update File: " filename LF move? change?
-filename: /(.+)/
-add_line: "+" /(.*)/ LF -> line
-move: "*** Move to: " filename LF
-change: (context | line)+ last?
-context: ("@@" | "@@ " /(.+)/) LF
-line: ("+" | "-" | " ") /(.*)/ LF
-last: "*** End of File" LF
-
-%import common.LF
-"""
+CODEX = Path(__file__).resolve().parents[2] / "fixtures" / "clients" / "codex.json"
+PATCHES = next(
+    tool["format"]["definition"]
+    for tool in json.loads(CODEX.read_text(encoding="utf-8"))["requests"][-1]["body"]["tools"]
+    if tool["type"] == "custom"
+)
+LINE = r"(?:[-+ ].*|@@(?: .+)?)\n"
+HUNK = (
+    r"\*\*\* (?:Add File: .+\n(?:\+.*\n)+|Delete File: .+\n"
+    rf"|Update File: .+\n(?:\*\*\* Move to: .+\n)?(?:(?:{LINE})+(?:\*\*\* End of File\n)?)?)"
+)
 PATCH = (
     "*** Begin Patch\n*** Update File: a/b.py\n@@ def f():\n-\ta = \"\\n\"\n+\ta = 'é😀' </parameter\n*** End Patch\n"
 )
-WRONG = [
-    PATCH.replace("-\t", "\t"),
-    PATCH.replace("@@ d", "@@d"),
-    PATCH.replace("*** Begin", "** Begin"),
-    PATCH + "x",
-    "",
-    PATCH[:-10],
-]
+WRONG = [PATCH.replace("-\t", "\t"), PATCH.replace("@@ d", "@@d"), PATCH.replace("*** B", "** B"), PATCH + "x", ""]
 
 
 def is_patch(text: str) -> bool:
-    """Whether a text is one of PATCHES, line by line."""
-    first, *lines, last = text.removesuffix("\n").split("\n") if "\n" in text else ("", "")
-    has_lines = is_file = False
-    for line in lines:
-        begins = next((word for word in ("Add", "Delete", "Update") if line.startswith(f"*** {word} File: ")), "")
-        if begins:
-            is_file, has_lines, kind, is_old = True, False, begins, False
-        elif not is_file or is_old or kind == "Delete" or (kind == "Add" and line[:1] != "+"):
-            return False
-        elif line == "*** End of File" or (line.startswith("*** Move to: ") and not has_lines):
-            is_old = line == "*** End of File"
-        elif line[:1] not in ("+", "-", " ") and not (line == "@@" or line.startswith("@@ ")):
-            return False
-        has_lines = has_lines or not begins
-    return is_file and (first, last) == ("*** Begin Patch", "*** End Patch")
+    return re.fullmatch(rf"\*\*\* Begin Patch\n(?:{HUNK})+\*\*\* End Patch\n?", text) is not None
 
 
 def custom(name: str, syntax: str = "", definition: str = "") -> Any:
     grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
-    return {
-        "type": "custom",
-        "custom": {"name": name, "description": "Edits.", **({"format": grammar} if syntax else {})},
-    }
+    format = grammar if syntax else {"type": "text"}
+    return {"type": "custom", "custom": {"name": name, "description": "Edits.", "format": format}}
 
 
 PATCHING = custom("apply_patch", "lark", PATCHES)
 END = Piece(finish_reason="tool_calls", usage=Usage(0, 0, 0, 0, 0))
 FUNCTION = {"type": "function", "function": {"name": "now"}}
-
-
 CHOICE: Any = {"type": "custom", "custom": {"name": "apply_patch"}}
 SHORT = PATCHES.replace("(.+)", ".{1,9}").replace("(.*)", ".{0,9}")  # lines that end, whatever the model wants
 FLAT = {"type": "custom", **PATCHING["custom"], "format": {"type": "grammar", "syntax": "lark", "definition": SHORT}}
@@ -240,21 +208,17 @@ def test_a_patch_in_responses_is_an_item_and_its_output_is_read(hermes: Serving)
 
 
 def test_an_input_that_is_cut_off_is_incomplete(hermes: Serving) -> None:
-    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "apply_patch"}]}
-    more: Any = {"tools": [FLAT, {"type": "function", "name": "now"}], "tool_choice": choice, "max_output_tokens": 90}
+    """Of a tool in a namespace, which may be called alone."""
+    space: Any = {"type": "namespace", "name": "files", "description": "", "tools": [{**FLAT, "name": "patch"}]}
+    named = {"type": "custom", "namespace": "files", "name": "patch"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    more: Any = {"tools": [{"type": "function", "name": "now"}, space], "tool_choice": choice, "max_output_tokens": 90}
     response = hermes.openai.responses.create(model="any", input="Please", **more)
-    assert response.output[-1].status == response.status == "incomplete"
-    assert response.output[-1].input.startswith("*** Begin Patch\n***")
-    assert response.tool_choice.to_dict() == choice
-
-
-def test_a_tool_in_a_namespace(hermes: Serving) -> None:
-    tools: Any = [{"type": "namespace", "name": "files", "description": "", "tools": [{**FLAT, "name": "patch"}]}]
-    response = hermes.openai.responses.create(
-        model="any", input="Please", tools=tools, tool_choice="required", max_output_tokens=60
-    )
     call = response.output[-1]
     assert (call.type, call.name, call.namespace) == ("custom_tool_call", "patch", "files")
+    assert call.status == response.status == "incomplete"
+    assert call.input.startswith("*** Begin Patch\n***")
+    assert response.tool_choice.to_dict() == choice
 
 
 def test_other_apis_have_calls_of_functions(hermes: Serving) -> None:
@@ -303,9 +267,7 @@ def test_a_wrong_tool_is_a_bad_request(hermes: Serving, tool: Any, param: str, s
     error = hermes.refused("/v1/chat/completions", {"messages": [QUESTION], "tools": [tool]})
     assert error["param"] == param
     assert sentence in error["message"]
-
-
-def test_responses_name_their_own_fields(hermes: Serving) -> None:
-    format = {"type": "grammar", "syntax": "lark", "definition": "start: a"}
-    body = {"input": "Please", "tools": [FLAT, {**FLAT, "name": "other", "format": format}]}
-    assert hermes.refused("/v1/responses", body)["param"] == "tools[1].format.definition"
+    if sentence == "a is not defined":
+        flat = {**FLAT, "format": {"type": "grammar", **tool["custom"]["format"]["grammar"]}}
+        error = hermes.refused("/v1/responses", {"input": "Please", "tools": [{"type": "web_search"}, flat]})
+        assert error["param"] == "tools[1].format.definition"
