@@ -1,8 +1,9 @@
 """Rules for arguments that are no JSON object, from the JSON schema of a function.
 
 Fields come in the order in which templates write them. What is JSON (numbers, and mostly truth values and null; in tags
-lists and objects) has all of its schema's keywords. Of strings, `enum`, `const` and `pattern` hold; several schemas for
-one value, as in `allOf` or next to `anyOf`, are not joined. A strict function must not have keywords that do not hold.
+lists and objects) has all of its schema's keywords. Of strings, `enum` and `const` hold, and `pattern` of a strict
+function; several schemas for one value, as in `allOf` or next to `anyOf`, are not joined. A strict function must not
+have keywords that do not hold.
 """
 
 from __future__ import annotations
@@ -119,9 +120,9 @@ class QuotedRules:
         return self._value(schema)
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        return (
-            f"{self._literal(self._quote)} {self._text_up_to(self._quote, schema)}" if "pattern" in schema else "string"
-        )
+        if "pattern" not in schema:
+            return "string"
+        return f"{self._literal(self._quote)} {self._text_up_to(self._quote, schema)}"
 
     def _text_up_to(self, end: str, schema: Mapping[str, Any]) -> str:
         """A text of the schema's pattern without `end` in it, and `end`, whose text belongs to the same lexeme."""

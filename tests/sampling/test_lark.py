@@ -10,7 +10,6 @@ from polarlm.engine.sampling.lark import lark_to_regex
 from tests.pairs import in_turn
 from tests.server.answers.test_call_arguments import taken
 
-
 SUM = """
 start: sum            // a comment
 ?sum: product (SP "+" SP product)* -> add

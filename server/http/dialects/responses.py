@@ -166,11 +166,13 @@ def _earlier_items(stored: StoredResponses | None, id: str, key: str) -> list[di
 def _choice(choice: Any, name_fields: NameFields) -> Any:
     if isinstance(choice, str):
         return choice
-    if (allowed_tools := choice.get("allowed_tools")) is not None:
-        tools = [_choice(one, name_fields) for one in allowed_tools["tools"] if one.keys() & {"function", "custom"}]
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        allowed_tools = choice[kind]
+        kinds = ("function", "custom")
+        tools = [_choice(one, name_fields) for one in allowed_tools["tools"] if one.get("type") in kinds]
         return {"type": "allowed_tools", **allowed_tools, "tools": tools} if tools else "auto"
-    kind = next((kind for kind in ("function", "custom") if kind in choice), None)
-    if kind is None:
+    if kind not in ("function", "custom"):
         return "auto"
     name = choice[kind]["name"]
     return {"type": kind, **name_fields.get(name, {"name": name})}
