@@ -75,6 +75,7 @@ CONSTRAINTS = ("schema", "grammar", "regex")  # fields of SamplingParams; at mos
 OPTIONS: Limits = {
     "parse_special": (is_flag, "True or False"),
     "cache_prompt": (is_flag, "True or False"),
+    "keep_seconds": (Numbers(0, 2**31 - 1, whole=True), "a whole number from 0 up"),
     "lora": (lambda value: isinstance(value, str), "the name of an adapter, or an empty string"),
     "lora_scale": (Numbers(-1e3, 1e3), "a number from -1000 to 1000"),
     "cache_salt": (lambda value: isinstance(value, str), "a string"),

@@ -301,6 +301,7 @@ class PromptOptions(Settings):
     lora: str = ""  # the name of an adapter; empty for none
     lora_scale: float = 1.0  # multiplies what it adds
     cache_salt: str = ""  # requests reuse each other's K/V only if they have the same salt
+    keep_seconds: int = 0  # a disk tier removes what this request read as if it had been used so much later
     priority: int = 0  # requests of the least are served first, and then in order of arrival
     replayable: bool = False  # refuse the request unless the engine has `replayable`
     pack: str = ""  # the name of a pack, whose messages or tokens precede the prompt; empty for none

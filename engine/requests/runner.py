@@ -194,7 +194,7 @@ class Runner:
         elif request.options.pooling is not None:  # no conversation continues an embedded text
             self._store.release(kv)
         else:
-            self.release(request.sequence.ids, kv, request.salt)
+            self.release(request.sequence.ids, kv, request.salt, request.options.keep_seconds)
 
     def _preempt(self) -> bool:
         """Preempt the youngest request. False if only one request computes."""
@@ -223,11 +223,12 @@ class Runner:
             with suppress(MemoryError):
                 request.saved = export(self._store, request.kv, request.sequence.ids)
 
-    def release(self, ids: Sequence[int], kv: SequenceKV, salt: str) -> None:
-        """Release the sequence with tokens ids[:kv.length] to the prefix cache. Unless empty, it becomes `newest`."""
+    def release(self, ids: Sequence[int], kv: SequenceKV, salt: str, keep_seconds: int = 0) -> None:
+        """Release the sequence with tokens ids[:kv.length] to the prefix cache. Unless empty, it becomes `newest`.
+        keep_seconds: see `PromptOptions`."""
         if kv.length:
             self.newest = StoredSequence(tuple(ids[: kv.length]), self._store.bytes_held(kv), salt)
         length, root, hashes = kv.length, kv.root, kv.hashes
         self._prefixes.release(kv, ids)
         if self._tiers is not None:
-            self._tiers.keep_sequence(root, hashes, ids[:length])
+            self._tiers.keep_sequence(root, hashes, ids[:length], keep_seconds)

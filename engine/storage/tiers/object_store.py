@@ -69,7 +69,7 @@ class ObjectStoreTier:
         self._note(name, False)
         self._run(lambda operator: operator.delete(name.hex()))
 
-    def touch(self, names: Sequence[bytes]) -> None:
+    def touch(self, names: Sequence[bytes], seconds: int = 0) -> None:
         """Does nothing: a store sees which objects are read."""
 
     def _note(self, name: bytes, is_there: bool) -> bool:

@@ -116,10 +116,10 @@ class TierQuery:
         for tier in self._lacking.get(name, self._tiers):
             self._ask(tier, "written", lambda store: store.write(name, header, payload), None)
 
-    def touch(self, names: Sequence[bytes]) -> None:
-        """Record that these objects were used. The first ones are to stay longest."""
+    def touch(self, names: Sequence[bytes], seconds: int) -> None:
+        """Record that these objects were used, for some so many seconds later. The first ones are to stay longest."""
         for tier in self._tiers:
-            self._ask(tier, "written", lambda store: store.touch(names), None)
+            self._ask(tier, "written", lambda store: store.touch(names, seconds), None)
 
     def _ask(self, tier: Tier, how: str, question: Callable[[TierStore], T], default: T) -> T:
         """Return the answer of a tier; `default` if it fails or has failed, or the request no longer waits."""

@@ -64,8 +64,9 @@ class TierStore(Protocol):
     def remove(self, name: bytes) -> None:
         """Remove the object of this name, if there is one."""
 
-    def touch(self, names: Sequence[bytes]) -> None:
-        """Record that these objects were used. The first ones are to stay longest."""
+    def touch(self, names: Sequence[bytes], seconds: int = 0) -> None:
+        """Record that these objects were used, or, on a disk, as if it were so many seconds later. The first ones are
+        to stay longest."""
 
 
 class MemoryTier:
@@ -94,7 +95,7 @@ class MemoryTier:
     def remove(self, name: bytes) -> None:
         self._objects.drop(name)
 
-    def touch(self, names: Sequence[bytes]) -> None:
+    def touch(self, names: Sequence[bytes], seconds: int = 0) -> None:
         for name in reversed(names):
             self._objects.get(name)
 
@@ -192,8 +193,8 @@ class FolderTier:
             if size is not None:
                 self._count(file, -size, -1)
 
-    def touch(self, names: Sequence[bytes]) -> None:
-        now = time.time_ns()
+    def touch(self, names: Sequence[bytes], seconds: int = 0) -> None:
+        now = time.time_ns() + seconds * 1_000_000_000
         for number, name in enumerate(names):
             with suppress(FileNotFoundError):
                 os.utime(self._file(name), ns=(now, now - 1000 * number))

@@ -121,10 +121,11 @@ class Tiers:
 
     # -- keeping -----------------------------------------------------------------------------------------------
 
-    def keep_sequence(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
+    def keep_sequence(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int], keep_seconds: int = 0) -> None:
         """Keep the blocks of a sequence that was released to the prefix cache. The caller holds the engine's lock.
-        root: the root of its salt; empty for none. hashes: the hashes of its complete blocks."""
-        self._writer.keep_sequence(root or self._root, hashes, ids)
+        root: the root of its salt; empty for none. hashes: the hashes of its complete blocks. keep_seconds: see
+        `PromptOptions`."""
+        self._writer.keep_sequence(root or self._root, hashes, ids, keep_seconds)
 
     def keep_answer(self, key: bytes, ids: Sequence[int]) -> None:
         self._writer.keep_answer(key, ids)

@@ -141,6 +141,7 @@ class _Sequence:
     hashes: Sequence[bytes]
     first_ids: tuple[int, ...]
     last_ids: tuple[int, ...]  # fewer than N
+    keep_seconds: int
 
     @property
     def nbytes(self) -> int:
@@ -216,11 +217,11 @@ class TierWriter:
                 now = time.monotonic()
         self._patience -= now - began
 
-    def keep_sequence(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
+    def keep_sequence(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int], keep_seconds: int = 0) -> None:
         """Queue the blocks of a sequence with these ids, which the prefix cache can find, for writing."""
         n = self._blocks.block_size
         if hashes:  # a shorter one is computed as fast as it is read
-            sequence = _Sequence(root, tuple(hashes), tuple(ids[:n]), tuple(ids[len(hashes) * n :]))
+            sequence = _Sequence(root, tuple(hashes), tuple(ids[:n]), tuple(ids[len(hashes) * n :]), keep_seconds)
             self._blocks.add(sequence.keys(self._blocks.sparse_groups))
             self._queue(sequence)
 
@@ -308,6 +309,7 @@ class TierWriter:
         states: dict[bytes, bytes] = {}
         tails: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
         recent: set[bytes] = set()  # hashes of blocks that may have to be encoded before
+        seconds_of: dict[bytes, int] = {}  # name → the most `keep_seconds` of a sequence that has it
         for work in works:
             if isinstance(work, _AnswerIds):
                 self._write(query, names.answer(work.key), Object({"kind": "ids", "ids": work.ids}))
@@ -318,6 +320,8 @@ class TierWriter:
             states |= ((names.state(key), key) for key in work.hashes[1:] if self._blocks.has_state(key))
             if work.last_ids:
                 tails[names.tail(work.hashes[-1])] = work.hashes[-1], work.last_ids
+            for name in (*map(names.block, work.hashes), *map(names.state, work.hashes), names.tail(work.hashes[-1])):
+                seconds_of[name] = max(work.keep_seconds, seconds_of.get(name, 0))
         dense, sparse = ~self._blocks.sparse_groups, self._blocks.sparse_groups
         takes = [partial(self._take_full, name, *at) for name, at in first.items() if self._is_missing(query, name)]
         missing = [one for one in quantized.items() if self._is_missing(query, one[0])]
@@ -333,7 +337,9 @@ class TierWriter:
         while takes_left:
             for name, block in self._copy(takes_left):
                 self._write(query, name, block)
-        query.touch([*first, *quantized, *states, *tails])
+        for seconds in {*seconds_of.values()}:
+            names_of_all = [*first, *quantized, *states, *tails]
+            query.touch([name for name in names_of_all if seconds_of[name] == seconds], seconds)
 
     def _is_missing(self, query: TierQuery, name: bytes) -> bool:
         self._progress += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.routing import Route
@@ -25,6 +25,7 @@ from polarlm.server.running.driver import Driver
 
 PATHS = ("/v1/messages",)
 
+_TTLS = {"5m": 300, "1h": 3600}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _BILLING = "x-anthropic-billing-header:"  # begins a block that is for Anthropic only and changes with every request
 
@@ -96,6 +97,19 @@ def _read_effort(field: str, value: Any) -> dict[str, Any] | None:
     return {"reasoning_effort": text(field, value)} if value else None
 
 
+def _kept_seconds(body: Mapping[str, Any]) -> Iterator[int]:
+    """The times of every `cache_control` in a body. Raises BadRequest."""
+    parts = [("", body)]
+    for name in ("system", "tools", "messages"):
+        parts += [(f"{name}[{i}]", one) for i, one in enumerate(body.get(name) or ()) if isinstance(one, dict)]
+    for path, part in parts:
+        content = part.get("content")
+        inner = enumerate(content) if isinstance(content, list) else ()
+        for at, one in ((path, part), *((f"{path}.content[{i}]", one) for i, one in inner if isinstance(one, dict))):
+            if control := members(f"{at}.cache_control", one.get("cache_control") or {}):
+                yield _TTLS[one_of(f"{at}.cache_control.ttl", control.get("ttl", "5m"), tuple(_TTLS))]
+
+
 def _read_format(field: str, value: Any) -> dict[str, Any] | None:
     if not value:
         return None
@@ -121,6 +135,7 @@ TABLE = FieldTable(
     ("output_format", "response_format", _read_format),  # its name in the beta
     ("output_config.format", "response_format", _read_format),
     ("diagnostics.previous_message_id", "", text),
+    ("cache_control", ""),
 )
 
 
@@ -132,7 +147,8 @@ class Messages(Endpoint):
         body = requested_fields(body)
         TABLE.refuse(body)
         request = TABLE.read(TABLE.translate({"messages": None} | body), info)
-        writer = MessageWriter(info.name, info.tells_cached)
+        options = replace(request.options, keep_seconds=max(_kept_seconds(body), default=0))
+        request, writer = replace(request, options=options), MessageWriter(info.name, info.tells_cached)
         if entry := journal.current():
             entry.response, diagnostics = writer.id, members("diagnostics", body.get("diagnostics", {}))
             entry.previous_response = diagnostics.get("previous_message_id")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from polarlm.engine import Engine
 from tests.lazily import anthropic
 from tests.server.apis import SLIP, alone, events
 from tests.server.http_server import KEY, Serving, serving
-from tests.tiny import forget
+from tests.server.lines import PATIENCE
+from tests.tiny import forget, load_tiny
 
 QUESTION: list[Any] = [{"role": "user", "content": "then he ran on"}]
 
@@ -90,3 +93,22 @@ def test_the_client_raises_its_own_errors(tiny: Engine) -> None:
         with server.anthropic("sk-another") as client, pytest.raises(anthropic.AuthenticationError) as caught:
             client.messages.create(**arguments())
     assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+
+
+def test_what_is_marked_for_an_hour_leaves_a_disk_later(tmp_path: Path, tiny_path: Path) -> None:
+    """Where the least recently used files go first: those of a marked prompt count as used an hour later."""
+    ages: dict[str, int] = {}
+    disk = {"cache_disk": "64M", "cache_disk_folder": str(tmp_path)}
+    with load_tiny(tiny_path, device="cpu", **disk) as engine, serving(engine) as server:
+        for ttl in ("1h", "5m", None):
+            known = {*tmp_path.iterdir()}
+            part = {"type": "text", "text": f"what {ttl} has to say " * 8}
+            mark = {} if ttl is None else {"cache_control": {"type": "ephemeral", "ttl": ttl}}
+            messages = [{"role": "user", "content": [part | mark]}]
+            assert server.post("/v1/messages", {"messages": messages, "max_tokens": 2}).status_code == 200
+            assert engine._tiers._writer.flush(PATIENCE)
+            new = {*tmp_path.iterdir()} - known
+            ages[str(ttl)] = max(file.stat().st_mtime_ns for file in new if re.fullmatch("[0-9a-f]+", file.name))
+        wrong = [{"role": "user", "content": [part | {"cache_control": {"type": "ephemeral", "ttl": "2h"}}]}]
+        assert "5m" in str(server.refused("/v1/messages", {"messages": wrong, "max_tokens": 2}))
+    assert ages["1h"] > ages["5m"] > ages["None"]
