@@ -28,10 +28,8 @@ class StoredResponses:
     servers. With a full disk or a damaged file it keeps none, or in memory alone, and the log says so."""
 
     def __init__(self, folder: Path) -> None:
-        self._lock, self._file = threading.Lock(), sqlite3.connect(":memory:", check_same_thread=False)
-        with self._storage_errors():
-            self._file.execute(_TABLE)
-            self._file = _open(folder / FILE)
+        self._lock, self._path = threading.Lock(), folder / FILE
+        self._file: sqlite3.Connection | None = None  # until the first response
 
     def items(self, id: str, key: str) -> list[Any] | None:
         """All items up to the end of a response of this key; None if not all that it goes on from are kept."""
@@ -63,9 +61,19 @@ class StoredResponses:
     def _storage_errors(self) -> Iterator[sqlite3.Connection]:
         try:
             with self._lock:
-                yield self._file
-        except (OSError, sqlite3.Error) as error:
+                yield self._opened()
+        except sqlite3.Error as error:
             _LOG.warning("responses cannot be kept or read now, for previous_response_id: %s", error)
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._file is None:
+            try:
+                self._file = _open(self._path)
+            except (OSError, sqlite3.Error) as error:
+                _LOG.warning("responses are kept in memory alone, for previous_response_id: %s", error)
+                self._file = sqlite3.connect(":memory:", check_same_thread=False)
+                self._file.execute(_TABLE)
+        return self._file
 
 
 def _open(path: Path) -> sqlite3.Connection:

@@ -51,7 +51,7 @@ def routes(driver: Driver) -> list[Route]:
         Route("/props", server.props),
         _refusing_route("/props", "global properties cannot be changed"),
         Route("/slots", server.slots),
-        Route("/slots/{slot:int}", server.change_slot, methods=["POST"]),
+        Route("/slots/{slot}", server.change_slot, methods=["POST"]),
         Route("/apply-template", server.apply_template, methods=["POST"]),
         *(Route(f"{prefix}/chat/completions/input_tokens", count, methods=["POST"]) for prefix in ("/v1", "")),
         Route("/lora-adapters", server.adapters),
@@ -92,17 +92,18 @@ class _Server(Endpoints):
         if no request has named the slot, becomes a session or is forgotten; a session is loaded."""
         start, driver, entry, body = time.monotonic(), self._driver, journal.current(), await self._body(request)
         action = one_of("action", request.query_params.get("action"), ("save", "restore", "erase"))
-        number, most = request.path_params["slot"], driver.engine.config.parallel
-        if number >= most:
-            raise BadRequest("slot", f"slot must be below {most}, not {number}: --parallel is their number")
-        places = [((entry and entry.key) or "", slot) for slot in (number, ANY_SLOT)]
+        slot, most = request.path_params["slot"], driver.engine.config.parallel
+        if slot not in map(str, range(most)):
+            raise BadRequest("slot", f"slot must be a number below {most}, which --parallel gives, not {slot!r}")
+        number = int(slot)
+        places = [((entry and entry.key) or "", place) for place in (number, ANY_SLOT)]
         name = "" if action == "erase" else read_name("filename", body.get("filename"))
         found = next(filter(None, map(driver.slots.get, places)), None)
         if action == "restore":
             load = driver.load_session(name, read_salt(body.get("cache_salt")))
             counts = {"n_restored": await while_connected(request.receive, load)}
         elif found is None:
-            raise ApiError(404, f"Slot {number} is empty: this server has answered nothing in it", "not_found")
+            raise BadRequest("slot", f"slot {number} is empty: this server has answered nothing in it")
         elif action == "save":
             counts = {"n_saved": await while_connected(request.receive, driver.save_session(name, *found))}
         else:

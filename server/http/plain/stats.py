@@ -28,7 +28,7 @@ def requested_tokens(query: Mapping[str, str]) -> int | None:
 
 
 def stats(
-    engine: Engine, totals: Totals, status: Status, tokens: int | None, rereads: Sequence[Reread]
+    engine: Engine, totals: Totals, status: Status, tokens: int | None, rereads: Sequence[Reread] = ()
 ) -> dict[str, Any]:
     """A JSON object; with `tokens`, it has the memory of such a sequence, as stored and if all were half precision.
     rereads: of the last hour, the dearest first."""

@@ -269,7 +269,7 @@ def test_slots_are_saved_restored_and_erased_as_wrappers_of_llama_server_do(tiny
         assert complete(server, prompt=prompts[0], id_slot=0, cache_prompt=True)["timings"]["cache_n"] >= cached[0] - 1
         assert server.post("/slots/0?action=erase", {}).json() == {"id_slot": 0, "n_erased": cached[0] + 8}
         for path, body, status, word in (
-            ("/slots/0?action=save", {"filename": "a"}, 404, "Slot 0 is empty"),
+            ("/slots/0?action=save", {"filename": "a"}, 400, "slot 0 is empty"),
             ("/slots/0?action=restore", {"filename": "b"}, 404, "b"),
             ("/slots/0?action=save", {"filename": "../a"}, 400, "filename"),
             ("/slots/0?action=move", {}, 400, "action"),

@@ -274,4 +274,4 @@ def test_the_oldest_responses_leave_first_and_a_broken_file_ends_nothing(
     broken = stored_responses.StoredResponses(tmp_path / "broken")
     broken.keep("r", "", None, [1])
     assert broken.items("r", "") == [1]  # until the restart
-    assert "responses cannot be kept" in caplog.text
+    assert "responses are kept in memory alone" in caplog.text
