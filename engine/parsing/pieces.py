@@ -25,6 +25,14 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Summary:
+    """What takes the place of a conversation's beginning, with the usage of the request that wrote it."""
+
+    text: str
+    usage: Usage
+
+
+@dataclass(frozen=True)
 class Piece:
     """A piece of an answer. Its parts are in the order of reasoning, text, call, arguments."""
 
@@ -37,7 +45,8 @@ class Piece:
     token_ids: tuple[int, ...] = ()  # in answers to raw prompts
     prompt_ids: tuple[int, ...] = ()  # in the first piece, if the prompt's log-probabilities are requested
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in the first piece, for all tokens except the first
-    finish_reason: str | None = None  # in the last piece: "stop", "length" or "tool_calls"
+    summary: Summary | None = None  # in a piece before the answer to a compacted conversation
+    finish_reason: str | None = None  # in the last piece: "stop", "length" or "tool_calls"; of a summary: "compaction"
     usage: Usage | None = None  # in the last piece
     stopped_by: str | None = None  # in the last piece: the client's stop string that ended the answer
     progress: Progress | None = None  # in pieces before the first token, if requested
@@ -73,6 +82,7 @@ class Answer:
     finish_reason: str
     usage: Usage
     stopped_by: str | None = None
+    summary: Summary | None = None  # of the conversation before it, if that was compacted
     token_ids: tuple[int, ...] = ()  # in an answer to a raw prompt
     prompt_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -97,6 +107,7 @@ def fold(pieces: Iterable[Piece]) -> Answer:
         finish_reason=last.finish_reason,
         usage=last.usage,
         stopped_by=last.stopped_by,
+        summary=next((piece.summary for piece in parts if piece.summary), None),
         token_ids=tuple(token for piece in parts for token in piece.token_ids),
         prompt_ids=next((piece.prompt_ids for piece in parts if piece.prompt_ids), ()),
         prompt_logprobs=next((piece.prompt_logprobs for piece in parts if piece.prompt_logprobs), ()),

@@ -72,7 +72,7 @@ class Answers:
         self._put_all(self._tiers.recall(unknown).items())
 
     def _with_known_ids(self, message: Message, key: bytes) -> Message:
-        if message["role"] != "assistant" or message.get("token_ids") is not None:
+        if message["role"] != "assistant" or "token_ids" in message:  # None keeps known ids out
             return message
         for either, fields in ((key, {}), (_reasoning_key(key), {"reasoned": True})):
             if (ids := self._ids.get(either)) is not None:

@@ -17,6 +17,7 @@ from starlette.types import Receive
 from polarlm.engine import Usage
 from polarlm.engine.parsing.pieces import Answer, Piece, fold
 from polarlm.server.answers.answering import answer
+from polarlm.server.answers.compaction import answer_compacted
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import (
@@ -30,6 +31,7 @@ from polarlm.server.http.streams import (
     while_connected,
 )
 from polarlm.server.http.warnings import FIELD, add_to_stream, warn
+from polarlm.server.reading.edits import Edited, edit
 from polarlm.server.reading.fields import FIELDS, unknown_fields
 from polarlm.server.reading.parameters import ModelInfo, ParsedRequest
 from polarlm.server.reading.values import BadRequest
@@ -41,6 +43,7 @@ class Writer(ABC):
     """Makes the JSON objects of one response. Errors have OpenAI's shape unless a writer has its own."""
 
     error_body: ClassVar[Callable[[ApiError], dict[str, Any]]] = ApiError.body
+    edited: Edited | None = None  # the prompt after the request's edits; set before the first piece
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> Any:
@@ -84,13 +87,37 @@ class Generation(Endpoints):
         return await self.respond(raw_request, await self._body(raw_request))
 
     async def count(self, raw_request: Request) -> Response:
-        """{…, "input_tokens"}. Raises BadRequest, Refusal, EngineError or ApiError."""
+        """{…, "input_tokens"}, after edits, which leave the count before them in "context_management". Raises
+        BadRequest, Refusal, EngineError or ApiError."""
         request, _ = await self._parse(await self._body(raw_request))
         sentences, engine = request.sentences, self._driver.engine
-        work = partial(engine.prompt_ids, request.prompt, request.options, sentences.append)
-        ids = await self._run_counted(raw_request, "tokenized", work, request.prompt)
-        response = JSONResponse({**self._count_fields, "input_tokens": len(ids)})
-        return warn(response, sentences)
+
+        def count() -> dict[str, Any]:
+            def size(prompt: Any) -> int:
+                return len(engine.prompt_ids(prompt, request.options, sentences.append))
+
+            if not request.edits:
+                return {"input_tokens": size(request.prompt)}
+            edited = edit(request.prompt, request.edits, size)  # type: ignore[arg-type]
+            tokens = size(edited.prompt)
+            original = {"original_input_tokens": tokens + sum(cleared for _, _, cleared in edited.cleared)}
+            return {"input_tokens": tokens, "context_management": original}
+
+        counts = await self._run_counted(raw_request, "tokenized", count, request.prompt)
+        return warn(JSONResponse({**self._count_fields, **counts}), sentences)
+
+    async def _edit(self, raw_request: Request, request: ParsedRequest, writer: Writer) -> ParsedRequest:
+        """The request with its edits done, but for a compaction, which the answer begins with. Raises ClientDisconnect,
+        Refusal or EngineError."""
+        if not request.edits:
+            return request
+        engine, options = self._driver.engine, request.options
+        prompt: Any = request.prompt
+        work = partial(edit, prompt, request.edits, lambda one: len(engine.prompt_ids(one, options)))
+        edited = await self._run_counted(raw_request, "tokenized", work, request.prompt)
+        writer.edited = edited
+        compaction = edited.compaction or request.compaction
+        return replace(request, prompt=edited.prompt, edits=(), compaction=compaction)
 
     async def _parse(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:
         """The request in a body, and what writes its response. Raises BadRequest or Refusal."""
@@ -107,13 +134,15 @@ class Generation(Endpoints):
         journal.read_place(body)
         request, writer = await self._parse(body)
         _check_room(request, self._driver.room)
+        request = await self._edit(raw_request, request, writer)
         if request.stream:
             return await self._stream(request, writer, raw_request.receive)
         return await while_connected(raw_request.receive, self._whole(request, writer))
 
     def _pieces(self, request: ParsedRequest) -> Pieces:
         answers = ((one, index) for one in request.each() for index in range(request.n))
-        return merge([answer(self._driver, one, index) for one, index in answers])
+        begin = answer if request.compaction is None else answer_compacted
+        return merge([begin(self._driver, one, index) for one, index in answers])
 
     async def _whole(self, request: ParsedRequest, writer: Writer) -> Response:
         each: list[list[Piece]] = [[] for _ in range(request.answers)]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from polarlm.server.reading.edits import compacted, is_summary, summary_in
 from polarlm.server.reading.parts import (
     CALLED_WITH,
     REASONING,
@@ -89,6 +90,7 @@ class _Reader:
         self._answered_ids: set[str] = set()  # ids of calls
         self._answer_is_over = False  # whether the latest answer is: something other than an answer follows it
         self._thoughts: list[str] = []  # reasoning, in items of its own, of the answer that follows
+        self._asked: Message | None = None  # the user's message that was kept from before a summary
         self._losses = Losses()
         self._late: dict[str, None] = {}  # names of functions whose results came too late
         self._repeated_results: dict[str, None] = {}
@@ -143,12 +145,15 @@ class _Reader:
         content = item.get("content")
         if content is not None and not isinstance(content, (str, list)) and kind_of(content) == "untyped":
             raise wrong_value(f"{at}.content", "a string or an array of text parts", content)
-        results = 0
+        taken = 0  # parts that become messages of their own
         for place, part in _parts_with_paths(at, item):
             kind = kind_of(part)
             if kind == "tool_result":
                 self._result(part.get("tool_use_id"), None, part.get("content"))
-                results += 1
+                taken += 1
+            elif kind == "compaction" and (summary := summary_in(part)):
+                self._begin_with(summary)
+                pieces, calls, thoughts, taken = [], [], [], 1
             elif is_answer and is_reasoning(kind):
                 thought = reasoning_in(part, self._losses)
                 thoughts.append("" if thought in reasoning else thought)  # clients may send both
@@ -159,12 +164,12 @@ class _Reader:
                     self._image_or_text(place, part, is_question) if role == "user" else self._part(place, part)
                 )
         if is_answer:
-            pieces.append(_text(item.get("refusal")))
+            pieces += filter(None, [_text(item.get("refusal"))])
             if item.get("audio"):
                 pieces.append(text_of_part({"type": "audio"}, self._losses))
             calls += _calls(at, item)
         message: Message = {"role": role} | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
-        if pieces or not results:
+        if pieces or calls or thoughts or not taken:
             self._add(message | {"content": _content(pieces)} | ({"tool_calls": calls} if calls else {}))
 
     def _image_or_text(self, at: str, part: Any, is_question: bool = False) -> Piece:
@@ -206,8 +211,18 @@ class _Reader:
             if isinstance(space := item.get("namespace"), str):
                 function["name"] = in_namespace(space, _text(function["name"]))
             self._add_item([_call(at, function, arguments, name)], "")
+        elif kind == "compaction" and (summary := summary_in(item)):
+            self._begin_with(summary)
         elif text_of_item := self._part(at, item).strip():
             self._add_item([], text_of_item)
+
+    def _begin_with(self, summary: str) -> None:
+        """Put a summary in place of all that was read but the system's messages. The user's last message stays until
+        the user says more: a summary that was written within an answer has it before itself."""
+        messages = compacted([message for message, _ in self._rows], summary)
+        self._asked = None if is_summary(messages[-1]) else messages[-1]
+        self._rows = [(message, []) for message in messages]
+        self._open_calls, self._thoughts, self._answer_is_over = [], [], True
 
     def _add_item(self, calls: list[Message], content: str) -> None:
         """Add calls or a text of an answer. Calls join what the answer has so far: its items belong to one turn."""
@@ -230,6 +245,8 @@ class _Reader:
             self._expect(message.get("tool_calls", []), results)
         else:
             self._end_answer()
+            if message["role"] == "user" and self._rows and self._rows[-1][0] is self._asked:
+                self._rows.pop()
         self._rows.append((message, results))
 
     def _end_answer(self) -> None:

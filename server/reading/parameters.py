@@ -9,6 +9,7 @@ from typing import Any, Literal
 from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.reading.constraints import read_constraint
+from polarlm.server.reading.edits import Compaction, Edit
 from polarlm.server.reading.fields import field_warnings, normalize_spellings, refusal_of, requested_fields
 from polarlm.server.reading.prompts import ModelInfo, read_continues, read_options, read_prompt
 from polarlm.server.reading.sampling import read_sampling
@@ -33,6 +34,8 @@ class ParsedRequest:
     has_custom_calls: bool = False  # whether the API has calls of custom tools; in others they are calls of functions
     constrained_by: str | None = None  # the field that constrains the answer
     reasoning: Literal["apart", "inline", "dropped"] = "apart"  # apart from the text, in it, or left out
+    edits: tuple[Edit, ...] = ()  # of the prompt, which depend on its length
+    compaction: Compaction | None = None  # which comes before the answer, or in its place
     warnings: tuple[tuple[str, str], ...] = ()  # (field, sentence) of fields that are not done as they ask
 
     @property

@@ -15,6 +15,7 @@ from polarlm.server.http.errors import TOO_LONG, ApiError
 from polarlm.server.http.generation import Writer
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import Event
+from polarlm.server.reading.edits import seal
 from polarlm.server.reading.tools import in_namespace
 from polarlm.server.reading.values import array, text
 
@@ -22,7 +23,11 @@ NameFields = Mapping[str, dict[str, str]]
 """Our name of a function in a namespace → fields with its name and namespace."""
 
 # Kind of item → prefix of its id.
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc", "compaction": "cmp"}
+
+
+def _new_id(kind: str) -> str:
+    return f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
 
 
 @dataclass
@@ -78,7 +83,7 @@ class ResponseWriter(Writer):
             for index, call in enumerate(answer.calls)
         ]
         last = Piece(finish_reason=answer.finish_reason, usage=answer.usage)
-        begin = Piece(answer.text, answer.reasoning, logprobs=answer.logprobs)
+        begin = Piece(answer.text, answer.reasoning, logprobs=answer.logprobs, summary=answer.summary)
         events = [event for piece in (begin, *calls, last) for event in self.events(0, piece, first=False)]
         assert events[-1] is not None
         response: dict[str, Any] = events[-1]["response"]
@@ -89,6 +94,11 @@ class ResponseWriter(Writer):
         if first:
             for name in ("created", "in_progress"):
                 yield self._event(f"response.{name}", response=self._response("in_progress"))
+        if piece.summary:
+            item = {"type": "compaction", "id": _new_id("compaction"), "encrypted_content": seal(piece.summary.text)}
+            for name in ("added", "done"):
+                yield self._event(f"response.output_item.{name}", item=item, **self._place())
+            self._output.append(item)
         self._tokens += piece.logprobs
         if piece.reasoning:
             yield from self._begin("reasoning")
@@ -109,7 +119,7 @@ class ResponseWriter(Writer):
         if piece.finish_reason is not None:
             assert piece.usage is not None
             status = "incomplete" if piece.finish_reason == "length" else "completed"
-            if not self._output:
+            if piece.finish_reason != "compaction" and all(item["type"] == "compaction" for item in self._output):
                 yield from self._begin("message" if self._open is None else self._open.kind)
             is_cut = piece.finish_reason != "tool_calls" and self._open is not None and self._open.call is not None
             yield from self._end("incomplete" if is_cut else status)
@@ -127,7 +137,7 @@ class ResponseWriter(Writer):
             return
         yield from self._end("completed")
         name_fields = {} if call is None else self.name_fields.get(call.name, {"name": call.name})
-        self._open = _Item(kind, f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", call, name_fields)
+        self._open = _Item(kind, _new_id(kind), call, name_fields)
         yield self._event("response.output_item.added", item=self._open.to_json("in_progress"), **self._place())
         if call is None:
             yield self._item_event("response.content_part.added", content_index=0, part=self._open.part())
@@ -199,6 +209,16 @@ class ResponseWriter(Writer):
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
+
+
+@dataclass
+class CompactionWriter(ResponseWriter):
+    kept: list[dict[str, Any]] = field(default_factory=list)  # items before the compaction
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        response = super().whole(answers)
+        fields = {name: response[name] for name in ("id", "created_at", "usage")}
+        return {**fields, "object": "response.compaction", "output": [*self.kept, *response["output"]]}
 
 
 def read_tools(field: str, value: Any) -> list[dict[str, Any]] | None:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.routing import Route
 
 from polarlm.engine import Usage
-from polarlm.engine.parsing.pieces import Answer, Piece
+from polarlm.engine.parsing.pieces import Answer, Piece, Summary
 from polarlm.server.http.dialects._shared import FieldPaths, FieldTable, arguments_of, members, objects_with_paths
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import Endpoint, Generation, ModelInfo, Writer
 from polarlm.server.http.streams import NAMED, Event
+from polarlm.server.reading.edits import INSTRUCTION, ClearThinking, ClearToolUses, Compaction, Edit
 from polarlm.server.reading.fields import duplicate_warning, requested_fields
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import BadRequest, array, flag, one_of, text, wrong_value
+from polarlm.server.reading.values import LARGEST, BadRequest, array, count, flag, one_of, text, wrong_value
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
 
@@ -76,12 +77,79 @@ def _read_choice(field: str, value: Any) -> Any:
     return _CHOICES[kind]
 
 
-def _check_edits(field: str, value: Any) -> None:
-    """Raises BadRequest for an edit that removes a part of the conversation."""
-    for index, edit in enumerate(array(field, value)):
+def _read_edits(field: str, value: Any) -> list[Edit]:
+    edits: list[Edit] = []
+    kinds: list[str] = []
+    for index, one in enumerate(array(field, value)):
         path = f"{field}[{index}]"
-        if members(path, edit).get("keep") != "all":
-            raise BadRequest(path, f"{path}: this server leaves nothing out of a conversation; leave the edit out")
+        kinds.append(one_of(f"{path}.type", members(path, one).get("type"), tuple(_EDITS)))
+        if kinds[-1] in kinds[:-1] or (kinds[-1] == _CLEAR_THINKING and index):
+            sentence = f"{path}: each edit comes once, and {_CLEAR_THINKING} before the others"
+            raise BadRequest(path, sentence)
+        edits += filter(None, [_EDITS[kinds[-1]](path, members(path, one))])
+    return edits
+
+
+def _read_clear_thinking(path: str, edit: dict[str, Any]) -> ClearThinking | None:
+    keep = edit.get("keep", {"type": "thinking_turns", "value": 1})
+    if keep in ("all", {"type": "all"}):
+        return None
+    return ClearThinking(_amount(f"{path}.keep", keep, ("thinking_turns",))[1])
+
+
+def _read_clear_tool_uses(path: str, edit: dict[str, Any]) -> ClearToolUses:
+    trigger = edit.get("trigger", {"type": "input_tokens", "value": _CLEAR_ABOVE})
+    kind, value = _amount(f"{path}.trigger", trigger, ("input_tokens", "tool_uses"))
+    keep = edit.get("keep", {"type": "tool_uses", "value": 3})
+    least = edit.get("clear_at_least", {"type": "input_tokens", "value": 0})
+    inputs = edit.get("clear_tool_inputs", False)
+    return ClearToolUses(
+        tokens=value if kind == "input_tokens" else None,
+        calls=value,
+        keep=_amount(f"{path}.keep", keep, ("tool_uses",), 0)[1],
+        least=_amount(f"{path}.clear_at_least", least, ("input_tokens",), 0)[1],
+        excluded=_names(f"{path}.exclude_tools", edit.get("exclude_tools", [])),
+        inputs=inputs if isinstance(inputs, bool) else _names(f"{path}.clear_tool_inputs", inputs),
+    )
+
+
+def _read_compact(path: str, edit: dict[str, Any]) -> Compaction:
+    trigger = edit.get("trigger", {"type": "input_tokens", "value": _COMPACT_ABOVE})
+    pauses = flag(f"{path}.pause_after_compaction", edit.get("pause_after_compaction", False))
+    threshold = _amount(f"{path}.trigger", trigger, ("input_tokens",))[1]
+    return Compaction(_instruction(path, edit), threshold, goes_on=not pauses)
+
+
+def _read_compaction(field: str, value: Any) -> Compaction:
+    """The compaction of a request that asks for nothing else."""
+    compaction = members(field, value)
+    one_of(f"{field}.type", compaction.get("type"), ("summarize",))
+    return Compaction(_instruction(field, compaction))
+
+
+def _instruction(path: str, edit: dict[str, Any]) -> str:
+    instruction = text(f"{path}.instructions", edit.get("instructions", ""))
+    return instruction if instruction.strip() else INSTRUCTION
+
+
+def _amount(field: str, value: Any, kinds: tuple[str, ...], least: int = 1) -> tuple[str, int]:
+    """The type and the value of an object such as {"type": "input_tokens", "value": 5}."""
+    amount = members(field, value)
+    kind = one_of(f"{field}.type", amount.get("type"), kinds)
+    return kind, count(f"{field}.value", amount.get("value"), least, LARGEST)
+
+
+def _names(field: str, value: Any) -> list[str]:
+    return [text(f"{field}[{index}]", name) for index, name in enumerate(array(field, value))]
+
+
+_CLEAR_THINKING, _CLEAR_TOOL_USES = "clear_thinking_20251015", "clear_tool_uses_20250919"
+_CLEAR_ABOVE, _COMPACT_ABOVE = 100_000, 150_000  # tokens, as at Anthropic
+_EDITS: Mapping[str, Callable[[str, dict[str, Any]], Edit | None]] = {
+    _CLEAR_THINKING: _read_clear_thinking,
+    _CLEAR_TOOL_USES: _read_clear_tool_uses,
+    "compact_20260112": _read_compact,
+}
 
 
 def _read_thinking(field: str, value: Any) -> dict[str, Any] | None:
@@ -126,7 +194,8 @@ TABLE = FieldTable(
     ("messages", "messages", _read_messages),
     ("stop_sequences", "stop", array),
     ("tools", "tools", _read_tools),
-    ("context_management.edits", "", _check_edits),
+    ("context_management.edits", "edits", _read_edits),
+    ("compaction", "compaction", _read_compaction),
     ("tool_choice", "tool_choice", _read_choice),
     ("tool_choice.disable_parallel_tool_use", "parallel_tool_calls", lambda field, value: not flag(field, value)),
     ("thinking", "chat_template_kwargs", _read_thinking),
@@ -146,9 +215,12 @@ class Messages(Endpoint):
     def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, MessageWriter]:
         body = requested_fields(body)
         TABLE.refuse(body)
-        request = TABLE.read(TABLE.translate({"messages": None} | body), info)
+        ours = TABLE.translate({"messages": None} | body)
+        request = TABLE.read(ours, info)
         options = replace(request.options, keep_seconds=max(_kept_seconds(body), default=0))
-        request, writer = replace(request, options=options), MessageWriter(info.name, info.tells_cached)
+        edits, compaction = tuple(ours.get("edits", ())), ours.get("compaction")
+        request = replace(request, options=options, edits=edits, compaction=compaction)
+        writer = MessageWriter(info.name, info.tells_cached, has_edits="edits" in ours)
         if entry := journal.current():
             entry.response, diagnostics = writer.id, members("diagnostics", body.get("diagnostics", {}))
             entry.previous_response = diagnostics.get("previous_message_id")
@@ -177,7 +249,7 @@ _MISSES = {
     "tools_changed": r"tools",
     "messages_changed": r"messages",
 }
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "compaction": "compaction"}
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -195,10 +267,15 @@ class MessageWriter(Writer):
     entry: journal.Entry | None = None  # has the comparison with an earlier prompt, if the client asks for it
     _blocks: int = 0  # blocks that have begun
     _open: str = ""  # the type of the current block
+    _summary: Summary | None = None
+    has_edits: bool = False  # whether the request has some
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
         content: list[dict[str, Any]] = []
+        if answer.summary:
+            self._summary = answer.summary
+            content.append({"type": "compaction", "content": answer.summary.text})
         if answer.reasoning:
             content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
         if answer.text:
@@ -208,7 +285,7 @@ class MessageWriter(Writer):
                 {"type": "tool_use", "id": call.id, "name": call.name, "input": parse_partial(call.arguments)}
             )
         end = _end(answer.finish_reason, answer.stopped_by)
-        return self._message(content) | end | {"usage": self._usage_of(answer.usage)}
+        return self._message(content) | end | {"usage": self._usage_of(answer)} | self._context()
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
         """The events of a piece; before the `first` piece, the events that begin the message."""
@@ -217,6 +294,10 @@ class MessageWriter(Writer):
             empty = {"stop_reason": None, "stop_sequence": None, "usage": usage}
             yield {"type": "message_start", "message": self._message([]) | empty}
             yield {"type": "ping"}
+        if piece.summary:
+            self._summary = piece.summary
+            yield from self._begin("compaction", {"content": None})
+            yield self._delta({"type": "compaction_delta", "content": piece.summary.text})
         if piece.reasoning:
             yield from self._begin("thinking", {"thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
@@ -232,7 +313,7 @@ class MessageWriter(Writer):
             assert piece.usage is not None
             yield from self._stop()
             end = _end(piece.finish_reason, piece.stopped_by)
-            yield {"type": "message_delta", "delta": end, "usage": self._usage_of(piece.usage)}
+            yield {"type": "message_delta", "delta": end, "usage": self._usage_of(piece)} | self._context()
 
     def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
         yield {"type": "message_stop"}
@@ -259,7 +340,28 @@ class MessageWriter(Writer):
         message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
         return message if self.entry is None else message | {"diagnostics": _diagnosis(self.entry)}
 
-    def _usage_of(self, usage: Usage) -> dict[str, Any]:
+    def _context(self) -> dict[str, Any]:
+        """What says which edits were done, if the request has some."""
+        applied = [
+            {"type": _CLEAR_THINKING, "cleared_thinking_turns": number, "cleared_input_tokens": tokens}
+            if isinstance(one, ClearThinking)
+            else {"type": _CLEAR_TOOL_USES, "cleared_tool_uses": number, "cleared_input_tokens": tokens}
+            for one, number, tokens in (self.edited.cleared if self.edited else ())
+        ]
+        return {"context_management": {"applied_edits": applied}} if self.has_edits else {}
+
+    def _usage_of(self, end: Answer | Piece) -> dict[str, Any]:
+        """The usage of what ends so; that of a summary counts apart."""
+        is_alone = end.finish_reason == "compaction"
+        assert end.usage is not None
+        usages = [] if is_alone else [("message", end.usage)]
+        total = self._usage(0, 0, 0) if is_alone else self._counts(end.usage)
+        if self._summary is None:
+            return total
+        usages.insert(0, ("compaction", self._summary.usage))
+        return total | {"iterations": [{"type": kind, **self._counts(usage)} for kind, usage in usages]}
+
+    def _counts(self, usage: Usage) -> dict[str, Any]:
         reread = {"reread": usage.reread._asdict()} if usage.reread and self.tells_cached else {}
         return self._usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) | reread
 

@@ -1,10 +1,10 @@
-"""OpenAI's Responses: /v1/responses, and /v1/responses/input_tokens."""
+"""OpenAI's Responses: /v1/responses, /v1/responses/compact, and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,6 +14,7 @@ from polarlm.engine import EngineError
 from polarlm.engine.parsing.pieces import Piece
 from polarlm.engine.sampling.sample import resolve
 from polarlm.server.http.dialects._response_events import (
+    CompactionWriter,
     NameFields,
     ResponseWriter,
     name_fields_of,
@@ -26,11 +27,12 @@ from polarlm.server.http.generation import Endpoint, Generation, ModelInfo
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import HEADERS, NAMED
 from polarlm.server.http.warnings import add_to_stream, warn
+from polarlm.server.reading.edits import Compaction
 from polarlm.server.reading.fields import requested_fields
 from polarlm.server.reading.parameters import ParsedRequest
-from polarlm.server.reading.parts import list_kinds
+from polarlm.server.reading.parts import kind_of, list_kinds
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import BadRequest, array, check_at_most, flag, one_of, text
+from polarlm.server.reading.values import LARGEST, BadRequest, array, check_at_most, count, flag, one_of, text
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.stored_responses import StoredResponses
@@ -39,14 +41,18 @@ PATHS = ("/v1/responses", "/responses")
 
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"  # reasoning is in the response as it is
+_TRIGGER = "compaction_trigger"  # the last item of a request for a compaction alone
+_COMPACT_ABOVE = 200_000  # tokens
 _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
 
 def routes(driver: Driver) -> list[Route]:
     responses = Responses(lambda: driver.stored_responses)
     generation = _Generation(driver, responses, {"object": "response.input_tokens"})
+    compact = Generation(driver, _Compact()).serve
     return [
         *(Route(path, generation.serve, methods=["POST"]) for path in PATHS),
+        *(Route(f"{path}/compact", compact, methods=["POST"]) for path in PATHS),
         *(Route(f"{path}/input_tokens", generation.count, methods=["POST"]) for path in PATHS),
     ]
 
@@ -58,6 +64,17 @@ def _read_input(field: str, value: Any) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [message_of(field, "user", value)]
     return objects_with_paths(field, array(field, value, "a string, or an array with at least one item", 1))
+
+
+def _read_context(field: str, value: Any) -> list[Compaction]:
+    compactions = []
+    for index, one in enumerate(array(field, value)):
+        path = f"{field}[{index}]"
+        one_of(f"{path}.type", members(path, one).get("type"), ("compaction",))
+        threshold = members(path, one).get("compact_threshold", _COMPACT_ABOVE)
+        tokens = count(f"{path}.compact_threshold", threshold, 1, LARGEST)
+        compactions.append(Compaction(threshold=tokens, goes_on=True))
+    return compactions
 
 
 def _read_format(field: str, value: Any) -> dict[str, Any] | None:
@@ -76,6 +93,7 @@ TABLE = FieldTable(
     ("top_logprobs", "logprobs"),
     ("instructions", "messages", lambda field, value: [message_of(field, "system", text(field, value))]),
     ("input", "messages", _read_input),
+    ("context_management", "edits", _read_context),
     ("tool_choice", "tool_choice", read_choice),
     ("text.verbosity", "verbosity"),
     ("text.format", "response_format", _read_format),
@@ -91,6 +109,7 @@ TABLE = FieldTable(
 class Responses(Endpoint):
     framing = NAMED
     known = TABLE.known
+    _writer: ClassVar[type[ResponseWriter]] = ResponseWriter
 
     def __init__(self, stored: Callable[[], StoredResponses | None] = lambda: None) -> None:
         """stored: returns the earlier responses, if such are kept."""
@@ -99,6 +118,9 @@ class Responses(Endpoint):
     def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, ResponseWriter]:
         body = requested_fields(body)
         TABLE.refuse(body)
+        compaction, items = None, body.get("input")
+        if isinstance(items, list) and items and kind_of(items[-1]) == _TRIGGER:
+            compaction, body = Compaction(), body | {"input": items[:-1]}
         ours = TABLE.translate({"input": None} | body)
         entry, stored, previous = journal.current(), self._stored(), body.get("previous_response_id") or None
         key = (entry and entry.key) or ""
@@ -106,7 +128,8 @@ class Responses(Endpoint):
             after = 1 if body.get("instructions") is not None else 0  # those of the earlier response count no more
             ours["messages"][after:after] = _earlier_items(stored, previous, key)
         ours["continue_final_message"] = False  # an answer is an item of its own
-        request = TABLE.read(ours, info)
+        edits = () if compaction else tuple(ours.get("edits", ()))
+        request = replace(TABLE.read(ours, info), edits=edits, compaction=compaction)
         params, name_fields = request.params, name_fields_of(ours.get("tools", []))
         logprobs = None if params.logprobs is None else ChatLogprobs(info.model.tokenizer)
         repeated_fields = {
@@ -121,7 +144,7 @@ class Responses(Endpoint):
             "previous_response_id": previous,
             "store": stored is not None and body.get("store") is not False,
         }
-        writer = ResponseWriter(info.name, info.tells_cached, repeated_fields, logprobs, name_fields)
+        writer = self._writer(info.name, info.tells_cached, repeated_fields, logprobs, name_fields)
         if stored is not None and repeated_fields["store"]:
             given = body["input"]
             items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -135,6 +158,22 @@ class Responses(Endpoint):
         parts = [str(one) for one in names if one not in (None, _LOGPROBS, _ENCRYPTED)]
         others = [f"include names {list_kinds(parts)}, which responses here do not have"] if parts else []
         return [*truncation, *others, *super().warnings(body)]
+
+
+class _Compact(Responses):
+    """/v1/responses/compact, whose response has the user's messages and the compaction of all."""
+
+    _writer = CompactionWriter
+
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, ResponseWriter]:
+        items = body.get("input")
+        items = [{"role": "user", "content": items}] if isinstance(items, str) else items
+        if isinstance(items, list) and (not items or kind_of(items[-1]) != _TRIGGER):
+            body = body | {"input": [*items, {"type": _TRIGGER}]}
+        request, writer = super().read(body, info)
+        assert isinstance(writer, CompactionWriter)
+        writer.kept = [{"type": "message", **one} for one in items or () if one.get("role") == "user"]
+        return replace(request, stream=False), writer
 
 
 class _Generation(Generation):

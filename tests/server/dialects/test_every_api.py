@@ -273,6 +273,14 @@ def test_a_conversation_is_the_engines_however_it_is_written(
 
 
 # Values that all APIs read by one function are in tests/server/reading/test_parameters.py.
+THRESHOLD = "context_management[0].compact_threshold"
+CLEAR = {"type": "clear_tool_uses_20250919"}
+
+
+def edits(*each: Any) -> dict[str, Any]:
+    return {"context_management": {"edits": list(each)}}
+
+
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "chat": [
         ({"return_progress": 5}, "return_progress"),
@@ -301,7 +309,13 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
         ({"output_format": {"type": "json_schema", "schema": 5}}, "output_format.schema"),
         ({"output_config": {"effort": 5}}, "output_config.effort"),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management.edits[0]"),
+        (edits({"type": "clear_tool_uses"}), "context_management.edits[0].type"),
+        (edits({**CLEAR, "trigger": {"type": "days", "value": 1}}), "context_management.edits[0].trigger.type"),
+        (edits({**CLEAR, "keep": {"type": "tool_uses", "value": -1}}), "context_management.edits[0].keep.value"),
+        (edits({**CLEAR, "exclude_tools": [5]}), "context_management.edits[0].exclude_tools[0]"),
+        (edits(CLEAR, {"type": "clear_thinking_20251015"}), "context_management.edits[1]"),
+        (edits({"type": "compact_20260112", "trigger": 5}), "context_management.edits[0].trigger"),
+        ({"compaction": {"type": "shorten"}}, "compaction.type"),
     ],
     "responses": [
         ({"input": None}, "input"),
@@ -319,6 +333,9 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {}, "strict": 5}}}, "text.format.strict"),
+        ({"context_management": [{"type": "truncation"}]}, "context_management[0].type"),
+        ({"context_management": [{"type": "compaction", "compact_threshold": 0}]}, THRESHOLD),
+        ({"input": [{"type": "compaction_trigger"}]}, "input"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"truncation": "always"}, "truncation"),

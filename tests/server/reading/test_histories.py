@@ -141,7 +141,6 @@ ANTHROPIC: dict[str, Piece] = {
             {"type": "mcp_tool_use", "id": "m", "name": "f", "server_name": "s", "input": {}},
             {"type": "mcp_tool_result", "tool_use_id": "m", "content": [typed("text", t)]},
             {"type": "container_upload", "file_id": "f"},
-            {"type": "compaction", "content": t},
         )
     ],
     "documents": lambda t, _: [
