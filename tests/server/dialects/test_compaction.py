@@ -4,6 +4,7 @@ summary stands for all before it from then on."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +130,32 @@ def test_a_prompt_above_a_threshold_is_compacted_before_its_answer(
         again = responses(server, [*items, *sent(answer.output), user("Thanks.")], stream=stream)
         assert made[2]["prompt"][:3] == made[1]["prompt"]
         assert again.usage.input_tokens_details.cached_tokens >= answer.usage.input_tokens // BLOCK * BLOCK > 0
+
+
+def test_a_model_that_reasons_writes_its_summary_without_reasoning(tmp_path: Path) -> None:
+    """Even one that would not end it."""
+    template = call_templates.QWEN3.replace("<|im_start|>assistant\\n' }}", "<|im_start|>assistant\\n<think>\\n' }}")
+    body: dict[str, Any] = {"input": [user(TASK)], "max_output_tokens": LIMIT, "temperature": 0, "ignore_eos": True}
+    with tool_engine(tmp_path, template) as engine, serving(engine) as running:
+        (said,) = running.post("/v1/responses", body).json()["output"]
+        assert said["type"] == "reasoning"
+        body["input"].append({"type": "compaction_trigger"})
+        (item,) = running.post("/v1/responses", body).json()["output"]
+        assert "</think>" not in summary_in(item) != ""
+
+
+def test_a_summary_calls_no_tool(server: Serving) -> None:
+    """Not even by a model that wants to, where the request demands a call."""
+    body = {"model": "any", "input": [user(TASK), {"type": "compaction_trigger"}], "logit_bias": {"<tool_call>": 20}}
+    tool = {"type": "function", "name": "read", "parameters": PARAMETERS}
+    response = server.post("/v1/responses", body | {"tools": [tool], "tool_choice": "required"}).json()
+    (item,) = response["output"]
+    assert "<tool_call>" not in summary_in(item)
+
+
+def test_a_session_that_leaves_no_room_for_a_summary_is_too_long(server: Serving) -> None:
+    items = [user("x" * server.engine.context), {"type": "compaction_trigger"}]
+    assert responses(server, items, stream=True).error.code == "context_length_exceeded"
 
 
 # -- Anthropic's Messages ----------------------------------------------------------------------------------------------
