@@ -45,7 +45,7 @@ __all__ = ["Registry", "create_models_app", "in_words", "serve"]
 POST_PATHS = (
     *("*/chat/completions", "*/completions", "*/embeddings", "*/chat/completions/input_tokens"),
     *("*/rerank", "*/reranking", "/v2/rerank", "*/score", "/pooling"),
-    *("*/responses", "*/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
+    *("*/responses", "*/responses/compact", "*/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
     *("/completion", "/infill", "/embedding", "/apply-template", "/tokenize", "/detokenize"),
     *("/sessions/save", "/sessions/load", "/props", "/slots/{slot}"),
