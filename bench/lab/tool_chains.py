@@ -94,10 +94,10 @@ def orders(chance: random.Random) -> list[Order]:
     ]
 
 
-def history(listed: Sequence[Order], sentences: int, seed: int = 2) -> list[dict[str, Any]]:
+def history(listed: Sequence[Order], sentences: int) -> list[dict[str, Any]]:
     """The messages with which every chain begins: the user asks for the orders and the log, and the model reads them.
-    sentences: of a day of the log, which the seed chooses."""
-    chance, known = random.Random(seed), _SENTENCE_END.split(" ".join(TEXT_FILE.read_text(encoding="utf-8").split()))
+    sentences: of a day of the log."""
+    chance, known = random.Random(2), _SENTENCE_END.split(" ".join(TEXT_FILE.read_text(encoding="utf-8").split()))
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": _SYSTEM},
         {"role": "user", "content": "Show me the log of the week and the orders."},
@@ -206,16 +206,16 @@ def _is_same(call: Call, asked: Call) -> bool:
     }
 
 
-def beginning(engine: Engine, listed: Sequence[Order], tokens: int, seed: int = 2) -> list[dict[str, Any]]:
-    """The longest history of up to `tokens`, or the shortest that there is. seed: as in `history`."""
+def beginning(engine: Engine, listed: Sequence[Order], tokens: int) -> list[dict[str, Any]]:
+    """The longest history of up to `tokens`, or the shortest that there is."""
     options, more = PromptOptions(tools=TOOLS), 1
 
     def fits(sentences: int) -> bool:
-        return len(engine.prompt_ids(history(listed, sentences, seed), options)) <= tokens
+        return len(engine.prompt_ids(history(listed, sentences), options)) <= tokens
 
     while fits(more):
         more *= 2
     sentences = more = more // 2
     while more := more // 2:
         sentences += more * fits(sentences + more)
-    return history(listed, sentences, seed)
+    return history(listed, sentences)

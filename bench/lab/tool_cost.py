@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
     settings: dict[str, Any] = {"ctx_size": tokens + _ROOM, "threads": options.threads}
     settings |= {"device": options.device, "parallel": _TOGETHER}
     parts = assemble(settle(str(path), None, {**settings, "cache_type": _FULL}), note)
-    result = begun(writer.path, {**about, "history_tokens": tokens, "chains": count})
+    result = _begun(writer.path, {**about, "history_tokens": tokens, "chains": count})
     runner = WorkloadRunner(write=lambda complete: writer.write(result, complete=complete))
     runs = [(one.label, one, _TOGETHER) for one in (full, *types)]
     runs.append((f"{_FULL}, {_OTHERWISE} at once", full, _OTHERWISE))
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
     report_of(result).show(writer.path)
 
 
-def begun(path: Path, about: Mapping[str, Any]) -> Result:
+def _begun(path: Path, about: Mapping[str, Any]) -> Result:
     """The result of an interrupted run that was about the same, or a new one."""
     if path.exists():
         with suppress(OSError, ValueError, KeyError, TypeError):
