@@ -28,7 +28,7 @@ ENGINE = [
     "backends",
     "state",
     "model storage.payloads",
-    "images storage.copies storage.identity loading.encoding",
+    "images storage.copies storage.holes storage.identity loading.encoding",
     "storage.sessions storage.tiers loading.sizes",
     "requests storage.packs loading.calibration loading.placement loading.warm_up",
     "parsing loading.checks loading.fit loading.need loading.parts",

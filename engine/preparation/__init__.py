@@ -6,7 +6,7 @@ makes of a `Submission`, or None if the feature is off. That runs in the caller'
 
 from __future__ import annotations
 
-from polarlm.engine.preparation import adapters, answer, prompt, replay, storage
+from polarlm.engine.preparation import adapters, answer, holes, prompt, replay, storage
 
 ORDER = (
     storage.begin_with_pack,
@@ -15,6 +15,7 @@ ORDER = (
     answer.stop,
     answer.limit_reasoning,
     prompt.read,
+    holes.leave_out,
     replay.repeat,
     storage.load_pack,
     answer.draft,

@@ -19,6 +19,7 @@ from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
 from polarlm.engine.storage.copies import restore
+from polarlm.engine.storage.holes import leave_out
 
 
 class Prefills:
@@ -85,6 +86,8 @@ class Prefills:
         tokens in full precision and to a prefix as codes, so a preempted one gets no more of itself than at first."""
         options, cached = request.options, request.cached or 0
         ids = request.sequence.ids[:-1] if options.cache_prompt and not request.is_whole else ()
+        if request.holes is not None and ids:
+            leave_out(self._prefixes, request.holes)
         kv = self._prefixes.match_prefix(ids, request.salt)
         if cached < kv.length < len(request.sequence.prompt) and request.sequence.generated:
             self._prefixes.release(kv, ids)

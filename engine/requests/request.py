@@ -30,6 +30,7 @@ from polarlm.engine.sampling.sample import Sampled, Sampling, resolve
 from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.store import RowAdapter, SequenceKV
 from polarlm.engine.storage.copies import Snapshot
+from polarlm.engine.storage.holes import Holes
 from polarlm.engine.storage.tiers.search import TierHit, count_sources
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.tokenizers import Tokenizer
@@ -112,7 +113,8 @@ class Submission:
     ids: Sequence[int] = ()  # of the prompt
     is_whole: bool = False  # whether the whole prompt is computed, so that no part of it can come from the cache
     conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
-    image_positions: ImagePositions | None = None  # None: it has no images
+    image_positions: ImagePositions | None = None  # None: it has neither images nor holes
+    holes: Holes | None = None  # what of the prompt is left out, which `ids` lack
     images: Sequence[PlacedImage] = ()
     stops: AnswerStops | None = None  # None without stop strings
     salt: str = ""  # what keeps its K/V apart; see `engine.state.prefix`
@@ -148,11 +150,12 @@ class Request(Submission):
         for sentence in submission.warnings:
             _log_once(sentence)
         positions, options, room = submission.image_positions, submission.options, context - len(submission.ids)
+        room -= submission.holes.removed if submission.holes else 0
         sampling = resolve(submission.params, model.generation, model.vocabulary.stop)
         sequence = TokenSequence(
             tuple(submission.ids),
             room if sampling.max_tokens < 0 else min(sampling.max_tokens, room),
-            text_from=positions.images[-1].stop if positions else 0,
+            text_from=positions.images[-1].stop if positions and positions.images else 0,
             priority=options.priority,
             in_background=submission.in_background,
         )

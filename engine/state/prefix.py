@@ -16,7 +16,7 @@ slots; when these are reused, their codes stay.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,9 @@ from polarlm.engine.state.blocks import Blocks, OutOfBlocks, add_blocks
 from polarlm.engine.state.kv_blocks import KVBlocks
 from polarlm.engine.state.layer_state import copy_slots
 from polarlm.engine.state.store import KVStore, SequenceKV
+from polarlm.model_loaders.recent import Recent
 
+_MOST_RENAMED = 1 << 16
 _MARK = "\0"  # begins a salt with an adapter
 
 
@@ -66,6 +68,8 @@ class PrefixCache:
         self._quantized_blocks: dict[bytes, Blocks] = {}  # by the hash at the block's end
         self._recent_blocks: dict[bytes, Blocks] = {}  # slots, likewise
         self._full_blocks: dict[bytes, list[_FullBlock]] = {}  # by the hash before the block
+        # Further hashes of complete blocks, and of roots → those that they are stored under.
+        self._renamed: Recent[bytes, bytes] = Recent(_MOST_RENAMED)
         self._observer: ReuseObserver | None = None
 
     def observe_reuse(self, observer: ReuseObserver | None) -> None:
@@ -167,7 +171,7 @@ class PrefixCache:
     def _drop_recent(self, key: bytes, blocks: Blocks) -> None:
         """Remove a recent block from the cache, whether or not a sequence holds it, in groups that have one of
         `blocks`."""
-        for index, (slot, block) in enumerate(zip(self.find_recent(key), blocks, strict=True)):
+        for index, (slot, block) in enumerate(zip(self._recent_blocks.get(key, ()), blocks, strict=False)):
             if slot is not None and block is not None:
                 self._store.groups[index].full.drop(slot)
                 self._remove_recent(key, index)
@@ -248,6 +252,11 @@ class PrefixCache:
             if not entries:
                 del self._full_blocks[entry.parent]
 
+    def rename(self, key: bytes, of: bytes) -> None:
+        """Let the complete blocks under the hash `of` be found under `key`, too; for roots, first blocks."""
+        stored = (self._quantized_blocks, self._recent_blocks, self._full_blocks)
+        self._renamed.put(key, of if any(of in one for one in stored) else self._renamed.get(of) or of)
+
     # -- finding -----------------------------------------------------------------------------------------------
 
     def match_prefix(self, ids: Sequence[int], salt: str = "") -> SequenceKV:
@@ -318,18 +327,26 @@ class PrefixCache:
                 places = np.flatnonzero(np.isin(np.asarray(ids, np.int64), self._control_ids))
                 table.edges = np.unique(places // self._store.shape.block_size - 1).tolist()
 
+    def root(self, salt: str) -> bytes:
+        """Return the hash before the first block of a sequence with this salt."""
+        return self._salted_root(salt) or self._root
+
     def hashes(self, ids: Sequence[int], salt: str = "") -> tuple[bytes, list[bytes]]:
         """Return the hash before the first block of `ids`, and the hash of each complete block. Reads no state."""
-        root = self._salted_root(salt) or self._root
+        root = self.root(salt)
         return root, hash_blocks(root, ids, self._store.shape.block_size)
 
     def find_quantized(self, key: bytes) -> Blocks:
         """Return the quantized blocks that are stored under a hash."""
-        return list(self._quantized_blocks.get(key, ())) or [None] * len(self._store.groups)
+        return self._find(self._quantized_blocks, key)
 
     def find_recent(self, key: bytes) -> Blocks:
         """Return the slots of the recent block that is stored under a hash."""
-        return list(self._recent_blocks.get(key, ())) or [None] * len(self._store.groups)
+        return self._find(self._recent_blocks, key)
+
+    def _find(self, blocks: Mapping[bytes, Blocks], key: bytes) -> Blocks:
+        found = blocks.get(key) or blocks.get(self._renamed.peek(key) or b"")
+        return list(found or [None] * len(self._store.groups))
 
     def find_complete(self, key: bytes) -> Blocks:
         """Return the blocks that are stored under a hash, quantized ones or slots; None for groups without one."""
@@ -338,7 +355,8 @@ class PrefixCache:
 
     def find_full(self, parent: bytes, ids: Sequence[int]) -> Blocks:
         """Return the slots of the full-precision block with exactly `ids` after the hash `parent`."""
-        slots = (list(entry.slots) for entry in self._full_blocks.get(parent, ()) if entry.ids == tuple(ids))
+        entries = self._full_blocks.get(parent) or self._full_blocks.get(self._renamed.peek(parent) or b"") or ()
+        slots = (list(entry.slots) for entry in entries if entry.ids == tuple(ids))
         return next(slots, [None] * len(self._store.groups))
 
     def common_length(self, parent: bytes, ids: Sequence[int]) -> int:
