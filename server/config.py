@@ -132,6 +132,13 @@ class ServerConfig:
         help="names of control tokens in a raw prompt stay text, unless a request asks for the tokens; in messages "
         "they always do",
     )
+    context_edits: str = setting(
+        "exact",
+        "--context-edits",
+        choices=("exact", "in-place"),
+        help="how results of tools that a client lets clear leave a prompt: it is read again without them, or no later "
+        "token sees them and nothing is read again",
+    )
     hide_cached_tokens: bool = setting(
         False, "--hide-cached-tokens", help="do not tell clients how much of a prompt was in the cache"
     )

@@ -31,7 +31,7 @@ from polarlm.server.http.streams import (
     while_connected,
 )
 from polarlm.server.http.warnings import FIELD, add_to_stream, warn
-from polarlm.server.reading.edits import Edited, edit
+from polarlm.server.reading.edits import Edited, edit, in_place
 from polarlm.server.reading.fields import FIELDS, unknown_fields
 from polarlm.server.reading.parameters import ModelInfo, ParsedRequest
 from polarlm.server.reading.values import BadRequest
@@ -113,11 +113,27 @@ class Generation(Endpoints):
             return request
         engine, options = self._driver.engine, request.options
         prompt: Any = request.prompt
-        work = partial(edit, prompt, request.edits, lambda one: len(engine.prompt_ids(one, options)))
-        edited = await self._run_counted(raw_request, "tokenized", work, request.prompt)
+        is_in_place = self._driver.config.context_edits == "in-place" if request.in_place is None else request.in_place
+        why = "" if engine.can_leave_out else "this model, or this server's settings, cannot leave blocks out"
+
+        def size(messages: Any) -> int:
+            return len(engine.prompt_ids(messages, options))
+
+        def work() -> tuple[Edited, str]:
+            edited = edit(prompt, request.edits, size)
+            if not is_in_place or why or not edited.cleared:
+                return edited, why
+            marked = in_place(prompt, edited.prompt)
+            fits = size(marked) < engine.context
+            return (replace(edited, prompt=marked) if fits else edited), "" if fits else "its positions do not fit"
+
+        edited, reason = await self._run_counted(raw_request, "tokenized", work, request.prompt)
         writer.edited = edited
+        warnings = request.warnings
+        if is_in_place and edited.cleared and reason:
+            warnings = (*warnings, ("", f"the prompt is read again behind what was cleared: {reason}"))
         compaction = edited.compaction or request.compaction
-        return replace(request, prompt=edited.prompt, edits=(), compaction=compaction)
+        return replace(request, prompt=edited.prompt, edits=(), compaction=compaction, warnings=warnings)
 
     async def _parse(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:
         """The request in a body, and what writes its response. Raises BadRequest or Refusal."""

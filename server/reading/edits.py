@@ -121,6 +121,12 @@ def edit(prompt: Sequence[Message], edits: Sequence[Edit], count: Size) -> Edite
     return Edited(prompt, tuple(done), compaction if is_due else None)
 
 
+def in_place(messages: Sequence[Message], edited: Sequence[Message]) -> list[Message]:
+    """The edited messages, but cleared results as they were, marked for the engine, which leaves their blocks out."""
+    pairs = [*zip(messages, edited, strict=True)]
+    return [{**old, "left_out": True} if old is not new and new["content"] == _CLEARED else new for old, new in pairs]
+
+
 def compacted(messages: Sequence[Message], summary: str) -> list[Message]:
     """The messages from a summary on: the system's, the summary as the user's, and the user's last message, which is
     still to be answered unless the user says more."""

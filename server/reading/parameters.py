@@ -35,6 +35,7 @@ class ParsedRequest:
     constrained_by: str | None = None  # the field that constrains the answer
     reasoning: Literal["apart", "inline", "dropped"] = "apart"  # apart from the text, in it, or left out
     edits: tuple[Edit, ...] = ()  # of the prompt, which depend on its length
+    in_place: bool | None = None  # whether nothing is read again after edits; None: as the server is set
     compaction: Compaction | None = None  # which comes before the answer, or in its place
     warnings: tuple[tuple[str, str], ...] = ()  # (field, sentence) of fields that are not done as they ask
 

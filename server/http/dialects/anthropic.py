@@ -203,6 +203,7 @@ TABLE = FieldTable(
     ("output_config.effort", "chat_template_kwargs", _read_effort),
     ("output_format", "response_format", _read_format),  # its name in the beta
     ("output_config.format", "response_format", _read_format),
+    ("context_management.in_place", "in_place", flag),
     ("diagnostics.previous_message_id", "", text),
     ("cache_control", ""),
 )
@@ -219,7 +220,8 @@ class Messages(Endpoint):
         request = TABLE.read(ours, info)
         options = replace(request.options, keep_seconds=max(_kept_seconds(body), default=0))
         edits, compaction = tuple(ours.get("edits", ())), ours.get("compaction")
-        request = replace(request, options=options, edits=edits, compaction=compaction)
+        in_place = ours.get("in_place")
+        request = replace(request, options=options, edits=edits, compaction=compaction, in_place=in_place)
         writer = MessageWriter(info.name, info.tells_cached, has_edits="edits" in ours)
         if entry := journal.current():
             entry.response, diagnostics = writer.id, members("diagnostics", body.get("diagnostics", {}))

@@ -15,6 +15,7 @@ from polarlm.server.reading.edits import Clearing, ClearThinking, ClearToolUses,
 from polarlm.server.reading.messages import read_messages
 from tests import call_templates
 from tests.server.http_server import Serving, serving
+from tests.tiny import forget
 from tests.tool_model import tool_engine
 
 GONE = "[This result was cleared to make room.]"
@@ -176,3 +177,48 @@ def test_nothing_is_counted_for_edits_that_need_no_count() -> None:
 
     prompt = read_messages(LONG, [])
     assert edit(prompt, [ClearThinking(2), ClearToolUses(None, calls=3), Compaction()], count).compaction
+
+
+@pytest.mark.parametrize("asked_by", ["flag", "field"])
+def test_in_place_nothing_is_read_again(server: Serving, asked_by: str) -> None:
+    """The client goes on sending everything. Its last turn is what it has to say; exactly, all behind it as well."""
+    results = [f"Line {number} of the file. " * 30 for number in range(4)]
+    messages = conversation([("read", "", result) for result in results])
+    more = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "And then?"}]
+    edit_of_uses = {"type": TOOLS, "trigger": uses(3), "keep": uses(1)}
+    with serving(server.engine, context_edits="in-place" if asked_by == "flag" else "exact") as running:
+
+        def ask(messages: list[Any], in_place: bool, *edits: Any) -> dict[str, Any]:
+            body = asked(messages, *edits)
+            body["context_management"] |= {} if asked_by == "flag" and in_place else {"in_place": in_place}
+            answer: dict[str, Any] = running.post("/v1/messages", body).json()
+            assert "warnings" not in answer
+            return answer
+
+        forget(server.engine)
+        first = ask(messages, True)["usage"]
+        read = first["input_tokens"] + first["output_tokens"]
+        exact = ask([*messages, *more], False, edit_of_uses)
+        holed = ask([*messages, *more], True, edit_of_uses)
+        whole = ask([*messages, *more], True)["usage"]
+        assert holed["context_management"] == exact["context_management"]
+        assert holed["context_management"]["applied_edits"][0]["cleared_tool_uses"] == 3
+        usage = holed["usage"]
+        prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        left_out = whole["input_tokens"] + whole["cache_read_input_tokens"] - prompt
+        assert left_out % 64 == 0
+        assert left_out > sum(map(len, results[:3])) - 3 * 2 * 64
+        assert usage["input_tokens"] <= prompt - (read - left_out) + 2 * 64
+        assert exact["usage"]["input_tokens"] > 2 * usage["input_tokens"]
+
+
+def test_where_blocks_cannot_be_left_out_a_warning_says_that_all_is_read_again(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(server.engine), "can_leave_out", False)
+    body = asked(LONG, {"type": TOOLS, "trigger": uses(1), "keep": uses(1)})
+    body["context_management"]["in_place"] = True
+    answer = server.post("/v1/messages", body).json()
+    (told,) = answer["warnings"]
+    assert told.startswith("the prompt is read again behind what was cleared: ")
+    assert answer["context_management"]["applied_edits"][0]["cleared_tool_uses"] == 2

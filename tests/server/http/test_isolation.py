@@ -35,6 +35,7 @@ NO_ANSWER = {  # they count, convert, save and describe, or belong to the page
     *("/tokenize", "/detokenize", "/apply-template", "/sessions/save", "/sessions/load", "/documents/text"),
     *("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/responses/input_tokens"),
     *("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens", "/api/show", "/api/pull", "/props"),
+    *("/v1/responses/compact", "/responses/compact"),  # an answer like others, to a prompt too long for this model
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *("/slots/{slot}", "/lora-adapters", "/conversations/{id}", "/mcp/connect", "/mcp/call"),
 }
