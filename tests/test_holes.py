@@ -139,13 +139,16 @@ def test_a_disk_finds_what_is_left_after_a_restart(tiny_path: Path, tmp_path: Pa
     chance, asked = random.Random(3), list[Any]()
     messages: list[Message] = [{"role": "user", "content": words(chance, 90)}]
     more = [{"role": "assistant", "content": "I see."}, {"role": "user", "content": "And?"}]
+    # The first engine ends before the edit, the second behind it.
     disk: dict[str, Any] = {"cache_disk": "64M", "cache_disk_folder": str(tmp_path)}
-    for _ in range(2):
+    for number in range(3):
         with load_tiny(tiny_path, device="cpu", cache_type="f16", block_size=BLOCK, **disk) as engine:
-            if not asked:
+            if number == 0:
                 engine.chat(messages, PARAMS)
-            asked.append(engine.chat([messages[0] | {"left_out": True}, *more], PARAMS))
-    assert asked[1].usage.cached_from.get("disk", 0) >= BLOCK
+            else:
+                asked.append(engine.chat([messages[0] | {"left_out": True}, *more], PARAMS))
+    assert asked[0].usage.cached_from["disk"] >= BLOCK
+    assert asked[1].usage.cached_from["disk"] >= asked[0].usage.cached_tokens
     assert asked[1].text == asked[0].text
 
 

@@ -58,7 +58,10 @@ def find_blocks(engine: Sessions) -> Preparation | None:
         engine._check_open()
         if not submission.options.cache_prompt or submission.is_whole:
             return submission
-        return replace(submission, hit=tiers.find(submission.ids[:-1], submission.salt))
+        hit, holes = tiers.find(submission.ids[:-1], submission.salt), submission.holes
+        if hit is None and holes is not None:  # what was kept before the prompt was edited
+            hit = tiers.find(holes.whole, holes.salt)
+        return replace(submission, hit=hit)
 
     return prepare
 
