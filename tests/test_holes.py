@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from polarlm.engine import Engine, EngineError, SamplingParams
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.backends.numpy.ops import NumpyOps
 from tests.tiny import CHARACTERS, load_tiny, make_model
 
 BLOCK, HEADS, KV_HEADS, DIM, FACTOR = 16, 6, 2, 8, 4.0
@@ -58,9 +59,10 @@ def logprobs(path: Path, ids: list[int], mask: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-@pytest.fixture
-def engine(tiny_path: Path) -> Iterator[Engine]:
-    with load_tiny(tiny_path, device="cpu", cache_type="f16", block_size=BLOCK, calibration=False) as engine:
+@pytest.fixture(params=["native", "numpy"])
+def engine(tiny_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    ops, plain = NumpyOps() if request.param == "numpy" else None, {"cache_type": "f16", "block_size": BLOCK}
+    with load_tiny(tiny_path, ops=ops, device="cpu", calibration=False, **plain) as engine:
         yield engine
 
 
@@ -122,6 +124,22 @@ def test_a_conversation_whose_messages_are_left_out_one_after_another(
     assert reused > 0
 
 
+def test_without_the_cache_no_token_sees_what_is_left_out(engine: Engine, tiny_path: Path) -> None:
+    """All is read in one batch, at positions with gaps."""
+    chance = random.Random(5)
+    messages: list[Message] = [{"role": "user", "content": words(chance, 90), "left_out": True}]
+    messages += [{"role": "assistant", "content": "I see."}, {"role": "user", "content": "And?"}]
+    completion = engine.chat(messages, PARAMS, PromptOptions(cache_prompt=False))
+    ids = engine.prompt_ids(messages)
+    whole = [*ids, *completion.token_ids[:-1]]
+    mask = np.tri(len(whole), dtype=bool)
+    mask[:, sorted(holes_of(engine, messages, ids))] = False
+    mask |= np.eye(len(whole), dtype=bool)  # what a hole sees is of no use
+    expected = logprobs(tiny_path, whole, mask)[len(ids) - 1 :]
+    for row, token in zip(expected, completion.logprobs, strict=True):
+        assert abs(row[token.id] - token.logprob) < 0.02
+
+
 def test_what_was_left_out_is_there_again_once_it_is_asked_for(engine: Engine) -> None:
     chance = random.Random(7)
     messages: list[Message] = [{"role": "user", "content": words(chance, 90)}]
@@ -157,3 +175,5 @@ def test_where_blocks_cannot_be_left_out_the_error_says_what_to_send(tmp_path: P
         assert not engine.can_leave_out
         with pytest.raises(EngineError, match=r"left_out: .* is read as a whole: send messages without"):
             engine.chat([{"role": "user", "content": "a", "left_out": True}], PARAMS)
+    with load_tiny(make_model(tmp_path)) as engine, pytest.raises(EngineError, match="left_out: this prompt is read"):
+        engine.chat([{"role": "user", "content": "a", "left_out": True}], SamplingParams(prompt_logprobs=0))

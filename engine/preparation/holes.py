@@ -31,11 +31,9 @@ def leave_out(engine: LeavingOut) -> Preparation:
         prompt, size = submission.prompt, engine.cache_shape.block_size
         if not is_chat(prompt) or not any(message.get(LEFT_OUT) for message in prompt):
             return submission
-        if not engine.can_leave_out or submission.images:
-            what = "a prompt with images" if submission.images else f"{engine.model.name}, as it is loaded here,"
+        if not engine.can_leave_out or submission.images or submission.is_whole:
+            what = "this prompt" if engine.can_leave_out else f"a prompt of {engine.model.name}, as it is loaded here,"
             raise EngineError(f"{LEFT_OUT}: {what} is read as a whole: send messages without what is to be left out")
-        if submission.is_whole or not submission.options.cache_prompt:
-            return submission
         ids, blocks = tuple(submission.ids), list[range]()
         for span in _spans(prompt, ids, engine.model.tokenizer):
             inside = range(max(1, -(-span.start // size)), span.stop // size)
