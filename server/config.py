@@ -98,7 +98,11 @@ class ServerConfig:
         help="most seconds from a request's arrival to the end of its answer, unless it gives way to all others",
     )
     sessions: str | None = setting(
-        None, "--sessions", metavar="FOLDER", help="let clients save and load sessions, by name, in this folder"
+        None,
+        "--sessions",
+        "--slot-save-path",
+        metavar="FOLDER",
+        help="let clients save and load sessions, by name, in this folder",
     )
     conversations: str | None = setting(
         None,
