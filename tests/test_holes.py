@@ -16,7 +16,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from tests.cpu import CpuOps
+from tests.cuda.emulated import open_device
 from tests.tiny import CHARACTERS, load_tiny, make_model
 
 BLOCK, HEADS, KV_HEADS, DIM, FACTOR = 16, 6, 2, 8, 4.0
@@ -59,10 +62,11 @@ def logprobs(path: Path, ids: list[int], mask: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-@pytest.fixture(params=["native", "numpy"])
+@pytest.fixture(params=["native", "numpy", pytest.param("cuda", marks=pytest.mark.slow)])
 def engine(tiny_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    ops, plain = NumpyOps() if request.param == "numpy" else None, {"cache_type": "f16", "block_size": BLOCK}
-    with load_tiny(tiny_path, ops=ops, device="cpu", calibration=False, **plain) as engine:
+    plain: dict[str, Any] = {"cache_type": "f16", "block_size": BLOCK, "calibration": False, "ctx_size": 256}
+    ops = {"native": CpuOps, "numpy": NumpyOps, "cuda": lambda: CudaOps(open_device(checked=False))}[request.param]()
+    with load_tiny(tiny_path, ops=ops, **plain) as engine:
         yield engine
 
 
