@@ -27,7 +27,7 @@ from polarlm.server.running.refusals import Refusal
 
 _INHERITED_SETTINGS = (  # settings of a child's server that are its parent's
     *("max_body", "max_connections", "max_queue", "max_tokens", "max_sessions_size", "request_seconds"),
-    *("reasoning_budget", "parse_special", "hide_cached_tokens", "log_prompts"),
+    *("reasoning_budget", "parse_special", "hide_cached_tokens", "log_prompts", "context_edits"),
 )
 _OWNER = "model"  # the file with the name of the model whose sessions are in a folder
 _END_SECONDS = 40.0  # for a process to end in order: it lets its answers end for 30
