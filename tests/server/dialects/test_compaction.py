@@ -146,7 +146,7 @@ def test_a_model_that_reasons_writes_its_summary_without_reasoning(tmp_path: Pat
 
 def test_a_summary_calls_no_tool(server: Serving) -> None:
     """Not even by a model that wants to, where the request demands a call."""
-    body = {"model": "any", "input": [user(TASK), {"type": "compaction_trigger"}], "logit_bias": {"<tool_call>": 20}}
+    body = {"input": [user(TASK), {"type": "compaction_trigger"}], "temperature": 0, "logit_bias": {"<tool_call>": 20}}
     tool = {"type": "function", "name": "read", "parameters": PARAMETERS}
     response = server.post("/v1/responses", body | {"tools": [tool], "tool_choice": "required"}).json()
     (item,) = response["output"]
