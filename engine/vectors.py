@@ -13,7 +13,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
 from polarlm.engine.outputs import Chunk, Embedding
 from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.engine.preparation.holes import LeavingOut
+from polarlm.engine.preparation.holes import PromptHoles
 from polarlm.engine.requests.prompts import Prompt, first_ids, naming, one_prompt, pair_ids, yes_and_no
 from polarlm.engine.requests.request import Ticket
 
@@ -27,7 +27,7 @@ _JUDGE = (
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
-class Vectors(LeavingOut):
+class Vectors(PromptHoles):
     """The methods of an engine that give texts vectors."""
 
     submit: Callable[..., Ticket]

@@ -24,7 +24,7 @@ LEFT_OUT = "left_out"
 _LEAST = 64  # characters of a text that is looked for; fewer have no whole block
 
 
-def leave_out(engine: LeavingOut) -> Preparation:
+def leave_out(engine: PromptHoles) -> Preparation:
     """The blocks of messages that are left out are no part of the prompt."""
 
     def prepare(submission: Submission) -> Submission:
@@ -46,7 +46,7 @@ def leave_out(engine: LeavingOut) -> Preparation:
     return prepare
 
 
-class LeavingOut(Prompts):
+class PromptHoles(Prompts):
     @property
     def can_leave_out(self) -> bool:
         """Whether messages may be left out: not with windows, recurrent layers or `replayable`."""

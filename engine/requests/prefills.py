@@ -19,7 +19,7 @@ from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
 from polarlm.engine.storage.copies import restore
-from polarlm.engine.storage.holes import leave_out
+from polarlm.engine.storage.holes import rename_blocks
 
 
 class Prefills:
@@ -87,7 +87,7 @@ class Prefills:
         options, cached = request.options, request.cached or 0
         ids = request.sequence.ids[:-1] if options.cache_prompt and not request.is_whole else ()
         if request.holes is not None and ids:
-            leave_out(self._prefixes, request.holes)
+            rename_blocks(self._prefixes, request.holes)
         kv = self._prefixes.match_prefix(ids, request.salt)
         if cached < kv.length < len(request.sequence.prompt) and request.sequence.generated:
             self._prefixes.release(kv, ids)

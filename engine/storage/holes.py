@@ -79,7 +79,7 @@ class _Positions(ImagePositions):
         return np.concatenate([own, after + self.removed])
 
 
-def leave_out(prefixes: PrefixCache, holes: Holes) -> None:
+def rename_blocks(prefixes: PrefixCache, holes: Holes) -> None:
     """Let the prefix cache find what is left of a prompt whose complete blocks are stored with fewer holes: before it
     was edited, or edited last. The tokens of an incomplete last block are computed again."""
     names = _names(prefixes, holes)

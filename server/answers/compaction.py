@@ -9,7 +9,7 @@ from dataclasses import replace
 from polarlm.engine import EngineError
 from polarlm.engine.parsing.pieces import Piece, Summary, fold
 from polarlm.server.answers.answering import answer
-from polarlm.server.reading.edits import Compaction, compacted
+from polarlm.server.reading.edits import Compaction, compact
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.running.driver import Driver
 
@@ -45,7 +45,7 @@ async def answer_compacted(driver: Driver, request: ParsedRequest, index: int = 
             return
         yield Piece(summary=summary)
         options = replace(request.options, continue_final_message=False)
-        prompt = compacted(request.prompt, text)  # type: ignore[arg-type]
+        prompt = compact(request.prompt, text)  # type: ignore[arg-type]
         request = replace(request, prompt=prompt, options=options, compaction=None)
     async with aclosing(answer(driver, request, index)) as stream:
         async for piece in stream:

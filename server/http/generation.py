@@ -31,7 +31,7 @@ from polarlm.server.http.streams import (
     while_connected,
 )
 from polarlm.server.http.warnings import FIELD, add_to_stream, warn
-from polarlm.server.reading.edits import Edited, edit, in_place
+from polarlm.server.reading.edits import EditedPrompt, edit, mark_cleared_results
 from polarlm.server.reading.fields import FIELDS, unknown_fields
 from polarlm.server.reading.parameters import ModelInfo, ParsedRequest
 from polarlm.server.reading.values import BadRequest
@@ -43,7 +43,7 @@ class Writer(ABC):
     """Makes the JSON objects of one response. Errors have OpenAI's shape unless a writer has its own."""
 
     error_body: ClassVar[Callable[[ApiError], dict[str, Any]]] = ApiError.body
-    edited: Edited | None = None  # the prompt after the request's edits; set before the first piece
+    edited: EditedPrompt | None = None  # the prompt after the request's edits; set before the first piece
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> Any:
@@ -119,11 +119,11 @@ class Generation(Endpoints):
         def size(messages: Any) -> int:
             return len(engine.prompt_ids(messages, options))
 
-        def work() -> tuple[Edited, str]:
+        def work() -> tuple[EditedPrompt, str]:
             edited = edit(prompt, request.edits, size)
             if not is_in_place or why or not edited.cleared:
                 return edited, why
-            marked = in_place(prompt, edited.prompt)
+            marked = mark_cleared_results(prompt, edited.prompt)
             fits = size(marked) < engine.context
             return (replace(edited, prompt=marked) if fits else edited), "" if fits else "its positions do not fit"
 
@@ -147,7 +147,7 @@ class Generation(Endpoints):
         return replace(request, progress=progress, warnings=(*request.warnings, *others)), writer
 
     async def respond(self, raw_request: Request, body: dict[str, Any]) -> Response:
-        journal.read_place(body)
+        journal.read_tier_and_slot(body)
         request, writer = await self._parse(body)
         _check_room(request, self._driver.room)
         request = await self._edit(raw_request, request, writer)

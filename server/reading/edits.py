@@ -89,13 +89,13 @@ Edit = Clearing | Compaction
 
 
 @dataclass(frozen=True)
-class Edited:
+class EditedPrompt:
     prompt: Sequence[Message]
     cleared: tuple[tuple[Clearing, int, int], ...]  # (edit, how many things, tokens) of each one that was done
     compaction: Compaction | None  # which the prompt is long enough for
 
 
-def edit(prompt: Sequence[Message], edits: Sequence[Edit], count: Size) -> Edited:
+def edit(prompt: Sequence[Message], edits: Sequence[Edit], count: Size) -> EditedPrompt:
     """The prompt after all edits, in their order, but for a compaction, which comes last. Raises what `count` raises,
     which is called once for each state of the prompt, and for none if no edit has to know."""
     sizes: list[tuple[Sequence[Message], int]] = []
@@ -118,16 +118,16 @@ def edit(prompt: Sequence[Message], edits: Sequence[Edit], count: Size) -> Edite
             prompt = edited
             done.append((one, number, tokens))
     is_due = compaction is not None and (not compaction.threshold or size(prompt) > compaction.threshold)
-    return Edited(prompt, tuple(done), compaction if is_due else None)
+    return EditedPrompt(prompt, tuple(done), compaction if is_due else None)
 
 
-def in_place(messages: Sequence[Message], edited: Sequence[Message]) -> list[Message]:
+def mark_cleared_results(messages: Sequence[Message], edited: Sequence[Message]) -> list[Message]:
     """The edited messages, but cleared results as they were, marked for the engine, which leaves their blocks out."""
     pairs = [*zip(messages, edited, strict=True)]
     return [{**old, "left_out": True} if old is not new and new["content"] == _CLEARED else new for old, new in pairs]
 
 
-def compacted(messages: Sequence[Message], summary: str) -> list[Message]:
+def compact(messages: Sequence[Message], summary: str) -> list[Message]:
     """The messages from a summary on: the system's, the summary as the user's, and the user's last message, which is
     still to be answered unless the user says more."""
     system = [one for one in messages if one["role"] == "system"]

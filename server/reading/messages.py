@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from polarlm.server.reading.edits import compacted, is_summary, summary_in
+from polarlm.server.reading.edits import compact, is_summary, summary_in
 from polarlm.server.reading.parts import (
     CALLED_WITH,
     REASONING,
@@ -219,7 +219,7 @@ class _Reader:
     def _begin_with(self, summary: str) -> None:
         """Put a summary in place of all that was read but the system's messages. The user's last message stays until
         the user says more: a summary that was written within an answer has it before itself."""
-        messages = compacted([message for message, _ in self._rows], summary)
+        messages = compact([message for message, _ in self._rows], summary)
         self._asked = None if is_summary(messages[-1]) else messages[-1]
         self._rows = [(message, []) for message in messages]
         self._open_calls, self._thoughts, self._answer_is_over = [], [], True

@@ -99,7 +99,7 @@ def current() -> Entry | None:
     return _CURRENT.get()
 
 
-def read_place(body: Mapping[str, Any]) -> None:
+def read_tier_and_slot(body: Mapping[str, Any]) -> None:
     """Let this task's request give way to all others, if its body asks for OpenAI's slow tier; note its slot."""
     if log_entry := current():
         log_entry.in_background = log_entry.in_background or body.get("service_tier") == "flex" or None

@@ -206,7 +206,7 @@ class Connection(asyncio.Protocol):
         try:
             with journal.entry(self._client, "socket") as entry:
                 entry.key = self._key_name or None
-                journal.read_place(message)
+                journal.read_tier_and_slot(message)
                 last = await work()
             self._finish(request_id, last)
         except (Refusal, EngineError) as error:

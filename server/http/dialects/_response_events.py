@@ -264,13 +264,13 @@ def read_choice(field: str, value: Any) -> Any:
     kind = choice.get("type")
     if kind == "allowed_tools":
         listed_tools = [(at, tool) for at, tool, _ in _each_tool(f"{field}.tools", choice.get("tools"))]
-        tools = [_named(at, tool) for at, tool in listed_tools]
+        tools = [_read_named_tool(at, tool) for at, tool in listed_tools]
         inner = {"mode": choice.get("mode"), "tools": tools}
         return {"type": kind, kind: inner, "paths": FieldPaths({f".{kind}": field})}
-    return _named(field, choice)
+    return _read_named_tool(field, choice)
 
 
-def _named(at: str, value: dict[str, Any]) -> dict[str, Any]:
+def _read_named_tool(at: str, value: dict[str, Any]) -> dict[str, Any]:
     """The name of a function or of a custom tool in our own names; other choices as sent."""
     kind = value.get("type")
     if kind not in ("function", "custom"):

@@ -71,7 +71,7 @@ class Embeddings(Endpoints):
         """(JSON of each vector, tokens of all texts, options, sentences about what is not done as asked) of a request.
         Raises BadRequest and as `vectors_of`."""
         fields_sent = await self._body(request)
-        journal.read_place(fields_sent)
+        journal.read_tier_and_slot(fields_sent)
         body, fields = requested_fields(fields_sent), FieldWarnings()
         name = spelling(body, _TEXTS, fields)
         prompts = read_prompts(name, body.get(name), MOST_INPUTS)

@@ -149,7 +149,7 @@ def fields(server: Serving, seed: int) -> dict[str, Any]:
     return {"temperature": 1, "extra_body": {**body, "logit_bias": bias, "seed": seed, "max_tokens": 900}}
 
 
-def of_chat(server: Serving, seed: int) -> tuple[Any, Any]:
+def chat_answer(server: Serving, seed: int) -> tuple[Any, Any]:
     """An answer, whole and streamed, whose only call is the same; and the call."""
     create = server.openai.chat.completions.create
     more: Any = {"model": "any", "messages": [QUESTION], "tools": [FUNCTION, PATCHING], "tool_choice": CHOICE}
@@ -169,7 +169,7 @@ def of_chat(server: Serving, seed: int) -> tuple[Any, Any]:
 
 def test_a_patch_of_any_model_parses_in_chats(family: Serving) -> None:
     for seed in range(2):
-        answer, call = of_chat(family, seed)
+        answer, call = chat_answer(family, seed)
         assert is_patch(call.custom.input)
     result = {"role": "tool", "tool_call_id": call.id, "content": "Done"}
     later = family.openai.chat.completions.create(

@@ -56,7 +56,7 @@ def user(text: str) -> dict[str, Any]:
     return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
 
 
-def sent(items: list[Any]) -> list[Any]:
+def to_json(items: list[Any]) -> list[Any]:
     return [item.model_dump(exclude_none=True) for item in items]
 
 
@@ -73,7 +73,7 @@ def test_a_trigger_is_answered_by_a_summary_twice(
     made = submitted(server.engine, monkeypatch)
     for round in range(2):
         answer = responses(server, items, stream=stream)
-        items += sent(answer.output)
+        items += to_json(answer.output)
         compacted = responses(server, [*items, {"type": "compaction_trigger"}], stream=stream)
         (item,) = compacted.output
         assert (item.type, item.id[:4], compacted.status) == ("compaction", "cmp_", "completed")
@@ -85,7 +85,7 @@ def test_a_trigger_is_answered_by_a_summary_twice(
         assert asked["options"].tools == before["options"].tools != ()
         summary = summary_in(item.model_dump())
         assert summary
-        items = [*items, *sent([item]), user(f"Go on, {round}.")]
+        items = [*items, *to_json([item]), user(f"Go on, {round}.")]
         responses(server, items, stream=stream)
         system, head, question = made[-1]["prompt"]
         assert (system["role"], head["role"], question["content"]) == ("system", "user", f"Go on, {round}.")
@@ -127,7 +127,7 @@ def test_a_prompt_above_a_threshold_is_compacted_before_its_answer(
         assert (item.type, message.type) == ("compaction", "message")
         assert [one["content"] for one in made[1]["prompt"]][2] == "And the lexer?"
         assert answer.usage.input_tokens < tokens
-        again = responses(server, [*items, *sent(answer.output), user("Thanks.")], stream=stream)
+        again = responses(server, [*items, *to_json(answer.output), user("Thanks.")], stream=stream)
         assert made[2]["prompt"][:3] == made[1]["prompt"]
         assert again.usage.input_tokens_details.cached_tokens >= answer.usage.input_tokens // BLOCK * BLOCK > 0
 
@@ -198,7 +198,7 @@ def test_a_long_conversation_is_compacted_before_its_answer_twice(
         if round:
             assert first.cache_read_input_tokens > 0
         messages += [
-            {"role": "assistant", "content": sent(answer.content)},
+            {"role": "assistant", "content": to_json(answer.content)},
             {"role": "user", "content": f"Go on, {round}."},
         ]
         ask(client, messages, {})
@@ -218,7 +218,7 @@ def test_a_compaction_may_pause_before_the_answer(
     assert (paused.stop_reason, paused.usage.output_tokens) == ("compaction", 0)
     (iteration,) = paused.usage.iterations
     assert iteration.output_tokens == LIMIT
-    answer = ask(client, [*messages, {"role": "assistant", "content": sent(paused.content)}], {}, stream=stream)
+    answer = ask(client, [*messages, {"role": "assistant", "content": to_json(paused.content)}], {}, stream=stream)
     assert [block.type for block in answer.content] == ["text"]
     assert [one["role"] for one in made[-1]["prompt"]] == ["system", "user", "user"]
     assert made[-1]["prompt"][2]["content"] == TASK

@@ -97,7 +97,7 @@ def test_an_edited_prompt_is_that_of_the_conversation_written_without_what_is_cl
 LONG = conversation([("read", "I look. " * 9, "x" * 400), ("write", "", "y" * 40), ("read", "So it is.", "z" * 40)])
 
 
-def asked(messages: list[Any], *edits: Any, **more: Any) -> dict[str, Any]:
+def query(messages: list[Any], *edits: Any, **more: Any) -> dict[str, Any]:
     return {"model": "any", "messages": messages, "max_tokens": 8, "context_management": {"edits": [*edits]}, **more}
 
 
@@ -113,7 +113,7 @@ def test_a_response_tells_what_was_cleared(server: Serving) -> None:
     """Whole, in a stream, and in a count of tokens, as Anthropic's client reads them."""
     edits = [{"type": THINKING}, {"type": TOOLS, "trigger": uses(2), "keep": uses(1)}]
     with server.anthropic() as client:
-        beta, body = client.beta.messages, asked(LONG, *edits, betas=["context-management-2025-06-27"])
+        beta, body = client.beta.messages, query(LONG, *edits, betas=["context-management-2025-06-27"])
         whole = beta.create(**body)
         with beta.stream(**body) as stream:
             streamed = stream.get_final_message()
@@ -146,15 +146,15 @@ def test_a_response_tells_what_was_cleared(server: Serving) -> None:
     ],
 )
 def test_edits_clear_as_they_say(server: Serving, edits: list[Any], cleared: list[int]) -> None:
-    applied = server.post("/v1/messages", asked(LONG, *edits)).json()["context_management"]["applied_edits"]
+    applied = server.post("/v1/messages", query(LONG, *edits)).json()["context_management"]["applied_edits"]
     assert [one.get("cleared_tool_uses") for one in applied] == cleared
 
 
 def test_a_conversation_is_compacted_by_its_length_after_other_edits(server: Serving) -> None:
     clear, compact = {"type": TOOLS, "trigger": uses(2), "keep": uses(0)}, {"type": "compact_20260112"}
-    count = server.post("/v1/messages/count_tokens", asked(LONG, clear)).json()["input_tokens"]
+    count = server.post("/v1/messages/count_tokens", query(LONG, clear)).json()["input_tokens"]
     for threshold, kinds in ((count, ["text"]), (count - 1, ["compaction", "text"])):
-        body = asked(LONG, clear, {**compact, "trigger": tokens(threshold)}, ignore_eos=True)
+        body = query(LONG, clear, {**compact, "trigger": tokens(threshold)}, ignore_eos=True)
         assert [block["type"] for block in server.post("/v1/messages", body).json()["content"]] == kinds
 
 
@@ -189,7 +189,7 @@ def test_in_place_nothing_is_read_again(server: Serving, asked_by: str) -> None:
     with serving(server.engine, context_edits="in-place" if asked_by == "flag" else "exact") as running:
 
         def ask(messages: list[Any], in_place: bool, *edits: Any) -> dict[str, Any]:
-            body = asked(messages, *edits)
+            body = query(messages, *edits)
             body["context_management"] |= {} if asked_by == "flag" and in_place else {"in_place": in_place}
             answer: dict[str, Any] = running.post("/v1/messages", body).json()
             assert "warnings" not in answer
@@ -216,7 +216,7 @@ def test_where_blocks_cannot_be_left_out_a_warning_says_that_all_is_read_again(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(server.engine), "can_leave_out", False)
-    body = asked(LONG, {"type": TOOLS, "trigger": uses(1), "keep": uses(1)})
+    body = query(LONG, {"type": TOOLS, "trigger": uses(1), "keep": uses(1)})
     body["context_management"]["in_place"] = True
     answer = server.post("/v1/messages", body).json()
     (told,) = answer["warnings"]

@@ -36,7 +36,7 @@ REQUEST: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 2
 Change = Callable[[dict[str, Any]], None]  # of a request's body
 
 
-def nothing(body: dict[str, Any]) -> None: ...
+def keep(body: dict[str, Any]) -> None: ...
 
 
 def system(text: str) -> Change:
@@ -65,10 +65,10 @@ def change_result(body: dict[str, Any]) -> None:
 
 # Name → what the first and the second request change, what is named, and words of both.
 BREAKERS: dict[str, tuple[Any, Any, str, str, str]] = {
-    "a date": (nothing, system("Today is 1 December. "), "messages[0].content (system)", "30 Nov", "1 Dec"),
-    "tools in another order": (nothing, reorder, "tools[0]", "read", "find"),
-    "thinking dropped": (nothing, drop_thinking, "messages[2].reasoning_content (assistant)", "<think>", "<tool_ca"),
-    "a changed result": (nothing, change_result, "messages[3].content (tool)", "import o", "[cut]"),
+    "a date": (keep, system("Today is 1 December. "), "messages[0].content (system)", "30 Nov", "1 Dec"),
+    "tools in another order": (keep, reorder, "tools[0]", "read", "find"),
+    "thinking dropped": (keep, drop_thinking, "messages[2].reasoning_content (assistant)", "<think>", "<tool_ca"),
+    "a changed result": (keep, change_result, "messages[3].content (tool)", "import o", "[cut]"),
     "another template option": (effort("low"), effort("high"), "the template option reasoning_effort", "low", "high"),
     "a billing header": (billing("1f2e"), billing("9a0b"), "messages[0].content (system)", "1f2e", "9a0b"),
 }
@@ -127,7 +127,7 @@ def test_the_log_has_the_place_alone_and_a_key_hears_of_its_own_prompts(
     engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The words on both sides are words of prompts: the log has them with --log-prompts alone."""
-    file, changes = tmp_path / "keys", {"anna": nothing, "ben": system("It is May. "), "carl": system("It is June. ")}
+    file, changes = tmp_path / "keys", {"anna": keep, "ben": system("It is May. "), "carl": system("It is June. ")}
     file.write_text("".join(f"{name} sk-{name}-0123456789\n" for name in changes))
     for logs in (False, True):
         forget(engine)
